@@ -1,0 +1,153 @@
+"""What is known of every snapshot and checkpoint. Pure: values and decisions, no I/O; the engine acts on what is decided here.
+
+Everything is ordered by (attempt, step), never by a clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckptd.shared import lifecycle
+from ckptd.shared.lifecycle import Event, State
+from ckptd.shared.manifest import Manifest, PartEntry
+
+log = logging.getLogger("ckptd.catalog")
+
+Key = tuple[int, int]
+"""(attempt, step)."""
+
+
+@dataclass(slots=True, eq=False)
+class Shard:
+    """One rank's share of a snapshot: the slot that holds it, and its part once that is durable."""
+
+    rank: int
+    segment: str
+    generation: int
+    signature: bytes
+    checked: bool = False
+    part: PartEntry | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    job: str
+    attempt: int
+    step: int
+    tag: str
+    world_size: int
+    persist: bool
+    state: State = State.FILLING
+    shards: dict[int, Shard] = field(default_factory=dict)
+    reason: str = ""
+    code: str = ""
+
+    @property
+    def key(self) -> Key:
+        return (self.attempt, self.step)
+
+    @property
+    def complete(self) -> bool:
+        """Sealed by all ranks."""
+        return len(self.shards) == self.world_size
+
+    @property
+    def in_memory(self) -> bool:
+        return self.complete and self.state not in (State.RELEASED, State.FILLING)
+
+    def move(self, event: Event) -> None:
+        """Raises IllegalStep, changing nothing."""
+        after = lifecycle.step(self.state, event)
+        log.info("snapshot %s/%s: %s -> %s", self.job, self.tag, self.state.value, after.value)
+        self.state = after
+
+    def __repr__(self) -> str:
+        return f"<Snapshot {self.job}/{self.tag} {self.state.value} {len(self.shards)}/{self.world_size}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed one, as its manifest says."""
+
+    job: str
+    tag: str
+    attempt: int
+    step: int | None
+    seq: int
+    nbytes: int
+    files: tuple[str, ...]
+    user_tag: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, user_tag: bool) -> Checkpoint:
+        files = tuple(part.file for part in manifest.parts)
+        return cls(manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes, files, user_tag)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return (self.attempt, -1 if self.step is None else self.step, self.seq)
+
+
+@dataclass(slots=True)
+class Job:
+    """`attempt`: the newest one claimed; only it may seal. `damaged`: tags whose manifest could not be read, with the reason."""
+
+    name: str
+    attempt: int = 0
+    world_size: int = 1
+    snapshots: dict[Key, Snapshot] = field(default_factory=dict)
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    damaged: dict[str, str] = field(default_factory=dict)
+    retiring: set[str] = field(default_factory=set)
+    seq: int = 0
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        return max(self.live_checkpoints(), key=lambda c: c.order, default=None)
+
+    def live_checkpoints(self) -> list[Checkpoint]:
+        return [c for c in self.checkpoints.values() if c.tag not in self.retiring]
+
+    def newest_in_memory(self) -> Snapshot | None:
+        return max((s for s in self.snapshots.values() if s.in_memory), key=lambda s: s.key, default=None)
+
+    def is_durable(self, attempt: int, step: int) -> bool:
+        return any((c.attempt, c.step) == (attempt, step) for c in self.live_checkpoints())
+
+    def commit(self, checkpoint: Checkpoint) -> None:
+        self.checkpoints[checkpoint.tag] = checkpoint
+        self.seq = max(self.seq, checkpoint.seq)
+
+    def releasable(self) -> list[Snapshot]:
+        """Snapshots whose slots may be reused: a newer one is sealed by all ranks, and nothing more is to come of this one."""
+        newest = self.newest_in_memory()
+        if newest is None:
+            return []
+        return [s for s in self.snapshots.values() if s.key < newest.key and self.is_settled(s)]
+
+    def is_settled(self, snapshot: Snapshot) -> bool:
+        """Nothing is under way for it, and nothing is owed."""
+        if snapshot.state in (State.DURABLE, State.FAILED):
+            return True
+        return snapshot.state is State.SEALED and not snapshot.persist
+
+    def owed(self) -> Snapshot | None:
+        """What to save unasked when the trainer is gone: the newest sealed snapshot, unless it is durable or on its way."""
+        newest = self.newest_in_memory()
+        if newest is None or newest.state not in (State.SEALED, State.FAILED) or self.is_durable(*newest.key):
+            return None
+        return newest
+
+
+class Catalog:
+    """All jobs of this daemon."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+
+    def job(self, name: str) -> Job:
+        return self.jobs.setdefault(name, Job(name))
+
+    def snapshots(self) -> Iterable[Snapshot]:
+        return (s for job in self.jobs.values() for s in job.snapshots.values())

@@ -1,0 +1,156 @@
+"""The daemon's settings: one frozen value, checked once. Precedence: flags, `CKPTD_*`, the TOML file, defaults.
+
+Never looks at anything but what it is given: paths and disks are checked where they are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptd.shared import codec
+from ckptd.shared.errors import InvalidConfig
+from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    root: Path
+    """Directory of the checkpoints; absolute. Made if missing."""
+    socket: Path
+    """Unix socket to listen on."""
+    codec: str = "zstd"
+    """How chunks are stored: `raw`, `zstd` or `zstd:LEVEL`."""
+    slots: int = 2
+    """Slots a rank, 2 to 8. Two are enough unless saves take longer than the time between snapshots."""
+    shm_dir: Path = Path("/dev/shm")
+    """A tmpfs for the slots. In containers whose /dev/shm is small, name another one."""
+    shm_quota: int = 0
+    """Bytes that all slots together may take; 0 means nine tenths of the tmpfs."""
+    memory_ttl: float = 900.0
+    """Seconds that a dead trainer's slots are kept once they are durable."""
+    keep_last: int = 10
+    """Checkpoints of a job to keep, the newest; 0 keeps all. Those with a tag of their own are never deleted."""
+    stall_budget: float = 10.0
+    """Seconds that `snapshot(on_busy="wait")` may hold the training."""
+    threads: int = 0
+    """Worker threads for checksums, compression and writing; 0 means one for each CPU, 8 at most."""
+    memory_budget: int = 128 << 20
+    """Bytes of buffers that the pipeline may use, whatever the size of a snapshot."""
+    chunk_size: int = DEFAULT_CHUNK
+    """Raw bytes of a chunk, 64 KiB to 16 MiB."""
+    max_connections: int = 256
+    """Clients at once."""
+    strict_journal: bool = False
+    """Refuse to start on a corrupt journal instead of rebuilding it from what lies in storage and memory."""
+    private: bool = False
+    """Started by an agent for itself: leaves when nothing is left to do."""
+    idle_timeout: float = 10.0
+    """Seconds without clients, slots and work after which a private daemon leaves."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        codec.encoder(self.codec)
+        _require(self.root.is_absolute(), "root", self.root, "an absolute path")
+        _require(
+            self.socket.is_absolute() and len(os.fsencode(self.socket)) < 108,
+            "socket",
+            self.socket,
+            "an absolute path of at most 107 bytes",
+        )
+        _require(self.shm_dir.is_absolute(), "shm_dir", self.shm_dir, "an absolute path")
+        _require(2 <= self.slots <= 8, "slots", self.slots, "2 to 8")
+        _require(self.keep_last >= 0, "keep_last", self.keep_last, "0 (all) or more")
+        _require(MIN_CHUNK <= self.chunk_size <= MAX_CHUNK, "chunk_size", self.chunk_size, f"{MIN_CHUNK} to {MAX_CHUNK} bytes")
+        _require(self.chunk_size % 4096 == 0, "chunk_size", self.chunk_size, "a multiple of 4096 bytes")
+        _require(self.memory_budget >= 4 * self.chunk_size, "memory_budget", self.memory_budget, "at least four chunks")
+        _require(0 <= self.threads <= 256, "threads", self.threads, "0 (automatic) to 256")
+        _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level, "debug, info, warning or error")
+        for name in ("shm_quota", "memory_ttl", "stall_budget", "max_connections", "idle_timeout"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        if self.threads == 0:
+            object.__setattr__(self, "threads", min(8, len(os.sched_getaffinity(0))))
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(Config)}
+_AGENTS_OWN = {"job", "failpoints", "python"}
+"""`CKPTD_` variables that are not settings of the daemon."""
+
+
+def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None) -> Config:
+    """Merge and check. `flags` holds only what was given. Raises InvalidConfig in one sentence."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        values |= {key: _convert(key, value, f"{file}: ") for key, value in _read(file).items()}
+    for variable, text in environ.items():
+        key = variable.removeprefix("CKPTD_").lower()
+        if variable.startswith("CKPTD_") and key not in _AGENTS_OWN:
+            values[key] = _convert(key, text, f"{variable}: ")
+    values |= {key: _convert(key, value, f"--{key.replace('_', '-')}: ") for key, value in flags.items()}
+    if "root" not in values:
+        raise InvalidConfig("no root: say where checkpoints go with --root DIR, CKPTD_ROOT or root = in the config file")
+    values["root"] = Path(os.path.abspath(values["root"]))
+    if "socket" not in values:
+        raise InvalidConfig("no socket: name one with --socket PATH, CKPTD_SOCKET or socket = in the config file")
+    values["socket"] = Path(os.path.abspath(values["socket"]))
+    return Config(**values)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise InvalidConfig(f"cannot read the config file {file}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{file} is not TOML: {error}") from None
+
+
+def _convert(key: str, value: Any, where: str) -> Any:
+    field = FIELDS.get(key)
+    if field is None:
+        near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(FIELDS))}"
+        raise InvalidConfig(f"{where}there is no setting {key!r}{hint}")
+    try:
+        if field.type == "Path":
+            return Path(os.path.expanduser(_text(value)))
+        if field.type == "bool":
+            return value if isinstance(value, bool) else {"true": True, "1": True, "false": False, "0": False}[_text(value).lower()]
+        if field.type == "int":
+            return value if type(value) is int else parse_size(_text(value))
+        if field.type == "float":
+            return float(value)
+        return _text(value)
+    except (ValueError, KeyError, TypeError):
+        kind = {"int": "a number (k, M, G, Ki, Mi, Gi allowed)", "bool": "true or false", "float": "a number of seconds"}
+        raise InvalidConfig(f"{where}{key} is {value!r}; expected {kind.get(str(field.type), 'text')}") from None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError
+    return os.fspath(value)  # type: ignore[return-value]
+
+
+def parse_size(text: str) -> int:
+    """`"24G"` is 24 * 10**9, `"8Mi"` 8 * 2**20. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(text)
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _require(condition: bool, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise InvalidConfig(f"{name} is {str(value)!r}; expected {expected}")

@@ -1,0 +1,130 @@
+"""One journal file: its header and records as bytes, and how to read them back (FORMAT.md, section 7). Pure.
+
+`scan` tells a torn tail from corruption: damage at sequence k is a torn tail unless a later record says that k was durable.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+
+from ckptd.shared.binary import check_preamble, preamble
+from ckptd.shared.errors import IntegrityError
+from crc32c import crc32c
+
+MAGIC = b"CKPTDJNL"
+FILE_SIZE = 4 << 20
+HEADER_SIZE = 64
+MAX_PAYLOAD = 1 << 20
+IGNORABLE = 1
+PAYLOAD_VERSION = 1
+_HEADER = struct.Struct("<16sQ16sI")
+_CRC = struct.Struct("<I")
+_RECORD = struct.Struct("<IIIBBHQQ")
+RECORD_SIZE = _RECORD.size
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    number: int
+    salt: bytes
+    previous_crc: int
+
+    def encode(self) -> bytes:
+        body = _HEADER.pack(preamble(MAGIC), self.number, self.salt, self.previous_crc)
+        return (body + _CRC.pack(crc32c(body))).ljust(HEADER_SIZE, b"\0")
+
+    @property
+    def crc(self) -> int:
+        return crc32c(self.encode()[: _HEADER.size])
+
+
+@dataclass(frozen=True, slots=True)
+class RawRecord:
+    type: int
+    flags: int
+    sequence: int
+    durable: int
+    payload: bytes
+
+
+class Ending(enum.Enum):
+    CLEAN = "clean"
+    TORN = "torn tail"
+    CORRUPT = "corrupt"
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """`end`: offset behind the last good record; `last_crc`: its crc, to chain on."""
+
+    header: FileHeader
+    records: list[RawRecord]
+    ending: Ending
+    end: int
+    last_crc: int
+
+
+def encode_record(salt: bytes, previous_crc: int, record: RawRecord) -> tuple[bytes, int]:
+    """The record with its padding to 8 bytes, and its crc. Raises ValueError for a payload beyond 1 MiB."""
+    if len(record.payload) > MAX_PAYLOAD:
+        raise ValueError(f"a journal record of {len(record.payload)} bytes is beyond {MAX_PAYLOAD}")
+    head = _RECORD.pack(0, len(record.payload), previous_crc, record.type, record.flags, PAYLOAD_VERSION, record.sequence, record.durable)
+    crc = crc32c(record.payload, crc32c(head[4:], crc32c(salt)))
+    data = _CRC.pack(crc) + head[4:] + record.payload
+    return data.ljust(_aligned(len(data)), b"\0"), crc
+
+
+def scan(data: bytes, number: int) -> Scan:
+    """Read a whole file. Raises IntegrityError if its header is not that of file `number`, NewerFormat for a newer ckptd's."""
+    if len(data) < HEADER_SIZE:
+        raise IntegrityError("journal header is cut short")
+    check_preamble(data, MAGIC, "journal")
+    _, found, salt, previous = _HEADER.unpack_from(data)
+    header = FileHeader(found, salt, previous)
+    if header.encode() != data[:HEADER_SIZE] or found != number:
+        raise IntegrityError("journal header does not match its checksum or its name")
+    records: list[RawRecord] = []
+    position, crc, sequence = HEADER_SIZE, header.crc, None
+    while (found_record := _read(data, position, salt)) is not None:
+        record, its_crc, before, length = found_record
+        if before != crc or (sequence is not None and record.sequence != sequence + 1):
+            break
+        records.append(record)
+        position, crc, sequence = position + length, its_crc, record.sequence
+    rest = data[position:]
+    if not any(rest):
+        return Scan(header, records, Ending.CLEAN, position, crc)
+    ending = Ending.CORRUPT if _proved_durable(data, position, salt, (sequence or 0) + 1) else Ending.TORN
+    return Scan(header, records, ending, position, crc)
+
+
+def _aligned(length: int) -> int:
+    return -(-length // 8) * 8
+
+
+def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int, int] | None:
+    if position + RECORD_SIZE > len(data):
+        return None
+    crc, length, before, kind, flags, _version, sequence, durable = _RECORD.unpack_from(data, position)
+    end = position + RECORD_SIZE + length
+    if length > MAX_PAYLOAD or end > len(data) or kind == 0:
+        return None
+    if crc32c(data[position + 4 : end], crc32c(salt)) != crc:
+        return None
+    if any(data[end : position + _aligned(RECORD_SIZE + length)]):
+        return None
+    payload = data[position + RECORD_SIZE : end]
+    return RawRecord(kind, flags, sequence, durable, payload), crc, before, _aligned(RECORD_SIZE + length)
+
+
+def _proved_durable(data: bytes, position: int, salt: bytes, sequence: int) -> bool:
+    """Whether any record behind the damage says that `sequence` was durable."""
+    for at in range(_aligned(position), len(data) - RECORD_SIZE, 8):
+        if data[at + 4 : at + 8] == b"\0\0\0\0" and not data[at + 12]:
+            continue  # zeros: no record
+        found = _read(data, at, salt)
+        if found is not None and found[0].sequence >= sequence and found[0].durable >= sequence:
+            return True
+    return False

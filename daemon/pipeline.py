@@ -1,0 +1,243 @@
+"""The save plan on worker threads: pread, checksum, encode, aligned write, all under one byte budget.
+
+A chunk costs two buffers, taken from a pool that holds `memory_budget` bytes at most, however many parts are being written. Owns the part file
+from its creation to its sync; journals nothing and knows no catalog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import mmap
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptd.shared import names
+from ckptd.shared.binary import ALIGN, align
+from ckptd.shared.codec import RAW, Codec
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import FileSystem, read_exactly
+from ckptd.shared.manifest import PartEntry
+from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header, file_bound
+from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
+from ckptd.shared.request import Request
+from ckptd.shared.segment import SegmentHeader, read_document
+from crc32c import crc32c
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Buffers:
+    """Two page-aligned buffers of one chunk: raw bytes in, stored bytes out."""
+
+    raw: mmap.mmap
+    stored: mmap.mmap
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSlot:
+    """A sealed slot, its documents read and verified."""
+
+    fd: int
+    header: SegmentHeader
+    plan: Plan
+    plan_document: bytes
+    request: Request
+    ranges: list[ChunkRange]
+
+    @classmethod
+    def read(cls, fd: int, header: SegmentHeader) -> SealedSlot:
+        """Raises IntegrityError for documents that are damaged, or a plan that is not sound."""
+        document = read_document(fd, header, header.plan, "plan")
+        if hashlib.sha256(document).digest() != header.signature:
+            raise IntegrityError(f"plan document of {header.job} step {header.step} is not the one that was sealed")
+        plan = Plan.decode(document)
+        request = Request.decode(read_document(fd, header, header.request, "request"))
+        values = (header.values.offset, header.values.length)
+        if values[0] < plan.data_length or plan.data_length > header.capacity:
+            raise IntegrityError(f"documents of {header.job} step {header.step} lie over its tensors")
+        return cls(fd, header, plan, document, request, chunk_ranges(with_values(plan.regions, values), header.chunk_size))
+
+    def pread(self, chunk: ChunkRange, buffer: memoryview) -> None:
+        if read_exactly(self.fd, buffer, self.header.data_offset + chunk.offset) < chunk.length:
+            raise IntegrityError("the segment has been cut short: that copy in memory is lost")
+
+
+class Pipeline:
+    """Worker threads and buffers, shared by all parts under way. `busy_since` tells the watchdog whether a thread makes progress."""
+
+    def __init__(self, fs: FileSystem, threads: int, memory_budget: int, chunk_size: int) -> None:
+        self._fs = fs
+        self._threads = threads
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="ckptd-worker")
+        self._buffer_size = align(chunk_size)
+        self._tokens = asyncio.Semaphore(min(2 * threads, memory_budget // (2 * self._buffer_size)))
+        self._free: list[Buffers] = []
+        self._out = 0
+        self.bytes_read = self.bytes_written = self.chunks_done = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
+
+    @asynccontextmanager
+    async def _buffers(self) -> AsyncIterator[Buffers]:
+        async with self._tokens:
+            buffers = self._free.pop() if self._free else Buffers(mmap.mmap(-1, self._buffer_size), mmap.mmap(-1, self._buffer_size))
+            self._out += 1
+            try:
+                yield buffers
+            finally:
+                self._out -= 1
+                self._free.append(buffers)
+                if self._out == 0:  # idle: give the pages back, keep the address space
+                    for idle in self._free:
+                        idle.raw.madvise(mmap.MADV_DONTNEED)
+                        idle.stored.madvise(mmap.MADV_DONTNEED)
+
+    async def _each(self, ranges: Sequence[ChunkRange], work: Callable[[int, Buffers], T]) -> list[T]:
+        """`work` on every chunk, as many at once as there are threads; the first failure ends it and is raised once all have stopped."""
+        results: dict[int, T] = {}
+        numbers = iter(range(len(ranges)))
+        failed = False
+
+        async def worker() -> None:
+            nonlocal failed
+            for number in numbers:
+                if failed:
+                    return
+                async with self._buffers() as buffers:
+                    try:
+                        results[number] = await self.run(lambda n=number, b=buffers: work(n, b))  # type: ignore[misc]
+                        self.chunks_done += 1
+                    except BaseException:
+                        failed = True
+                        raise
+
+        outcomes = await asyncio.gather(*(worker() for _ in range(min(self._threads, len(ranges)))), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if len(results) != len(ranges):  # every planned chunk is accounted for, or nothing is
+            raise IntegrityError(f"{len(results)} of {len(ranges)} chunks have a result")
+        return [results[number] for number in range(len(ranges))]
+
+    async def checksum(self, slot: SealedSlot) -> list[int]:
+        """crc32c of each chunk of a sealed slot."""
+
+        def work(number: int, buffers: Buffers) -> int:
+            chunk = slot.ranges[number]
+            with memoryview(buffers.raw) as whole, whole[: chunk.length] as raw:
+                slot.pread(chunk, raw)
+                return crc32c(raw)
+
+        return await self._each(slot.ranges, work)
+
+    async def write_part(self, slot: SealedSlot, checks: list[int], codec: Codec, directory: int, tag: str, nonce: bytes) -> PartEntry:
+        """Write one part durably into `directory`: created, filled, synced, the directory synced. On failure its file is removed.
+
+        Raises IntegrityError if memory no longer holds what `checks` says, else OSError.
+        """
+        file = names.part_file(slot.header.rank, nonce)
+        writer = _PartWriter(self._fs, slot, checks, codec, directory, tag, file, nonce)
+        try:
+            await self.run(writer.create)
+            chunks = await self._each(slot.ranges, writer.chunk)
+            entry = await self.run(lambda: writer.finish(chunks))
+        except BaseException:
+            await self.run(writer.discard)
+            raise
+        self.bytes_read += entry.raw_bytes
+        self.bytes_written += entry.bytes
+        return entry
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _PartWriter:
+    """One part file on its way. All methods run on worker threads; `chunk` on several at once."""
+
+    def __init__(
+        self, fs: FileSystem, slot: SealedSlot, checks: list[int], codec: Codec, directory: int, tag: str, file: str, nonce: bytes
+    ) -> None:
+        self._fs, self._slot, self._checks, self._codec = fs, slot, checks, codec
+        self._directory, self._tag, self._file, self._nonce = directory, tag, file, nonce
+        self._fd = -1
+        self._next = ALIGN
+        self._lock = threading.Lock()
+
+    def create(self) -> None:
+        self._fd = self._fs.create(self._file, self._directory, direct=True)
+        self._fs.allocate(self._fd, file_bound(self._slot.ranges, len(self._slot.plan_document)))
+        failpoint("persist.created")
+
+    def chunk(self, number: int, buffers: Buffers) -> Chunk:
+        chunk = self._slot.ranges[number]
+        with memoryview(buffers.raw) as whole, memoryview(buffers.stored) as out, whole[: chunk.length] as raw:
+            self._slot.pread(chunk, raw)
+            crc = crc32c(raw)
+            if crc != self._checks[number]:
+                raise IntegrityError(
+                    f"chunk {number} of {self._slot.header.job} step {self._slot.header.step} has changed in memory since it was sealed"
+                )
+            encoded = self._codec.encode(raw, chunk.element_size)
+            stored, number_of_codec, buffer = chunk.length, RAW, whole
+            if encoded is not None:
+                stored, number_of_codec, buffer = len(encoded), self._codec.number, out
+                out[:stored] = encoded
+            padded = align(stored)
+            buffer[stored:padded] = bytes(padded - stored)
+            with self._lock:
+                offset = self._next
+                self._next += padded
+            if failpoint("persist.writing"):
+                self._fs.write(self._fd, buffer[: padded // 2 // ALIGN * ALIGN], offset)
+                raise OSError(errno.EIO, "short write")
+            self._fs.write(self._fd, buffer[:padded], offset)
+            return Chunk(chunk.offset, chunk.length, offset, stored, number_of_codec, chunk.element_size, crc, crc32c(buffer[:stored]))
+
+    def finish(self, chunks: list[Chunk]) -> PartEntry:
+        header = self._slot.header
+        index = PartIndex(
+            job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=self._tag,
+            signature=header.signature, plan=self._slot.plan_document, values=(header.values.offset, header.values.length),
+            chunk_size=header.chunk_size, chunks=chunks,
+        )  # fmt: skip
+        document = index.encode()
+        self._write_aligned(encode_header(index, self._nonce), 0)
+        failpoint("persist.index")
+        end = encode_end(self._next, document)
+        self._write_aligned(end, self._next)
+        length = self._next + len(end)
+        self._fs.truncate(self._fd, length)
+        failpoint("persist.syncing")
+        self._fs.sync(self._fd)
+        fd, self._fd = self._fd, -1
+        self._fs.close(fd)
+        self._fs.sync_directory(self._directory)
+        failpoint("persist.synced")
+        return PartEntry(
+            rank=header.rank, file=self._file, bytes=length, raw_bytes=sum(c.raw_length for c in chunks),
+            items=len(self._slot.plan.items), index_sha256=hashlib.sha256(document).hexdigest(),
+        )  # fmt: skip
+
+    def _write_aligned(self, data: bytes, offset: int) -> None:
+        with mmap.mmap(-1, len(data)) as buffer:  # O_DIRECT wants aligned memory
+            buffer[:] = data
+            self._fs.write(self._fd, buffer, offset)
+
+    def discard(self) -> None:
+        if self._fd >= 0:
+            self._fs.close(self._fd)
+            self._fd = -1
+        try:
+            self._fs.unlink(self._file, self._directory)
+        except OSError:
+            pass  # the journal knows that it was staged: the next sweep tries again

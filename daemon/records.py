@@ -1,0 +1,147 @@
+"""The journal's records as values, and the state that they add up to (FORMAT.md, section 7).
+
+Records are assertions, merged by maximum: applying one twice changes nothing. Pure; `journal.py` stores them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    pass
+
+
+class Begun(Record):
+    job: str
+    attempt: int
+    world_size: int
+
+
+class Sealed(Record):
+    job: str
+    attempt: int
+    step: int
+    rank: int
+    world_size: int
+    tag: str
+    segment: str
+    generation: int
+    persist: bool
+
+
+class Staging(Record):
+    job: str
+    attempt: int
+    step: int
+    rank: int
+    tag: str
+    file: str
+
+
+class PartDurable(Record):
+    job: str
+    attempt: int
+    step: int
+    rank: int
+    tag: str
+    file: str
+    bytes: int
+    index_sha256: str
+
+
+class Committed(Record):
+    job: str
+    attempt: int
+    step: int | None
+    tag: str
+    seq: int
+
+
+class Dropped(Record):
+    job: str
+    attempt: int
+    step: int
+    tag: str
+    reason: str
+
+
+class Retiring(Record):
+    job: str
+    tag: str
+    files: list[str]
+
+
+class Retired(Record):
+    job: str
+    tag: str
+
+
+class JobState(msgspec.Struct):
+    """`attempt`: the newest; `sealed_step`: the newest step of it that was seen sealed, -1 for none; `seq`: the highest given."""
+
+    attempt: int = 0
+    world_size: int = 1
+    sealed_step: int = -1
+    seq: int = 0
+
+
+class JournalState(msgspec.Struct):
+    """What is under way. `staged`: {job/tag: {file: PartDurable, or None while it is being written}}."""
+
+    jobs: dict[str, JobState] = {}
+    staged: dict[str, dict[str, PartDurable | None]] = {}
+    retiring: dict[str, list[str]] = {}
+
+    def apply(self, record: Record) -> None:
+        match record:
+            case Begun():
+                job = self.jobs.setdefault(record.job, JobState())
+                if record.attempt > job.attempt:
+                    job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, -1
+            case Sealed():
+                job = self.jobs.setdefault(record.job, JobState())
+                if record.attempt == job.attempt:
+                    job.sealed_step = max(job.sealed_step, record.step)
+            case Staging():
+                self.staged.setdefault(place(record), {}).setdefault(record.file, None)
+            case PartDurable():
+                self.staged.setdefault(place(record), {})[record.file] = record
+            case Committed():
+                self.jobs.setdefault(record.job, JobState()).seq = max(self.jobs[record.job].seq, record.seq)
+                self.staged.pop(place(record), None)
+            case Dropped():
+                self.staged.pop(place(record), None)
+            case Retiring():
+                self.retiring[place(record)] = record.files
+            case Retired():
+                self.retiring.pop(place(record), None)
+
+
+def place(record: Any) -> str:
+    """`job/tag`: what files and checkpoints are known by in the journal."""
+    return f"{record.job}/{record.tag}"
+
+
+STATE = 1
+TYPES: dict[int, type[Record]] = {2: Begun, 3: Sealed, 4: Staging, 5: PartDurable, 6: Committed, 7: Dropped, 8: Retiring, 9: Retired}
+NUMBERS = {cls: number for number, cls in TYPES.items()}
+
+
+def encode(record: Record) -> tuple[int, bytes]:
+    return NUMBERS[type(record)], msgspec.msgpack.encode(record)
+
+
+def decode(number: int, payload: bytes) -> Record:
+    """Raises msgspec.DecodeError for a payload that is not of its type; KeyError for an unknown type."""
+    return msgspec.msgpack.decode(payload, type=TYPES[number])
+
+
+def encode_state(state: JournalState) -> bytes:
+    return msgspec.msgpack.encode(state)
+
+
+def decode_state(payload: bytes) -> JournalState:
+    return msgspec.msgpack.decode(payload, type=JournalState)

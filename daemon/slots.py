@@ -1,0 +1,197 @@
+"""Segments on this node: create, pass, adopt, release, within the quota.
+
+Owns the files in the tmpfs and one read-write descriptor of each. Knows nothing of snapshots beyond what a segment's own header says.
+A trainer's life is judged by the flock that it holds on each of its segments, through a descriptor of which the daemon kept no copy.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import FileSystem
+from ckptd.shared.segment import SegmentHeader, boot_id, read_header, write_header
+
+log = logging.getLogger("ckptd.slots")
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One segment. `nbytes`: all of the file; `header`: as it was when last read."""
+
+    name: str
+    fd: int
+    header: SegmentHeader
+    nbytes: int
+
+    @property
+    def owner(self) -> tuple[str, int, int]:
+        """(job, attempt, rank)."""
+        return (self.header.job, self.header.attempt, self.header.rank)
+
+    def refresh(self) -> SegmentHeader:
+        """Read the header again; the trainer may have changed it. Raises IntegrityError if it has become another segment's."""
+        header = read_header(self.fd)
+        mine, its = self.header, header
+        if (mine.job, mine.attempt, mine.rank, mine.capacity, mine.chunk_size) != (
+            its.job,
+            its.attempt,
+            its.rank,
+            its.capacity,
+            its.chunk_size,
+        ):
+            raise IntegrityError(f"segment {self.name} is not the one that was made")
+        self.header = header
+        return header
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.name[:8]} {self.header.job}.a{self.header.attempt} rank {self.header.rank} {self.header.state.name}>"
+
+
+class Slots:
+    """All segments of one root. `directory` is made 0700, and refused if it is anybody else's."""
+
+    def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int) -> None:
+        self._fs = fs
+        self.path = shm_dir / directory
+        try:
+            os.mkdir(self.path, 0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise StorageError.of(f"make {self.path}", error) from None
+        self._directory = fs.open_directory(str(self.path))
+        status = os.fstat(self._directory)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise StorageError(
+                f"{self.path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:o}; it must be ours alone (0700): remove it"
+            )
+        self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
+        self.slots: dict[str, Slot] = {}
+
+    @property
+    def used(self) -> int:
+        return sum(slot.nbytes for slot in self.slots.values())
+
+    def create(self, header: SegmentHeader) -> Slot:
+        """A new segment. Raises QuotaExceeded or SharedMemoryFull, leaving nothing behind."""
+        size = header.file_length
+        if self.used + size > self.quota:
+            raise QuotaExceeded(
+                f"a slot of {_size(size)} does not fit: {_size(self.used)} of the quota of {_size(self.quota)} are taken; "
+                "raise shm_quota, take fewer slots, or save less"
+            )
+        name = names.new_segment_file()
+        failpoint("slot.creating")
+        fd = self._fs.create(name, self._directory, mode=0o600)
+        try:
+            self._fs.allocate(fd, size)
+            write_header(fd, header)
+        except OSError as error:
+            os.close(fd)
+            self._fs.unlink(name, self._directory)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                free = psutil.disk_usage(str(self.path)).free
+                raise SharedMemoryFull(
+                    f"no room for a slot of {_size(size)} in {self.path.parent}: {_size(free)} are free; "
+                    "make it larger (docker: --shm-size) or set shm_dir to another tmpfs"
+                ) from None
+            raise StorageError.of(f"make a segment in {self.path}", error) from None
+        failpoint("slot.created")
+        slot = self.slots[name] = Slot(name, fd, header, size)
+        return slot
+
+    def open_again(self, slot: Slot, *, write: bool) -> int:
+        """A descriptor of its own for somebody else: another open file description. Raises NotFound if the name is gone or another file's."""
+        try:
+            fd = os.open(slot.name, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+        except OSError:
+            raise NotFound(f"segment {slot.name} has been removed from {self.path}: that copy in memory is lost") from None
+        if os.fstat(fd).st_ino != os.fstat(slot.fd).st_ino:
+            os.close(fd)
+            raise NotFound(f"segment {slot.name} has been replaced in {self.path}: that copy in memory is lost")
+        return fd
+
+    def get(self, name: str) -> Slot:
+        try:
+            return self.slots[name]
+        except KeyError:
+            raise NotFound(f"there is no segment {name[:64]!r}") from None
+
+    def of(self, job: str, attempt: int, rank: int) -> list[Slot]:
+        found = [slot for slot in self.slots.values() if slot.owner == (job, attempt, rank)]
+        return sorted(found, key=lambda slot: slot.header.slot)
+
+    def release(self, slot: Slot) -> None:
+        """Unlink and forget. A trainer that still maps it keeps its pages until it lets go."""
+        failpoint("slot.releasing")
+        self.slots.pop(slot.name, None)
+        try:
+            self._fs.unlink(slot.name, self._directory)
+        except FileNotFoundError:
+            pass
+        os.close(slot.fd)
+        failpoint("slot.released")
+
+    def is_held(self, slot: Slot) -> bool:
+        """Whether a trainer still holds its lock."""
+        try:
+            fd = self.open_again(slot, write=True)
+        except NotFound:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def adopt(self) -> list[Slot]:
+        """Take up what an earlier daemon left; remove what is of another boot, half made or damaged. Strange names are left alone."""
+        for name in os.listdir(self._directory):
+            if not names.is_segment_file(name):
+                continue
+            try:
+                fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+            except OSError as error:
+                log.warning("segment %s cannot be opened (%s): left alone", name, error.strerror)
+                continue
+            try:
+                header = read_header(fd)
+                if header.boot_id != boot_id():
+                    raise IntegrityError("it is of another boot")
+                size = os.fstat(fd).st_size
+                if size < header.file_length:
+                    raise IntegrityError("it is cut short")
+            except IntegrityError as error:
+                log.warning("segment %s removed: %s", name, error)
+                os.close(fd)
+                self._fs.unlink(name, self._directory)
+                continue
+            self.slots[name] = Slot(name, fd, header, size)
+        return list(self.slots.values())
+
+    def close(self) -> None:
+        """Let go of the descriptors; the files stay for the next daemon. An empty directory goes."""
+        for slot in self.slots.values():
+            os.close(slot.fd)
+        if not self.slots:
+            try:
+                os.rmdir(self.path)
+            except OSError:
+                pass
+        self.slots.clear()
+        os.close(self._directory)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"

@@ -1,0 +1,94 @@
+"""Chunk encodings: a registry of small codecs, each by a number that stands in the part's index (FORMAT.md, section 3).
+
+A codec gets one chunk and its element size and returns its stored form; it may be called from many threads at once. Decoding trusts
+nothing: sizes are checked before anything is allocated, the output buffer has exactly the raw length, and the caller compares checksums.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import zstandard
+from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
+from ckptd.shared.fs import Buffer
+
+RAW, ZSTD = 0, 1
+MAX_WINDOW = 8 << 20
+
+
+class Codec(Protocol):
+    number: int
+    name: str
+
+    def encode(self, raw: memoryview, element_size: int) -> Buffer | None:
+        """The stored form, or None where it would not be smaller."""
+
+    def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
+        """Fill `raw`, which has exactly the raw length. Raises IntegrityError."""
+
+
+class Raw:
+    number, name = RAW, "raw"
+
+    def encode(self, raw: memoryview, element_size: int) -> None:
+        return None
+
+    def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
+        if len(stored) != len(raw):
+            raise IntegrityError(f"a raw chunk of {len(raw)} bytes is stored in {len(stored)}")
+        raw[:] = stored
+
+
+class Zstd:
+    """One zstd frame a chunk. `level` matters to the writer only."""
+
+    number, name = ZSTD, "zstd"
+
+    def __init__(self, level: int = 1) -> None:
+        self.level = level
+        self._local = threading.local()  # zstandard's contexts may not be shared between threads
+
+    def encode(self, raw: memoryview, element_size: int) -> bytes | None:
+        context = getattr(self._local, "compressor", None)
+        if context is None:
+            # Checksums are ours, outside the frame. Up to level 19 zstd's own windows stay within MAX_WINDOW.
+            context = self._local.compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True, write_checksum=False)
+        stored: bytes = context.compress(raw)
+        return stored if len(stored) < len(raw) else None
+
+    def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
+        try:
+            frame = zstandard.get_frame_parameters(stored)
+            if frame.content_size != len(raw) or frame.window_size > max(MAX_WINDOW, len(raw)):
+                raise IntegrityError(f"a zstd chunk of {len(raw)} bytes says it holds {frame.content_size}")
+            context = getattr(self._local, "decompressor", None)
+            if context is None:
+                context = self._local.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+            decoded = context.decompress(stored, max_output_size=len(raw), allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise IntegrityError(f"a zstd chunk cannot be decoded: {error}") from None
+        if len(decoded) != len(raw):
+            raise IntegrityError(f"a zstd chunk of {len(raw)} bytes decodes to {len(decoded)}")
+        raw[:] = decoded
+
+
+_DECODERS: dict[int, Codec] = {codec.number: codec for codec in (Raw(), Zstd())}
+
+
+def decoder(number: int) -> Codec:
+    """Raises NewerFormat for a number that this version does not know."""
+    try:
+        return _DECODERS[number]
+    except KeyError:
+        raise NewerFormat(f"chunks are encoded with codec {number}, which this ckptd does not know: upgrade it") from None
+
+
+def encoder(specification: str) -> Codec:
+    """From `raw`, `zstd` or `zstd:LEVEL` (1 to 19). Raises InvalidConfig."""
+    name, _, level = specification.partition(":")
+    if name == "raw" and not level:
+        return Raw()
+    if name == "zstd" and (not level or (level.isdecimal() and 1 <= int(level) <= 19)):
+        return Zstd(int(level or 1))
+    raise InvalidConfig(f"codec {specification!r} is not known: use raw, zstd or zstd:LEVEL with a level from 1 to 19")

@@ -1,0 +1,192 @@
+"""The one seam to the operating system: every call that durability depends on.
+
+Paths are single names relative to an open directory, and links are never followed. A test puts a `FileSystem` of its own here to lose
+what was not synced. Calls raise OSError as they are; callers translate once, at their own edge.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.names import TMP_SUFFIX
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+_RENAME_NOREPLACE = 1  # linux/fs.h
+
+
+class FileSystem(Protocol):
+    """What ckptd needs of a POSIX file system. `directory` is an open descriptor of one."""
+
+    def open_directory(self, name: str, directory: int | None = None) -> int: ...
+    def make_directory(self, name: str, directory: int) -> bool: ...
+    def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int: ...
+    def allocate(self, fd: int, length: int) -> None: ...
+    def write(self, fd: int, data: Buffer, offset: int) -> None: ...
+    def truncate(self, fd: int, length: int) -> None: ...
+    def sync(self, fd: int) -> None: ...
+    def sync_data(self, fd: int) -> None: ...
+    def sync_directory(self, directory: int) -> None: ...
+    def close(self, fd: int) -> None: ...
+    def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None: ...
+    def unlink(self, name: str, directory: int) -> None: ...
+    def remove_directory(self, name: str, directory: int) -> None: ...
+
+
+class PosixFileSystem:
+    """The real one."""
+
+    def open_directory(self, name: str, directory: int | None = None) -> int:
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+
+    def make_directory(self, name: str, directory: int) -> bool:
+        """True if it was not there before; the caller then syncs `directory`."""
+        try:
+            os.mkdir(name, dir_fd=directory)
+        except FileExistsError:
+            return False
+        return True
+
+    def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
+        """A new file, for reading and writing. With `direct`, O_DIRECT where the file system has it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        if direct:
+            try:
+                return os.open(name, flags | os.O_DIRECT, mode, dir_fd=directory)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # A file system without O_DIRECT may have created the file before it refused.
+                try:
+                    os.unlink(name, dir_fd=directory)
+                except FileNotFoundError:
+                    pass
+        return os.open(name, flags, mode, dir_fd=directory)
+
+    def allocate(self, fd: int, length: int) -> None:
+        os.posix_fallocate(fd, 0, length)
+
+    def write(self, fd: int, data: Buffer, offset: int) -> None:
+        """All of `data`, or OSError."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(fd, view, offset)
+            if written == 0:
+                raise OSError(errno.EIO, "the kernel wrote nothing")
+            view = view[written:]
+            offset += written
+
+    def truncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def sync_data(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def sync_directory(self, directory: int) -> None:
+        try:
+            os.fsync(directory)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some file systems cannot, and need not; EIO is never ignored
+                raise
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None:
+        """Within one directory. Without `replace`, FileExistsError if `new` is there."""
+        if replace:
+            os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
+            return
+        result = _renameat2(directory, os.fsencode(old), directory, os.fsencode(new), _RENAME_NOREPLACE)
+        if result == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(number, os.strerror(number), new)
+        os.link(old, new, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+        os.unlink(old, dir_fd=directory)
+
+    def unlink(self, name: str, directory: int) -> None:
+        os.unlink(name, dir_fd=directory)
+
+    def remove_directory(self, name: str, directory: int) -> None:
+        os.rmdir(name, dir_fd=directory)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _renameat2(*arguments: int | bytes) -> int:
+    try:
+        return int(_libc.renameat2(*arguments))
+    except AttributeError:  # a libc before glibc 2.28 / musl 1.2.?
+        ctypes.set_errno(errno.ENOSYS)
+        return -1
+
+
+@contextmanager
+def opened_directory(fs: FileSystem, name: str, directory: int | None = None) -> Iterator[int]:
+    fd = fs.open_directory(name, directory)
+    try:
+        yield fd
+    finally:
+        fs.close(fd)
+
+
+def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None) -> None:
+    """Make `data` appear whole and durable under `name`: tmp, fsync, rename, fsync directory.
+
+    A `.tmp` left by a death is in nobody's way: the next publication removes it first. `points` is the prefix of
+    the failpoints to pass. Raises FileExistsError without `replace` if the name is taken, else OSError.
+    """
+    temporary = name + TMP_SUFFIX
+    try:
+        fs.unlink(temporary, directory)
+    except FileNotFoundError:
+        pass
+    fd = fs.create(temporary, directory)
+    try:
+        if points and failpoint(f"{points}.written"):
+            fs.write(fd, data[: len(data) // 2], 0)
+            raise OSError(errno.EIO, "short write")
+        fs.write(fd, data, 0)
+        fs.sync(fd)
+    finally:
+        fs.close(fd)
+    if points:
+        failpoint(f"{points}.synced")
+    fs.rename(temporary, name, directory, replace=replace)
+    if points:
+        failpoint(f"{points}.renamed")
+    fs.sync_directory(directory)
+
+
+def read_small(name: str, directory: int, limit: int) -> bytes:
+    """A whole file of at most `limit` bytes. Raises OSError (EFBIG beyond the limit)."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    with open(fd, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", name)
+    return data
+
+
+def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:
+    """Fill `buffer` from `offset`; returns how many bytes there were, fewer only at the end of the file."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(fd, [buffer[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done

@@ -1,0 +1,71 @@
+"""The life of a snapshot, as one table. Daemon and agent both move through it; an illegal step raises and changes nothing.
+
+The daemon's snapshot is FILLING when its slot is granted and goes on to RELEASED; the agent's `Pending` goes as far as DURABLE.
+`docs/reference/life-cycles.md` is drawn from here.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class State(enum.Enum):
+    NEW = "new"
+    FILLING = "filling"
+    STAGED = "staged"
+    SEALED = "sealed"
+    WRITING = "writing"
+    WRITTEN = "written"
+    DURABLE = "durable"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+    RELEASED = "released"
+
+
+class Event(enum.Enum):
+    GRANT = "a slot is granted"
+    REFUSE = "no slot within the budget"
+    STAGE = "all sources are copied"
+    SEAL = "the header says sealed"
+    WRITE = "the save begins"
+    WROTE = "every part is durable"
+    COMMIT = "the manifest is durable"
+    FAIL = "an error, or the rank died"
+    RELEASE = "the slots are free again"
+
+
+_S, _E = State, Event
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (_S.NEW, _E.GRANT): _S.FILLING,
+    (_S.NEW, _E.REFUSE): _S.SKIPPED,
+    (_S.NEW, _E.FAIL): _S.FAILED,
+    (_S.FILLING, _E.STAGE): _S.STAGED,
+    (_S.FILLING, _E.SEAL): _S.SEALED,  # the daemon does not see the staging
+    (_S.FILLING, _E.FAIL): _S.FAILED,
+    (_S.STAGED, _E.SEAL): _S.SEALED,
+    (_S.STAGED, _E.FAIL): _S.FAILED,
+    (_S.SEALED, _E.WRITE): _S.WRITING,
+    (_S.SEALED, _E.COMMIT): _S.DURABLE,  # found committed after a restart
+    (_S.SEALED, _E.FAIL): _S.FAILED,
+    (_S.SEALED, _E.RELEASE): _S.RELEASED,  # memory only, and a newer one is sealed
+    (_S.WRITING, _E.WROTE): _S.WRITTEN,
+    (_S.WRITING, _E.FAIL): _S.FAILED,
+    (_S.WRITTEN, _E.COMMIT): _S.DURABLE,
+    (_S.WRITTEN, _E.FAIL): _S.FAILED,
+    (_S.DURABLE, _E.RELEASE): _S.RELEASED,
+    (_S.FAILED, _E.WRITE): _S.WRITING,  # the copy in memory stands: tried again when it is the last
+    (_S.FAILED, _E.COMMIT): _S.DURABLE,
+    (_S.FAILED, _E.RELEASE): _S.RELEASED,
+}
+
+
+class IllegalStep(Exception):
+    """A bug in ckptd: the table has no such step."""
+
+
+def step(state: State, event: Event) -> State:
+    """The state after `event`. Raises IllegalStep."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise IllegalStep(f"a snapshot that is {state.value} cannot take: {event.value}") from None

@@ -1,0 +1,105 @@
+"""The manifest: the commit of a checkpoint (FORMAT.md, section 4). Pure: bytes in, value out, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from typing import Annotated, Any
+
+import msgspec
+from ckptd.shared.errors import IntegrityError, NewerFormat
+from ckptd.shared.names import parse_part_file
+from ckptd.shared.plan import Size
+
+FORMAT = "ckptd-manifest"
+VERSION = 1
+MAX_MANIFEST = 256 << 20
+_END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
+_END_LENGTH = len('"sha256": ""\n}\n') + 64
+
+
+class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One part: `bytes` on storage, `raw_bytes` of packed slot that its chunks hold, `items` in its plan."""
+
+    rank: Size
+    file: str
+    bytes: Size
+    raw_bytes: Size
+    items: Size
+    index_sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    format: str = FORMAT
+    version: int = VERSION
+    features: list[str] = []
+    job: str
+    attempt: Size
+    step: Size | None
+    tag: str
+    seq: Size
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    created: str
+    parts: list[PartEntry]
+    metadata: dict[str, Any]
+    metrics: dict[str, float | str]
+    user_content: Any
+    writer: dict[str, str]
+
+    def encode(self) -> bytes:
+        members = msgspec.to_builtins(self)
+        text = "{\n" + "".join(f"{json.dumps(key)}: {_dump(value)},\n" for key, value in members.items())
+        body = text.encode()
+        return body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """Raises IntegrityError for anything but a whole, sound manifest; NewerFormat for a newer ckptd's."""
+        end = _END.fullmatch(data[-_END_LENGTH:])
+        if end is None:
+            raise IntegrityError(f"manifest is cut short: it does not end with its digest ({len(data)} bytes)")
+        if hashlib.sha256(data[:-_END_LENGTH]).hexdigest().encode() != end[1]:
+            raise IntegrityError("manifest does not match its digest")
+        try:
+            probe = msgspec.json.decode(data, type=_Probe)
+            if probe.format == FORMAT and (probe.version > VERSION or probe.features):
+                raise NewerFormat(f"manifest was written by a newer ckptd (version {probe.version}): upgrade this one")
+            manifest = msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise IntegrityError(f"manifest cannot be read: {error}") from None
+        if manifest.format != FORMAT:
+            raise IntegrityError(f"manifest says it is a {manifest.format!r}")
+        if [p.rank for p in manifest.parts] != list(range(manifest.world_size)):
+            raise IntegrityError(f"manifest of {manifest.world_size} ranks lists parts of ranks {[p.rank for p in manifest.parts]}")
+        for part in manifest.parts:
+            parsed = parse_part_file(part.file)
+            if parsed is None or parsed[0] != part.rank:
+                raise IntegrityError(f"manifest names {part.file!r}, which is no part of rank {part.rank}")
+        return manifest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on storage, all parts."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What checkpoints of a job are ordered by: attempt, step, seq. Never a clock."""
+        return (self.attempt, -1 if self.step is None else self.step, self.seq)
+
+
+class _Probe(msgspec.Struct):
+    format: str
+    version: int
+    features: list[str] = []
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def plain_metrics(metrics: dict[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON can say them: `nan`, `inf` and `-inf` become text."""
+    return {key: value if math.isfinite(value) else str(value) for key, value in metrics.items()}

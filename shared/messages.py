@@ -1,0 +1,188 @@
+"""The messages between agent and daemon, as frozen values (PROTOCOL.md, section 3). Bounds are checked while decoding."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from ckptd.shared.errors import ProtocolError
+from ckptd.shared.plan import Size
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Name = Annotated[str, msgspec.Meta(max_length=128)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
+AttemptNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
+Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
+Digest = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    id: Id
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    re: Id
+
+
+class Hello(Request, tag="hello"):
+    min_version: int
+    max_version: int
+    features: list[str] = []
+    client: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+class Welcome(Reply, tag="welcome"):
+    version: int
+    features: list[str] = []
+    daemon: str = ""
+    root: str = ""
+    private: bool = False
+    slots: int = 2
+    chunk_size: int = 0
+    stall_budget: float = 10.0
+
+
+class Status(Request, tag="status"):
+    pass
+
+
+class StatusReport(Reply, tag="status-report"):
+    report: str
+
+
+class Begin(Request, tag="begin"):
+    job: Name
+    rank: Rank
+    world_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
+    attempt: AttemptNumber = 0
+
+
+class HeldSegment(msgspec.Struct, frozen=True, kw_only=True):
+    segment: Name
+    slot: int
+    capacity: Size
+    generation: Size
+
+
+class Began(Reply, tag="began"):
+    attempt: AttemptNumber
+    held: list[HeldSegment] = []
+
+
+class Allocate(Request, tag="allocate"):
+    capacity: Size
+    count: Annotated[int, msgspec.Meta(ge=1, le=16)]
+
+
+class Reattach(Request, tag="reattach"):
+    segments: Annotated[list[Name], msgspec.Meta(max_length=16)]
+
+
+class Segments(Reply, tag="segments"):
+    """Comes with two descriptors for each segment: data, lock."""
+
+    segments: list[HeldSegment]
+
+
+class Acquire(Request, tag="acquire"):
+    step: Step
+    wait: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class Granted(Reply, tag="granted"):
+    segment: Name
+
+
+class Refused(Reply, tag="refused"):
+    reason: str
+
+
+class Seal(Request, tag="seal"):
+    segment: Name
+    attempt: AttemptNumber
+    step: Step
+
+
+class Sealed(Reply, tag="sealed"):
+    """`durable`: it is committed already."""
+
+    durable: bool = False
+
+
+class Abandon(Request, tag="abandon"):
+    segment: Name
+
+
+class Persist(Request, tag="persist"):
+    pass
+
+
+class Find(Request, tag="find"):
+    step: Step | None = None
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """`source` is "memory" or "storage"; `tag` the directory's name, or what it would be."""
+
+    attempt: AttemptNumber
+    step: Step | None
+    tag: str
+    source: str
+
+
+class Found(Reply, tag="found"):
+    candidates: list[Candidate]
+    damaged: list[str] = []
+
+
+class Fetch(Request, tag="fetch"):
+    attempt: AttemptNumber
+    step: Step
+
+
+class Fetched(Reply, tag="fetched"):
+    """Comes with one read-only descriptor for each rank listed."""
+
+    ranks: list[Rank]
+
+
+class Detach(Request, tag="detach"):
+    pass
+
+
+class Done(Reply, tag="done"):
+    pass
+
+
+class Progress(Reply, tag="progress"):
+    attempt: AttemptNumber
+    step: Step
+    state: str
+    reason: str = ""
+    code: str = ""
+
+
+class Error(Reply, tag="error"):
+    code: str
+    message: str
+    retry: bool = False
+
+
+Message = (
+    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Reattach | Segments | Acquire | Granted | Refused | Seal | Sealed
+    | Abandon | Persist | Find | Found | Fetch | Fetched | Detach | Done | Progress | Error
+)  # fmt: skip
+
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(payload: bytes) -> Message:
+    """Raises ProtocolError naming what is wrong with the field."""
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a message cannot be understood: {error}") from None

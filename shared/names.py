@@ -1,0 +1,133 @@
+"""Every path and file name that ckptd writes, built and parsed here and nowhere else (FORMAT.md, section 1).
+
+Sweeping is: list, parse, keep what is live. What does not parse is not ours and is never touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import socket
+from pathlib import Path
+
+from ckptd.shared.errors import InvalidName
+
+MANIFEST = "manifest.json"
+NEWEST = "newest"
+CONTROL = ".ckptd"
+LOCK = "lock"
+JOURNAL = "journal"
+ATTEMPTS = "attempts"
+TMP_SUFFIX = ".tmp"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>\d{4,9})")
+_STEP_TAG = re.compile(r"step-(?P<step>\d{8,19})")
+_PART = re.compile(r"rank-(?P<rank>\d{5,9})\.(?P<nonce>[0-9a-f]{32})\.ckpt")
+_ATTEMPT = re.compile(r"a(?P<attempt>\d{4,9})")
+_SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
+_JOURNAL_FILE = re.compile(r"(?P<number>[0-9a-f]{16})\.log")
+
+
+def check_name(kind: str, name: str) -> str:
+    """Return `name` if it may become a file name. Raises InvalidName in one sentence otherwise; `kind` is "job" or "tag"."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        shown = repr(name if not isinstance(name, str) or len(name) <= 60 else name[:60] + "…")
+        raise InvalidName(
+            f"{kind} {shown} cannot be a name: use 1 to 128 of the letters A-Z a-z 0-9 . _ -, beginning with a letter or digit"
+        )
+    return name
+
+
+def check_user_tag(tag: str) -> str:
+    """Like `check_name`, and not one of ckptd's own `step-...`."""
+    check_name("tag", tag)
+    if tag.startswith("step-"):
+        raise InvalidName(f"tag {tag!r} cannot be used: names beginning with 'step-' are made by ckptd; leave tag= out or choose another")
+    return tag
+
+
+def tag_directory(step: int | None, tag: str | None, attempt: int) -> str:
+    """`step-00001000.a0002`, or `<tag>.a0002` for the user's own tag."""
+    stem = tag if tag is not None else f"step-{step:08d}"
+    return f"{stem}.a{attempt:04d}"
+
+
+def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
+    """(tag, step or None for a user's tag, attempt), or None if the name is not ours."""
+    match = _TAG_DIRECTORY.fullmatch(name)
+    if match is None:
+        return None
+    step = _STEP_TAG.fullmatch(match["tag"])
+    return match["tag"], int(step["step"]) if step else None, int(match["attempt"])
+
+
+def part_file(rank: int, nonce: bytes) -> str:
+    return f"rank-{rank:05d}.{nonce.hex()}.ckpt"
+
+
+def parse_part_file(name: str) -> tuple[int, bytes] | None:
+    match = _PART.fullmatch(name)
+    return (int(match["rank"]), bytes.fromhex(match["nonce"])) if match else None
+
+
+def attempt_file(attempt: int) -> str:
+    return f"a{attempt:04d}"
+
+
+def parse_attempt_file(name: str) -> int | None:
+    match = _ATTEMPT.fullmatch(name)
+    return int(match["attempt"]) if match else None
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(16)
+
+
+def new_segment_file() -> str:
+    return f"{secrets.token_hex(16)}.seg"
+
+
+def is_segment_file(name: str) -> bool:
+    return _SEGMENT.fullmatch(name) is not None
+
+
+def journal_file(number: int) -> str:
+    return f"{number:016x}.log"
+
+
+def parse_journal_file(name: str) -> int | None:
+    match = _JOURNAL_FILE.fullmatch(name)
+    return int(match["number"], 16) if match else None
+
+
+def host() -> str:
+    """This host's name, made fit for a file name."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()).lstrip("._-")[:128] or "localhost"
+
+
+def root_digest(root: Path) -> str:
+    return hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+
+
+def segment_directory(root: Path) -> str:
+    """Name of this user's and root's directory in the tmpfs."""
+    return f"ckptd-{os.getuid()}-{root_digest(root)}"
+
+
+def private_socket(root: Path) -> Path:
+    """Where a private daemon of `root` listens: short, so that it fits a socket address, and not under the root."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ckptd-{os.getuid()}"
+    return Path(base) / f"ckptd-{root_digest(root)}.sock"
+
+
+def default_sockets() -> list[Path]:
+    """Where an agent looks when no socket is named: the system's daemon of this user, then the user's own."""
+    import getpass
+
+    places = [Path("/run/ckptd") / f"{getpass.getuser()}.sock"]
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        places.append(Path(runtime) / "ckptd.sock")
+    return places

@@ -1,0 +1,180 @@
+"""Part files: the index, header and trailer, and a reader that verifies everything (FORMAT.md, section 3).
+
+`Chunk` entries and `PartIndex` are values; `PartReader` is the only thing here that does I/O, by `pread` on one descriptor, so it may be used
+from many threads at once. The writing side is `daemon/pipeline.py`, which puts the same pieces together in its own order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Protocol
+
+import msgspec
+from ckptd.shared import codec
+from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.fs import read_exactly
+from ckptd.shared.plan import MAX_CHUNK, MAX_DOCUMENT, MIN_CHUNK, ChunkRange, Plan, Size, chunk_ranges, signature, with_values
+from ckptd.shared.segment import NO_STEP
+from crc32c import crc32c
+
+PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
+TRAILER_SIZE = 64
+_HEADER = struct.Struct("<16s16sIIIIQ128s")
+_TRAILER = struct.Struct("<16sQQQI16s")
+_CRC = struct.Struct("<I")
+_U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Where one chunk of the packed slot is in the file, and what it must be. Lengths and offsets in bytes."""
+
+    raw_offset: Size
+    raw_length: Size
+    offset: Size
+    stored_length: Size
+    codec: _U32
+    element_size: Annotated[int, msgspec.Meta(ge=1, le=16)]
+    raw_crc: _U32
+    stored_crc: _U32
+
+
+class PartIndex(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    attempt: int
+    step: Size | None
+    rank: int
+    world_size: int
+    tag: str
+    signature: bytes
+    plan: bytes
+    values: tuple[Size, Size]
+    chunk_size: Annotated[int, msgspec.Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]
+    chunks: list[Chunk]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def encode_header(index: PartIndex, nonce: bytes) -> bytes:
+    """4096 bytes."""
+    step = NO_STEP if index.step is None else index.step
+    body = _HEADER.pack(preamble(PART_MAGIC), nonce, index.attempt, index.rank, index.world_size, 0, step, index.job.encode())
+    return (body + _CRC.pack(crc32c(body))).ljust(ALIGN, b"\0")
+
+
+def encode_end(index_offset: int, index: bytes) -> bytes:
+    """Index, padding and trailer: what stands at `index_offset`, itself a multiple of 4096, to the end of the file."""
+    length = align(len(index) + TRAILER_SIZE)
+    body = _TRAILER.pack(preamble(END_MAGIC), index_offset, len(index), index_offset + length, crc32c(index), bytes(16))
+    trailer = body + _CRC.pack(crc32c(body))
+    return index.ljust(length - TRAILER_SIZE, b"\0") + trailer
+
+
+def file_bound(ranges: Sequence[ChunkRange], documents: int) -> int:
+    """An upper bound of a part's length, for preallocation: every chunk raw. `documents`: length of its plan document."""
+    return ALIGN + sum(align(r.length) for r in ranges) + align(documents + 64 * len(ranges) + 1024 + TRAILER_SIZE)
+
+
+class ChunkSource(Protocol):
+    """Anything with verified chunks: a part file, or a sealed slot in memory."""
+
+    plan: Plan
+    values: tuple[int, int]
+    ranges: list[ChunkRange]
+
+    def read_chunk(self, number: int, raw: memoryview) -> None:
+        """Fill `raw` with the chunk's bytes, verified. Raises IntegrityError or OSError."""
+
+
+class PartReader:
+    """An open part file. Construction verifies header, trailer, index and plan, not the chunks.
+
+    Raises IntegrityError (NewerFormat) with `name` in the sentence, or OSError. `index_sha256`, where given, is the manifest's word.
+    """
+
+    def __init__(self, fd: int, name: str, index_sha256: str | None = None) -> None:
+        self.name = name
+        self._fd = fd
+        try:
+            self.index = self._read_index(index_sha256)
+            self.plan = Plan.decode(self.index.plan)
+            self.ranges = chunk_ranges(with_values(self.plan.regions, self.index.values), self.index.chunk_size)
+            self._check_chunks()
+        except IntegrityError as error:
+            raise type(error)(f"{name}: {error}") from None
+        self.values = self.index.values
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def _pread(self, length: int, offset: int) -> bytes:
+        buffer = bytearray(length)
+        if read_exactly(self._fd, memoryview(buffer), offset) < length:
+            raise IntegrityError("the file is cut short")
+        return bytes(buffer)
+
+    def _read_index(self, index_sha256: str | None) -> PartIndex:
+        size = os.fstat(self._fd).st_size
+        if size < 2 * ALIGN or size % ALIGN:
+            raise IntegrityError(f"{size} bytes cannot be a whole part")
+        header = self._pread(ALIGN, 0)
+        check_preamble(header, PART_MAGIC, "part header")
+        if _CRC.unpack_from(header, _HEADER.size)[0] != crc32c(header[: _HEADER.size]):
+            raise IntegrityError("part header does not match its checksum")
+        check_zero(header[_HEADER.size + 4 :], "part header")
+        trailer = self._pread(TRAILER_SIZE, size - TRAILER_SIZE)
+        check_preamble(trailer, END_MAGIC, "part trailer")
+        if _CRC.unpack_from(trailer, _TRAILER.size)[0] != crc32c(trailer[: _TRAILER.size]):
+            raise IntegrityError("part trailer does not match its checksum")
+        _, offset, length, whole, index_crc, zero = _TRAILER.unpack_from(trailer)
+        check_zero(zero, "part trailer")
+        if whole != size or length > MAX_DOCUMENT or offset % ALIGN or offset + align(length + TRAILER_SIZE) != size:
+            raise IntegrityError("part trailer names an index that cannot be")
+        end = self._pread(size - offset - TRAILER_SIZE, offset)
+        data = end[:length]
+        check_zero(end[length:], "index")
+        if crc32c(data) != index_crc or (index_sha256 is not None and hashlib.sha256(data).hexdigest() != index_sha256):
+            raise IntegrityError("index does not match its digest")
+        try:
+            index = msgspec.msgpack.decode(data, type=PartIndex)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise IntegrityError(f"index cannot be read: {error}") from None
+        if encode_header(index, header[16:32]) != header or signature(index.plan) != index.signature:
+            raise IntegrityError("header, index and plan speak of different snapshots")
+        self._index_offset = offset
+        return index
+
+    def _check_chunks(self) -> None:
+        chunks = self.index.chunks
+        if [(c.raw_offset, c.raw_length, c.element_size) for c in chunks] != [(r.offset, r.length, r.element_size) for r in self.ranges]:
+            raise IntegrityError("its chunks do not cover the packed slot exactly")
+        if self.index.values[0] < self.plan.data_length:
+            raise IntegrityError("its values lie over its tensors")
+        end = ALIGN
+        for chunk in sorted(chunks, key=lambda c: c.offset):
+            if chunk.offset != end or chunk.stored_length > MAX_CHUNK or (chunk.stored_length == 0) != (chunk.raw_length == 0):
+                raise IntegrityError(f"its chunk at {chunk.offset} is misplaced")
+            end = chunk.offset + align(chunk.stored_length)
+        if end != self._index_offset:
+            raise IntegrityError("its chunks do not fill the file")
+
+    def read_chunk(self, number: int, raw: memoryview) -> None:
+        chunk = self.index.chunks[number]
+        where = f"{self.name}: chunk {number} (bytes {chunk.offset} to {chunk.offset + chunk.stored_length})"
+        length = align(chunk.stored_length)
+        stored = memoryview(bytearray(length))
+        if read_exactly(self._fd, stored, chunk.offset) < length:
+            raise IntegrityError(f"{where} is cut short")
+        if crc32c(stored[: chunk.stored_length]) != chunk.stored_crc:
+            raise IntegrityError(f"{where} does not match its checksum")
+        check_zero(stored[chunk.stored_length :], where)
+        try:
+            codec.decoder(chunk.codec).decode(stored[: chunk.stored_length], raw, chunk.element_size)
+        except IntegrityError as error:
+            raise type(error)(f"{where}: {error}") from None
+        if crc32c(raw) != chunk.raw_crc:
+            raise IntegrityError(f"{where} decodes to other bytes than were saved")

@@ -1,0 +1,201 @@
+"""What a packed slot holds: the plan document, its regions, and the chunks that they fall into (FORMAT.md, section 3).
+
+Pure: bytes and numbers in, values out. A plan comes from a trainer or a file and is not trusted: `Plan.decode` checks that every item
+lies inside a region, that lengths follow from shapes, and that no two items overlap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Annotated, Any
+
+import msgspec
+from ckptd.shared.errors import IntegrityError, NewerFormat
+
+PLAN_VERSION = 1
+REGION_ALIGN = 64  # a cache line, and what any SIMD load wants
+MIN_CHUNK, DEFAULT_CHUNK, MAX_CHUNK = 64 << 10, 8 << 20, 16 << 20
+MAX_DOCUMENT = 256 << 20
+HIDDEN = "~"
+VALUES_ELEMENT_SIZE = 1
+
+ITEM_SIZES: dict[str, int] = {
+    **dict.fromkeys(["bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"], 1),
+    **dict.fromkeys(["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"], 1),
+    **dict.fromkeys([f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)], 1),
+    **dict.fromkeys(["uint16", "int16", "bits16", "float16", "bfloat16"], 2),
+    **dict.fromkeys(["uint32", "int32", "float32", "complex32"], 4),
+    **dict.fromkeys(["uint64", "int64", "float64", "complex64"], 8),
+    "complex128": 16,
+}
+"""Bytes of one element, by the name that torch gives a dtype."""
+
+Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=16384)]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """A range of the packed slot whose items have elements of one size, in bytes."""
+
+    offset: Size
+    length: Size
+    element_size: Annotated[int, msgspec.Meta(ge=1, le=16)]
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor shard: DCP's `WriteItem` and where its bytes lie. Sizes in elements, `offset` in bytes."""
+
+    fqn: Text
+    dtype: Text
+    size: tuple[Size, ...]
+    offsets: tuple[Size, ...]
+    sizes: tuple[Size, ...]
+    stride: tuple[Size, ...] | None
+    offset: Size
+    device: str = "cpu"
+    requires_grad: bool = False
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.sizes) * ITEM_SIZES[self.dtype]
+
+
+class Alias(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor inside the storage of the item `base`: `offset` in bytes from that item's first."""
+
+    fqn: Text
+    base: Text
+    offset: Size
+    dtype: Text
+    size: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    requires_grad: bool = False
+    device: str = "cpu"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    regions: list[Region]
+    items: list[Item]
+    aliases: list[Alias]
+    metadata: dict[str, Any] | None
+    writer: dict[str, str]
+    version: int = PLAN_VERSION
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Plan:
+        """Raises IntegrityError for a document that is not a sound plan, NewerFormat for one of a newer ckptd."""
+        try:
+            plan = _DECODER.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise IntegrityError(f"plan document cannot be read: {error}") from None
+        if plan.version > PLAN_VERSION:
+            raise NewerFormat(f"plan document has version {plan.version}; this ckptd reads up to {PLAN_VERSION}: upgrade it")
+        plan._check()
+        return plan
+
+    @property
+    def data_length(self) -> int:
+        """Bytes up to the end of the last region; the values region starts behind it."""
+        return max((r.offset + r.length for r in self.regions), default=0)
+
+    def _check(self) -> None:
+        end = 0
+        for region in self.regions:
+            if region.offset % REGION_ALIGN or region.offset < end or region.length % region.element_size:
+                raise IntegrityError(f"plan document: region at {region.offset} is misplaced")
+            end = region.offset + region.length
+        seen: set[str] = set()
+        regions = iter(self.regions)
+        current = next(regions, None)
+        position = current.offset if current else 0
+        for item in sorted(self.items, key=lambda i: i.offset):
+            width = ITEM_SIZES.get(item.dtype)
+            if width is None:
+                raise NewerFormat(f"item {item.fqn!r} has the unknown dtype {item.dtype!r}: read it with a newer ckptd")
+            if not len(item.size) == len(item.offsets) == len(item.sizes):
+                raise IntegrityError(f"item {item.fqn!r}: size, offsets and sizes differ in dimensions")
+            if any(o + s > t for o, s, t in zip(item.offsets, item.sizes, item.size, strict=True)):
+                raise IntegrityError(f"item {item.fqn!r}: its shard lies outside the tensor")
+            if item.stride is not None and not is_dense(item.sizes, item.stride):
+                raise IntegrityError(f"item {item.fqn!r}: its strides do not cover its bytes")
+            if item.length == 0:
+                continue
+            while current is not None and item.offset >= current.offset + current.length:
+                current = next(regions, None)
+                position = current.offset if current else 0
+            if (
+                current is None
+                or item.offset < position
+                or item.offset % width
+                or item.offset + item.length > current.offset + current.length
+                or width != current.element_size
+            ):
+                raise IntegrityError(f"item {item.fqn!r} lies outside its region or over another item")
+            position = item.offset + item.length
+        bases = {item.fqn: item for item in self.items}
+        for name in [i.fqn for i in self.items if not any(i.offsets)] + [a.fqn for a in self.aliases]:
+            if name in seen:
+                raise IntegrityError(f"plan document names {name!r} twice")
+            seen.add(name)
+        for alias in self.aliases:
+            base, width = bases.get(alias.base), ITEM_SIZES.get(alias.dtype)
+            if base is None or width is None or len(alias.size) != len(alias.stride):
+                raise IntegrityError(f"alias {alias.fqn!r} has no base, dtype or stride that could be")
+            extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
+            if alias.offset + extent * width > base.length or alias.offset % width:
+                raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
+
+
+_DECODER = msgspec.msgpack.Decoder(Plan)
+
+
+def is_dense(sizes: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements at these strides cover a range without gap or overlap (any permutation of C order)."""
+    if len(sizes) != len(stride):
+        return False
+    expected = 1
+    for step, size in sorted((st, sz) for sz, st in zip(sizes, stride, strict=True) if sz != 1):
+        if step != expected:
+            return 0 in sizes
+        expected *= size
+    return True
+
+
+def align_region(offset: int) -> int:
+    return -(-offset // REGION_ALIGN) * REGION_ALIGN
+
+
+def signature(plan_document: bytes | memoryview) -> bytes:
+    """32 bytes that name a structure: equal exactly where the plan documents are."""
+    return hashlib.sha256(plan_document).digest()
+
+
+def with_values(regions: list[Region], values: tuple[int, int]) -> list[Region]:
+    """All regions of a packed slot: the plan's, then the values document at (offset, length)."""
+    return [*regions, Region(values[0], values[1], VALUES_ELEMENT_SIZE)]
+
+
+class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
+    """A raw range of the packed slot, in bytes, of one element size."""
+
+    offset: int
+    length: int
+    element_size: int
+
+
+def chunk_ranges(regions: list[Region], chunk_size: int) -> list[ChunkRange]:
+    """The chunks of a packed slot, in order. Together they cover every region exactly once."""
+    return [
+        ChunkRange(start, min(chunk_size, region.offset + region.length - start), region.element_size)
+        for region in regions
+        for start in range(region.offset, region.offset + region.length, chunk_size)
+    ]
+
+
+def most_chunks(capacity: int, chunk_size: int) -> int:
+    """An upper bound of the number of chunks in a slot: every region may end in a short one."""
+    return -(-capacity // chunk_size) + 8

@@ -1,0 +1,33 @@
+"""The request document: what the caller of one `snapshot()` asked for, beside the state itself (FORMAT.md, section 3)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from ckptd.shared.errors import IntegrityError
+
+MAX_REQUEST = 1 << 20
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """`user_content` is JSON text; `created` is Unix seconds and for display only."""
+
+    tag: Annotated[str, msgspec.Meta(max_length=128)] | None = None
+    persist: bool = True
+    metrics: dict[str, float] = {}
+    user_content: str = "null"
+    created: float = 0.0
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Request:
+        """Raises IntegrityError for what is not such a document, its JSON included."""
+        try:
+            request = msgspec.msgpack.decode(data, type=cls)
+            msgspec.json.decode(request.user_content)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise IntegrityError(f"request document cannot be read: {error}") from None
+        return request

@@ -1,0 +1,193 @@
+"""Segments: header, check area and geometry of a slot in shared memory (FORMAT.md, section 2).
+
+Owns the layout, not the files: the daemon creates them, the trainer writes headers and data, the daemon writes the check area. Both read
+with `pread`, so that a segment truncated by somebody is a short read and not a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import struct
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
+from ckptd.shared.errors import IntegrityError, NewerFormat
+from ckptd.shared.fs import read_exactly
+from ckptd.shared.plan import MAX_CHUNK, MAX_DOCUMENT, MIN_CHUNK, most_chunks
+from crc32c import crc32c
+
+SEGMENT_MAGIC, CHECK_MAGIC = b"CKPTDSEG", b"CKPTDCHK"
+NO_STEP = (1 << 64) - 1
+CHECK_OFFSET = 2 * ALIGN
+CHECK_HEADER = 64
+
+_HEADER = struct.Struct("<16sQIIIIQ16sQQII128s32sQQIIQQIIQQII")
+_CRC = struct.Struct("<I")
+_CHECK = struct.Struct("<16sQII")
+assert _HEADER.size == 320
+
+
+class SlotState(enum.IntEnum):
+    FREE = 1
+    FILLING = 2
+    SEALED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A document in the data area: where it is, in bytes from the data's start, and its crc32c."""
+
+    offset: int = 0
+    length: int = 0
+    crc: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentHeader:
+    job: str
+    attempt: int
+    rank: int
+    world_size: int
+    slot: int
+    capacity: int
+    chunk_size: int
+    generation: int = 1
+    state: SlotState = SlotState.FREE
+    step: int | None = None
+    boot_id: bytes = field(default_factory=lambda: boot_id())
+    signature: bytes = bytes(32)
+    plan: Extent = Extent()
+    request: Extent = Extent()
+    values: Extent = Extent()
+
+    @property
+    def check_length(self) -> int:
+        return align(CHECK_HEADER + 4 * most_chunks(self.capacity, self.chunk_size))
+
+    @property
+    def data_offset(self) -> int:
+        return CHECK_OFFSET + self.check_length
+
+    @property
+    def file_length(self) -> int:
+        return self.data_offset + align(self.capacity)
+
+    def next(self, state: SlotState, **changes: object) -> SegmentHeader:
+        """The header of the next generation; documents are forgotten unless given."""
+        blank = {"signature": bytes(32), "plan": Extent(), "request": Extent(), "values": Extent()}
+        return replace(self, generation=self.generation + 1, state=state, **{**blank, **changes})  # type: ignore[arg-type]
+
+    def encode(self) -> bytes:
+        """4096 bytes."""
+        extents = [n for e in (self.plan, self.request, self.values) for n in (e.offset, e.length, e.crc, 0)]
+        body = _HEADER.pack(
+            preamble(SEGMENT_MAGIC), self.generation, self.state, self.rank, self.world_size, self.attempt,
+            NO_STEP if self.step is None else self.step, self.boot_id, self.capacity, self.check_length, self.chunk_size, self.slot,
+            self.job.encode(), self.signature, *extents,
+        )  # fmt: skip
+        return (body + _CRC.pack(crc32c(body))).ljust(ALIGN, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> SegmentHeader:
+        """Raises IntegrityError unless this copy is valid."""
+        if len(data) != ALIGN:
+            raise IntegrityError("segment header is cut short")
+        check_preamble(data, SEGMENT_MAGIC, "segment header")
+        if _CRC.unpack_from(data, _HEADER.size)[0] != crc32c(data[: _HEADER.size]):
+            raise IntegrityError("segment header does not match its checksum")
+        check_zero(data[_HEADER.size + 4 :], "segment header")
+        (_, generation, state, rank, world, attempt, step, boot, capacity, check_length, chunk_size, slot, job, signature, *rest) = (
+            _HEADER.unpack_from(data)
+        )
+        extents = [Extent(*rest[i : i + 3]) for i in (0, 4, 8)]
+        try:
+            header = cls(
+                job=job.rstrip(b"\0").decode(), attempt=attempt, rank=rank, world_size=world, slot=slot, capacity=capacity,
+                chunk_size=chunk_size, generation=generation, state=SlotState(state), step=None if step == NO_STEP else step, boot_id=boot,
+                signature=signature, plan=extents[0], request=extents[1], values=extents[2],
+            )  # fmt: skip
+        except ValueError as error:
+            raise IntegrityError(f"segment header cannot be: {error}") from None
+        if not MIN_CHUNK <= chunk_size <= MAX_CHUNK or capacity >= 1 << 62 or check_length != header.check_length:
+            raise IntegrityError("segment header has sizes that cannot be")
+        if any(e.offset + e.length > capacity or e.length > MAX_DOCUMENT for e in extents):
+            raise IntegrityError("segment header names documents outside the slot")
+        return header
+
+
+def read_header(fd: int) -> SegmentHeader:
+    """The valid copy of the highest generation. Raises IntegrityError if neither is, NewerFormat for a newer ckptd's."""
+    found: list[SegmentHeader] = []
+    problem: IntegrityError | None = None
+    for offset in (0, ALIGN):
+        try:
+            found.append(SegmentHeader.decode(os.pread(fd, ALIGN, offset)))
+        except IntegrityError as error:
+            problem = error if problem is None or isinstance(error, NewerFormat) else problem
+    if not found:
+        assert problem is not None
+        raise problem
+    return max(found, key=lambda header: header.generation)
+
+
+def write_header(fd: int, header: SegmentHeader) -> None:
+    """Into the copy that the generation before is not in."""
+    _write(fd, header.encode(), (header.generation % 2) * ALIGN)
+
+
+def _write(fd: int, data: bytes, offset: int) -> None:
+    written = os.pwrite(fd, data, offset)
+    if written != len(data):
+        raise OSError(f"only {written} of {len(data)} bytes fitted into the segment")
+
+
+def write_document(fd: int, header: SegmentHeader, offset: int, data: bytes) -> Extent:
+    """Put a document at `offset` of the data area. The caller has checked that it fits."""
+    assert offset + len(data) <= header.capacity
+    _write(fd, data, header.data_offset + offset)
+    return Extent(offset, len(data), crc32c(data))
+
+
+def read_document(fd: int, header: SegmentHeader, extent: Extent, what: str) -> bytes:
+    """Raises IntegrityError if it is cut short or does not match its checksum."""
+    buffer = bytearray(extent.length)
+    if read_exactly(fd, memoryview(buffer), header.data_offset + extent.offset) < extent.length or crc32c(buffer) != extent.crc:
+        raise IntegrityError(f"{what} document of {header.job} step {header.step} is damaged in memory")
+    return bytes(buffer)
+
+
+def encode_check(generation: int, chunk_size: int, crcs: list[int]) -> bytes:
+    head = _CHECK.pack(preamble(CHECK_MAGIC), generation, len(crcs), chunk_size)
+    entries = struct.pack(f"<{len(crcs)}I", *crcs)
+    return (head + _CRC.pack(crc32c(entries, crc32c(head)))).ljust(CHECK_HEADER, b"\0") + entries
+
+
+def write_check(fd: int, header: SegmentHeader, crcs: list[int]) -> None:
+    data = encode_check(header.generation, header.chunk_size, crcs)
+    assert len(data) <= header.check_length
+    _write(fd, data, CHECK_OFFSET)
+
+
+def read_check(fd: int, header: SegmentHeader) -> list[int] | None:
+    """crc32c of each chunk of this seal, or None if the daemon has not got to it yet (or it is damaged)."""
+    data = os.pread(fd, header.check_length, CHECK_OFFSET)
+    try:
+        check_preamble(data, CHECK_MAGIC, "check area")
+    except (IntegrityError, struct.error):
+        return None
+    _, generation, count, chunk_size = _CHECK.unpack_from(data)
+    if generation != header.generation or chunk_size != header.chunk_size or CHECK_HEADER + 4 * count > len(data):
+        return None
+    entries = data[CHECK_HEADER : CHECK_HEADER + 4 * count]
+    if _CRC.unpack_from(data, _CHECK.size)[0] != crc32c(entries, crc32c(data[: _CHECK.size])):
+        return None
+    return list(struct.unpack(f"<{count}I", entries))
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> bytes:
+    """16 bytes that name this boot of the kernel (random(4))."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))

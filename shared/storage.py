@@ -1,0 +1,168 @@
+"""Where checkpoints are kept: a small protocol, and its POSIX form.
+
+Names are (job, tag directory, file), checked by `names.py` before they come here. Every step is made relative to directory descriptors and
+never follows a link below the root. What is acknowledged here is durable: files are synced before their directories, and a directory's
+parent before anything inside it counts. Raises OSError; callers translate.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError, NotFound
+from ckptd.shared.fs import FileSystem, PosixFileSystem, opened_directory, publish, read_small
+from ckptd.shared.manifest import MAX_MANIFEST, Manifest
+from ckptd.shared.part import PartReader
+
+
+class Storage(Protocol):
+    """What the daemon and the readers ask of a place for checkpoints."""
+
+    def jobs(self) -> list[str]: ...
+    def tags(self, job: str) -> list[str]: ...
+    def files(self, job: str, tag: str) -> list[str]: ...
+    def read_manifest(self, job: str, tag: str) -> Manifest: ...
+    def open_part(self, job: str, tag: str, file: str, index_sha256: str | None = None) -> PartReader: ...
+    def read_newest(self, job: str) -> str | None: ...
+    def make_tag(self, job: str, tag: str) -> None: ...
+    def publish_manifest(self, job: str, tag: str, data: bytes) -> None: ...
+    def publish_newest(self, job: str, tag: str) -> None: ...
+    def delete_files(self, job: str, tag: str, files: list[str]) -> None: ...
+    def delete_tag(self, job: str, tag: str) -> bool: ...
+
+
+class PosixStorage:
+    """A directory tree. `root` must exist; it alone may be a link."""
+
+    def __init__(self, root: Path, fs: FileSystem | None = None) -> None:
+        self.root = root
+        self.fs = fs or PosixFileSystem()
+
+    @contextmanager
+    def directory(self, *parts: str) -> Iterator[int]:
+        """An open descriptor of `root/part/part`. Raises FileNotFoundError, NotADirectoryError."""
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in parts:
+                inner = self.fs.open_directory(part, fd)
+                self.fs.close(fd)
+                fd = inner
+            yield fd
+        finally:
+            self.fs.close(fd)
+
+    def ensure(self, *parts: str) -> None:
+        """Make `root/part/part` durably."""
+        for depth, part in enumerate(parts):
+            with self.directory(*parts[:depth]) as parent:
+                if self.fs.make_directory(part, parent):
+                    self.fs.sync_directory(parent)
+
+    def _list(self, *parts: str) -> list[str]:
+        with self.directory(*parts) as fd:
+            return sorted(os.listdir(fd))
+
+    def jobs(self) -> list[str]:
+        """Names of all jobs that have a directory."""
+        with self.directory() as fd, os.scandir(fd) as entries:
+            return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith("."))
+
+    def tags(self, job: str) -> list[str]:
+        """Tag directories of a job, committed or not; empty if the job has none."""
+        try:
+            return [name for name in self._list(job) if names.parse_tag_directory(name)]
+        except FileNotFoundError:
+            return []
+
+    def files(self, job: str, tag: str) -> list[str]:
+        try:
+            return self._list(job, tag)
+        except FileNotFoundError:
+            return []
+
+    def read_manifest(self, job: str, tag: str) -> Manifest:
+        """Raises NotFound where nothing is committed, IntegrityError for a manifest that is damaged or another checkpoint's."""
+        try:
+            with self.directory(job, tag) as fd:
+                manifest = Manifest.decode(read_small(names.MANIFEST, fd, MAX_MANIFEST))
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFound(f"no checkpoint {job}/{tag} in {self.root}") from None
+        except IntegrityError as error:
+            raise type(error)(f"{job}/{tag}: {error}") from None
+        check_manifest_place(manifest, job, tag)
+        return manifest
+
+    def open_part(self, job: str, tag: str, file: str, index_sha256: str | None = None) -> PartReader:
+        """The caller closes `reader.fileno()`. Raises IntegrityError for a missing or damaged part."""
+        name = f"{job}/{tag}/{file}"
+        try:
+            with self.directory(job, tag) as directory:
+                fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        except FileNotFoundError:
+            raise IntegrityError(f"{name} is missing") from None
+        try:
+            return PartReader(fd, name, index_sha256)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def read_newest(self, job: str) -> str | None:
+        """What the hint says, unverified; None without one."""
+        try:
+            with self.directory(job) as fd:
+                name = read_small(names.NEWEST, fd, 300).decode("ascii", "replace").removesuffix("\n")
+        except OSError:
+            return None
+        return name if names.parse_tag_directory(name) else None
+
+    def make_tag(self, job: str, tag: str) -> None:
+        self.ensure(job, tag)
+
+    def publish_manifest(self, job: str, tag: str, data: bytes) -> None:
+        """The commit. Raises FileExistsError if the tag has a manifest already."""
+        with self.directory(job, tag) as fd:
+            publish(self.fs, names.MANIFEST, fd, data, replace=False, points="commit")
+
+    def publish_newest(self, job: str, tag: str) -> None:
+        with self.directory(job) as fd:
+            publish(self.fs, names.NEWEST, fd, f"{tag}\n".encode(), replace=True)
+
+    def delete_files(self, job: str, tag: str, files: list[str]) -> None:
+        """Those that are there; then the directory is synced."""
+        try:
+            with self.directory(job, tag) as fd:
+                for file in files:
+                    try:
+                        self.fs.unlink(file, fd)
+                    except FileNotFoundError:
+                        pass
+                self.fs.sync_directory(fd)
+        except FileNotFoundError:
+            pass
+
+    def delete_tag(self, job: str, tag: str) -> bool:
+        """Remove the tag's directory if it is empty. True if it is gone."""
+        try:
+            with self.directory(job) as fd:
+                self.fs.remove_directory(tag, fd)
+                self.fs.sync_directory(fd)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # somebody's own file lies in it: leave it alone
+        return True
+
+
+def check_manifest_place(manifest: Manifest, job: str, tag: str) -> None:
+    """Raises IntegrityError for a manifest that lies where another one belongs."""
+    parsed = names.parse_tag_directory(tag)
+    if parsed is None or (manifest.tag, manifest.attempt) != (tag, parsed[2]) or (parsed[1] is not None and manifest.step != parsed[1]):
+        raise IntegrityError(f"{job}/{tag}: the manifest there is that of {manifest.job}/{manifest.tag}")
+
+
+__all__ = ["PosixStorage", "Storage", "check_manifest_place", "opened_directory"]
