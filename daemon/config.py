@@ -92,7 +92,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     """Merge and check. `flags` holds only what was given. Raises InvalidConfig in one sentence."""
     values: dict[str, Any] = {}
     if file is not None:
-        values |= {key: _convert(key, value, f"{file}: ") for key, value in _read(file).items()}
+        values |= {key: _convert(key, value, f"{file}: ") for key, value in read_file(file).items()}
     for variable, text in environ.items():
         key = variable.removeprefix("CKPTD_").lower()
         if variable.startswith("CKPTD_") and key not in _AGENTS_OWN:
@@ -107,7 +107,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     return Config(**values)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_file(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text())
     except OSError as error:
@@ -140,7 +140,7 @@ def _convert(key: str, value: Any, where: str) -> Any:
 def _text(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError
-    return os.fspath(value)  # type: ignore[return-value]
+    return str(os.fspath(value))
 
 
 def parse_size(text: str) -> int:

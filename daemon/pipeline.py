@@ -1,7 +1,7 @@
 """The save plan on worker threads: pread, checksum, encode, aligned write, all under one byte budget.
 
-A chunk costs two buffers, taken from a pool that holds `memory_budget` bytes at most, however many parts are being written. Owns the part file
-from its creation to its sync; journals nothing and knows no catalog.
+A chunk costs two buffers, taken from a pool that holds `memory_budget` bytes at most, however many parts are being written. Owns the
+part file from its creation to its sync; journals nothing and knows no catalog.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ class _PartWriter:
         header = self._slot.header
         index = PartIndex(
             job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=self._tag,
-            signature=header.signature, plan=self._slot.plan_document, values=(header.values.offset, header.values.length),
+            signature=header.signature, plan=self._slot.plan_document,
+            request=self._slot.request.encode(), values=(header.values.offset, header.values.length),
             chunk_size=header.chunk_size, chunks=chunks,
         )  # fmt: skip
         document = index.encode()

@@ -14,13 +14,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pass
 
 
-class Begun(Record):
+class Begun(Record, frozen=True, kw_only=True):
     job: str
     attempt: int
     world_size: int
 
 
-class Sealed(Record):
+class Sealed(Record, frozen=True, kw_only=True):
     job: str
     attempt: int
     step: int
@@ -32,7 +32,7 @@ class Sealed(Record):
     persist: bool
 
 
-class Staging(Record):
+class Staging(Record, frozen=True, kw_only=True):
     job: str
     attempt: int
     step: int
@@ -41,7 +41,7 @@ class Staging(Record):
     file: str
 
 
-class PartDurable(Record):
+class PartDurable(Record, frozen=True, kw_only=True):
     job: str
     attempt: int
     step: int
@@ -52,7 +52,7 @@ class PartDurable(Record):
     index_sha256: str
 
 
-class Committed(Record):
+class Committed(Record, frozen=True, kw_only=True):
     job: str
     attempt: int
     step: int | None
@@ -60,7 +60,7 @@ class Committed(Record):
     seq: int
 
 
-class Dropped(Record):
+class Dropped(Record, frozen=True, kw_only=True):
     job: str
     attempt: int
     step: int
@@ -68,13 +68,13 @@ class Dropped(Record):
     reason: str
 
 
-class Retiring(Record):
+class Retiring(Record, frozen=True, kw_only=True):
     job: str
     tag: str
     files: list[str]
 
 
-class Retired(Record):
+class Retired(Record, frozen=True, kw_only=True):
     job: str
     tag: str
 

@@ -18,7 +18,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
-from ckptd.shared.segment import SegmentHeader, boot_id, read_header, write_header
+from ckptd.shared.segment import SegmentHeader, read_header, this_boot, write_header
 
 log = logging.getLogger("ckptd.slots")
 
@@ -110,7 +110,7 @@ class Slots:
         return slot
 
     def open_again(self, slot: Slot, *, write: bool) -> int:
-        """A descriptor of its own for somebody else: another open file description. Raises NotFound if the name is gone or another file's."""
+        """A descriptor of an open file description of its own. Raises NotFound if the name is gone or another file's."""
         try:
             fd = os.open(slot.name, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
         except OSError:
@@ -167,7 +167,7 @@ class Slots:
                 continue
             try:
                 header = read_header(fd)
-                if header.boot_id != boot_id():
+                if header.boot_id != this_boot():
                     raise IntegrityError("it is of another boot")
                 size = os.fstat(fd).st_size
                 if size < header.file_length:

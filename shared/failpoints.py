@@ -97,17 +97,19 @@ def _kill() -> bool:
     return False
 
 
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 def _action(match: re.Match[str]) -> Callable[[], bool]:
     word = match["action"]
     if word == "kill":
         return _kill
     if word == "short_write":
         return lambda: True
-    if word == "hang":
-        return lambda: time.sleep(1e9) or False
-    if match["s"]:
-        seconds = float(match["s"])
-        return lambda: time.sleep(seconds) or False
+    if word == "hang" or match["s"]:
+        return lambda: _sleep(float(match["s"] or 1e9))
     number = getattr(errno, match["errno"])
 
     def fail() -> bool:

@@ -8,7 +8,7 @@ import msgspec
 from ckptd.shared.errors import ProtocolError
 from ckptd.shared.plan import Size
 
-Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 AttemptNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
@@ -24,14 +24,14 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_de
     re: Id
 
 
-class Hello(Request, tag="hello"):
+class Hello(Request, frozen=True, kw_only=True, tag="hello"):
     min_version: int
     max_version: int
     features: list[str] = []
     client: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
-class Welcome(Reply, tag="welcome"):
+class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     version: int
     features: list[str] = []
     daemon: str = ""
@@ -42,15 +42,15 @@ class Welcome(Reply, tag="welcome"):
     stall_budget: float = 10.0
 
 
-class Status(Request, tag="status"):
+class Status(Request, frozen=True, kw_only=True, tag="status"):
     pass
 
 
-class StatusReport(Reply, tag="status-report"):
+class StatusReport(Reply, frozen=True, kw_only=True, tag="status-report"):
     report: str
 
 
-class Begin(Request, tag="begin"):
+class Begin(Request, frozen=True, kw_only=True, tag="begin"):
     job: Name
     rank: Rank
     world_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
@@ -64,60 +64,61 @@ class HeldSegment(msgspec.Struct, frozen=True, kw_only=True):
     generation: Size
 
 
-class Began(Reply, tag="began"):
+class Began(Reply, frozen=True, kw_only=True, tag="began"):
     attempt: AttemptNumber
     held: list[HeldSegment] = []
 
 
-class Allocate(Request, tag="allocate"):
+class Allocate(Request, frozen=True, kw_only=True, tag="allocate"):
     capacity: Size
     count: Annotated[int, msgspec.Meta(ge=1, le=16)]
 
 
-class Reattach(Request, tag="reattach"):
+class Reattach(Request, frozen=True, kw_only=True, tag="reattach"):
     segments: Annotated[list[Name], msgspec.Meta(max_length=16)]
 
 
-class Segments(Reply, tag="segments"):
+class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
     """Comes with two descriptors for each segment: data, lock."""
 
     segments: list[HeldSegment]
 
 
-class Acquire(Request, tag="acquire"):
+class Acquire(Request, frozen=True, kw_only=True, tag="acquire"):
     step: Step
+    name: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
     wait: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
-class Granted(Reply, tag="granted"):
+class Granted(Reply, frozen=True, kw_only=True, tag="granted"):
     segment: Name
 
 
-class Refused(Reply, tag="refused"):
+class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
     reason: str
 
 
-class Seal(Request, tag="seal"):
+class Seal(Request, frozen=True, kw_only=True, tag="seal"):
     segment: Name
     attempt: AttemptNumber
     step: Step
 
 
-class Sealed(Reply, tag="sealed"):
+class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):
     """`durable`: it is committed already."""
 
     durable: bool = False
 
 
-class Abandon(Request, tag="abandon"):
+class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
     segment: Name
 
 
-class Persist(Request, tag="persist"):
+class Persist(Request, frozen=True, kw_only=True, tag="persist"):
     pass
 
 
-class Find(Request, tag="find"):
+class Find(Request, frozen=True, kw_only=True, tag="find"):
     step: Step | None = None
 
 
@@ -130,31 +131,31 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Found(Reply, tag="found"):
+class Found(Reply, frozen=True, kw_only=True, tag="found"):
     candidates: list[Candidate]
     damaged: list[str] = []
 
 
-class Fetch(Request, tag="fetch"):
+class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
     attempt: AttemptNumber
     step: Step
 
 
-class Fetched(Reply, tag="fetched"):
+class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):
     """Comes with one read-only descriptor for each rank listed."""
 
     ranks: list[Rank]
 
 
-class Detach(Request, tag="detach"):
+class Detach(Request, frozen=True, kw_only=True, tag="detach"):
     pass
 
 
-class Done(Reply, tag="done"):
+class Done(Reply, frozen=True, kw_only=True, tag="done"):
     pass
 
 
-class Progress(Reply, tag="progress"):
+class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
     attempt: AttemptNumber
     step: Step
     state: str
@@ -162,7 +163,7 @@ class Progress(Reply, tag="progress"):
     code: str = ""
 
 
-class Error(Reply, tag="error"):
+class Error(Reply, frozen=True, kw_only=True, tag="error"):
     code: str
     message: str
     retry: bool = False

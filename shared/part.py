@@ -1,7 +1,7 @@
 """Part files: the index, header and trailer, and a reader that verifies everything (FORMAT.md, section 3).
 
-`Chunk` entries and `PartIndex` are values; `PartReader` is the only thing here that does I/O, by `pread` on one descriptor, so it may be used
-from many threads at once. The writing side is `daemon/pipeline.py`, which puts the same pieces together in its own order.
+`Chunk` entries and `PartIndex` are values; `PartReader` alone does I/O, by `pread` on one descriptor, so it may be used from
+many threads at once. The writing side is `daemon/pipeline.py`, which puts the same pieces together in its own order.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True):
     tag: str
     signature: bytes
     plan: bytes
+    request: bytes
     values: tuple[Size, Size]
     chunk_size: Annotated[int, msgspec.Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]
     chunks: list[Chunk]

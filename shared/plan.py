@@ -80,6 +80,7 @@ class Plan(msgspec.Struct, frozen=True):
     aliases: list[Alias]
     metadata: dict[str, Any] | None
     writer: dict[str, str]
+    global_plan: bytes = b""
     version: int = PLAN_VERSION
 
     def encode(self) -> bytes:

@@ -30,6 +30,12 @@ _CHECK = struct.Struct("<16sQII")
 assert _HEADER.size == 320
 
 
+@lru_cache(maxsize=1)
+def this_boot() -> bytes:
+    """16 bytes that name this boot of the kernel (random(4))."""
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+
+
 class SlotState(enum.IntEnum):
     FREE = 1
     FILLING = 2
@@ -57,7 +63,7 @@ class SegmentHeader:
     generation: int = 1
     state: SlotState = SlotState.FREE
     step: int | None = None
-    boot_id: bytes = field(default_factory=lambda: boot_id())
+    boot_id: bytes = field(default_factory=this_boot)
     signature: bytes = bytes(32)
     plan: Extent = Extent()
     request: Extent = Extent()
@@ -185,9 +191,3 @@ def read_check(fd: int, header: SegmentHeader) -> list[int] | None:
     if _CRC.unpack_from(data, _CHECK.size)[0] != crc32c(entries, crc32c(data[: _CHECK.size])):
         return None
     return list(struct.unpack(f"<{count}I", entries))
-
-
-@lru_cache(maxsize=1)
-def boot_id() -> bytes:
-    """16 bytes that name this boot of the kernel (random(4))."""
-    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))

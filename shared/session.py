@@ -141,7 +141,7 @@ class Session:
         request = self.under_way.get(reply.re)
         if request is None:
             raise ProtocolError(f"{_name(reply)} answers request {reply.re}, which is not under way")
-        if not isinstance(reply, (m.Error, REPLIES[type(request)])):  # type: ignore[arg-type]
+        if not isinstance(reply, (m.Error, REPLIES[type(request)])):
             raise ProtocolError(f"{_name(reply)} does not answer {_name(request)}")
         del self.under_way[reply.re]
         if isinstance(request, (m.Hello, m.Begin, m.Detach)):

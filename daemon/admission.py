@@ -1,0 +1,137 @@
+"""Which slot a snapshot gets: segments for a rank, and one decision a step for all local ranks.
+
+Owns what is busy and what is outgrown; knows slots and owners, nothing of saves. Raises CkptdError and changes nothing then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from ckptd.daemon.catalog import Job, Key
+from ckptd.daemon.slots import Slot, Slots
+from ckptd.shared.errors import NotFound, QuotaExceeded, SharedMemoryFull
+from ckptd.shared.messages import Progress
+from ckptd.shared.segment import SegmentHeader
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """One rank of one attempt of a job. `notify` is None while its connection is lost."""
+
+    job: str
+    attempt: int
+    rank: int
+    world_size: int
+    notify: Callable[[Progress], None] | None = None
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        return (self.job, self.attempt, self.rank)
+
+
+class Admission:
+    """`run` takes a blocking call to a worker thread: the kernel zeroes every page of a new segment."""
+
+    def __init__(
+        self, slots: Slots, owners: dict[tuple[str, int, int], Owner], chunk_size: int, run: Callable[[Callable[[], Slot]], Awaitable[Slot]]
+    ) -> None:
+        self._slots, self._owners, self._chunk_size, self._run = slots, owners, chunk_size, run
+        self._allocating = asyncio.Lock()
+        self.busy: dict[str, Key] = {}  # segment -> the snapshot in it
+        self._outgrown: set[str] = set()  # segments to unlink, not to reuse, once they are free
+        self._changed = asyncio.Event()
+        self._decisions: dict[tuple[str, Key], asyncio.Task[bool]] = {}
+
+    async def allocate(self, owner: Owner, capacity: int, count: int, make_room: Callable[[], bool]) -> list[Slot]:
+        """New segments in place of those that the rank has; busy ones go when they are free.
+
+        `make_room` is asked once for each that does not fit. Raises QuotaExceeded, SharedMemoryFull.
+        """
+        async with self._allocating:
+            return await self._allocate(owner, capacity, count, make_room)
+
+    async def _allocate(self, owner: Owner, capacity: int, count: int, make_room: Callable[[], bool]) -> list[Slot]:
+        for slot in self._slots.of(*owner.identity):
+            if slot.name in self.busy:
+                self._outgrown.add(slot.name)
+            else:
+                self._slots.release(slot)
+        made: list[Slot] = []
+        try:
+            for number in range(count):
+                header = SegmentHeader(
+                    job=owner.job, attempt=owner.attempt, rank=owner.rank, world_size=owner.world_size, slot=number,
+                    capacity=capacity, chunk_size=self._chunk_size,
+                )  # fmt: skip
+                try:
+                    made.append(await self._run(lambda h=header: self._slots.create(h)))  # type: ignore[misc]
+                except (QuotaExceeded, SharedMemoryFull):
+                    if not make_room():
+                        raise
+                    made.append(await self._run(lambda h=header: self._slots.create(h)))  # type: ignore[misc]
+        except BaseException:
+            for slot in made:
+                self._slots.release(slot)
+            raise
+        self.wake()
+        return made
+
+    async def acquire(self, owner: Owner, job: Job, key: Key, wait: float) -> Slot | None:
+        """A free slot, or None if the decision for this step is to skip it. The caller then calls `occupy`."""
+        if not self._usable(owner):
+            raise NotFound("this rank has no slots: allocate some first")
+        decision = self._decisions.get((job.name, key))
+        if decision is None:
+            decision = self._decisions[job.name, key] = asyncio.create_task(self._decide(job, owner.attempt, wait))
+        go_on = await asyncio.shield(decision)
+        self._decisions = {k: d for k, d in self._decisions.items() if k[0] != job.name or k[1] >= key}
+        return self._free_slot(owner) if go_on else None
+
+    async def _decide(self, job: Job, attempt: int, wait: float) -> bool:
+        """Whether all local ranks have a free slot within `wait` seconds: once a step, the same for all."""
+
+        def ready() -> bool:
+            local = [o for o in self._owners.values() if (o.job, o.attempt) == (job.name, attempt)]
+            return all(self._free_slot(o) for o in local)
+
+        try:
+            async with asyncio.timeout(wait):
+                while not ready():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _usable(self, owner: Owner) -> list[Slot]:
+        return [s for s in self._slots.of(*owner.identity) if s.name not in self._outgrown]
+
+    def _free_slot(self, owner: Owner) -> Slot | None:
+        return next((s for s in self._usable(owner) if s.name not in self.busy), None)
+
+    def occupy(self, slot: Slot, key: Key) -> None:
+        self.busy[slot.name] = key
+
+    def vacate(self, slot: Slot) -> None:
+        """The slot holds nothing any more: free for its owner, or unlinked if it has none or has outgrown it."""
+        self.busy.pop(slot.name, None)
+        if slot.name in self._slots.slots and (slot.name in self._outgrown or slot.owner not in self._owners):
+            self._outgrown.discard(slot.name)
+            self._slots.release(slot)
+        self.wake()
+
+    def vacate_snapshot(self, job: str, key: Key) -> None:
+        for slot in list(self._slots.slots.values()):
+            if slot.header.job == job and self.busy.get(slot.name) == key:
+                self.vacate(slot)
+
+    def drop_idle(self, owner: Owner) -> None:
+        """Unlink the slots of an owner that is no more, but for those that hold a snapshot."""
+        for slot in self._slots.of(*owner.identity):
+            if slot.name not in self.busy:
+                self._slots.release(slot)
+
+    def wake(self) -> None:
+        self._changed.set()

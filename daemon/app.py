@@ -1,0 +1,296 @@
+"""Puts the daemon together, starts it, and stops it: lock, recovery, socket, signals, systemd, the private daemon's leave.
+
+Nothing listens before the root is locked and recovered. SIGTERM and SIGINT save what is owed, then end; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+from ckptd.daemon import notify, recovery
+from ckptd.daemon.attempts import Attempts
+from ckptd.daemon.catalog import Catalog, Job
+from ckptd.daemon.config import Config
+from ckptd.daemon.engine import Engine
+from ckptd.daemon.journal import Journal
+from ckptd.daemon.orphans import Orphans
+from ckptd.daemon.pipeline import Pipeline
+from ckptd.daemon.saver import Saver
+from ckptd.daemon.server import Server
+from ckptd.daemon.slots import Slots
+from ckptd.shared import __version__, names
+from ckptd.shared import messages as m
+from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.session import MAX_VERSION
+from ckptd.shared.storage import PosixStorage
+
+log = logging.getLogger("ckptd")
+
+
+class App:
+    """`await run()` is the daemon's life. Raises CkptdError if it cannot begin, or must end."""
+
+    def __init__(self, config: Config, ready_fd: int = -1) -> None:
+        self.config = config
+        self._ready_fd = ready_fd
+        self._stop = asyncio.Event()
+        self._fatal: BaseException | None = None
+        self._ready = False
+        self._started = time.monotonic()
+        self._idle: asyncio.TimerHandle | None = None
+        self._lag = 0.0
+
+    async def run(self) -> None:
+        config, fs = self.config, PosixFileSystem()
+        storage = PosixStorage(config.root, fs)
+        control = _make_root(config.root, storage)
+        with storage.directory(names.CONTROL, names.host()) as directory:
+            lock = _lock(directory, config.root)
+        failpoint("start.locked")
+        pipeline = Pipeline(fs, config.threads, config.memory_budget, config.chunk_size)
+        slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota)
+        self.catalog, self.slots, self.pipeline, self.storage = Catalog(), slots, pipeline, storage
+        with storage.directory(*control) as directory:
+            self.journal = Journal.open(fs, directory, pipeline.pool, strict=config.strict_journal)
+            engine = Engine(config, self.catalog, slots, self.journal, Attempts(storage, pipeline), pipeline)
+            self.orphans = Orphans(engine, config.memory_ttl)
+            self.saver = engine.saver = Saver(
+                config, self.catalog, slots, self.journal, storage, pipeline,
+                tell=engine.tell, settled=self._settled, on_fatal=self._end,
+            )  # fmt: skip
+            self.engine = engine
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+            await recovery.recover(storage, self.journal, self.catalog, slots, self.saver, self.orphans)
+            listener, ours = _listen(config.socket)
+            try:
+                await self._serve(listener)
+            finally:
+                listener.close()
+                if ours:
+                    config.socket.unlink(missing_ok=True)
+                await self.journal.close()
+        slots.close()
+        pipeline.close()
+        os.close(lock)
+        if self._fatal is not None:
+            raise self._fatal
+
+    async def _serve(self, listener: socket.socket) -> None:
+        server = self.server = Server(
+            self.engine, self.orphans, max_connections=self.config.max_connections,
+            welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._find, changed=self._consider_leaving,
+        )  # fmt: skip
+        accepting = asyncio.create_task(server.serve(listener))
+        self.orphans.changed = self._consider_leaving
+        self.orphans.watch()
+        watchdog = asyncio.create_task(self._watchdog())
+        self._ready = True
+        notify.notify("READY=1")
+        if self._ready_fd >= 0:
+            os.write(self._ready_fd, b"READY\n")
+            os.close(self._ready_fd)
+        took = time.monotonic() - self._started
+        log.info("ckptd %s ready in %.3f s: root %s, socket %s", __version__, took, self.config.root, self.config.socket)
+        self._consider_leaving()
+        await self._stop.wait()
+        self._ready = False
+        notify.notify("STOPPING=1")
+        accepting.cancel()
+        if self._fatal is None:
+            await self.orphans.drain()
+        await server.close()
+        watchdog.cancel()
+        await asyncio.gather(accepting, watchdog, return_exceptions=True)
+
+    # -- what ends it
+
+    def _signalled(self) -> None:
+        if self._stop.is_set():
+            os._exit(130)
+        log.info("stopping: saving what is owed first")
+        self._stop.set()
+
+    def _end(self, error: BaseException) -> None:
+        """The journal cannot be trusted any more: end, so that a fresh start can sort it out."""
+        if self._fatal is None:
+            log.critical("%s; ending", error)
+            self._fatal = error
+            self._stop.set()
+
+    def _settled(self, job: Job) -> None:
+        self.engine.release_settled(job)
+        if not self.orphans.has_timer(job.name):
+            self.orphans.start_timer(job)
+        self._consider_leaving()
+
+    def _consider_leaving(self) -> None:
+        """A private daemon leaves once nobody is connected, nothing is in memory and nothing is under way."""
+        if not self.config.private or not self._ready:
+            return
+        needed = self.server.connections or self.slots.slots or self.saver.busy or self.orphans.busy
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if not needed:
+            self._idle = asyncio.get_running_loop().call_later(self.config.idle_timeout, self._leave)
+
+    def _leave(self) -> None:
+        log.info("nothing left to do: leaving")
+        self._stop.set()
+
+    # -- what is told
+
+    def _welcome(self, request_id: int) -> m.Welcome:
+        config = self.config
+        return m.Welcome(
+            re=request_id, version=MAX_VERSION, daemon=__version__, root=str(config.root), private=config.private,
+            slots=config.slots, chunk_size=config.chunk_size, stall_budget=config.stall_budget,
+        )  # fmt: skip
+
+    async def _find(self, job_name: str, step: int | None) -> m.Found:
+        """Candidates for a recovery, best first: by (attempt, step), memory before storage."""
+        job = self.catalog.job(job_name)
+        await recovery.scan_job(self.storage, job)
+        found = [
+            m.Candidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in self.engine.memory_candidates(job_name)
+        ] + [m.Candidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in job.live_checkpoints()]
+        found = [c for c in found if step is None or c.step == step]
+        order = {c.tag: c.seq for c in job.checkpoints.values()}
+        found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, c.source == "memory", order.get(c.tag, 0)), reverse=True)
+        return m.Found(re=0, candidates=found[:1000], damaged=[f"{tag}: {why}" for tag, why in sorted(job.damaged.items())][:100])
+
+    def status(self) -> dict[str, object]:
+        """What `ckptd status --json` prints. Bytes and seconds."""
+        jobs = []
+        for job in sorted(self.catalog.jobs.values(), key=lambda j: j.name):
+            sealed, durable = job.newest_in_memory(), job.newest_checkpoint()
+            pending = [s.tag for s in job.snapshots.values() if s.persist and not job.is_settled(s)]
+            jobs.append({
+                "job": job.name,
+                "attempt": job.attempt,
+                "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
+                "last_durable": _where(durable.attempt, durable.step, durable.tag) if durable else None,
+                "pending": sorted(pending),
+                "ranks_connected": sum(o.job == job.name and o.notify is not None for o in self.engine.owners.values()),
+                "damaged": job.damaged,
+            })  # fmt: skip
+        disk = psutil.disk_usage(str(self.config.root))
+        return {
+            "ready": self._ready,
+            "version": __version__,
+            "pid": os.getpid(),
+            "root": str(self.config.root),
+            "socket": str(self.config.socket),
+            "private": self.config.private,
+            "uptime_seconds": round(time.monotonic() - self._started, 3),
+            "rss_bytes": psutil.Process().memory_info().rss,
+            "event_loop_lag_seconds": round(self._lag, 6),
+            "disk_free_bytes": disk.free,
+            "jobs": jobs,
+            "shared_memory": {
+                "used_bytes": self.slots.used,
+                "quota_bytes": self.slots.quota,
+                "segments": len(self.slots.slots),
+                "directory": str(self.slots.path),
+            },
+            "counters": {
+                **{name: self.saver.counters[name] for name in COUNTERS},
+                "persist_seconds": round(self.saver.persist_seconds, 3),
+                "persist_raw_bytes": self.pipeline.bytes_read,
+                "persist_stored_bytes": self.pipeline.bytes_written,
+                "journal_torn_tails": self.journal.torn,
+                "journal_corrupt": self.journal.corrupt,
+                "connections_refused": self.server.refused,
+            },
+        }
+
+    async def _watchdog(self) -> None:
+        """Measure the loop's lag; tell systemd that all is well while the loop runs and busy workers make progress."""
+        period = notify.watchdog_seconds() or 1.0
+        chunks, stuck_since = -1, time.monotonic()
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(period)
+            now = time.monotonic()
+            self._lag = max(0.0, now - before - period)
+            if not self.saver.busy or self.pipeline.chunks_done != chunks:
+                chunks, stuck_since = self.pipeline.chunks_done, now
+            if now - stuck_since > 120:  # a stuck mount does not stop the service of memory; say so, and go on
+                log.warning("no chunk has been written for %.0f s", now - stuck_since)
+            notify.notify("WATCHDOG=1")
+
+
+COUNTERS = ("sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures")
+
+
+def _where(attempt: int, step: int | None, tag: str) -> dict[str, object]:
+    return {"attempt": attempt, "step": step, "tag": tag}
+
+
+def _make_root(root: Path, storage: PosixStorage) -> tuple[str, ...]:
+    """The root and our own directories in it. Raises StorageError in one sentence."""
+    control = (names.CONTROL, names.host(), names.JOURNAL)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        storage.ensure(*control)
+    except OSError as error:
+        raise StorageError.of(f"use {root} as the root for checkpoints", error) from None
+    return control
+
+
+def _lock(directory: int, root: Path) -> int:
+    """One daemon per host and root. Raises Busy."""
+    fd = os.open(names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Busy(f"another ckptd already serves {root}: use that one, or stop it first") from None
+    return fd
+
+
+def _listen(path: Path) -> tuple[socket.socket, bool]:
+    """The listening socket, and whether its file is ours to remove. Raises Busy or StorageError."""
+    passed = notify.passed_socket()
+    if passed is not None:
+        return passed, False
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent.stat().st_uid not in (os.geteuid(), 0):
+            raise StorageError(f"{path.parent} belongs to uid {path.parent.stat().st_uid}: whoever owns it could replace the socket")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(path))
+            except (FileNotFoundError, ConnectionRefusedError):
+                path.unlink(missing_ok=True)  # a dead daemon's
+            else:
+                raise Busy(f"another ckptd listens at {path}: name another socket, or stop it first")
+        mask = os.umask(0o077)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise Busy(f"another ckptd listens at {path}: name another socket, or stop it first") from None
+        raise StorageError.of(f"listen at {path}", error) from None
+    except BaseException:
+        listener.close()
+        raise
+    return listener, True

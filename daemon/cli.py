@@ -1,0 +1,203 @@
+"""The `ckptd` command: run, status, ls, show, verify. Speaks to people; `--json` speaks to programs.
+
+Exit codes: 0 ok, 1 failed, 2 usage, 3 partial, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+from ckptd.daemon import report
+from ckptd.shared import __version__, names
+from ckptd.shared import errors as e
+
+EXIT_CODES: dict[type[e.CkptdError], int] = {
+    e.InvalidConfig: 2,
+    e.InvalidName: 2,
+    e.NotFound: 10,
+    e.Busy: 11,
+    e.IntegrityError: 13,
+    e.DaemonUnreachable: 14,
+}
+
+
+def _exit_code(error: e.CkptdError) -> int:
+    return next((code for cls, code in EXIT_CODES.items() if isinstance(error, cls)), 1)
+
+
+def _speaks(command: Callable[..., None]) -> Callable[..., None]:
+    """Errors become one sentence (or one JSON object) and an exit code."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except e.CkptdError as error:
+            code = _exit_code(error)
+            if kwargs.get("as_json"):
+                click.echo(json.dumps({"error": {"code": error.code, "message": str(error), "retry": error.retry}, "exit": code}))
+            else:
+                click.echo(f"ckptd: {error}", err=True)
+            sys.exit(code)
+        except OSError as error:
+            click.echo(f"ckptd: {error}", err=True)
+            sys.exit(1)
+
+    return wrapped
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text.")
+_socket = click.option("--socket", type=click.Path(path_type=Path), envvar="CKPTD_SOCKET", help="The daemon's Unix socket.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ckptd")
+def main() -> None:
+    """ckptd saves the state of PyTorch training jobs without stopping them, and brings it back after any crash.
+
+    \b
+    Start the daemon of this node:     ckptd run --root /ckpts
+    See what it is doing:              ckptd status
+    List what has been saved:          ckptd ls /ckpts
+    Look at one checkpoint:            ckptd show /ckpts/JOB
+    Check every byte of a job:         ckptd verify /ckpts/JOB
+
+    In the training script: `from ckptd.agent import recover, snapshot`. Without a running daemon, set CKPTD_ROOT and
+    the trainer starts a private one.
+    """
+
+
+@main.command()
+@click.option("--root", help="Directory for the checkpoints of all jobs; made if missing.")
+@click.option("--socket", help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.")
+@click.option("--codec", help="How chunks are stored: raw, zstd or zstd:LEVEL (1-19). Default: zstd.")
+@click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
+@click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
+@click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
+@click.option("--shm-dir", help="A tmpfs for the slots. Default: /dev/shm.")
+@click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
+@click.option("--memory-ttl", type=float, help="Seconds that a dead trainer's newest snapshot stays in memory. Default: 900.")
+@click.option("--threads", type=int, help="Worker threads. Default: one for each CPU, 8 at most.")
+@click.option("--log-level", help="debug, info, warning or error. Default: info.")
+@click.option("--strict-journal", is_flag=True, default=None, help="Refuse to start on a corrupt journal instead of rebuilding it.")
+@click.option("--private", is_flag=True, default=None, hidden=True)
+@click.option("--ready-fd", type=int, default=-1, hidden=True)
+@_speaks
+def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
+    """Run the daemon of this node, in the foreground.
+
+    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. Every setting can also stand in the
+    config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`); flags win over the environment, that over the file.
+    """
+    from ckptd.daemon import config as settings
+
+    given = {key: value for key, value in flags.items() if value is not None}
+    environment = {key: value for key, value in os.environ.items() if key != "CKPTD_CONFIG"}
+    if "socket" not in given and "CKPTD_SOCKET" not in environment and not (file and "socket" in settings.read_file(file)):
+        given["socket"] = str(_default_socket())
+    config = settings.load(given, environment, file)
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )  # fmt: skip
+    from ckptd.daemon.app import App
+
+    _event_loop_runner()(lambda: App(config, ready_fd).run())
+
+
+def _event_loop_runner() -> Callable[[Callable[[], Any]], None]:
+    import asyncio
+
+    try:
+        import uvloop
+    except ImportError:
+        factory = None
+    else:
+        factory = uvloop.new_event_loop
+
+    def run_app(make: Callable[[], Any]) -> None:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(make())
+
+    return run_app
+
+
+def _default_socket() -> Path:
+    places = names.default_sockets()
+    system = places[0].parent
+    if os.access(system, os.W_OK) or (os.geteuid() == 0 and not system.exists()):
+        return places[0]
+    if len(places) > 1:
+        return places[1]
+    raise e.InvalidConfig(
+        f"no place for the socket: {system} cannot be written and XDG_RUNTIME_DIR is not set; name one with --socket PATH"
+    )
+
+
+@main.command()
+@_socket
+@_json
+@_speaks
+def status(socket: Path | None, as_json: bool) -> None:
+    """Tell what the daemon is doing. Exit code 0 only if it is ready."""
+    found = report.daemon_status(socket)
+    click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
+    if not found["ready"]:
+        sys.exit(1)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path), required=False)
+@_socket
+@_json
+@_speaks
+def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
+    """List checkpoints: of all jobs under a root, or of one job.
+
+    PATH is DIR (the root) or DIR/JOB; without it, the root of the daemon at --socket.
+    """
+    rows = report.listing(path if path is not None else Path(report.daemon_status(socket)["root"]))
+    click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--keys", is_flag=True, help="List every tensor with its shape and dtype.")
+@_json
+@_speaks
+def show(path: Path, keys: bool, as_json: bool) -> None:
+    """Describe one checkpoint: DIR/JOB/TAG, or the newest one of DIR/JOB."""
+    manifest = report.manifest_at(path)
+    click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, keys=keys))
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@_json
+@_speaks
+def verify(path: Path, as_json: bool) -> None:
+    """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB), against its checksums.
+
+    Exit code 13 if anything is damaged; nothing is changed.
+    """
+    results = []
+    for result in report.verification(path):
+        results.append(result)
+        if not as_json:
+            click.echo(report.verification_text(result))
+    if as_json:
+        click.echo(json.dumps(results, indent=1))
+    if any(not result["ok"] for result in results):
+        sys.exit(13)
+
+
+if __name__ == "__main__":
+    main()

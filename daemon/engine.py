@@ -1,0 +1,286 @@
+"""Ranks and seals: who belongs to which attempt, and what a seal sets going. Saves themselves are `saver.py`'s.
+
+Runs on the event loop alone; every decision is made on the catalog's values and then acted on. All methods raise CkptdError for what the
+client is to be told, and change nothing then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+from ckptd.daemon import records as r
+from ckptd.daemon.admission import Admission, Owner
+from ckptd.daemon.attempts import Attempts
+from ckptd.daemon.catalog import Catalog, Job, Shard, Snapshot
+from ckptd.daemon.config import Config
+from ckptd.daemon.journal import Journal
+from ckptd.daemon.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.saver import Saver
+from ckptd.daemon.slots import Slot, Slots
+from ckptd.shared import names
+from ckptd.shared.errors import AlreadyExists, CkptdError, Fenced, InvalidRequest, NotFound, SnapshotFailed
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.lifecycle import Event, State
+from ckptd.shared.messages import Progress
+from ckptd.shared.segment import SlotState
+
+log = logging.getLogger("ckptd.engine")
+
+
+class Engine:
+    """`saver` is set by whoever puts the two together (`app.py`)."""
+
+    saver: Saver
+
+    def __init__(self, config: Config, catalog: Catalog, slots: Slots, journal: Journal, attempts: Attempts, pipeline: Pipeline) -> None:
+        self.catalog, self.slots = catalog, slots
+        self._journal, self._attempts, self._pipeline = journal, attempts, pipeline
+        self.owners: dict[tuple[str, int, int], Owner] = {}
+        self._begin_lock = asyncio.Lock()
+        self.admission = Admission(slots, self.owners, config.chunk_size, pipeline.run)
+
+    # -- ranks come
+
+    async def begin(self, job_name: str, rank: int, world_size: int, attempt: int, notify: Callable[[Progress], None]) -> Owner:
+        """Claim the next attempt (0), or take up a given one again."""
+        names.check_name("job", job_name)
+        if rank >= world_size:
+            raise InvalidRequest(f"rank {rank} cannot be: the job has {world_size} ranks, numbered from 0")
+        async with self._begin_lock:
+            job = self.catalog.job(job_name)
+            if attempt == 0:
+                held = max((s.header.attempt for s in self.slots.slots.values() if s.header.job == job_name), default=0)
+                attempt = await self._attempts.claim(job_name, max(job.attempt, held))
+                await self._journal.append(r.Begun(job=job_name, attempt=attempt, world_size=world_size))
+                failpoint("attempt.journaled")
+                job.attempt, job.world_size = attempt, world_size
+                self._retire_older(job)
+            elif attempt != job.attempt:
+                raise Fenced(f"attempt {attempt} of job {job_name!r} is over: attempt {job.attempt} has begun; this trainer is to end")
+            elif world_size != job.world_size:
+                raise InvalidRequest(f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, not {world_size}")
+        owner = Owner(job_name, attempt, rank, world_size, notify)
+        self.owners[owner.identity] = owner
+        return owner
+
+    def _retire_older(self, job: Job) -> None:
+        """A new attempt begins: of the older ones only what all ranks have sealed may go on."""
+        for identity in [i for i in self.owners if i[0] == job.name and i[1] < job.attempt]:
+            self.bury(self.owners.pop(identity))
+        for snapshot in list(job.snapshots.values()):
+            if snapshot.attempt < job.attempt and not snapshot.complete:
+                self._give_up(job, snapshot, "a newer attempt of the job has begun")
+        self.release_settled(job)
+
+    # -- slots
+
+    async def allocate(self, owner: Owner, capacity: int, count: int) -> list[Slot]:
+        """Segments for this rank, in place of those that it has."""
+        self._check_current(owner)
+        job = self.catalog.job(owner.job)
+        return await self.admission.allocate(owner, capacity, count, lambda: self._make_room(job))
+
+    def _make_room(self, job: Job) -> bool:
+        """Under pressure a dead attempt's copy in memory goes, if storage has it."""
+        gone = [s for s in job.snapshots.values() if s.attempt < job.attempt and s.state is State.DURABLE]
+        for snapshot in gone:
+            self.release(job, snapshot)
+        return bool(gone)
+
+    async def acquire(self, owner: Owner, step: int, tag: str | None, wait: float) -> Slot | None:
+        """A free slot for a snapshot of `step`; None if this step is skipped."""
+        self._check_current(owner)
+        job, key = self.catalog.job(owner.job), (owner.attempt, step)
+        self._check_step(job, owner, step)
+        if tag is not None:
+            names.check_user_tag(tag)
+            directory = names.tag_directory(None, tag, owner.attempt)
+            if directory in job.checkpoints or any(s.tag == directory and s.key != key for s in job.snapshots.values()):
+                raise AlreadyExists(f"tag {tag!r} is taken in attempt {owner.attempt} of job {job.name!r}; choose another")
+        slot = await self.admission.acquire(owner, job, key, wait)
+        self._check_current(owner)
+        if slot is None:
+            self.saver.counters["skipped"] += 1
+            return None
+        if key not in job.snapshots:
+            directory = names.tag_directory(step, tag, owner.attempt)
+            job.snapshots[key] = Snapshot(job.name, owner.attempt, step, directory, owner.world_size, persist=True)
+        self.admission.occupy(slot, key)
+        return slot
+
+    def _check_step(self, job: Job, owner: Owner, step: int) -> None:
+        known = job.snapshots.get((owner.attempt, step))
+        if known is not None and known.state is State.FILLING and owner.rank not in known.shards:
+            return
+        journaled = self._journal.state.jobs.get(job.name)
+        last = max((s.step for s in job.snapshots.values() if s.attempt == owner.attempt), default=-1)
+        if journaled is not None and journaled.attempt == owner.attempt:
+            last = max(last, journaled.sealed_step)
+        if step <= last:
+            raise InvalidRequest(
+                f"step {step} does not follow step {last}, the last of attempt {owner.attempt}: "
+                "steps only rise within an attempt; recover() to go back"
+            )
+
+    # -- seals
+
+    async def seal(self, owner: Owner, segment: str, attempt: int, step: int) -> bool:
+        """Take note of a seal; True if that snapshot is durable already. Idempotent."""
+        failpoint("seal.received")
+        job = self.catalog.job(owner.job)
+        if attempt != owner.attempt:
+            raise InvalidRequest(f"attempt {attempt} is not this connection's")
+        if job.is_durable(attempt, step):
+            return True
+        slot = self.slots.get(segment)
+        if slot.owner != owner.identity:
+            raise NotFound(f"segment {segment[:8]} is not this rank's")
+        header = slot.refresh()
+        if header.state is not SlotState.SEALED or header.step != step:
+            raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {step}")
+        snapshot = job.snapshots.get((attempt, step))
+        known = snapshot.shards.get(owner.rank) if snapshot else None
+        if known is None or known.generation != header.generation:
+            self._check_current(owner)  # what was sealed before the newer attempt began has been noted then
+            snapshot = await self.note_seal(slot)
+        assert snapshot is not None
+        if snapshot.state is State.FAILED:
+            self.tell(snapshot)
+        return False
+
+    async def note_seal(self, slot: Slot) -> Snapshot:
+        """Make a sealed slot's shard part of its snapshot, journal it, and start what follows. The header is fresh."""
+        header = slot.header
+        assert header.step is not None
+        job, key = self.catalog.job(header.job), (header.attempt, header.step)
+        try:
+            sealed = await self._pipeline.run(lambda: SealedSlot.read(slot.fd, header))
+            tag = names.tag_directory(header.step, names.check_user_tag(sealed.request.tag) if sealed.request.tag else None, header.attempt)
+            if tag in job.checkpoints and not job.is_durable(*key):
+                raise AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another")
+        except CkptdError:
+            self.admission.vacate(slot)
+            raise
+        snapshot = job.snapshots.get(key)
+        if snapshot is None:
+            snapshot = job.snapshots[key] = Snapshot(job.name, *key, tag, header.world_size, sealed.request.persist)
+        snapshot.tag, snapshot.persist = tag, snapshot.persist and sealed.request.persist
+        self.admission.occupy(slot, key)
+        await self._journal.append(
+            r.Sealed(
+                job=job.name, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
+                segment=slot.name, generation=header.generation, persist=sealed.request.persist,
+            )
+        )  # fmt: skip
+        failpoint("seal.journaled")
+        snapshot.shards[header.rank] = Shard(header.rank, slot.name, header.generation, header.signature)
+        if snapshot.complete and snapshot.state is State.FILLING:
+            snapshot.move(Event.SEAL)
+            self.saver.counters["sealed"] += 1
+            if job.is_durable(*key):
+                snapshot.move(Event.COMMIT)
+            else:
+                self.saver.start(snapshot)
+            self.release_settled(job)
+        return snapshot
+
+    def abandon(self, owner: Owner, segment: str) -> None:
+        """The copy failed on the trainer's side."""
+        slot = self.slots.get(segment)
+        if slot.owner != owner.identity:
+            raise NotFound(f"segment {segment[:8]} is not this rank's")
+        job = self.catalog.job(owner.job)
+        snapshot = job.snapshots.get(self.admission.busy.get(segment, (0, 0)))
+        if snapshot is not None and snapshot.state is State.FILLING:
+            self._give_up(job, snapshot, "the trainer could not copy it")
+
+    def _give_up(self, job: Job, snapshot: Snapshot, reason: str) -> None:
+        """A snapshot that will never be complete: its slots are free again."""
+        snapshot.reason = reason
+        snapshot.move(Event.FAIL)
+        self.saver.counters["failed"] += 1
+        self.tell(snapshot)
+        self.release(job, snapshot)
+
+    # -- release
+
+    def release_settled(self, job: Job) -> None:
+        """Free every slot that a newer seal has made superfluous."""
+        for snapshot in job.releasable():
+            self.release(job, snapshot)
+
+    def release(self, job: Job, snapshot: Snapshot) -> None:
+        snapshot.move(Event.RELEASE)
+        job.snapshots.pop(snapshot.key, None)
+        self.admission.vacate_snapshot(job.name, snapshot.key)
+
+    def bury(self, owner: Owner) -> None:
+        """An owner is no more: what it was filling will never be sealed, and its free slots go."""
+        job = self.catalog.job(owner.job)
+        for snapshot in list(job.snapshots.values()):
+            if snapshot.attempt == owner.attempt and snapshot.state is State.FILLING and owner.rank not in snapshot.shards:
+                self._give_up(job, snapshot, f"rank {owner.rank} ended before it was sealed")
+        self.admission.drop_idle(owner)
+
+    # -- what clients want to know
+
+    async def persist(self, owner: Owner) -> None:
+        """Make the newest sealed snapshot durable. Raises SnapshotFailed if it cannot be."""
+        job = self.catalog.job(owner.job)
+        newest = job.newest_in_memory()
+        if newest is None or newest.attempt != owner.attempt or newest.state is State.DURABLE:
+            return
+        newest.persist = True
+        await self.saver.start(newest)
+        if not job.is_durable(*newest.key):  # a memory-only check was under way, or the save failed: now, or once more
+            await self.saver.start(newest)
+        if not job.is_durable(*newest.key):
+            raise SnapshotFailed(f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}")
+
+    def memory_candidates(self, job_name: str) -> list[Snapshot]:
+        return [s for s in self.catalog.job(job_name).snapshots.values() if s.in_memory]
+
+    async def fetch(self, owner: Owner, attempt: int, step: int) -> list[tuple[int, int]]:
+        """(rank, read-only descriptor) of every local slot of a snapshot in memory, checked. The caller closes them."""
+        snapshot = self.catalog.job(owner.job).snapshots.get((attempt, step))
+        if snapshot is None or not snapshot.in_memory:
+            raise NotFound(f"step {step} of attempt {attempt} is not in memory any more")
+        await self.saver.check(snapshot)
+        opened: list[tuple[int, int]] = []
+        try:
+            for rank, shard in sorted(snapshot.shards.items()):
+                opened.append((rank, self.slots.open_again(self.slots.get(shard.segment), write=False)))
+        except BaseException:
+            for _, fd in opened:
+                os.close(fd)
+            raise
+        return opened
+
+    def tell(self, snapshot: Snapshot) -> None:
+        """Progress to every rank of the snapshot that is connected."""
+        message = Progress(
+            re=0, attempt=snapshot.attempt, step=snapshot.step, state="durable" if snapshot.state is State.DURABLE else "failed",
+            reason=snapshot.reason, code=snapshot.code,
+        )  # fmt: skip
+        for owner in self.owners.values():
+            if (owner.job, owner.attempt) == (snapshot.job, snapshot.attempt) and owner.notify is not None:
+                owner.notify(message)
+
+    # -- ranks go
+
+    def detach(self, owner: Owner) -> None:
+        """A proper end: its slots are free at once."""
+        self.owners.pop(owner.identity, None)
+        self.bury(owner)
+        job = self.catalog.job(owner.job)
+        for snapshot in list(job.snapshots.values()):
+            if snapshot.attempt == owner.attempt and snapshot.state in (State.SEALED, State.DURABLE, State.FAILED):
+                self.release(job, snapshot)
+
+    def _check_current(self, owner: Owner) -> None:
+        newest = self.catalog.job(owner.job).attempt
+        if owner.attempt != newest or self.owners.get(owner.identity) is not owner:
+            raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} is over: attempt {newest} has begun; this trainer is to end")

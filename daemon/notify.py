@@ -1,0 +1,37 @@
+"""What systemd is told and tells: readiness, watchdog, passed sockets (sd_notify(3), sd_listen_fds(3))."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+FIRST_PASSED = 3  # SD_LISTEN_FDS_START
+
+
+def notify(state: str) -> None:
+    """Send `state` (like `READY=1`) to whoever started us; nothing without one."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
+        try:
+            channel.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+        except OSError:
+            pass  # nobody listens any more
+
+
+def passed_socket() -> socket.socket | None:
+    """The listening socket that systemd made, if it made one for this process."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS", "0") == "0":
+        return None
+    listener = socket.socket(fileno=FIRST_PASSED)
+    listener.setblocking(False)
+    os.set_inheritable(FIRST_PASSED, False)
+    return listener
+
+
+def watchdog_seconds() -> float:
+    """How often to say that all is well: half of what systemd waits for; 0 without a watchdog."""
+    if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return 0.0
+    return int(os.environ.get("WATCHDOG_USEC", "0")) / 2e6

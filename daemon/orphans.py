@@ -1,0 +1,200 @@
+"""What becomes of a rank's slots when its trainer dies, when the daemon starts again, and when it stops.
+
+A rank's `Owner` outlives its connection; it ends here, when its process is known to be dead. What it had sealed is then noted, the newest
+is saved unasked and stays in memory until `memory_ttl`; everything else it had is let go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine
+
+from ckptd.daemon.admission import Owner
+from ckptd.daemon.catalog import Job
+from ckptd.daemon.engine import Engine
+from ckptd.daemon.slots import Slot
+from ckptd.shared.errors import CkptdError, NotFound
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.lifecycle import State
+from ckptd.shared.segment import SlotState
+
+log = logging.getLogger("ckptd.orphans")
+
+CHECK_SECONDS = 1.0  # how often the locks of trainers that have not come back after a restart are looked at
+
+
+class Orphans:
+    def __init__(self, engine: Engine, memory_ttl: float) -> None:
+        self._engine, self._ttl = engine, memory_ttl
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._guards: dict[tuple[str, int, int], int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.changed: Callable[[], None] = lambda: None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
+
+    def guard(self, owner: Owner, pidfd: int) -> None:
+        """A pidfd is readable once its process is dead: that, not the end of a connection, is when a rank ends. Takes over `pidfd`."""
+        self.unguard(owner.identity)
+        if pidfd >= 0:
+            self._guards[owner.identity] = pidfd
+            asyncio.get_running_loop().add_reader(pidfd, self._died, owner)
+
+    def unguard(self, identity: tuple[str, int, int]) -> None:
+        pidfd = self._guards.pop(identity, -1)
+        if pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _died(self, owner: Owner) -> None:
+        self.unguard(owner.identity)
+        self._spawn(self.bereave(owner))
+
+    def connection_lost(self, owner: Owner) -> None:
+        """Without a pidfd (none to be had, or the daemon is new) the locks tell."""
+        if owner.identity not in self._guards and self._engine.owners.get(owner.identity) is owner:
+            self.watch()
+
+    def watch(self) -> None:
+        self._spawn(self._watch())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a dead trainer's estate could not be settled", exc_info=error)
+        self.changed()
+
+    async def bereave(self, owner: Owner) -> None:
+        """The trainer is dead."""
+        failpoint("orphan.found")
+        engine = self._engine
+        if engine.owners.get(owner.identity) is not owner:
+            return
+        del engine.owners[owner.identity]
+        log.info("job %s attempt %d rank %d: the trainer is gone", owner.job, owner.attempt, owner.rank)
+        job = engine.catalog.job(owner.job)
+        for slot in engine.slots.of(*owner.identity):
+            await self._settle(job, slot)
+        engine.bury(owner)
+        self._save_owed(job)
+        engine.release_settled(job)
+        self.start_timer(job)
+
+    async def _settle(self, job: Job, slot: Slot) -> None:
+        """Note a seal that its trainer had no time to tell of; let the slot go if there is none."""
+        engine = self._engine
+        try:
+            header = slot.refresh()
+            if header.state is not SlotState.SEALED or header.step is None:
+                raise NotFound("it was never sealed")
+            snapshot = job.snapshots.get((header.attempt, header.step))
+            known = snapshot.shards.get(header.rank) if snapshot is not None else None
+            if known is None and slot.name not in engine.admission.busy:
+                raise NotFound("it was free")
+            if known is None or known.generation != header.generation:
+                await engine.note_seal(slot)
+        except CkptdError as error:
+            log.info("%r let go: %s", slot, error)
+            engine.admission.vacate(slot)
+
+    def _save_owed(self, job: Job) -> None:
+        owed = job.owed()
+        if owed is not None:
+            log.info("snapshot %s/%s: saved unasked, since its trainer is gone", owed.job, owed.tag)
+            owed.persist = True
+            self._engine.saver.counters["saved_unasked"] += 1
+            self._engine.saver.start(owed)
+
+    # -- memory_ttl
+
+    def start_timer(self, job: Job) -> None:
+        self.cancel_timer(job.name)
+        if job.snapshots and not any(o.job == job.name for o in self._engine.owners.values()):
+            self._timers[job.name] = asyncio.get_running_loop().call_later(self._ttl, self._expire, job)
+
+    def has_timer(self, job_name: str) -> bool:
+        return job_name in self._timers
+
+    def cancel_timer(self, job_name: str) -> None:
+        timer = self._timers.pop(job_name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _expire(self, job: Job) -> None:
+        """What storage has need not be in memory any more; what it has not is tried again."""
+        self._timers.pop(job.name, None)
+        for snapshot in list(job.snapshots.values()):
+            if snapshot.state is State.DURABLE:
+                self._engine.release(job, snapshot)
+        self._save_owed(job)
+        self.start_timer(job)
+        self.changed()
+
+    # -- a new daemon
+
+    def adopt(self, slots: list[Slot]) -> None:
+        """Take up the segments that an earlier daemon left, before anything is decided about files."""
+        engine = self._engine
+        for slot in slots:
+            header = slot.header
+            job = engine.catalog.job(header.job)
+            if header.attempt > job.attempt:
+                job.attempt, job.world_size = header.attempt, header.world_size
+        for slot in slots:
+            header = slot.header
+            if header.attempt == engine.catalog.job(header.job).attempt:
+                owner = Owner(header.job, header.attempt, header.rank, header.world_size)
+                engine.owners.setdefault(owner.identity, owner)
+            if header.state is SlotState.FILLING and header.step is not None:
+                engine.admission.occupy(slot, (header.attempt, header.step))
+        failpoint("start.adopted")
+
+    async def settle_adopted(self, slots: list[Slot]) -> None:
+        """Note the seals, in order, and let go of what is nobody's."""
+        engine = self._engine
+        for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
+            if slot.header.state is SlotState.SEALED:
+                try:
+                    await engine.note_seal(slot)
+                except CkptdError as error:
+                    log.warning("%r removed: %s", slot, error)
+                    engine.saver.counters["verify_failures"] += 1
+                    engine.admission.vacate(slot)
+        for slot in list(engine.slots.slots.values()):
+            if slot.owner not in engine.owners and slot.name not in engine.admission.busy:
+                engine.slots.release(slot)
+        for job in engine.catalog.jobs.values():
+            engine.release_settled(job)
+            self.start_timer(job)
+
+    async def _watch(self) -> None:
+        """Until every adopted owner has come back or is dead. Alone in looking more than once: of these there is no pidfd yet."""
+        engine = self._engine
+        while waiting := [o for o in engine.owners.values() if o.notify is None and o.identity not in self._guards]:
+            for owner in waiting:
+                if owner.notify is None and not any(engine.slots.is_held(slot) for slot in engine.slots.of(*owner.identity)):
+                    await self.bereave(owner)
+            await asyncio.sleep(CHECK_SECONDS)
+
+    # -- the end
+
+    async def drain(self) -> None:
+        """The newest sealed snapshot of every job becomes durable, and everything under way is finished."""
+        for job in self._engine.catalog.jobs.values():
+            self._save_owed(job)
+        await self._engine.saver.drain()
+        for name in list(self._timers):
+            self.cancel_timer(name)
+        for identity in list(self._guards):
+            self.unguard(identity)
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,156 @@
+"""What a daemon does before it is ready: replay, scan, finish or undo, sweep. Every step may be cut off and done again.
+
+Manifests and sealed headers are the truth; the journal tells which files are ours to finish or to delete. Nothing is deleted that the
+journal does not name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import aiofiles
+from ckptd.daemon import records as r
+from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Snapshot
+from ckptd.daemon.journal import Journal
+from ckptd.daemon.orphans import Orphans
+from ckptd.daemon.saver import Saver
+from ckptd.daemon.slots import Slots
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError, IntegrityError, StorageError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.lifecycle import State
+from ckptd.shared.manifest import MAX_MANIFEST, Manifest, PartEntry
+from ckptd.shared.plan import Plan
+from ckptd.shared.request import Request
+from ckptd.shared.storage import PosixStorage, check_manifest_place
+
+log = logging.getLogger("ckptd.recovery")
+
+
+async def scan_job(storage: PosixStorage, job: Job) -> None:
+    """Bring the catalog up to what the manifests of a job say. Raises StorageError if the job cannot be listed."""
+    before = set(job.checkpoints)
+    try:
+        tags = storage.tags(job.name)
+    except OSError as error:
+        raise StorageError.of(f"list {storage.root / job.name}", error) from None
+    job.damaged = {}
+    for tag in tags:
+        try:
+            manifest = await _read_manifest(storage, job.name, tag)
+        except (FileNotFoundError, NotADirectoryError):
+            before.discard(tag)
+            job.checkpoints.pop(tag, None)
+        except OSError as error:
+            job.damaged[tag] = str(StorageError.of(f"read the manifest of {job.name}/{tag}", error))
+        except IntegrityError as error:
+            job.damaged[tag] = str(error)
+            log.error("checkpoint %s/%s is damaged: %s", job.name, tag, error)
+        else:
+            parsed = names.parse_tag_directory(tag)
+            assert parsed is not None
+            job.commit(Checkpoint.of(manifest, user_tag=parsed[1] is None))
+    for gone in before - set(tags) | set(job.damaged):
+        job.checkpoints.pop(gone, None)
+
+
+async def _read_manifest(storage: PosixStorage, job: str, tag: str) -> Manifest:
+    with storage.directory(job, tag) as directory:
+
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+
+        async with aiofiles.open(names.MANIFEST, "rb", opener=opener) as file:
+            data = await file.read(MAX_MANIFEST + 1)
+    manifest = Manifest.decode(data)
+    check_manifest_place(manifest, job, tag)
+    return manifest
+
+
+async def recover(storage: PosixStorage, journal: Journal, catalog: Catalog, slots: Slots, saver: Saver, orphans: Orphans) -> None:
+    """From a fresh start to ready. Raises StorageError if the root cannot be read or the journal not written."""
+    failpoint("start.replayed")
+    try:
+        journal.start()
+        failpoint("start.rotated")
+        for name in storage.jobs():
+            await scan_job(storage, catalog.job(name))
+    except OSError as error:
+        raise StorageError.of(f"use the root {storage.root}", error) from None
+    for name, known in journal.state.jobs.items():
+        job = catalog.job(name)
+        job.seq = max(job.seq, known.seq)
+        if known.attempt > job.attempt:
+            job.attempt, job.world_size = known.attempt, known.world_size
+    adopted = slots.adopt()
+    orphans.adopt(adopted)
+    await _finish_retiring(storage, journal, catalog, saver)
+    await _finish_staged(storage, journal, catalog, saver)
+    failpoint("start.swept")
+    await orphans.settle_adopted(adopted)
+    for job in catalog.jobs.values():
+        await saver.tidy(job)
+
+
+async def _finish_retiring(storage: PosixStorage, journal: Journal, catalog: Catalog, saver: Saver) -> None:
+    for place, files in list(journal.state.retiring.items()):
+        job, tag = place.split("/")
+        try:
+            storage.delete_files(job, tag, [names.MANIFEST])
+            storage.delete_files(job, tag, files)
+            storage.delete_tag(job, tag)
+            await journal.append(r.Retired(job=job, tag=tag))
+        except OSError as error:
+            log.warning("%s: %s", place, StorageError.of("delete it", error))
+            continue
+        catalog.job(job).checkpoints.pop(tag, None)
+
+
+async def _finish_staged(storage: PosixStorage, journal: Journal, catalog: Catalog, saver: Saver) -> None:
+    """Commit what only lacks its manifest; delete the files of everything else that was under way."""
+    for place, files in list(journal.state.staged.items()):
+        job_name, tag = place.split("/")
+        job = catalog.job(job_name)
+        parts = [part for part in files.values() if part is not None]
+        attempt, step = (parts[0].attempt, parts[0].step) if parts else (0, 0)
+        try:
+            if tag in job.checkpoints:
+                known = job.checkpoints[tag]
+                keep = set(known.files)
+                storage.delete_files(job_name, tag, [file for file in files if file not in keep])
+                await journal.append(r.Committed(job=job_name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
+                continue
+            if parts and tag not in job.damaged and await _roll_forward(storage, saver, job, tag, parts):
+                continue
+            await saver.drop(job_name, tag, attempt, step, "the daemon ended before it was committed")
+        except (OSError, StorageError) as error:
+            log.warning("%s is left for the next start: %s", place, error)
+
+
+async def _roll_forward(storage: PosixStorage, saver: Saver, job: Job, tag: str, durable: list[r.PartDurable]) -> bool:
+    """Commit from durable parts alone, if every rank's is there and sound."""
+    documents: list[tuple[PartEntry, Plan, Request]] = []
+    try:
+        for part in sorted(durable, key=lambda p: p.rank):
+            reader = storage.open_part(job.name, tag, part.file, part.index_sha256)
+            try:
+                index = reader.index
+                entry = PartEntry(
+                    rank=part.rank, file=part.file, bytes=part.bytes, raw_bytes=sum(c.raw_length for c in index.chunks),
+                    items=len(reader.plan.items), index_sha256=part.index_sha256,
+                )  # fmt: skip
+                documents.append((entry, reader.plan, Request.decode(index.request)))
+                world_size = index.world_size
+            finally:
+                os.close(reader.fileno())
+        if [entry.rank for entry, _, _ in documents] != list(range(world_size)):
+            return False
+        first = durable[0]
+        snapshot = Snapshot(job.name, first.attempt, first.step, tag, world_size, persist=True, state=State.WRITTEN)
+        await saver.commit(job, snapshot, documents)
+    except (CkptdError, FileNotFoundError) as error:
+        log.warning("%s/%s is not committed from its parts: %s", job.name, tag, error)
+        return False
+    log.info("checkpoint %s/%s: committed from its durable parts", job.name, tag)
+    return True

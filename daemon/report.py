@@ -1,0 +1,247 @@
+"""What the command line prints: gathered as plain data, then put into words. Reads storage and the socket, changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptd.shared import messages as m
+from ckptd.shared import names
+from ckptd.shared.channel import Channel
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, IntegrityError, NotFound, StorageError, from_wire
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.scatter import verify
+from ckptd.shared.storage import PosixStorage
+
+TIMEOUT = 10.0
+SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipped", "failed": "failed"}
+
+
+def daemon_status(socket: Path | None) -> dict[str, Any]:
+    """The daemon's own word. Raises DaemonUnreachable."""
+    places = [socket] if socket is not None else [place for place in names.default_sockets() if place.exists()]
+    if not places:
+        tried = " and ".join(map(str, names.default_sockets()))
+        raise DaemonUnreachable(f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH")
+    channel = Channel(places[0], TIMEOUT)
+    try:
+        channel.send(m.Status(id=channel.new_id()))
+        reply = channel.receive()[0]
+    finally:
+        channel.close()
+    if isinstance(reply, m.Error):
+        raise from_wire(reply.code, reply.message)
+    assert isinstance(reply, m.StatusReport)
+    status: dict[str, Any] = json.loads(reply.report)
+    return status
+
+
+def status_text(status: dict[str, Any]) -> str:
+    memory, counters = status["shared_memory"], status["counters"]
+    ready = "is ready" if status["ready"] else "is NOT ready"
+    snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
+    lines = [
+        f"ckptd {status['version']} {ready} (pid {status['pid']}, up {_span(status['uptime_seconds'])})",
+        f"  root           {status['root']} ({_size(status['disk_free_bytes'])} free)",
+        f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
+        f"  shared memory  {_size(memory['used_bytes'])} of {_size(memory['quota_bytes'])} in {memory['segments']} segments",
+        f"  snapshots      {snapshots}",
+    ]
+    rows = [("JOB", "ATTEMPT", "IN MEMORY", "ON STORAGE", "SAVING", "RANKS")]
+    for job in status["jobs"]:
+        sealed, durable = job["last_sealed"], job["last_durable"]
+        rows.append((
+            job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", f"step {durable['step']}" if durable else "-",
+            ", ".join(job["pending"]) or "-", str(job["ranks_connected"]),
+        ))  # fmt: skip
+        lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
+    return "\n".join([*lines, "", *_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
+
+
+def _storage(root: Path) -> PosixStorage:
+    if not root.is_dir():
+        raise NotFound(f"{root} is not there, or is no directory")
+    return PosixStorage(root)
+
+
+def _place(path: Path) -> tuple[PosixStorage, str, str | None]:
+    """Storage, job and tag of DIR/JOB or DIR/JOB/TAG. A tag may come without its attempt: the highest counts."""
+    path = Path(os.path.abspath(path))
+    if names.parse_tag_directory(path.name) and (path / names.MANIFEST).exists():
+        return _storage(path.parent.parent), path.parent.name, path.name
+    if path.is_dir():
+        return _storage(path.parent), path.name, None
+    storage, job = _storage(path.parent.parent), path.parent.name
+    same = [p for tag in _tags(storage, job) if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)]
+    if not same:
+        raise NotFound(f"no checkpoint {path.name!r} of job {job!r} in {storage.root}; `ckptd ls {path.parent}` lists what is there")
+    tag, _, attempt = max(same, key=lambda p: p[2])
+    return storage, job, names.tag_directory(None, tag, attempt)
+
+
+def _tags(storage: PosixStorage, job: str) -> list[str]:
+    try:
+        return storage.tags(job)
+    except NotADirectoryError:
+        return []
+    except OSError as error:
+        raise StorageError.of(f"list {storage.root / job}", error) from None
+
+
+def _manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
+    for tag in _tags(storage, job):
+        try:
+            yield tag, storage.read_manifest(job, tag)
+        except NotFound:
+            continue  # no manifest: no checkpoint
+        except IntegrityError as error:
+            yield tag, error
+
+
+def listing(path: Path) -> list[dict[str, Any]]:
+    """One row a checkpoint, ordered by job and (attempt, step). Raises NotFound."""
+    path = Path(os.path.abspath(path))
+    is_root = (path / names.CONTROL).is_dir()
+    storage = _storage(path if is_root else path.parent)
+    if not is_root and not path.is_dir():
+        raise NotFound(f"{path} is not there, or is no directory")
+    jobs = storage.jobs() if is_root else [path.name]
+    rows = []
+    for job in jobs:
+        newest = storage.read_newest(job)
+        found = list(_manifests(storage, job))
+        for tag, manifest in sorted(found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)):
+            row: dict[str, Any] = {"job": job, "tag": tag, "newest": tag == newest}
+            if isinstance(manifest, Manifest):
+                raw = sum(part.raw_bytes for part in manifest.parts)
+                row |= {
+                    "attempt": manifest.attempt, "step": manifest.step, "seq": manifest.seq, "world_size": manifest.world_size,
+                    "bytes": manifest.nbytes, "raw_bytes": raw, "created": manifest.created, "metrics": manifest.metrics, "damaged": None,
+                }  # fmt: skip
+            else:
+                row["damaged"] = str(manifest)
+            rows.append(row)
+    if not rows and not is_root and storage.read_newest(jobs[0]) is None and not _tags(storage, jobs[0]):
+        raise NotFound(f"{path} holds no checkpoints, and is no root of ckptd")
+    return rows
+
+
+def listing_text(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "no checkpoints yet"
+    table = [("JOB", "TAG", "STEP", "ATTEMPT", "RANKS", "SIZE", "OF RAW", "CREATED", "")]
+    for row in rows:
+        if row["damaged"]:
+            table.append((row["job"], row["tag"], "", "", "", "", "", "", f"DAMAGED: {row['damaged']}"))
+            continue
+        table.append((
+            row["job"], row["tag"], "-" if row["step"] is None else str(row["step"]), str(row["attempt"]), str(row["world_size"]),
+            _size(row["bytes"]), _ratio(row["bytes"], row["raw_bytes"]), row["created"], "newest" if row["newest"] else "",
+        ))  # fmt: skip
+    return "\n".join(_table(table))
+
+
+def manifest_at(path: Path) -> Manifest:
+    """Of the checkpoint at DIR/JOB/TAG, or the newest of DIR/JOB that has a sound manifest. Raises NotFound, IntegrityError."""
+    storage, job, tag = _place(path)
+    if tag is not None:
+        return storage.read_manifest(job, tag)
+    sound = [manifest for _, manifest in _manifests(storage, job) if isinstance(manifest, Manifest)]
+    if not sound:
+        raise NotFound(f"{path} holds no checkpoint; `ckptd ls {path.parent}` lists what there is")
+    return max(sound, key=lambda manifest: manifest.order)
+
+
+def manifest_json(manifest: Manifest) -> Any:
+    return json.loads(manifest.encode())
+
+
+def manifest_text(manifest: Manifest, *, keys: bool) -> str:
+    tensors: dict[str, Any] = manifest.metadata.get("state_dict_metadata", {})
+    raw = sum(part.raw_bytes for part in manifest.parts)
+    step = "-" if manifest.step is None else manifest.step
+    ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
+    writer = ", ".join(f"{name} {version}" for name, version in manifest.writer.items())
+    lines = [
+        f"{manifest.job}/{manifest.tag}",
+        f"  step           {step} of attempt {manifest.attempt} (the job's checkpoint number {manifest.seq})",
+        f"  created        {manifest.created}",
+        f"  size           {_size(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of {_size(raw)}",
+        f"  saved by       {ranks}, {writer}",
+        f"  tensors        {len(tensors)}",
+    ]
+    if manifest.metrics:
+        lines.append(f"  metrics        {', '.join(f'{k} = {v}' for k, v in manifest.metrics.items())}")
+    if manifest.user_content is not None:
+        lines.append(f"  user content   {json.dumps(manifest.user_content, ensure_ascii=False)}")
+    lines += [f"  part           {part.file}  {_size(part.bytes)}, {part.items} items" for part in manifest.parts]
+    if keys:
+        lines += ["", *_table([("TENSOR", "SHAPE", "DTYPE"), *((k, str(list(t["size"])), t["dtype"]) for k, t in tensors.items())])]
+    return "\n".join(lines)
+
+
+def verification(path: Path) -> Iterator[dict[str, Any]]:
+    """One result a checkpoint, each after every byte of it was read. Raises NotFound."""
+    storage, job, tag = _place(path)
+    tags = [tag] if tag is not None else [name for name, _ in _manifests(storage, job)]
+    if not tags:
+        raise NotFound(f"{path} holds no checkpoint")
+    for name in tags:
+        begun = time.monotonic()
+        result: dict[str, Any] = {"job": job, "tag": name, "ok": False, "bytes": 0, "error": None}
+        try:
+            manifest = storage.read_manifest(job, name)
+            for part in manifest.parts:
+                reader = storage.open_part(job, name, part.file, part.index_sha256)
+                try:
+                    if (
+                        verify(reader) != part.raw_bytes
+                        or len(reader.plan.items) != part.items
+                        or os.fstat(reader.fileno()).st_size != part.bytes
+                    ):
+                        raise IntegrityError(f"{reader.name} is not as long as the manifest says")
+                finally:
+                    os.close(reader.fileno())
+                result["bytes"] += part.bytes
+            result["ok"] = True
+        except NotFound:
+            raise
+        except CkptdError as error:
+            result["error"] = str(error)
+        except OSError as error:
+            result["error"] = str(StorageError.of(f"read {job}/{name}", error))
+        result["seconds"] = round(time.monotonic() - begun, 3)
+        yield result
+
+
+def verification_text(result: dict[str, Any]) -> str:
+    where = f"{result['job']}/{result['tag']}"
+    if result["ok"]:
+        return f"{where}: sound, {_size(result['bytes'])} in {result['seconds']:.2f} s"
+    return f"{where}: DAMAGED: {result['error']}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def _ratio(stored: int, raw: int) -> str:
+    return f"{stored / raw:.0%}" if raw else "-"
+
+
+def _span(seconds: float) -> str:
+    minutes, hours = divmod(int(seconds // 60), 60)[::-1]
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

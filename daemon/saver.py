@@ -1,0 +1,262 @@
+"""From a sealed snapshot to a committed checkpoint, and to its deletion: owns the order of things on storage.
+
+Check, stage, write, journal, commit, journal, tell, `newest`, retention: nothing here is reordered. One save a job at a time, in
+the order of the seals. Every failure ends in `Snapshot.reason`, a Progress message and a counter; the copy in memory stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import msgspec
+from ckptd.daemon import records as r
+from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Shard, Snapshot
+from ckptd.daemon.config import Config
+from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.retention import to_retire
+from ckptd.daemon.slots import Slots
+from ckptd.shared import codec, names
+from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.lifecycle import Event, State
+from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
+from ckptd.shared.plan import Plan
+from ckptd.shared.request import Request
+from ckptd.shared.segment import read_check, write_check
+from ckptd.shared.storage import PosixStorage
+
+log = logging.getLogger("ckptd.saver")
+
+
+class Saver:
+    """`save(snapshot)` never raises for what can go wrong with a save; JournalBroken goes to `on_fatal`."""
+
+    def __init__(
+        self,
+        config: Config,
+        catalog: Catalog,
+        slots: Slots,
+        journal: Journal,
+        storage: PosixStorage,
+        pipeline: Pipeline,
+        *,
+        tell: Callable[[Snapshot], None],
+        settled: Callable[[Job], None],
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        self._config, self._catalog, self._slots = config, catalog, slots
+        self._journal, self._storage, self._pipeline = journal, storage, pipeline
+        self._tell, self._settled, self._on_fatal = tell, settled, on_fatal
+        self._codec = codec.encoder(config.codec)
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
+        self.counters: Counter[str] = Counter()
+        self.persist_seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
+
+    def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
+        """Check the sealed snapshot, and save it if it is to persist; the task that does so, one for each snapshot."""
+        task = self._tasks.get(snapshot)
+        if task is None:
+            task = self._tasks[snapshot] = asyncio.get_running_loop().create_task(self._run(snapshot))
+            task.add_done_callback(lambda _: self._tasks.pop(snapshot, None))
+        return task
+
+    async def drain(self) -> None:
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    async def _run(self, snapshot: Snapshot) -> None:
+        job = self._catalog.job(snapshot.job)
+        try:
+            await self.check(snapshot)
+            if snapshot.persist and not job.is_durable(*snapshot.key):
+                async with self._locks[snapshot.job]:
+                    await self._save(job, snapshot)
+        except JournalBroken as error:
+            self._on_fatal(error)
+        except Exception as error:
+            await self._fail(snapshot, error)
+        self._settled(job)
+
+    async def check(self, snapshot: Snapshot) -> None:
+        """Checksums of every slot of it, made once and put beside the data. Raises IntegrityError if a slot is damaged."""
+        for shard in snapshot.shards.values():
+            if shard.checked:
+                continue
+            slot = self._slots.get(shard.segment)
+            sealed = await self._pipeline.run(lambda s=slot: SealedSlot.read(s.fd, s.header))  # type: ignore[misc]
+            before = read_check(slot.fd, slot.header)
+            crcs = await self._pipeline.checksum(sealed)
+            if before is None:
+                write_check(slot.fd, slot.header, crcs)
+            elif before != crcs:
+                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the copy in memory has changed since it was sealed")
+            shard.checked = True
+            failpoint("seal.checked")
+
+    async def _save(self, job: Job, snapshot: Snapshot) -> None:
+        begun = time.monotonic()
+        snapshot.move(Event.WRITE)
+        await self._pipeline.run(lambda: self._storage.make_tag(snapshot.job, snapshot.tag))
+        documents: list[tuple[PartEntry, Plan, Request]] = []
+        for _, shard in sorted(snapshot.shards.items()):
+            slot = self._slots.get(shard.segment)
+            sealed = await self._pipeline.run(lambda s=slot: SealedSlot.read(s.fd, s.header))  # type: ignore[misc]
+            if sealed.header.generation != shard.generation:
+                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
+            shard.part = await self._write_shard(snapshot, shard, sealed)
+            documents.append((shard.part, sealed.plan, sealed.request))
+        snapshot.move(Event.WROTE)
+        await self.commit(job, snapshot, documents)
+        self.persist_seconds += time.monotonic() - begun
+        self.counters["persisted"] += 1
+
+    async def _write_shard(self, snapshot: Snapshot, shard: Shard, sealed: SealedSlot) -> PartEntry:
+        """A part under a fresh name; after an I/O error once more under another: a file that failed to sync is never trusted again."""
+        checks = read_check(sealed.fd, sealed.header)
+        if checks is None or len(checks) != len(sealed.ranges):
+            raise IntegrityError(f"{snapshot.job} step {snapshot.step}: its checksums in memory are gone")
+        for last in (False, True):
+            nonce = names.new_nonce()
+            file = names.part_file(shard.rank, nonce)
+            common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": shard.rank, "tag": snapshot.tag}
+            await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
+            failpoint("persist.intended")
+            try:
+                with self._storage.directory(snapshot.job, snapshot.tag) as directory:
+                    entry = await self._pipeline.write_part(sealed, checks, self._codec, directory, snapshot.tag, nonce)
+            except OSError as error:
+                if last or error.errno != errno.EIO:
+                    raise
+                log.warning("snapshot %s/%s: %s; trying once more with a new file", snapshot.job, snapshot.tag, error.strerror)
+                self.counters["rewrites"] += 1
+                continue
+            await self._journal.append(
+                r.PartDurable(**common, file=file, bytes=entry.bytes, index_sha256=entry.index_sha256)  # type: ignore[arg-type]
+            )
+            failpoint("persist.journaled")
+            return entry
+        raise InternalError("unreachable")
+
+    async def commit(self, job: Job, snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, Request]]) -> None:
+        """The manifest, and what follows it. Every rank's part is there and durable."""
+        if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
+            raise IntegrityError(f"parts of ranks {[e.rank for e, _, _ in documents]} are there, of {snapshot.world_size}")
+        if len({plan.global_plan for _, plan, _ in documents}) != 1:
+            raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
+        manifest = build_manifest(snapshot, documents, job.seq + 1, self._config.codec)
+        failpoint("commit.starting")
+        try:
+            await self._pipeline.run(lambda: self._storage.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
+        except FileExistsError:
+            raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
+        failpoint("commit.durable")
+        job.commit(Checkpoint.of(manifest, user_tag=names.parse_tag_directory(snapshot.tag)[1] is None))  # type: ignore[index]
+        await self._journal.append(
+            r.Committed(job=job.name, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.tag, seq=manifest.seq)
+        )
+        failpoint("commit.journaled")
+        snapshot.move(Event.COMMIT)
+        self._tell(snapshot)
+        await self.tidy(job)
+
+    async def tidy(self, job: Job) -> None:
+        """`newest`, then retention. A failure here loses nothing: it is logged, counted and tried again after the next commit."""
+        try:
+            newest = job.newest_checkpoint()
+            if newest is not None and await self._pipeline.run(lambda: self._storage.read_newest(job.name)) != newest.tag:
+                failpoint("newest.publishing")
+                await self._pipeline.run(lambda: self._storage.publish_newest(job.name, newest.tag))
+                failpoint("newest.published")
+            for old in to_retire(job.live_checkpoints(), self._config.keep_last):
+                await self.retire(job, old)
+        except OSError as error:
+            self.counters["tidy_failures"] += 1
+            log.warning("job %s: %s", job.name, StorageError.of("tidy up", error))
+
+    async def retire(self, job: Job, old: Checkpoint) -> None:
+        """Delete a checkpoint: intent, manifest, parts, directory, in this order."""
+        job.retiring.add(old.tag)
+        await self._journal.append(r.Retiring(job=job.name, tag=old.tag, files=list(old.files)))
+        failpoint("retire.intended")
+        await self._pipeline.run(lambda: self._storage.delete_files(job.name, old.tag, [names.MANIFEST]))
+        failpoint("retire.uncommitted")
+        await self._pipeline.run(lambda: self._storage.delete_files(job.name, old.tag, list(old.files)))
+        await self._pipeline.run(lambda: self._storage.delete_tag(job.name, old.tag))
+        failpoint("retire.swept")
+        await self._journal.append(r.Retired(job=job.name, tag=old.tag))
+        job.checkpoints.pop(old.tag, None)
+        job.retiring.discard(old.tag)
+        self.counters["retired"] += 1
+        log.info("checkpoint %s/%s: retired", job.name, old.tag)
+
+    async def _fail(self, snapshot: Snapshot, error: Exception) -> None:
+        if isinstance(error, OSError):
+            error = StorageError.of(f"save {snapshot.job}/{snapshot.tag}", error)
+        elif not isinstance(error, CkptdError):
+            log.exception("snapshot %s/%s: internal error", snapshot.job, snapshot.tag)
+            error = InternalError(f"internal error while saving {snapshot.job}/{snapshot.tag}: {error!r}; the daemon's log has more")
+        else:
+            log.error("snapshot %s/%s: %s", snapshot.job, snapshot.tag, error)
+        assert isinstance(error, CkptdError)
+        snapshot.reason, snapshot.code = str(error), error.code
+        self.counters["failed"] += 1
+        if isinstance(error, IntegrityError):
+            self.counters["verify_failures"] += 1
+        try:
+            await self.drop(snapshot.job, snapshot.tag, snapshot.attempt, snapshot.step, str(error))
+        except JournalBroken as broken:
+            self._on_fatal(broken)
+        except (StorageError, OSError) as again:
+            log.warning("snapshot %s/%s: its files are swept at the next start (%s)", snapshot.job, snapshot.tag, again)
+        if snapshot.state is not State.DURABLE:
+            snapshot.move(Event.FAIL)
+            self._tell(snapshot)
+
+    async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
+        """Delete what was staged for a checkpoint that will not be, by the names in the journal; a committed one is left alone."""
+        place = f"{job}/{tag}"
+        staged = list(self._journal.state.staged.get(place, {}))
+        if not staged:
+            return
+        try:
+            keep = {part.file for part in (await self._pipeline.run(lambda: self._storage.read_manifest(job, tag))).parts}
+        except NotFound:
+            keep = set()
+        except CkptdError:
+            log.error("%s has a manifest that cannot be read: nothing in it is deleted", place)
+            return
+        await self._pipeline.run(lambda: self._storage.delete_files(job, tag, [file for file in staged if file not in keep]))
+        if not keep:
+            await self._pipeline.run(lambda: self._storage.delete_tag(job, tag))
+        await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))
+
+
+def build_manifest(snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, Request]], seq: int, codec_name: str) -> Manifest:
+    """Pure but for the displayed time. `documents` in the order of ranks."""
+    _, plan, request = documents[0]
+    return Manifest(
+        job=snapshot.job,
+        attempt=snapshot.attempt,
+        step=snapshot.step,
+        tag=snapshot.tag,
+        seq=seq,
+        world_size=snapshot.world_size,
+        created=datetime.fromtimestamp(request.created, UTC).isoformat(timespec="seconds"),
+        parts=[entry for entry, _, _ in documents],
+        metadata={"state_dict_metadata": plan.metadata or {}, "planner_data": None},
+        metrics=plain_metrics(request.metrics),
+        user_content=msgspec.json.decode(request.user_content),
+        writer={**plan.writer, "codec": codec_name},
+    )

@@ -1,0 +1,297 @@
+"""Connections: one handler each, over the session's table. Bytes, descriptors and peer credentials; no decisions.
+
+Raw sockets, because descriptors travel beside the bytes. A connection that breaks the protocol, stalls at the greeting or does not read its
+replies is dropped; others do not notice. What a client passes along in descriptors is never received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from ckptd.daemon.admission import Owner
+from ckptd.daemon.engine import Engine
+from ckptd.daemon.orphans import Orphans
+from ckptd.daemon.slots import Slot
+from ckptd.shared import messages as m
+from ckptd.shared import session as s
+from ckptd.shared.errors import Busy, CkptdError, Fenced, Forbidden, InternalError, ProtocolError, StorageError, VersionMismatch
+
+log = logging.getLogger("ckptd.server")
+
+HELLO_SECONDS = 10.0
+MAX_UNREAD = 4 << 20
+SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
+_UCRED = struct.Struct("iII")
+
+Reply = tuple[m.Message, Sequence[int]]
+"""A message and the descriptors that go with it; they are closed once sent."""
+
+
+class Server:
+    """`welcome` fills in what this daemon tells; `status` and `find` come from `app.py`, which knows the rest of the house."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        orphans: Orphans,
+        *,
+        max_connections: int,
+        welcome: Callable[[int], m.Welcome],
+        status: Callable[[], str],
+        find: Callable[[str, int | None], Awaitable[m.Found]],
+        changed: Callable[[], None],
+    ) -> None:
+        self.engine, self.orphans = engine, orphans
+        self.welcome, self.status, self.find, self.changed = welcome, status, find, changed
+        self._max = max_connections
+        self.connections: set[Connection] = set()
+        self.refused = 0
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            client, _ = await loop.sock_accept(listener)
+            client.setblocking(False)
+            connection = Connection(self, client)
+            problem = connection.refusal()
+            if problem is None and len(self.connections) >= self._max:
+                problem = Busy(f"this daemon has {self._max} clients already; try again later")
+            if problem is not None:
+                self.refused += 1
+                connection.send_last(problem)
+                continue
+            self.connections.add(connection)
+            self.changed()
+            connection.task = loop.create_task(connection.run())
+
+    async def close(self) -> None:
+        tasks = [c.task for c in self.connections if c.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Connection:
+    def __init__(self, server: Server, client: socket.socket) -> None:
+        self._server, self._socket = server, client
+        self._session = s.Session(s.Role.DAEMON)
+        self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._unread = 0
+        self._requests: set[asyncio.Task[None]] = set()
+        self._owner: Owner | None = None
+        self.task: asyncio.Task[None] | None = None
+        pid, self._uid, _ = _UCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        self.peer = f"pid {pid}"
+        self._pidfd = _peer_pidfd(client, pid)
+
+    def __repr__(self) -> str:
+        return f"<Connection {self.peer} {self._session!r}>"
+
+    def refusal(self) -> CkptdError | None:
+        if self._uid not in (os.geteuid(), 0):
+            return Forbidden(f"this daemon serves uid {os.geteuid()}, not uid {self._uid}; run one of your own")
+        return None
+
+    def send_last(self, error: CkptdError) -> None:
+        """Say why, then hang up."""
+        try:
+            self.send(m.Error(re=0, code=error.code, message=str(error), retry=error.retry))
+        except (CkptdError, OSError):
+            pass
+        self._close()
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS) as deadline:
+                while data := await asyncio.get_running_loop().sock_recv(self._socket, 1 << 16):
+                    for message in self._session.receive(data):
+                        assert isinstance(message, m.Request)
+                        deadline.reschedule(None)
+                        request = asyncio.get_running_loop().create_task(self._answer(message))
+                        self._requests.add(request)
+                        request.add_done_callback(self._requests.discard)
+        except ProtocolError as error:
+            log.warning("%s: %s", self.peer, error)
+            self.send_last(error)
+        except TimeoutError:
+            self.send_last(ProtocolError(f"no Hello within {HELLO_SECONDS:.0f} s"))
+        except OSError as error:
+            log.debug("%s: %s", self.peer, error)
+        finally:
+            self._close()
+
+    async def _answer(self, request: m.Request) -> None:
+        descriptors: Sequence[int] = ()
+        try:
+            reply, descriptors = await self._handle(request)
+        except CkptdError as error:
+            reply = self._error(request, error)
+        except OSError as error:
+            reply = self._error(request, StorageError.of(f"answer {type(request).__name__}", error))
+        except Exception as error:
+            log.exception("%s: %s failed", self.peer, type(request).__name__)
+            reply = self._error(request, InternalError(f"internal error: {error!r}; the daemon's log has more"))
+        if self._session.state is s.State.CLOSED:
+            _close_all(descriptors)
+            return
+        self.send(reply, descriptors)
+        if isinstance(reply, m.Error) and isinstance(request, m.Hello):
+            self._close()
+
+    def _error(self, request: m.Request, error: CkptdError) -> m.Error:
+        log.info("%s: %s: %s", self.peer, type(request).__name__, error)
+        return m.Error(re=request.id, code=error.code, message=str(error), retry=error.retry)
+
+    async def _handle(self, request: m.Request) -> Reply:
+        engine = self._server.engine
+        match request:
+            case m.Hello():
+                version = min(request.max_version, s.MAX_VERSION)
+                if version < max(request.min_version, s.MIN_VERSION):
+                    raise VersionMismatch(
+                        f"client speaks protocol {request.min_version} to {request.max_version}, this daemon {s.MIN_VERSION} to "
+                        f"{s.MAX_VERSION}: install the same ckptd in both places"
+                    )
+                return self._server.welcome(request.id), ()
+            case m.Status():
+                return m.StatusReport(re=request.id, report=self._server.status()), ()
+            case m.Begin():
+                self._owner = await engine.begin(request.job, request.rank, request.world_size, request.attempt, self._notify)
+                self._server.orphans.cancel_timer(request.job)
+                self._server.orphans.guard(self._owner, os.dup(self._pidfd) if self._pidfd >= 0 else -1)
+                self._server.changed()
+                held = [_held(slot) for slot in engine.slots.of(*self._owner.identity)]
+                return m.Began(re=request.id, attempt=self._owner.attempt, held=held), ()
+        owner = self._owner
+        assert owner is not None  # the session's table lets nothing else come unattached
+        match request:
+            case m.Allocate():
+                return self._pass_on(request.id, await engine.allocate(owner, request.capacity, request.count))
+            case m.Reattach():
+                slots = [engine.slots.get(name) for name in request.segments]
+                if any(slot.owner != owner.identity for slot in slots):
+                    raise Fenced("these segments are another rank's")
+                return self._pass_on(request.id, slots)
+            case m.Acquire():
+                slot = await engine.acquire(owner, request.step, request.name, request.wait)
+                if slot is None:
+                    return m.Refused(re=request.id, reason="every slot is still being saved"), ()
+                return m.Granted(re=request.id, segment=slot.name), ()
+            case m.Seal():
+                return m.Sealed(re=request.id, durable=await engine.seal(owner, request.segment, request.attempt, request.step)), ()
+            case m.Abandon():
+                engine.abandon(owner, request.segment)
+            case m.Persist():
+                await engine.persist(owner)
+            case m.Find():
+                return await self._find(request, owner), ()
+            case m.Fetch():
+                opened = await engine.fetch(owner, request.attempt, request.step)
+                return m.Fetched(re=request.id, ranks=[rank for rank, _ in opened]), [fd for _, fd in opened]
+            case m.Detach():
+                engine.detach(owner)
+                self._server.orphans.unguard(owner.identity)
+                self._owner = None
+                self._server.changed()
+        return m.Done(re=request.id), ()
+
+    async def _find(self, request: m.Find, owner: Owner) -> m.Found:
+        found = await self._server.find(owner.job, request.step)
+        return m.Found(re=request.id, candidates=found.candidates, damaged=found.damaged)
+
+    def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
+        """Each segment twice: one description to map, another to hold the lock on."""
+        opened: list[int] = []
+        try:
+            for slot in slots:
+                opened += [self._server.engine.slots.open_again(slot, write=True), self._server.engine.slots.open_again(slot, write=True)]
+        except BaseException:
+            _close_all(opened)
+            raise
+        return m.Segments(re=request_id, segments=[_held(slot) for slot in slots]), opened
+
+    def _notify(self, message: m.Progress) -> None:
+        if self._session.state is not s.State.CLOSED:
+            self.send(message)
+
+    # -- bytes out
+
+    def send(self, message: m.Message, descriptors: Sequence[int] = ()) -> None:
+        frame = memoryview(self._session.send(message)) if self._session.state is not s.State.CLOSED else memoryview(b"")
+        self._out.append((frame, descriptors))
+        self._unread += len(frame)
+        if len(self._out) == 1:
+            self._flush()
+        if self._unread > MAX_UNREAD:
+            log.warning("%s does not read its replies: dropped", self.peer)
+            self._close()
+
+    def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._out:
+                frame, descriptors = self._out[0]
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors))] if descriptors else []
+                sent = self._socket.sendmsg([frame], rights)
+                self._unread -= sent
+                _close_all(descriptors)
+                if sent < len(frame):
+                    self._out[0] = (frame[sent:], ())
+                else:
+                    self._out.popleft()
+        except BlockingIOError:
+            loop.add_writer(self._socket, self._flush)
+            return
+        except OSError:
+            self._close()
+            return
+        loop.remove_writer(self._socket)
+
+    # -- the end
+
+    def _close(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        self._session.close()
+        asyncio.get_running_loop().remove_writer(self._socket)
+        self._socket.close()
+        for _, descriptors in self._out:
+            _close_all(descriptors)
+        self._out.clear()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._owner is not None and self._owner.notify == self._notify:
+            self._owner.notify = None
+            self._server.orphans.connection_lost(self._owner)
+        self._server.connections.discard(self)
+        self._server.changed()
+
+
+def _held(slot: Slot) -> m.HeldSegment:
+    header = slot.header
+    return m.HeldSegment(segment=slot.name, slot=header.slot, capacity=header.capacity, generation=header.generation)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
+
+
+def _peer_pidfd(client: socket.socket, pid: int) -> int:
+    """A pidfd of the peer, or -1 where there is none to be had (it is dead, or the kernel is older than 5.3)."""
+    try:
+        return client.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1

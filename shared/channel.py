@@ -1,0 +1,97 @@
+"""A blocking connection to the daemon: socket, session and descriptors. For the agent's client and for the command line.
+
+One thread may `send` while another `receive`s. Raises DaemonUnreachable when the other side is gone, or what its Error says.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import deque
+from pathlib import Path
+
+from ckptd.shared import __version__
+from ckptd.shared import messages as m
+from ckptd.shared import session as s
+from ckptd.shared.errors import DaemonUnreachable, ProtocolError, from_wire
+
+MAX_DESCRIPTORS = 64
+_RECEIVE = 1 << 16
+
+
+class Channel:
+    """Connected and greeted; `welcome` holds what the daemon said."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._session = s.Session(s.Role.AGENT)
+        self._descriptors: deque[int] = deque()
+        self._sending = threading.Lock()
+        self._next_id = 0
+        self._socket.settimeout(timeout)
+        try:
+            self._socket.connect(str(path))
+            self.send(m.Hello(id=self.new_id(), min_version=s.MIN_VERSION, max_version=s.MAX_VERSION, client=f"ckptd {__version__}"))
+            reply = self.receive()[0]
+            if isinstance(reply, m.Error):
+                raise from_wire(reply.code, reply.message)
+            assert isinstance(reply, m.Welcome)
+            self.welcome = reply
+        except (FileNotFoundError, ConnectionRefusedError):
+            self.close()
+            raise DaemonUnreachable(f"no daemon listens at {path}: start one with `ckptd run --root DIR --socket {path}`") from None
+        except TimeoutError:
+            self.close()
+            raise DaemonUnreachable(f"the daemon at {path} does not answer within {timeout:.0f} s") from None
+        except OSError as error:
+            self.close()
+            raise DaemonUnreachable(f"cannot talk to the daemon at {path}: {error.strerror or error}") from None
+        except BaseException:
+            self.close()
+            raise
+        self._socket.settimeout(None)
+
+    def new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def send(self, message: m.Message) -> None:
+        """Raises DaemonUnreachable, or ProtocolError if the message may not be sent now."""
+        with self._sending:
+            frame = self._session.send(message)
+            try:
+                self._socket.sendall(frame)
+            except OSError as error:
+                raise DaemonUnreachable(f"the daemon is gone: {error.strerror or error}") from None
+
+    def receive(self) -> list[m.Message]:
+        """At least one message. Descriptors that came along wait in `take`."""
+        while True:
+            data, descriptors, flags, _ = socket.recv_fds(self._socket, _RECEIVE, MAX_DESCRIPTORS)
+            for fd in descriptors:
+                os.set_inheritable(fd, False)
+            self._descriptors += descriptors
+            if flags & socket.MSG_CTRUNC:
+                raise ProtocolError("the daemon sent more descriptors than this process may open")
+            if not data:
+                raise DaemonUnreachable("the daemon closed the connection")
+            if messages := self._session.receive(data):
+                return messages
+
+    def take(self, count: int) -> list[int]:
+        """The oldest `count` descriptors; the caller closes them. Raises ProtocolError if fewer came."""
+        if len(self._descriptors) < count:
+            raise ProtocolError(f"{count} descriptors were announced and {len(self._descriptors)} came")
+        return [self._descriptors.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        """From any thread; wakes the one that receives."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._session.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        self._socket.close()
