@@ -20,7 +20,7 @@ from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.slots import Slot
 from ckptd.shared import messages as m
 from ckptd.shared import session as s
-from ckptd.shared.errors import Busy, CkptdError, Fenced, Forbidden, InternalError, ProtocolError, StorageError, VersionMismatch
+from ckptd.shared.errors import Busy, CkptdError, Forbidden, InternalError, ProtocolError, StorageError, VersionMismatch
 
 log = logging.getLogger("ckptd.server")
 
@@ -174,11 +174,6 @@ class Connection:
         match request:
             case m.Allocate():
                 return self._pass_on(request.id, await engine.allocate(owner, request.capacity, request.count))
-            case m.Reattach():
-                slots = [engine.slots.get(name) for name in request.segments]
-                if any(slot.owner != owner.identity for slot in slots):
-                    raise Fenced("these segments are another rank's")
-                return self._pass_on(request.id, slots)
             case m.Acquire():
                 slot = await engine.acquire(owner, request.step, request.name, request.wait)
                 if slot is None:

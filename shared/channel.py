@@ -56,7 +56,7 @@ class Channel:
         self._next_id += 1
         return self._next_id
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: m.Request) -> None:
         """Raises DaemonUnreachable, or ProtocolError if the message may not be sent now."""
         with self._sending:
             frame = self._session.send(message)
@@ -94,4 +94,8 @@ class Channel:
         self._session.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())
+        self._socket.close()
+
+    def abandon(self) -> None:
+        """In a forked child: close this copy of the socket without ending the parent's connection."""
         self._socket.close()

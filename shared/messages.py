@@ -74,10 +74,6 @@ class Allocate(Request, frozen=True, kw_only=True, tag="allocate"):
     count: Annotated[int, msgspec.Meta(ge=1, le=16)]
 
 
-class Reattach(Request, frozen=True, kw_only=True, tag="reattach"):
-    segments: Annotated[list[Name], msgspec.Meta(max_length=16)]
-
-
 class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
     """Comes with two descriptors for each segment: data, lock."""
 
@@ -170,14 +166,14 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 
 
 Message = (
-    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Reattach | Segments | Acquire | Granted | Refused | Seal | Sealed
+    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Acquire | Granted | Refused | Seal | Sealed
     | Abandon | Persist | Find | Found | Fetch | Fetched | Detach | Done | Progress | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Request | Reply) -> bytes:
     return msgspec.msgpack.encode(message)
 
 

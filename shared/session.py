@@ -43,7 +43,7 @@ REQUESTS: dict[tuple[State, type[m.Request]], State] = {
     (State.GREETED, m.Begin): State.BEGINNING,
     **{
         (_A, request): _A
-        for request in (m.Status, m.Allocate, m.Reattach, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch)
+        for request in (m.Status, m.Allocate, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch)
     },
     (_A, m.Detach): State.LEAVING,
 }  # fmt: skip
@@ -54,7 +54,6 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Status: m.StatusReport,
     m.Begin: m.Began,
     m.Allocate: m.Segments,
-    m.Reattach: m.Segments,
     m.Acquire: (m.Granted, m.Refused),
     m.Seal: m.Sealed,
     m.Abandon: m.Done,
@@ -89,7 +88,7 @@ class Session:
     def __repr__(self) -> str:
         return f"<Session {self.role.value} {self.state.value} under_way={len(self.under_way)}>"
 
-    def send(self, message: m.Message) -> bytes:
+    def send(self, message: m.Request | m.Reply) -> bytes:
         """The frame for `message`. Raises ProtocolError if it may not be sent now."""
         frame = frames.encode(m.encode(message))
         self._apply(message, ours=True)
@@ -108,7 +107,7 @@ class Session:
         self.state = State.CLOSED
         self.under_way.clear()
 
-    def _apply(self, message: m.Message, *, ours: bool) -> None:
+    def _apply(self, message: m.Request | m.Reply, *, ours: bool) -> None:
         if isinstance(message, m.Request) != (ours == (self.role is Role.AGENT)):
             raise ProtocolError(
                 f"{_name(message)} does not go from {'daemon to agent' if isinstance(message, m.Request) else 'agent to daemon'}"

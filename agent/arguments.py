@@ -1,0 +1,55 @@
+"""What the caller and the environment say, checked: job, ranks, and the options of one `snapshot()`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.names import check_name, check_user_tag
+from ckptd.shared.request import MAX_REQUEST, Request
+
+
+def job_name(job: str | None, *, private: bool) -> str:
+    name = job or os.environ.get("CKPTD_JOB")
+    if name:
+        return check_name("job", name)
+    if private:
+        return "default"
+    raise InvalidRequest("this daemon serves several jobs: say which one this is with CKPTD_JOB or Agent(job=...)")
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world_size = torch.distributed.get_world_size()
+    if world_size > 1:
+        raise InvalidRequest(f"this version of ckptd saves jobs of one rank, and this one has {world_size}")
+    return 0, 1
+
+
+def make_request(step: Any, tag: Any, persist: bool, on_busy: str, metrics: Mapping[str, float] | None, user_content: Any) -> Request:
+    """Check what the caller said. Raises InvalidRequest or InvalidName."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+        raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
+    if on_busy not in ("wait", "skip"):
+        raise InvalidRequest(f"on_busy is {on_busy!r}; expected 'wait' or 'skip'")
+    if tag is not None:
+        check_user_tag(tag)
+    numbers: dict[str, float] = {}
+    for key, value in (metrics or {}).items():
+        try:
+            numbers[str(key)] = float(value)
+        except (TypeError, ValueError):
+            raise InvalidRequest(f"metric {key!r} is {value!r}; expected a number") from None
+    try:
+        content = json.dumps(user_content, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"user_content cannot be written as JSON: {error}") from None
+    if len(content) + sum(len(key) + 16 for key in numbers) > MAX_REQUEST // 2:
+        raise InvalidRequest(f"metrics and user_content together are beyond {MAX_REQUEST // 2} bytes; save large values in the state")
+    return Request(tag=tag, persist=bool(persist), metrics=numbers, user_content=content, created=time.time())

@@ -1,0 +1,142 @@
+"""Read a checkpoint without a daemon, on any machine: whole, or one tensor by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from ckptd.agent import values
+from ckptd.agent.loading import load, materialize
+from ckptd.agent.planning import dtype_of
+from ckptd.agent.sources import Opened, open_storage
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError, NotFound, StorageError
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.plan import Alias
+from ckptd.shared.storage import PosixStorage
+
+
+class Checkpoint:
+    """An open, committed checkpoint; made by `open`. Verifies everything that it reads. Close it, or use it in a `with`."""
+
+    def __init__(self, storage: PosixStorage, job: str, manifest: Manifest) -> None:
+        self.manifest = manifest
+        try:
+            self._opened: Opened = open_storage(storage, job, manifest.tag, manifest)
+        except OSError as error:
+            raise StorageError.of(f"read {storage.root / job / manifest.tag}", error) from None
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], which: str | int = "newest") -> Checkpoint:
+        """A checkpoint of the job directory `path`: the "newest" that is sound, a step (of its highest attempt), or a tag.
+
+        Raises NotFound, IntegrityError (newer ones damaged count only for the one asked for), StorageError.
+        """
+        where = Path(os.path.abspath(path))
+        storage, job = PosixStorage(where.parent), where.name
+        try:
+            tags = storage.tags(job)
+        except OSError as error:
+            raise StorageError.of(f"list {where}", error) from None
+        manifests = []
+        for tag in tags:
+            parsed = names.parse_tag_directory(tag)
+            assert parsed is not None
+            if which != "newest" and which not in (parsed[0], parsed[1], tag):
+                continue
+            try:
+                manifests.append(storage.read_manifest(job, tag))
+            except NotFound:
+                continue
+            except IntegrityError:
+                if which != "newest":
+                    raise
+        if not manifests:
+            wanted = "" if which == "newest" else f" {which!r}"
+            raise NotFound(f"no checkpoint{wanted} in {where}")
+        failure: IntegrityError | None = None
+        for manifest in sorted(manifests, key=lambda m: m.order, reverse=True):
+            try:
+                return cls(storage, job, manifest)
+            except IntegrityError as error:
+                failure = failure or error
+                if which != "newest":
+                    raise
+        assert failure is not None
+        raise failure
+
+    @property
+    def step(self) -> int | None:
+        return self.manifest.step
+
+    @property
+    def attempt(self) -> int:
+        return self.manifest.attempt
+
+    @property
+    def tag(self) -> str:
+        return self.manifest.tag
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self._opened.metrics
+
+    @property
+    def user_content(self) -> Any:
+        return self._opened.user_content
+
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        return self._opened.saved.names()
+
+    def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """dtype and shape of a tensor. Raises NotFound."""
+        described = self._opened.saved.describe(name)
+        return dtype_of(described.dtype), torch.Size(described.size)
+
+    def tensor(self, name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor, reading only its chunks. Raises NotFound, IntegrityError, StorageError."""
+        described = self._opened.saved.describe(name)
+        try:
+            if isinstance(described, Alias) or (dtype is None and torch.device(device).type == "cpu"):
+                made = materialize(self._opened.saved, [name])[name]
+                return made.to(device=device, dtype=dtype) if dtype or torch.device(device).type != "cpu" else made
+            made = torch.empty(described.size, dtype=dtype or dtype_of(described.dtype), device=device)
+            load(self._opened.saved, {name: made})
+        except OSError as error:
+            raise StorageError.of(f"read {name}", error) from None
+        return made
+
+    def load(self) -> Any:
+        """The whole state as a fresh tree on the CPU: objects as their state dicts, shared storage shared again.
+
+        Of many ranks, tensors come whole, and plain values are those of rank 0. Raises IntegrityError, StorageError.
+        """
+        try:
+            document = self._opened.values()
+            made = materialize(self._opened.saved, self.keys())
+        except OSError as error:
+            raise StorageError.of(f"read {self.tag}", error) from None
+        return values.decode(document, made.__getitem__, objects=False)["state"]
+
+    def verify(self) -> int:
+        """Read every byte against its checksum; returns how many raw bytes there are. Raises IntegrityError, StorageError."""
+        try:
+            return self._opened.verify()
+        except OSError as error:
+            raise StorageError.of(f"read {self.tag}", error) from None
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.manifest.job}/{self.tag} step {self.step}, {len(self.keys())} tensors>"

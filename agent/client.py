@@ -1,0 +1,225 @@
+"""The agent's connection: requests from the training thread, replies and news on a thread of its own, a new connection when one is lost.
+
+Blocks no longer than it is told to. The thread sleeps in `recv`, so it takes no time from the training while there is nothing to hear.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ckptd.agent.launch import Place
+from ckptd.shared import messages as m
+from ckptd.shared.channel import Channel
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, Fenced, ProtocolError, from_wire
+
+log = logging.getLogger("ckptd.agent")
+
+R = TypeVar("R", bound=m.Reply)
+_FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0  # between attempts to connect again, doubling
+
+
+class _Call:
+    """A request under way. `answered`, where given, is called on the client's thread instead of waking a waiter; nobody waits for an
+    `abandoned` one any more."""
+
+    def __init__(self, answered: Callable[[m.Reply], None] | None = None) -> None:
+        self.answered = answered
+        self.abandoned = False
+        self.done = threading.Event()
+        self.reply: m.Reply | None = None
+        self.descriptors: Sequence[int] = ()
+        self.error: CkptdError | None = None
+
+
+class Client:
+    """`resume` runs after each new connection, `lost` once when this attempt is over; `news` gets every Progress, `late` every reply that
+    came after its caller had given up."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        resume: Callable[[], None],
+        news: Callable[[m.Progress], None],
+        lost: Callable[[CkptdError], None],
+        late: Callable[[m.Reply], None],
+    ) -> None:
+        self._place, self._resume, self._news, self._lost, self._late = place, resume, news, lost, late
+        self._calls: dict[int, _Call] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._up = threading.Event()
+        self._down_since = 0.0
+        self._silent = False  # a call has timed out and nothing was heard since
+        self._channel = place.connect()
+        self.welcome = self._channel.welcome
+        self._up.set()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._listen, name="ckptd-agent", daemon=True)
+        self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set() and not self._silent
+
+    def wait_connected(self, budget: float) -> bool:
+        """Wait for a lost connection to come back, `budget` seconds since it was lost: an outage costs that once, not at every call."""
+        if self._silent:
+            return False
+        return self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
+
+    def call(self, make: Callable[[int], m.Request], kind: type[R], timeout: float | None) -> tuple[R, Sequence[int]]:
+        """Send what `make(id)` gives and wait for its reply; the caller owns the descriptors.
+
+        Raises what the daemon's Error says, or DaemonUnreachable.
+        """
+        call = _Call()
+        self._send(make, call)
+        if not call.done.wait(timeout):
+            with self._lock:
+                if not call.done.is_set():
+                    call.abandoned = self._silent = True
+                    raise DaemonUnreachable(f"the daemon has not answered within {timeout:.1f} s")
+        if call.error is not None:
+            raise call.error
+        if not isinstance(call.reply, kind):
+            raise ProtocolError(f"the daemon answered with {type(call.reply).__name__}")
+        return call.reply, call.descriptors
+
+    def post(self, make: Callable[[int], m.Request], answered: Callable[[m.Reply], None]) -> None:
+        """Send without waiting. If the daemon is away nothing is sent and nothing raised: whoever takes up the session sends again."""
+        try:
+            self._send(make, _Call(answered))
+        except DaemonUnreachable as error:
+            log.debug("not sent: %s", error)
+
+    def _send(self, make: Callable[[int], m.Request], call: _Call) -> None:
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                raise DaemonUnreachable(
+                    "this agent is closed" if self._closed else "a forked process cannot use its parent's agent: make one here"
+                )
+            channel = self._channel
+            number = channel.new_id()
+            self._calls[number] = call
+            try:
+                channel.send(make(number))
+            except ProtocolError as error:  # the connection is being made anew
+                self._calls.pop(number, None)
+                raise DaemonUnreachable(f"the daemon is gone for the moment: {error}") from None
+            except CkptdError:
+                self._calls.pop(number, None)
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._up.clear()
+            self._channel.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5.0)
+
+    def forget(self) -> None:
+        """In a forked child: close the copies of the descriptors, touch nothing else."""
+        self._closed = True
+        self._channel.abandon()
+
+    # -- the thread
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                while True:
+                    for message in self._channel.receive():
+                        self._got(message)
+            except (CkptdError, OSError) as error:
+                reason = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
+            if self._closed:
+                self._fail_calls(DaemonUnreachable("this agent is closed"))
+                return
+            self._down_since, self._silent = time.monotonic(), False
+            self._up.clear()
+            self._channel.close()
+            log.warning("connection to the daemon lost (%s); connecting again", reason)
+            self._fail_calls(DaemonUnreachable(f"the connection to the daemon was lost: {reason}"))
+            if not self._connect_again():
+                return
+
+    def _got(self, message: m.Message) -> None:
+        self._silent = False
+        if isinstance(message, m.Progress):
+            self._news(message)
+            return
+        assert isinstance(message, m.Reply)
+        descriptors = _descriptors(self._channel, message)
+        with self._lock:
+            call = self._calls.pop(message.re, None)
+        if call is None:
+            if isinstance(message, m.Error):
+                raise from_wire(message.code, message.message)
+            return
+        if call.abandoned:
+            for fd in descriptors:
+                os.close(fd)
+            self._late(message)
+        elif call.answered is not None:
+            call.answered(message)
+        elif isinstance(message, m.Error):
+            call.error = from_wire(message.code, message.message)
+        else:
+            call.reply, call.descriptors = message, descriptors
+        call.done.set()
+
+    def _fail_calls(self, error: CkptdError) -> None:
+        with self._lock:
+            calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.error = error
+            call.done.set()
+
+    def _connect_again(self) -> bool:
+        delay = _FIRST_DELAY
+        while not self._closed:
+            try:
+                channel = self._place.connect()
+            except CkptdError as error:
+                log.debug("no daemon yet: %s", error)
+                time.sleep(delay)
+                delay = min(2 * delay, _LONGEST_DELAY)
+                continue
+            with self._lock:
+                if self._closed:
+                    channel.close()
+                    return False
+                self._channel, self.welcome = channel, channel.welcome
+            # The new session is taken up on a thread of its own, since this one has to hear the replies.
+            threading.Thread(target=self._take_up, args=(channel,), name="ckptd-resume", daemon=True).start()
+            return True
+        return False
+
+    def _take_up(self, channel: Channel) -> None:
+        try:
+            self._resume()
+        except Fenced as error:
+            self._lost(error)
+            self.close()
+        except CkptdError as error:
+            log.warning("the daemon is back, but this rank could not take up its work: %s", error)
+            channel.close()  # and again
+        else:
+            self._up.set()
+            log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)
+
+
+def _descriptors(channel: Channel, message: m.Reply) -> Sequence[int]:
+    match message:
+        case m.Segments():
+            return channel.take(2 * len(message.segments))
+        case m.Fetched():
+            return channel.take(len(message.ranks))
+    return ()

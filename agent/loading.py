@@ -1,0 +1,229 @@
+"""Tensors out of parts or slots: a DCP LoadPlan over any number of chunk sources.
+
+`Saved` is what a set of sources holds together, by name; `load` fills destinations in place, `materialize` makes fresh tensors. They get
+verified bytes only, and dtypes and shapes are as planned before the first byte is read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from ckptd.agent.planning import dtype_of
+from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
+from ckptd.shared.part import ChunkSource
+from ckptd.shared.plan import HIDDEN, ITEM_SIZES, Alias, Item
+from ckptd.shared.scatter import Target, scatter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+_BATCH = 512 << 20  # bytes that are read into temporaries at once, where they cannot go straight to their destination
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One stored shard: its source, and the item that holds its bytes."""
+
+    source: ChunkSource
+    item: Item
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.item.stride if self.item.stride is not None else _c_order(self.item.sizes)
+
+
+@dataclass(slots=True)
+class Saved:
+    """All that a checkpoint or a snapshot in memory holds: shards and aliases by name."""
+
+    shards: dict[str, list[Shard]] = field(default_factory=dict)
+    aliases: dict[str, tuple[Shard, Alias]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sources: Sequence[ChunkSource]) -> Saved:
+        saved = cls()
+        for source in sources:
+            own: dict[str, Shard] = {}
+            for item in source.plan.items:
+                own[item.fqn] = Shard(source, item)
+                saved.shards.setdefault(item.fqn, []).append(own[item.fqn])
+            for alias in source.plan.aliases:
+                saved.aliases[alias.fqn] = (own[alias.base], alias)
+        return saved
+
+    def names(self) -> list[str]:
+        return [name for name in [*self.shards, *self.aliases] if not name.startswith(HIDDEN)]
+
+    def __contains__(self, name: str) -> bool:
+        return (name in self.shards or name in self.aliases) and not name.startswith(HIDDEN)
+
+    def describe(self, name: str) -> Alias | Item:
+        """dtype and size of a tensor. Raises NotFound."""
+        if name in self.aliases:
+            return self.aliases[name][1]
+        if name in self.shards and not name.startswith(HIDDEN):
+            return self.shards[name][0].item
+        raise NotFound(f"no tensor {name!r}; there are {len(self.names())}, like {', '.join(sorted(self.names())[:3])}")
+
+    def metadata(self) -> Metadata:
+        """DCP's, of every tensor that a name leads to."""
+        entries: dict[str, Any] = {}
+        for name, shards in self.shards.items():
+            item = shards[0].item
+            chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in shards]
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(item.dtype)), torch.Size(item.size), chunks)
+        for name, (_, alias) in self.aliases.items():
+            whole = ChunkStorageMetadata(torch.Size([0] * len(alias.size)), torch.Size(alias.size))
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(alias.dtype)), torch.Size(alias.size), [whole])
+        return Metadata(state_dict_metadata=entries)
+
+
+def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None) -> int:
+    """Fill `destinations`, by name, in place: any device, and any dtype that torch converts to. Returns raw bytes read.
+
+    Raises StructureMismatch for a shape that differs, NotFound for a name that is not there, IntegrityError or OSError.
+    """
+    for name, tensor in destinations.items():
+        size = saved.describe(name).size
+        if tuple(tensor.shape) != tuple(size):
+            raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(destinations), saved.metadata(), is_coordinator=True)
+    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+    total, batch, size_of_batch = 0, _Batch(planner), 0
+    for read in plan.items:
+        size_of_batch += batch.add(saved, read)
+        if size_of_batch > _BATCH:
+            total += batch.run(threads)
+            batch, size_of_batch = _Batch(planner), 0
+    return total + batch.run(threads)
+
+
+class _Batch:
+    """Read items that are fetched together: targets by source, and what is to be done once they are filled."""
+
+    def __init__(self, planner: DefaultLoadPlanner) -> None:
+        self._planner = planner
+        self._targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+        self._raw: dict[tuple[int, int], torch.Tensor] = {}
+        self._copies: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []
+
+    def add(self, saved: Saved, read: ReadItem) -> int:
+        """Returns the bytes of temporaries that it takes."""
+        name = read.storage_index.fqn
+        alias: Alias | None = None
+        if name in saved.aliases:
+            shard, alias = saved.aliases[name]
+        else:
+            offset = tuple(read.storage_index.offset or ())
+            shard = next(s for s in saved.shards[name] if tuple(s.item.offsets) == offset or not offset)
+        target = self._planner.resolve_tensor(read).detach()
+        item = shard.item
+        whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
+        if whole and target.dtype == dtype_of(item.dtype) and target.device.type == "cpu" and _same_stride(target, shard.stride):
+            self._want(shard, memory(target, item.length))
+            self._copies.append((read, target, None))
+            return 0
+        raw, fresh = self._temporary(shard)
+        stored = view_alias(raw, alias) if alias is not None else view_item(raw, shard)
+        for dimension, (start, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
+            stored = stored.narrow(dimension, start, length)
+        self._copies.append((read, target, stored))
+        return item.length if fresh else 0
+
+    def _temporary(self, shard: Shard) -> tuple[torch.Tensor, bool]:
+        key = (id(shard.source), shard.item.offset)
+        if key in self._raw and len(self._raw[key]) == shard.item.length:
+            return self._raw[key], False
+        raw = self._raw[key] = torch.empty(shard.item.length, dtype=torch.uint8)
+        self._want(shard, memory(raw, shard.item.length))
+        return raw, True
+
+    def _want(self, shard: Shard, view: memoryview) -> None:
+        if view:
+            self._targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, view))
+
+    def run(self, threads: int | None) -> int:
+        total = sum(scatter(source, targets, threads=threads) for source, targets in self._targets.values())
+        with torch.no_grad():
+            for read, target, stored in self._copies:
+                if stored is not None:
+                    copy_any(target, stored)
+                self._planner.commit_tensor(read, target)
+        return total
+
+
+def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = None) -> dict[str, torch.Tensor]:
+    """Fresh CPU tensors with the dtype, shape, strides and shared storage that they were saved with. Raises IntegrityError, OSError."""
+    made: dict[str, torch.Tensor] = {}
+    raws: dict[str, torch.Tensor] = {}
+    targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+
+    def base(name: str, shard: Shard) -> torch.Tensor:
+        if name not in raws:
+            raws[name] = torch.empty(shard.item.length, dtype=torch.uint8)
+            if shard.item.length:
+                wanted = targets.setdefault(id(shard.source), (shard.source, []))[1]
+                wanted.append((shard.item.offset, memory(raws[name], shard.item.length)))
+        return raws[name]
+
+    sharded = []
+    for name in names:
+        described = saved.describe(name)
+        if isinstance(described, Alias):
+            shard, alias = saved.aliases[name]
+            made[name] = view_alias(base(alias.base, shard), alias)
+        elif len(saved.shards[name]) == 1 and described.sizes == described.size:
+            made[name] = view_item(base(name, saved.shards[name][0]), saved.shards[name][0])
+        else:
+            sharded.append(name)
+            made[name] = torch.empty(described.size, dtype=dtype_of(described.dtype))
+    for source, wanted in targets.values():
+        scatter(source, wanted, threads=threads)
+    if sharded:
+        load(saved, {name: made[name] for name in sharded}, threads=threads)
+    for name in names:
+        if saved.describe(name).requires_grad:
+            made[name].requires_grad_()
+    return made
+
+
+def view_item(raw: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The stored shard as a tensor over its bytes."""
+    return raw.view(dtype_of(shard.item.dtype)).as_strided(shard.item.sizes, shard.stride)
+
+
+def view_alias(raw: torch.Tensor, alias: Alias) -> torch.Tensor:
+    """A tensor inside its base's bytes, sharing their storage."""
+    dtype = dtype_of(alias.dtype)
+    offset, rest = divmod(alias.offset, ITEM_SIZES[alias.dtype])
+    if rest:
+        raise IntegrityError(f"alias {alias.fqn!r} is misaligned")
+    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), offset, alias.size, alias.stride)
+
+
+def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`copy_`, also for dtypes that torch can only move as integers."""
+    if target.dtype == source.dtype and target.dtype.itemsize == 1 and target.dtype is not torch.bool:
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    target.copy_(source)
+
+
+def memory(tensor: torch.Tensor, length: int) -> memoryview:
+    """The bytes of a dense CPU tensor, writable. The caller keeps the tensor."""
+    if length == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
+
+
+def _same_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    return all(size == 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), stride, strict=True))
+
+
+def _c_order(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[n + 1 :]) or 1 for n in range(len(sizes)))

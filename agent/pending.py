@@ -1,0 +1,103 @@
+"""What `snapshot()` returns: where that snapshot is on its way, to be looked at or waited for from any thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ckptd.shared.errors import CkptdError, SnapshotFailed
+from ckptd.shared.lifecycle import Event, State, step
+
+log = logging.getLogger("ckptd.agent")
+
+_SHOWN = {
+    State.NEW: "staged",
+    State.FILLING: "staged",
+    State.STAGED: "staged",
+    State.SEALED: "sealed",
+    State.DURABLE: "durable",
+    State.FAILED: "failed",
+    State.SKIPPED: "skipped",
+}
+_RANK = {"staged": 0, "sealed": 1, "durable": 2}
+
+
+class Pending:
+    """One snapshot. `stall`: seconds that training was held; `error`: why it failed or was skipped, else None."""
+
+    def __init__(self, step: int, attempt: int = 0) -> None:
+        self.step = step
+        self.attempt = attempt
+        self.stall = 0.0
+        self.error: CkptdError | None = None
+        self.segment = ""
+        self._state = State.NEW
+        self._was_sealed = False
+        self._changed = threading.Condition()
+
+    @property
+    def state(self) -> str:
+        """ "staged", "sealed", "durable", "failed" or "skipped"."""
+        return _SHOWN[self._state]
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will happen."""
+        return self._state in (State.DURABLE, State.FAILED, State.SKIPPED)
+
+    def wait(self, state: str = "durable", timeout: float | None = None) -> Pending:
+        """Until the snapshot is "staged", "sealed" (in memory, whole) or "durable" (committed to storage); returns itself.
+
+        Raises the reason if it cannot come to that any more, TimeoutError after `timeout` seconds. A snapshot with `persist=False` becomes
+        durable only if its trainer dies or closes.
+        """
+        if state not in _RANK:
+            raise ValueError(f"there is no state {state!r} to wait for: use 'staged', 'sealed' or 'durable'")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self._reached(state):
+                if self.done:
+                    assert self.error is not None
+                    raise self.error
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"step {self.step} is {self.state}, not {state}, after {timeout} s")
+                self._changed.wait(left)
+        return self
+
+    def _reached(self, state: str) -> bool:
+        if state == "sealed" and self._was_sealed:
+            return True
+        return self.state in _RANK and _RANK[self.state] >= _RANK[state] and self._state is not State.NEW
+
+    def __repr__(self) -> str:
+        why = f": {self.error}" if self.error else ""
+        return f"<Pending step {self.step} of attempt {self.attempt} {self.state}{why}>"
+
+    # For the agent alone.
+
+    def move(self, event: Event) -> None:
+        with self._changed:
+            after = step(self._state, event)
+            log.debug("snapshot %d: %s -> %s", self.step, self._state.value, after.value)
+            self._state = after
+            self._was_sealed = self._was_sealed or after is State.SEALED
+            self._changed.notify_all()
+
+    def fail(self, error: CkptdError) -> None:
+        """From any state; the first reason counts."""
+        with self._changed:
+            if self.done:
+                return
+            self.error = error
+            self._state = step(self._state, Event.FAIL)
+            log.warning("snapshot of step %d failed: %s", self.step, error)
+            self._changed.notify_all()
+
+    def skip(self, reason: str) -> None:
+        with self._changed:
+            self.error = SnapshotFailed(f"step {self.step} was skipped: {reason}")
+            self._state = step(self._state, Event.REFUSE)
+            log.warning("snapshot of step %d skipped: %s", self.step, reason)
+            self._changed.notify_all()

@@ -1,0 +1,106 @@
+"""Where a snapshot comes back from: sealed slots in memory, or the parts of a checkpoint. Both are verified as they are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from ckptd.agent.loading import Saved
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.fs import read_exactly
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.part import ChunkSource
+from ckptd.shared.plan import Plan, chunk_ranges, with_values
+from ckptd.shared.request import Request
+from ckptd.shared.scatter import scatter, verify
+from ckptd.shared.segment import SlotState, read_check, read_document, read_header
+from ckptd.shared.storage import PosixStorage
+from crc32c import crc32c
+
+
+class SlotSource:
+    """A sealed slot, read through a descriptor of its own and checked against what the daemon found when it was sealed."""
+
+    def __init__(self, fd: int, attempt: int, step: int) -> None:
+        self._fd = fd
+        header = read_header(fd)
+        if header.state is not SlotState.SEALED or (header.attempt, header.step) != (attempt, step):
+            raise IntegrityError(f"the slot of step {step} has been filled again")
+        self.header = header
+        self.plan = Plan.decode(read_document(fd, header, header.plan, "plan"))
+        self.request = Request.decode(read_document(fd, header, header.request, "request"))
+        self.values = (header.values.offset, header.values.length)
+        self.ranges = chunk_ranges(with_values(self.plan.regions, self.values), header.chunk_size)
+        checks = read_check(fd, header)
+        if checks is None or len(checks) != len(self.ranges):
+            raise IntegrityError(f"the slot of step {step} has no checksums")
+        self._checks = checks
+
+    def read_chunk(self, number: int, raw: memoryview) -> None:
+        if read_exactly(self._fd, raw, self.header.data_offset + self.ranges[number].offset) < len(raw):
+            raise IntegrityError(f"the slot of step {self.header.step} has been cut short")
+        if crc32c(raw) != self._checks[number]:
+            raise IntegrityError(f"chunk {number} of step {self.header.step} has changed in memory since it was sealed")
+
+
+@dataclass(slots=True)
+class Opened:
+    """A snapshot that is ready to be loaded. `close()` it."""
+
+    tag: str
+    sources: Sequence[ChunkSource]
+    saved: Saved
+    metrics: dict[str, float]
+    user_content: Any
+    descriptors: list[int]
+
+    def values(self, rank: int = 0) -> bytes:
+        """The values document of a rank, verified. Raises IntegrityError, OSError."""
+        source = self.sources[rank]
+        offset, length = source.values
+        document = bytearray(length)
+        scatter(source, [(offset, memoryview(document))])
+        return bytes(document)
+
+    def verify(self) -> int:
+        """Read every chunk; returns raw bytes. Raises IntegrityError, OSError."""
+        return sum(verify(source) for source in self.sources)
+
+    def close(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+def open_memory(descriptors: Sequence[int], attempt: int, step: int, tag: str) -> Opened:
+    """Takes over the descriptors, also when it raises IntegrityError."""
+    try:
+        sources = [SlotSource(fd, attempt, step) for fd in descriptors]
+    except BaseException:
+        for fd in descriptors:
+            os.close(fd)
+        raise
+    request = sources[0].request
+    content = msgspec.json.decode(request.user_content)
+    return Opened(tag, sources, Saved.of(sources), dict(request.metrics), content, list(descriptors))
+
+
+def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
+    """Raises NotFound, IntegrityError, OSError."""
+    manifest = manifest or storage.read_manifest(job, tag)
+    readers = []
+    try:
+        for part in manifest.parts:
+            reader = storage.open_part(job, tag, part.file, part.index_sha256)
+            readers.append(reader)
+            index = reader.index
+            if (index.attempt, index.step, index.rank, len(reader.plan.items)) != (manifest.attempt, manifest.step, part.rank, part.items):
+                raise IntegrityError(f"{reader.name} is not the part that the manifest means")
+    except BaseException:
+        for reader in readers:
+            os.close(reader.fileno())
+        raise
+    metrics = {key: float(value) for key, value in manifest.metrics.items()}
+    return Opened(tag, readers, Saved.of(readers), metrics, manifest.user_content, [reader.fileno() for reader in readers])

@@ -1,0 +1,151 @@
+"""Slots as the trainer sees them: mapped, populated off the training thread, and filled by batched copies.
+
+The trainer alone writes headers and data. A header says FILLING before the first byte changes and SEALED after the last, so that a death at
+any instant leaves either the old snapshot, or the new one, or none that could be mistaken for one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+from ckptd.agent.planning import Layout, dtype_of
+from ckptd.shared.errors import QuotaExceeded
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.plan import Item, align_region
+from ckptd.shared.segment import SegmentHeader, SlotState, read_header, write_document, write_header
+
+log = logging.getLogger("ckptd.agent")
+
+MADV_POPULATE_WRITE = 23  # linux/mman.h, 5.14
+_PIECE = 64 << 20
+_COPYABLE = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool, torch.complex64, torch.complex128,
+}  # fmt: skip
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What is written behind the tensors: `values` first, since it is the last region."""
+
+    values: bytes
+    request: bytes
+
+    def capacity(self, layout: Layout) -> int:
+        """Bytes of data that a slot needs, without slack."""
+        return self.offsets(layout)[-1]
+
+    def offsets(self, layout: Layout) -> tuple[int, int, int, int]:
+        """Where values, plan and request begin, and where the last ends."""
+        values = align_region(layout.data_length)
+        plan = align_region(values + len(self.values))
+        request = align_region(plan + len(layout.document))
+        return values, plan, request, request + len(self.request)
+
+
+class MappedSlot:
+    """One segment, mapped. Construction takes the lock that tells the daemon that this process lives."""
+
+    def __init__(self, name: str, data_fd: int, lock_fd: int) -> None:
+        self.name = name
+        self._fd, self._lock_fd = data_fd, lock_fd
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.header: SegmentHeader = read_header(data_fd)
+        mapped = mmap.mmap(data_fd, self.header.file_length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)
+        self._views: tuple[bytes, list[torch.Tensor]] = (b"", [])
+
+    def __repr__(self) -> str:
+        return f"<MappedSlot {self.name[:8]} {self.header.state.name} step {self.header.step}>"
+
+    @property
+    def capacity(self) -> int:
+        return self.header.capacity
+
+    def populate(self) -> None:
+        """Fault in every page, so that the first copy is as fast as later ones. ctypes lets other threads run meanwhile."""
+        held = self._bytes  # keeps the mapping, should the slot be forgotten meanwhile
+        if not held.numel():
+            return
+        start, length = held.data_ptr() - self.header.data_offset, self.header.file_length
+        for offset in range(0, length, _PIECE):
+            if _libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(min(_PIECE, length - offset)), MADV_POPULATE_WRITE):
+                log.debug("pages of a slot could not be mapped ahead: %s", os.strerror(ctypes.get_errno()))
+                return
+
+    def fill(self, sources: list[torch.Tensor], layout: Layout, step: int) -> None:
+        """Copy all sources; when this returns they may change."""
+        write_header(self._fd, header := self.header.next(SlotState.FILLING, step=step))
+        self.header = header
+        failpoint("agent.filling")
+        targets = self._targets(layout)
+        half = len(targets) // 2
+        with torch.no_grad():
+            _copy(targets[:half], sources[:half])
+            failpoint("agent.copying")
+            _copy(targets[half:], sources[half:])
+        failpoint("agent.copied")
+
+    def seal(self, layout: Layout, documents: Documents) -> None:
+        """Write the documents, then the header that says so. Raises QuotaExceeded if they do not fit any more."""
+        header = self.header
+        values, plan, request, end = documents.offsets(layout)
+        if end > header.capacity:
+            raise QuotaExceeded(f"the plain values of this state need {end - header.capacity} bytes more than the slot has")
+        written = {
+            "values": write_document(self._fd, header, values, documents.values),
+            "plan": write_document(self._fd, header, plan, layout.document),
+            "request": write_document(self._fd, header, request, documents.request),
+        }
+        failpoint("agent.documents")
+        sealed = header.next(SlotState.SEALED, signature=layout.signature, **written)
+        write_header(self._fd, sealed)
+        self.header = sealed
+        failpoint("agent.sealed")
+
+    def clear(self) -> None:
+        """Say that nothing is in it: after a copy that failed."""
+        free = self.header.next(SlotState.FREE, step=None)
+        write_header(self._fd, free)
+        self.header = free
+
+    def _targets(self, layout: Layout) -> list[torch.Tensor]:
+        if self._views[0] != layout.signature:
+            self._views = (layout.signature, [self._view(item) for item in layout.plan.items])
+        return self._views[1]
+
+    def _view(self, item: Item) -> torch.Tensor:
+        flat = self._bytes[item.offset : item.offset + item.length].view(dtype_of(item.dtype))
+        return flat.as_strided(item.sizes, item.stride) if item.stride is not None else flat.view(item.sizes)
+
+    def forget(self) -> None:
+        """Let go of the mapping's views and of the lock. The pages go when the last view does."""
+        self._views = (b"", [])
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._lock_fd = -1
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """One batched call; dtypes that torch cannot copy (sub-byte, some floats) go as integers of their size."""
+    if not targets:
+        return
+    pairs = [(t, s) if t.dtype in _COPYABLE else (_as_integer(t), _as_integer(s)) for t, s in zip(targets, sources, strict=True)]
+    torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _as_integer(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_AS_INTEGER[tensor.element_size()])

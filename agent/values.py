@@ -1,0 +1,253 @@
+"""The values document: everything in a state that is not a tensor, natively encoded (FORMAT.md, section 3).
+
+`Packer` turns a state into msgpack and collects its tensors by fully qualified name on the way; `decode` turns it back. Nothing is pickled
+but what only `torch.save` can encode, and that must pass `torch.load(weights_only=True)` before it is accepted. What could not be brought
+back is refused by its key.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import pathlib
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
+
+Ext = msgspec.msgpack.Ext
+TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)
+ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT = range(15, 21)
+
+_PLAIN = {type(None), bool, float, str, bytes}
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    cls.__name__: cls for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.Path, pathlib.PurePath)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands in a decoded tree for the tensor of this name."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectNode:
+    """Stands in a decoded tree for an object that had a state_dict. `kind`: module, optimizer or stateful."""
+
+    kind: str
+    tree: Any
+
+
+def _encode(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+class Packer:
+    """`pack(state, prefix)` gives what msgspec can encode; `tensors` then holds every tensor by name, in order.
+
+    `expand`, if given, is asked about every value of a type that is not known here, and returns (kind, plain tree) or None.
+    """
+
+    def __init__(self, expand: Callable[[Any, str], tuple[str, Any] | None] | None = None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._expand = expand
+
+    def encode(self, value: Any, prefix: str = "") -> bytes:
+        """Raises UnsavableValue naming the key of what cannot be brought back."""
+        return _encode(self.pack(value, prefix))
+
+    def encode_map(self, packed: dict[str, Any]) -> bytes:
+        """A document of several packed values."""
+        return _encode(packed)
+
+    def pack(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            if kind is str:
+                self._check_text(value, path)
+            return value
+        if kind is int:
+            return value if -(1 << 63) <= value < 1 << 64 else Ext(BIG_INT, str(value).encode())
+        if kind is dict:
+            return self._dict(value, path)
+        if kind is list:
+            return [self.pack(item, f"{path}.{n}" if path else str(n)) for n, item in enumerate(value)]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        return self._other(value, kind, path)
+
+    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        name = path or "tensor"
+        if name in self.tensors:  # {"a.b": ...} beside {"a": {"b": ...}}, or keys 0 and "0"
+            number = 2
+            while f"{name}#{number}" in self.tensors:
+                number += 1
+            name = f"{name}#{number}"
+        self.tensors[name] = value
+        return Ext(TENSOR, name.encode())
+
+    def _children(self, values: Iterable[Any], path: str) -> bytes:
+        return _encode([self.pack(item, f"{path}.{n}" if path else str(n)) for n, item in enumerate(values)])
+
+    def _dict(self, value: dict[Any, Any], path: str) -> Any:
+        prefix = f"{path}." if path else ""
+        for key in value:
+            if type(key) is not str:
+                return Ext(MAP, self._pairs(value, path))
+            self._check_text(key, path)
+        return {key: self.pack(item, prefix + key) for key, item in value.items()}
+
+    def _pairs(self, value: dict[Any, Any], path: str) -> bytes:
+        prefix = f"{path}." if path else ""
+        return _encode([[self.pack(key, f"{prefix}key {key!r}"), self.pack(item, f"{prefix}{key}")] for key, item in value.items()])
+
+    def _check_text(self, text: str, path: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot say: {text[:40]!r}") from None
+
+    def _other(self, value: Any, kind: type, path: str) -> Any:
+        if kind is tuple:
+            return Ext(TUPLE, self._children(value, path))
+        if kind is torch.Size:
+            return Ext(SIZE, _encode(list(value)))
+        if kind is OrderedDict:
+            return Ext(ORDERED_DICT, self._pairs(value, path))
+        if kind is Counter:
+            return Ext(COUNTER, self._pairs(value, path))
+        if kind is deque:
+            return Ext(DEQUE, _encode([[self.pack(item, f"{path}.{n}") for n, item in enumerate(value)], value.maxlen]))
+        if kind is set or kind is frozenset:
+            return Ext(SET if kind is set else FROZENSET, self._children(sorted(value, key=repr), path))
+        if kind is complex:
+            return Ext(COMPLEX, _encode([value.real, value.imag]))
+        if kind is bytearray:
+            return Ext(BYTEARRAY, bytes(value))
+        if kind is torch.dtype:
+            return Ext(DTYPE, str(value).removeprefix("torch.").encode())
+        if kind is torch.device:
+            return Ext(DEVICE, str(value).encode())
+        if isinstance(value, enum.Enum):
+            return Ext(ENUM, _encode([kind.__module__, kind.__qualname__, value.name]))
+        if isinstance(value, pathlib.PurePath) and kind.__name__ in _PATHS:
+            self._check_text(str(value), path)
+            return Ext(PATH, _encode([kind.__name__, str(value)]))
+        if "numpy" in sys.modules and (packed := _pack_numpy(value)) is not None:
+            return packed
+        if self._expand is not None and (expanded := self._expand(value, path)) is not None:
+            name, tree = expanded
+            return Ext(OBJECT, _encode([name, self.pack(tree, path)]))
+        return self._torch(value, kind, path)
+
+    def _torch(self, value: Any, kind: type, path: str) -> Any:
+        """The last resort, tried out at once: what weights_only would not load is refused now, not at the recovery."""
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        except Exception as error:
+            raise UnsavableValue(
+                f"{path or 'the state'}: a value of type {kind.__module__}.{kind.__qualname__} could not be brought back without running "
+                f"pickled code; save its state_dict() or plain values instead ({str(error).splitlines()[0][:120]})"
+            ) from None
+        return Ext(TORCH, buffer.getvalue())
+
+
+def _pack_numpy(value: Any) -> Any:
+    import numpy as np
+
+    if isinstance(value, np.generic):
+        code, array = SCALAR, np.asarray(value)
+    elif type(value) is np.ndarray:
+        code, array = ARRAY, value
+    else:
+        return None
+    if array.dtype.hasobject:
+        return None
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, array, allow_pickle=False)
+    return Ext(code, buffer.getvalue())
+
+
+def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorRef, *, objects: bool = True) -> Any:
+    """The value that `Packer.encode` was given. `resolve` makes what stands for a tensor, from its name; with `objects` false, an
+    ObjectNode is replaced by its tree.
+
+    Raises IntegrityError for what is no such document, NotFound for an enum whose class is not imported.
+    """
+
+    def hook(code: int, data: memoryview) -> Any:
+        if code == TENSOR:
+            return resolve(str(data, "utf-8"))
+        if code == OBJECT:
+            kind, tree = msgspec.msgpack.decode(data, ext_hook=hook)
+            return ObjectNode(kind, tree) if objects else tree
+        if code in _BY_ITEMS:
+            return _BY_ITEMS[code](msgspec.msgpack.decode(data, ext_hook=hook))
+        if code in _BY_BYTES:
+            return _BY_BYTES[code](bytes(data))
+        raise IntegrityError(f"a value has the unknown type {code}: read it with a newer ckptd")
+
+    try:
+        return msgspec.msgpack.decode(document, ext_hook=hook)
+    except NotFound:
+        raise
+    except IntegrityError:
+        raise
+    except Exception as error:
+        raise IntegrityError(f"values document cannot be read: {error}") from None
+
+
+def _enum(parts: Any) -> enum.Enum:
+    module, qualname, name = parts
+    found: Any = sys.modules.get(module)  # never imported here: a file does not get to choose what is run
+    for attribute in qualname.split("."):
+        found = getattr(found, attribute, None)
+    if not isinstance(found, type) or not issubclass(found, enum.Enum) or name not in found.__members__:
+        raise NotFound(f"the state holds {qualname}.{name} of module {module}: import that module before loading")
+    return found[name]
+
+
+def _array(data: bytes) -> Any:
+    import numpy as np
+
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+
+
+def _dtype(data: bytes) -> torch.dtype:
+    found = getattr(torch, data.decode(), None)
+    if not isinstance(found, torch.dtype):
+        raise NotFound(f"this torch ({torch.__version__}) has no dtype {data.decode()!r}")
+    return found
+
+
+_BY_ITEMS: dict[int, Callable[[Any], Any]] = {
+    TUPLE: tuple,
+    SET: set,
+    FROZENSET: frozenset,
+    MAP: lambda pairs: {key: value for key, value in pairs},  # noqa: C416 (a list of lists, not of pairs)
+    COMPLEX: lambda parts: complex(*parts),
+    ENUM: _enum,
+    PATH: lambda parts: _PATHS[parts[0]](parts[1]),
+    SIZE: torch.Size,
+    ORDERED_DICT: lambda pairs: OrderedDict((key, value) for key, value in pairs),
+    COUNTER: lambda pairs: Counter({key: value for key, value in pairs}),  # noqa: C416
+    DEQUE: lambda parts: deque(parts[0], parts[1]),
+}
+_BY_BYTES: dict[int, Callable[[bytes], Any]] = {
+    BIG_INT: lambda data: int(data),
+    ARRAY: _array,
+    SCALAR: lambda data: _array(data)[()],
+    DTYPE: _dtype,
+    DEVICE: lambda data: torch.device(data.decode()),
+    TORCH: lambda data: torch.load(io.BytesIO(data), weights_only=True),
+    BYTEARRAY: bytearray,
+}
