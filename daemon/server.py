@@ -21,6 +21,7 @@ from ckptd.daemon.slots import Slot
 from ckptd.shared import messages as m
 from ckptd.shared import session as s
 from ckptd.shared.errors import Busy, CkptdError, Forbidden, InternalError, ProtocolError, StorageError, VersionMismatch
+from ckptd.shared.failpoints import failpoint
 
 log = logging.getLogger("ckptd.server")
 
@@ -204,6 +205,7 @@ class Connection:
     def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
         """Each segment twice: one description to map, another to hold the lock on."""
         opened: list[int] = []
+        failpoint("slot.passing")
         try:
             for slot in slots:
                 opened += [self._server.engine.slots.open_again(slot, write=True), self._server.engine.slots.open_again(slot, write=True)]

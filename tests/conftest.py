@@ -1,0 +1,23 @@
+"""Fixtures that every test may use: a home for a daemon, and a daemon in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.daemons import Daemon, Home, home, running
+
+
+@pytest.fixture
+def place() -> Iterator[Home]:
+    """A root and a socket; nothing runs there yet."""
+    with home() as made:
+        yield made
+
+
+@pytest.fixture
+def daemon(place: Home) -> Iterator[Daemon]:
+    """A daemon that is ready, with default settings."""
+    with running(place) as started:
+        yield started

@@ -1,0 +1,132 @@
+"""A death at every named point, of the trainer or of the daemon; then a restart, and everything that was acknowledged is there, bit for bit.
+
+Each point is tried alone, and again with a second death during the recovery from the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.agent import Agent, Checkpoint
+from ckptd.shared import failpoints
+from tests.support import trainers
+from tests.support.daemons import Daemon, Home, running
+
+FIRST = (0, 3)
+SECOND = (4, 8)
+KEEP = ("--keep-last", "2", "--codec", "zstd:1")
+SECOND_KILLS = [p for p in failpoints.DAEMON if p.startswith(("start.", "journal.", "seal.", "commit."))] + [
+    p for p in failpoints.AGENT if p.startswith("agent.recover.")
+]
+
+
+def _first_life(place: Home, diary: trainers.Diary) -> None:
+    """Some steps, sealed and durable, then everything dies."""
+    with running(place, *KEEP) as daemon:
+        trainer = trainers.start(place.socket, diary, *FIRST)
+        assert _finished(diary, 1, trainer, daemon)
+        trainer.kill()
+        trainer.join()
+        daemon.kill()
+
+
+def _lives(diary: trainers.Diary) -> int:
+    return sum(word == "finished" for word, _ in diary.read())
+
+
+def _finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -> bool:
+    """Wait until so many trainers have taken all their steps (True), or this one or its daemon has died (False)."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if _lives(diary) >= lives:
+            return True
+        if not trainer.is_alive() or daemon.process.poll() is not None:
+            return _lives(diary) >= lives
+        time.sleep(0.005)
+    raise AssertionError("neither the end nor a death")
+
+
+def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
+    """Recover and go on, with `point` deadly to the process that it belongs to; afterwards everything is dead."""
+    deadly = f"{point}=kill"
+    daemon = Daemon(place, *KEEP, failpoints=deadly if point in failpoints.DAEMON else "")
+    try:
+        if not daemon.reached_ready():
+            assert daemon.died() == -signal.SIGKILL, place.log_text()
+            return
+        trainer = trainers.start(place.socket, diary, *SECOND, armed=deadly if point in failpoints.AGENT else "")
+        finished = _finished(diary, _lives(diary) + 1, trainer, daemon)
+        if point in failpoints.AGENT:
+            assert not finished, f"{point} was never reached"
+            trainer.join()
+            assert trainer.exitcode == -signal.SIGKILL
+            return
+        trainer.kill()
+        trainer.join()
+        assert daemon.died() == -signal.SIGKILL, place.log_text()
+    finally:
+        daemon.close()
+
+
+def _check(place: Home, diary: trainers.Diary) -> None:
+    """A last start without deaths: nothing acknowledged is lost or older, all bytes are right, work goes on, nothing leaks."""
+    sealed, durable = diary.newest("sealed", "durable"), diary.newest("durable")
+    with running(place, *KEEP) as daemon:
+        agent = Agent(trainers.JOB, socket=place.socket)
+        state = trainers.blank()
+        recovered = agent.recover(state)
+        assert recovered is not None
+        assert recovered.step is not None
+        assert not recovered.passed_over
+        assert (recovered.attempt, recovered.step) >= max(sealed, durable), f"{recovered} is older than {sealed}"
+        trainers.assert_equal(state, recovered.step)
+        agent.snapshot(trainers.expected(100), step=100).wait("durable", timeout=120)
+        agent.close()
+        assert place.segment_files() == []
+        status = daemon.status()
+        assert status["jobs"][0]["last_durable"]["step"] == 100
+        assert status["jobs"][0]["pending"] == []
+        assert daemon.stop() == 0
+    _check_storage(place.root)
+
+
+def _check_storage(root: Path) -> None:
+    """Every manifest there verifies and is what its step was; nothing else lies about."""
+    tags = [path for path in (root / trainers.JOB).iterdir() if path.name != "newest"]
+    assert (root / trainers.JOB / "newest").read_text().startswith("step-00000100.")
+    for tag in tags:
+        with Checkpoint.open(root / trainers.JOB, tag.name) as checkpoint:
+            checkpoint.verify()
+            assert checkpoint.step is not None
+            trainers.assert_equal(checkpoint.load(), checkpoint.step)
+            assert {path.name for path in tag.iterdir()} == {"manifest.json", *(part.file for part in checkpoint.manifest.parts)}
+
+
+@pytest.mark.parametrize("point", failpoints.AGENT + failpoints.DAEMON)
+def test_death_at_every_point(place: Home, point: str) -> None:
+    diary = trainers.Diary(place.path / "diary")
+    _first_life(place, diary)
+    _second_life(place, diary, point)
+    _check(place, diary)
+
+
+@pytest.mark.parametrize(
+    ("point", "second"), list(zip(failpoints.AGENT + failpoints.DAEMON, itertools.cycle(SECOND_KILLS), strict=False))
+)
+def test_second_death_during_recovery(place: Home, point: str, second: str) -> None:
+    diary = trainers.Diary(place.path / "diary")
+    _first_life(place, diary)
+    _second_life(place, diary, point)
+    _second_life(place, diary, second)
+    _check(place, diary)
+
+
+def test_there_are_enough_points() -> None:
+    assert len(failpoints.AGENT + failpoints.DAEMON) >= 25
+    assert len(set(failpoints.AGENT + failpoints.DAEMON)) == len(failpoints.AGENT + failpoints.DAEMON)

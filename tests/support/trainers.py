@@ -1,0 +1,125 @@
+"""Trainers for tests: processes forked from a server that has torch loaded, so that one costs little; and what they should have saved.
+
+The state of a step follows from its number alone, so that any process can say what a recovery must give, bit for bit.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import multiprocessing.context
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptd.agent import Agent
+from ckptd.shared import failpoints
+
+JOB = "job"
+_context: multiprocessing.context.ForkServerContext | None = None
+
+
+def context() -> multiprocessing.context.ForkServerContext:
+    global _context
+    if _context is None:
+        _context = mp.get_context("forkserver")
+        _context.set_forkserver_preload(["tests.support.trainers"])
+    return _context
+
+
+def expected(step: int, size: int = 50_000) -> dict[str, Any]:
+    """The state after `step`: float and half tensors, a transposed view, plain values."""
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(size, generator=generator)
+    return {
+        "weight": weight,
+        "half": torch.randn(size // 10, generator=generator).bfloat16(),
+        "matrix": torch.randn(64, 33, generator=generator).t(),
+        "count": torch.tensor(step),
+        "step": step,
+        "history": list(range(step)),
+    }
+
+
+def blank(size: int = 50_000) -> dict[str, Any]:
+    """A state to recover into."""
+    return {
+        "weight": torch.zeros(size),
+        "half": torch.zeros(size // 10).bfloat16(),
+        "matrix": torch.zeros(64, 33).t(),
+        "count": torch.tensor(-1),
+        "step": -1,
+        "history": [],
+    }
+
+
+def assert_equal(state: dict[str, Any], step: int, size: int = 50_000) -> None:
+    """Bit for bit what `expected(step)` is."""
+    wanted = expected(step, size)
+    assert set(state) == set(wanted)
+    for key, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert state[key].dtype == value.dtype
+            assert torch.equal(state[key], value), f"{key} differs at step {step}"
+        else:
+            assert state[key] == value, f"{key} differs at step {step}"
+
+
+class Diary:
+    """What a trainer was promised, written so that it survives the trainer's SIGKILL."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def note(self, word: str, attempt: int, step: int) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{word} {attempt} {step}\n")
+
+    def read(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        if self.path.exists():
+            for line in self.path.read_text().splitlines():
+                word, attempt, step = line.split()
+                yield word, (int(attempt), int(step))
+
+    def newest(self, *words: str) -> tuple[int, int]:
+        """The highest (attempt, step) with one of these words; (0, -1) if there is none."""
+        return max((key for word, key in self.read() if word in words), default=(0, -1))
+
+
+def train(socket: Path, diary: Diary, first: int, last: int, armed: str = "", size: int = 50_000, wait_every: int = 2, linger: bool = True) -> None:
+    """Recover, then snapshot steps `first` to `last`, waiting for every `wait_every`-th to be durable; then stay alive to be killed."""
+    failpoints.arm(armed)
+    agent = Agent(JOB, socket=socket)
+    state = blank(size)
+    recovered = agent.recover(state)
+    if recovered is not None:
+        assert recovered.step is not None
+        assert_equal(state, recovered.step, size)
+        diary.note("recovered", recovered.attempt, recovered.step)
+    for step in range(first, last + 1):
+        state = expected(step, size)
+        pending = agent.snapshot(state, step=step)
+        state["weight"].zero_()  # what comes after the call must not matter
+        if pending.state in ("sealed", "durable"):
+            diary.note("sealed", pending.attempt, step)
+        if step % wait_every == 0 and pending.state != "failed":
+            pending.wait("durable", timeout=120)
+            diary.note("durable", pending.attempt, step)
+    diary.note("finished", agent.attempt, last)
+    if linger:
+        time.sleep(600)
+    agent.close()
+
+
+def start(*arguments: Any, **options: Any) -> Any:
+    """A trainer process: `multiprocessing.Process`, running."""
+    process = context().Process(target=_train, args=(arguments, options), daemon=True)
+    process.start()
+    return process
+
+
+def _train(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    train(*arguments, **options)
