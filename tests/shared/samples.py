@@ -1,0 +1,140 @@
+"""Sound values of every format, small enough to be damaged bit by bit. For the tests, which never share state through them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptd.shared import codec as codecs
+from ckptd.shared.binary import ALIGN, align
+from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.names import part_file, tag_directory
+from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header
+from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
+from ckptd.shared.request import Request
+from crc32c import crc32c
+from hypothesis import settings
+
+steady = settings(deadline=None)
+"""For every property: how long an example takes says nothing on a shared machine."""
+
+NONCE = bytes(range(16))
+WRITER = {"ckptd": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
+
+
+def sample_plan(floats: int = 6) -> Plan:
+    """Regions of 8, 4 and 1 byte elements; `floats` of them in the second region's one item, which has an alias."""
+    last = align_region(64 + 4 * floats)
+    return Plan(
+        regions=[Region(0, 16, 8), Region(64, 4 * floats, 4), Region(last, 5, 1)],
+        items=[
+            Item("optim.state.weight.step", "int64", (2,), (0,), (2,), None, 0),
+            Item("model.weight", "float32", (floats,), (0,), (floats,), None, 64, "cuda", True),
+            Item("model.empty", "float32", (0, 3), (0, 0), (0, 3), None, 64),
+            Item("model.mask", "bool", (5,), (0,), (5,), None, last),
+        ],
+        aliases=[Alias("model.tied", "model.weight", 4, "float32", (2,), (2,), True, "cuda")],
+        metadata={"model.weight": {"dtype": "float32", "size": [floats], "chunks": [[[0], [floats]]]}},
+        global_plan=bytes(range(32)),
+        writer=WRITER,
+    )
+
+
+def values_after(plan: Plan, length: int = 40) -> tuple[int, int]:
+    """Where a values document of `length` bytes comes to lie."""
+    return (align_region(plan.data_length), length)
+
+
+def packed_slot(plan: Plan, values: tuple[int, int]) -> bytearray:
+    """Fixed bytes in every region, zeros in the gaps. The first half of each region can be compressed, the second not."""
+    slot = bytearray(values[0] + values[1])
+    noise = random.Random(7)
+    for region in with_values(plan.regions, values):
+        half = region.length // 2
+        data = b"ckptd---" * (half // 8 + 1)
+        slot[region.offset : region.offset + region.length] = data[:half] + noise.randbytes(region.length - half)
+    return slot
+
+
+def encode_part(
+    slot: bytes | bytearray,
+    plan: Plan,
+    values: tuple[int, int],
+    *,
+    codec: str = "raw",
+    chunk_size: int = MIN_CHUNK,
+    job: str = "gpt",
+    attempt: int = 2,
+    step: int | None = 1000,
+    rank: int = 0,
+    world_size: int = 1,
+    tag: str = "step-00001000.a0002",
+    request: Request | None = None,
+    nonce: bytes = NONCE,
+) -> tuple[bytes, PartIndex]:
+    """A whole part file and its index, chunk behind chunk."""
+    encoder = codecs.encoder(codec)
+    body, chunks = bytearray(ALIGN), []
+    for number in chunk_ranges(with_values(plan.regions, values), chunk_size):
+        raw = memoryview(slot)[number.offset : number.offset + number.length]
+        encoded = encoder.encode(raw, number.element_size)
+        stored, kind = (bytes(raw), codecs.RAW) if encoded is None else (bytes(encoded), encoder.number)
+        entry = Chunk(number.offset, number.length, len(body), len(stored), kind, number.element_size, crc32c(raw), crc32c(stored))
+        chunks.append(entry)
+        body += stored.ljust(align(len(stored)), b"\0")
+    document = plan.encode()
+    index = PartIndex(
+        job=job, attempt=attempt, step=step, rank=rank, world_size=world_size, tag=tag, signature=signature(document), plan=document,
+        request=(request or Request()).encode(), values=values, chunk_size=chunk_size, chunks=chunks,
+    )  # fmt: skip
+    body[:ALIGN] = encode_header(index, nonce)
+    return bytes(body) + encode_end(len(body), index.encode()), index
+
+
+@contextmanager
+def memory_file(data: bytes | bytearray) -> Iterator[int]:
+    """A descriptor of a file without a name that holds `data`."""
+    fd = os.memfd_create("ckptd-test", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, data, 0)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def flip(data: bytes | bytearray, bit: int) -> bytes:
+    damaged = bytearray(data)
+    damaged[bit >> 3] ^= 1 << (bit & 7)
+    return bytes(damaged)
+
+
+def write_checkpoint(root: Path, job: str = "gpt", step: int = 1000, attempt: int = 2, world_size: int = 1, floats: int = 6) -> Manifest:
+    """A committed checkpoint, put there by hand."""
+    tag = tag_directory(step, None, attempt)
+    place = root / job / tag
+    place.mkdir(parents=True)
+    plan = sample_plan(floats)
+    values = values_after(plan)
+    entries = []
+    for rank in range(world_size):
+        data, index = encode_part(
+            packed_slot(plan, values), plan, values, job=job, attempt=attempt, step=step, rank=rank, world_size=world_size, tag=tag
+        )
+        file = part_file(rank, NONCE)
+        (place / file).write_bytes(data)
+        entries.append(
+            PartEntry(
+                rank=rank, file=file, bytes=len(data), raw_bytes=sum(c.raw_length for c in index.chunks), items=len(plan.items),
+                index_sha256=hashlib.sha256(index.encode()).hexdigest(),
+            )
+        )  # fmt: skip
+    manifest = Manifest(
+        job=job, attempt=attempt, step=step, tag=tag, seq=7, world_size=world_size, created="2026-01-02T03:04:05+00:00", parts=entries,
+        metadata={"state_dict_metadata": plan.metadata, "planner_data": None}, metrics={"loss": 0.5}, user_content=None, writer=WRITER,
+    )  # fmt: skip
+    (place / "manifest.json").write_bytes(manifest.encode())
+    return manifest

@@ -1,0 +1,186 @@
+"""Chunk encodings: what goes in comes out, and what a hostile chunk may try."""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+import tracemalloc
+
+import pytest
+import zstandard
+from ckptd.shared import codec
+from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.shared.samples import steady
+
+RAW = b"checkpoint " * 9000  # 99,000 bytes
+SKIPPABLE = struct.pack("<II", 0x184D2A50, len(RAW)) + RAW  # RFC 8878, section 3.1.2
+
+
+def _encode(specification: str, raw: bytes) -> bytes | None:
+    stored = codec.encoder(specification).encode(memoryview(raw), 4)
+    return None if stored is None else bytes(stored)
+
+
+def _decode(number: int, stored: bytes, length: int) -> bytes:
+    raw = memoryview(bytearray(b"\xee" * length))
+    codec.decoder(number).decode(memoryview(stored), raw, 4)
+    return bytes(raw)
+
+
+def _frame(content_size: int, window_byte: int, blocks: list[tuple[int, int]]) -> bytes:
+    """A zstd frame by hand (RFC 8878, section 3.1.1): 4 bytes of content size, a window descriptor, RLE blocks of (length, byte)."""
+    body = b"".join(
+        ((length << 3) | (1 << 1) | (number == len(blocks) - 1)).to_bytes(3, "little") + bytes([value])
+        for number, (length, value) in enumerate(blocks)
+    )
+    return struct.pack("<IBBI", 0xFD2FB528, 2 << 6, window_byte, content_size) + body
+
+
+def test_raw_stores_nothing_of_its_own() -> None:
+    assert _encode("raw", RAW) is None
+    assert _decode(codec.RAW, RAW, len(RAW)) == RAW
+
+
+@pytest.mark.parametrize("length", [0, 1, len(RAW) - 1, len(RAW) + 1])
+def test_raw_of_another_length_is_refused(length: int) -> None:
+    with pytest.raises(IntegrityError, match="raw chunk"):
+        _decode(codec.RAW, RAW[:length].ljust(length, b"x"), len(RAW))
+
+
+@pytest.mark.parametrize("specification", ["zstd", "zstd:1", "zstd:3", "zstd:19"])
+def test_zstd_round_trips(specification: str) -> None:
+    stored = _encode(specification, RAW)
+    assert stored is not None
+    assert len(stored) < len(RAW) // 100
+    assert _decode(codec.ZSTD, stored, len(RAW)) == RAW
+    frame = zstandard.get_frame_parameters(stored)
+    assert (frame.content_size, frame.has_checksum, frame.dict_id) == (len(RAW), False, 0)
+    assert frame.window_size <= codec.MAX_WINDOW
+
+
+@steady
+@given(st.binary(min_size=1, max_size=300), st.integers(1, 400))
+def test_zstd_shrinks_or_declines(piece: bytes, times: int) -> None:
+    raw = piece * times
+    stored = _encode("zstd", raw)
+    if stored is not None:
+        assert len(stored) < len(raw)
+        assert _decode(codec.ZSTD, stored, len(raw)) == raw
+
+
+def test_zstd_declines_noise() -> None:
+    assert _encode("zstd", random.Random(1).randbytes(10_000)) is None
+
+
+def test_the_largest_chunk_fits_the_window() -> None:
+    raw = (random.Random(2).randbytes(1 << 16) * 256)[: 16 << 20]
+    stored = _encode("zstd:19" if len(raw) < 1 << 20 else "zstd:3", raw)
+    assert stored is not None
+    assert _decode(codec.ZSTD, stored, len(raw)) == raw
+
+
+GOOD = zstandard.ZstdCompressor(level=3).compress(RAW)
+HALF = zstandard.ZstdCompressor(level=3).compress(RAW[: len(RAW) // 2])
+HOSTILE = {
+    "nothing": b"",
+    "no frame": b"checkpoint",
+    "another size": zstandard.ZstdCompressor().compress(RAW[:-1]),
+    "more than it should": zstandard.ZstdCompressor().compress(RAW + b"x"),
+    "no content size": zstandard.ZstdCompressor(write_content_size=False).compress(RAW),
+    "200 MB": zstandard.ZstdCompressor().compress(bytes(200_000_000)),
+    "trailing garbage": GOOD + b"x",
+    "trailing zeros": GOOD + bytes(8),
+    "twice": GOOD + GOOD,
+    "two halves": HALF + HALF,
+    "skippable": SKIPPABLE,
+    "skippable, then good": SKIPPABLE + GOOD,
+    "good, then skippable": GOOD + SKIPPABLE,
+    "window of 2 GB": _frame(len(RAW), 21 << 3, [(len(RAW), 65)]),
+    "window of 16 MB": _frame(len(RAW), 14 << 3, [(len(RAW), 65)]),
+    "more blocks than content": _frame(len(RAW), 7 << 3, [(len(RAW), 65), (len(RAW), 66)]),
+    "thousands of blocks": _frame(len(RAW), 7 << 3, [(100_000, 65)] * 2000),
+    "fewer blocks than content": _frame(len(RAW), 7 << 3, [(len(RAW) - 1, 65)]),
+    "a block beyond its window": _frame(len(RAW), 0, [(len(RAW), 65)]),
+}
+
+
+def test_a_frame_by_hand_is_a_frame() -> None:
+    assert _decode(codec.ZSTD, _frame(len(RAW), 7 << 3, [(len(RAW), 65)]), len(RAW)) == b"A" * len(RAW)
+
+
+@pytest.mark.parametrize("stored", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_chunk_is_refused_and_costs_no_memory(stored: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(IntegrityError):
+            _decode(codec.ZSTD, stored, len(RAW))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_every_truncation_is_seen() -> None:
+    noisy = b"".join(random.Random(3).randbytes(20) * 3 for _ in range(60))
+    stored = zstandard.ZstdCompressor(level=3).compress(noisy)
+    assert len(stored) > 1000
+    for length in range(len(stored)):
+        with pytest.raises(IntegrityError):
+            _decode(codec.ZSTD, stored[:length], len(noisy))
+
+
+@steady
+@given(st.binary(max_size=100))
+def test_noise_is_an_integrity_error_or_bytes_of_the_right_length(noise: bytes) -> None:
+    try:
+        assert len(_decode(codec.ZSTD, GOOD[:9] + noise, len(RAW))) == len(RAW)
+    except IntegrityError:
+        pass
+
+
+def test_one_codec_serves_many_threads() -> None:
+    encoder, wrong = codec.encoder("zstd"), []
+
+    def work(seed: int) -> None:
+        for n in range(30):
+            raw = random.Random(100 * seed + n).randbytes(50) * 200
+            stored = encoder.encode(memoryview(raw), 1)
+            if stored is None or _decode(codec.ZSTD, bytes(stored), len(raw)) != raw:
+                wrong.append((seed, n))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_numbers_are_those_of_the_format() -> None:
+    assert (codec.RAW, codec.ZSTD) == (0, 1)
+    assert (codec.decoder(0).name, codec.decoder(1).name) == ("raw", "zstd")
+
+
+@pytest.mark.parametrize("number", [2, 255, -1])
+def test_an_unknown_codec_is_a_newer_one(number: int) -> None:
+    with pytest.raises(NewerFormat, match=f"codec {number}"):
+        codec.decoder(number)
+
+
+@pytest.mark.parametrize("specification", ["", "lz4", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "zstd:x", "zstd:1:2", "raw:1", "RAW", " zstd", "zstd:1.5", "zstd:²"])
+def test_an_unknown_specification_is_refused(specification: str) -> None:
+    if specification == "zstd:":  # an empty level is the default level
+        assert codec.encoder(specification).number == codec.ZSTD
+        return
+    with pytest.raises(InvalidConfig, match="is not known"):
+        codec.encoder(specification)
+
+
+def test_the_level_is_passed_on() -> None:
+    raw = b"".join(random.Random(n % 97).randbytes(11) for n in range(9000))
+    fast, best = _encode("zstd:1", raw), _encode("zstd:19", raw)
+    assert fast is not None
+    assert best is not None
+    assert len(best) < len(fast)
