@@ -262,11 +262,15 @@ class Agent:
             self._check_open()
             if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
                 raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
+            self._client.wait_connected(self._client.welcome.stall_budget)
             recovered = recovery.recover(self._client, self.job, state, step=step, strict=strict)
             if recovered is not None and (recovered.step or 0) < self.last_step:
                 self._close_attempt()
                 self._begin()
-            self.prepare(state)
+            try:
+                self.prepare(state)
+            except CkptdError as error:
+                log.warning("slots are made at the first snapshot, since this state cannot be saved as it is: %s", error)
         return recovered
 
     def _close_attempt(self) -> None:

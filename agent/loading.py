@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from ckptd.agent.planning import dtype_of
+from ckptd.agent.planning import as_integer, dtype_of
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import HIDDEN, ITEM_SIZES, Alias, Item
@@ -210,7 +210,7 @@ def view_alias(raw: torch.Tensor, alias: Alias) -> torch.Tensor:
 def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:
     """`copy_`, also for dtypes that torch can only move as integers."""
     if target.dtype == source.dtype and target.dtype.itemsize == 1 and target.dtype is not torch.bool:
-        target, source = target.view(torch.uint8), source.view(torch.uint8)
+        target, source = as_integer(target), as_integer(source)
     target.copy_(source)
 
 

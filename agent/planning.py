@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,19 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UnsavableValue(f"this torch ({torch.__version__}) has no dtype {name!r}; load with a newer one")
     return found
+
+
+_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIZELESS = re.compile(r"u?int[1-7]|bits\w+")  # torch 2.13's planner cannot tell how large their elements are
+
+
+def as_integer(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers of the same size: for dtypes that torch does little with."""
+    return tensor.view(_AS_INTEGER[tensor.element_size()])
+
+
+def _sizeable(tensor: torch.Tensor) -> torch.Tensor:
+    return as_integer(tensor) if _SIZELESS.fullmatch(dtype_name(tensor.dtype)) else tensor
 
 
 @dataclass(slots=True)
@@ -97,10 +111,14 @@ def structure(tensors: dict[str, torch.Tensor]) -> Structure:
     shared = False
     rows: list[tuple[object, ...]] = []
     for name, tensor in tensors.items():
-        pointer = tensor.untyped_storage().data_ptr()
+        try:
+            pointer = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):
+            check_tensor(name, tensor)
+            raise
         number = storages.setdefault(pointer, len(storages))
         shared = shared or number != len(rows)
-        rows.append((name, tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, tensor.requires_grad, number))
+        rows.append((name, type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, tensor.requires_grad, number))
     offsets = tuple(tensor.storage_offset() for tensor in tensors.values()) if shared else ()
     return (tuple(rows), offsets)
 
@@ -128,13 +146,13 @@ def make_layout(tensors: dict[str, torch.Tensor], *, coordinator: bool = True) -
     aliases, hidden = _aliases(tensors)
     names = {alias.fqn for alias in aliases}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(tensors, is_coordinator=coordinator)
+    planner.set_up_planner({name: _sizeable(tensor) for name, tensor in tensors.items()}, is_coordinator=coordinator)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     final = planner.finish_plan(plans[0])
     rows: list[_Row] = [_row(write, tensors[write.index.fqn]) for write in final.items if write.index.fqn not in names]
     rows += [(name, "uint8", (length,), (0,), (length,), None, device, False) for name, length, device in hidden]
     regions, items = _place(rows)
-    described = _metadata(metadata)
+    described = _metadata(metadata, tensors)
     plan = Plan(
         regions=regions,
         items=items,
@@ -202,13 +220,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return is_dense(tuple(tensor.shape), tensor.stride())
 
 
-def _metadata(metadata: Metadata) -> dict[str, Any]:
+def _metadata(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """DCP's state_dict_metadata as plain data."""
     described = {}
     for fqn, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
         described[fqn] = {
-            "dtype": dtype_name(entry.properties.dtype),
+            "dtype": dtype_name(tensors[fqn].dtype) if fqn in tensors else dtype_name(entry.properties.dtype),
             "size": list(entry.size),
             "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
         }

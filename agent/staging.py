@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 
 import torch
-from ckptd.agent.planning import Layout, dtype_of
+from ckptd.agent.planning import Layout, as_integer, dtype_of
 from ckptd.shared.errors import QuotaExceeded
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import Item, align_region
@@ -28,7 +28,6 @@ _COPYABLE = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool, torch.complex64, torch.complex128,
 }  # fmt: skip
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -143,9 +142,5 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """One batched call; dtypes that torch cannot copy (sub-byte, some floats) go as integers of their size."""
     if not targets:
         return
-    pairs = [(t, s) if t.dtype in _COPYABLE else (_as_integer(t), _as_integer(s)) for t, s in zip(targets, sources, strict=True)]
+    pairs = [(t, s) if t.dtype in _COPYABLE else (as_integer(t), as_integer(s)) for t, s in zip(targets, sources, strict=True)]
     torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _as_integer(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_AS_INTEGER[tensor.element_size()])

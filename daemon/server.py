@@ -86,6 +86,7 @@ class Connection:
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unread = 0
         self._requests: set[asyncio.Task[None]] = set()
+        self._seals: set[asyncio.Task[None]] = set()  # what was sealed before a request is known before it is answered
         self._owner: Owner | None = None
         self.task: asyncio.Task[None] | None = None
         pid, self._uid, _ = _UCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
@@ -118,6 +119,9 @@ class Connection:
                         request = asyncio.get_running_loop().create_task(self._answer(message))
                         self._requests.add(request)
                         request.add_done_callback(self._requests.discard)
+                        if isinstance(message, m.Seal):
+                            self._seals.add(request)
+                            request.add_done_callback(self._seals.discard)
         except ProtocolError as error:
             log.warning("%s: %s", self.peer, error)
             self.send_last(error)
@@ -130,6 +134,8 @@ class Connection:
 
     async def _answer(self, request: m.Request) -> None:
         descriptors: Sequence[int] = ()
+        if isinstance(request, (m.Find, m.Fetch, m.Persist, m.Detach)) and self._seals:
+            await asyncio.wait(self._seals)
         try:
             reply, descriptors = await self._handle(request)
         except CkptdError as error:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from ckptd.agent import Agent, Checkpoint
 from ckptd.shared import failpoints
+
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running
 
@@ -116,9 +116,7 @@ def test_death_at_every_point(place: Home, point: str) -> None:
     _check(place, diary)
 
 
-@pytest.mark.parametrize(
-    ("point", "second"), list(zip(failpoints.AGENT + failpoints.DAEMON, itertools.cycle(SECOND_KILLS), strict=False))
-)
+@pytest.mark.parametrize(("point", "second"), list(zip(failpoints.AGENT + failpoints.DAEMON, itertools.cycle(SECOND_KILLS), strict=False)))
 def test_second_death_during_recovery(place: Home, point: str, second: str) -> None:
     diary = trainers.Diary(place.path / "diary")
     _first_life(place, diary)

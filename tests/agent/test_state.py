@@ -1,0 +1,460 @@
+"""Whatever a state may hold comes back as it was: into the caller's own objects, and as a fresh tree."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+import pathlib
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ckptd.agent import Agent, Checkpoint
+from ckptd.shared import errors
+
+from tests.support.daemons import Daemon
+
+DTYPES = sorted(
+    {
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bit")) and dtype is not torch.bit
+    },
+    key=str,
+)
+
+
+class Colour(enum.Enum):
+    RED = 1
+    GREEN = "g"
+
+
+def patterned(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """All bit patterns that matter, NaN payloads included; bool stays 0 and 1."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        raw = torch.arange(count * dtype.itemsize, dtype=torch.int64).mul(37).add(11).to(torch.uint8)
+        return (raw % 2 if dtype is torch.bool else raw).view(dtype)
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements in C order, as bytes."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    plain = tensor.detach().view(integer) if integer is not None else torch.view_as_real(tensor.detach())
+    return plain.contiguous().numpy().tobytes()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in value, type, dtype, shape and bits."""
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape and raw_bytes(one) == raw_bytes(other)
+        )
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return (
+            list(one) == list(other)
+            and all(type(a) is type(b) for a, b in zip(one, other, strict=True))
+            and all(same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, (list, tuple, collections.deque)):
+        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, float) and math.isnan(one):
+        return math.isnan(other)
+    return bool(one == other)
+
+
+@pytest.fixture
+def agent(daemon: Daemon) -> Any:
+    made = Agent("job", socket=daemon.home.socket)
+    yield made
+    if not made.closed:
+        made.close()
+
+
+def saved(agent: Agent, daemon: Daemon, state: Any, step: int = 1, **options: Any) -> Any:
+    """Save, and load as a fresh tree."""
+    agent.snapshot(state, step=step, **options).wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
+        checkpoint.verify()
+        return checkpoint.load()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_every_dtype(agent: Agent, daemon: Daemon) -> None:
+    state = {str(dtype): patterned(dtype, 1003) for dtype in DTYPES}
+    before = {key: raw_bytes(value) for key, value in state.items()}
+    assert same(saved(agent, daemon, state), state)
+    for value in state.values():
+        value.untyped_storage().fill_(0)
+    agent.recover(state)
+    for key, value in before.items():
+        assert raw_bytes(state[key]) == value, key
+
+
+def test_shapes_and_strides(agent: Agent, daemon: Daemon) -> None:
+    base = torch.arange(4 * 6 * 5 * 7, dtype=torch.float32).view(4, 6, 5, 7)
+    state = {
+        "zero_dim": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "transposed": base.clone().permute(3, 1, 0, 2),
+        "channels_last": base.clone().to(memory_format=torch.channels_last),
+        "strided": base.clone()[::2, :, 1:4:2],
+        "expanded": torch.tensor([1.0, 2.0]).unsqueeze(1).expand(2, 9),
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "negative": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "grad": torch.ones(3, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    tree = saved(agent, daemon, state)
+    assert {key: value.tolist() for key, value in tree.items()} == {key: value.tolist() for key, value in state.items()}
+    assert tree["empty"].shape == (0, 3)
+    assert tree["transposed"].stride() == state["transposed"].stride()
+    assert tree["channels_last"].is_contiguous(memory_format=torch.channels_last)
+    assert tree["grad"].requires_grad
+    assert tree["parameter"].requires_grad
+    assert not tree["zero_dim"].requires_grad
+    blank = {key: torch.zeros_like(value) for key, value in state.items()}
+    agent.recover(blank)
+    assert {key: value.tolist() for key, value in blank.items()} == {key: value.tolist() for key, value in state.items()}
+
+
+def test_shared_storage_is_stored_once_and_shared_again(agent: Agent, daemon: Daemon) -> None:
+    big = torch.randn(1000, 100)
+    buffer = torch.arange(20, dtype=torch.int32)
+    state = {
+        "whole": big, "same": big, "rows": big[10:20], "columns": big[:, ::3], "bits": big.view(torch.int32)[5],
+        "evens": buffer[::2], "odds": buffer[1::2],
+    }  # fmt: skip
+    pending = agent.snapshot(state, step=1)
+    pending.wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+        assert sum(part.raw_bytes for part in checkpoint.manifest.parts) < big.nbytes * 1.2
+        tree = checkpoint.load()
+        assert same(checkpoint.tensor("rows"), big[10:20])
+        assert same(checkpoint.tensor("columns"), big[:, ::3])
+        assert same(checkpoint.tensor("odds"), buffer[1::2])
+        assert sorted(checkpoint.keys()) == sorted(state)
+    assert same(tree, state)
+    tree["whole"][10, 0] = 77.0
+    assert tree["same"][10, 0] == tree["rows"][0, 0] == tree["columns"][10, 0] == 77.0
+    tree["whole"].view(torch.int32)[5, 5] = 12345
+    assert tree["bits"][5] == 12345
+    assert tree["evens"].untyped_storage().data_ptr() == tree["odds"].untyped_storage().data_ptr()
+    assert tree["whole"].untyped_storage().data_ptr() != tree["evens"].untyped_storage().data_ptr()
+
+
+def test_sharing_that_changes_between_snapshots(agent: Agent, daemon: Daemon) -> None:
+    one, two = torch.randn(50), torch.randn(50)
+    assert same(saved(agent, daemon, {"a": one, "b": two}, 1), {"a": one, "b": two})
+    assert same(saved(agent, daemon, {"a": one, "b": one}, 2), {"a": one, "b": one})
+    base = torch.randn(80)
+    assert same(saved(agent, daemon, {"a": base[:50], "b": base[30:]}, 3), {"a": base[:50], "b": base[30:]})
+    assert same(saved(agent, daemon, {"a": base[10:60], "b": base[5:55]}, 4), {"a": base[10:60], "b": base[5:55]})
+    assert same(saved(agent, daemon, {"a": one, "b": two}, 5), {"a": one, "b": two})
+
+
+def test_plain_values(agent: Agent, daemon: Daemon) -> None:
+    state = {
+        "none": None, "true": True, "int": -(2**63), "big": 2**200, "float": 0.1, "nan": math.nan, "inf": -math.inf, "zero": -0.0,
+        "text": "größer\n\0", "bytes": b"\0\xff", "bytearray": bytearray(b"ab"), "complex": 1 - 2j,
+        "tuple": (1, (2, []), {}), "set": {1, 2}, "frozen": frozenset({"a"}), "list": [1, [2.0, None]],
+        7: {"int key": 1, (1, 2): "tuple key", None: "none key", True: "bool key"}, "7": "text key",
+        "ordered": collections.OrderedDict([("b", 1), ("a", torch.ones(2))]), "counter": collections.Counter("abca"),
+        "deque": collections.deque([1, 2], maxlen=5), "enum": Colour.GREEN, "path": pathlib.PurePosixPath("/a/b"),
+        "dtype": torch.bfloat16, "device": torch.device("cuda", 3), "size": torch.Size([2, 3]),
+        "array": np.arange(12, dtype=np.int16).reshape(3, 4).T, "scalar": np.float32(1.5), "npbool": np.bool_(True),
+        "datetime": np.datetime64("2026-01-02"), "structured": np.zeros(2, dtype=[("a", "<i4"), ("b", "<f8")]),
+        "a.b": torch.ones(1), "a": {"b": torch.zeros(1)},
+    }  # fmt: skip
+    tree = saved(agent, daemon, state)
+    assert set(map(repr, tree)) == set(map(repr, state))
+    assert same(tree, state)
+    assert math.copysign(1, tree["zero"]) == -1
+    assert tree["deque"].maxlen == 5
+    into: dict[Any, Any] = {}
+    agent.recover(into)
+    assert same(into, state)
+
+
+def test_values_return_into_the_callers_own_containers(agent: Agent, daemon: Daemon) -> None:
+    inner: dict[str, Any] = {"lr": 0.1, "t": torch.ones(2)}
+    history = [1.0, 2.0]
+    state = {"inner": inner, "history": history, "pair": (torch.ones(3), 5), "step": 10}
+    agent.snapshot(state, step=1).wait("sealed")
+    tensor = state["pair"][0]  # type: ignore[index]
+    inner["lr"], state["step"] = 99.0, 0
+    inner["t"].zero_()
+    tensor.zero_()
+    history[:] = [7.0, 8.0, 9.0]
+    state["pair"] = (tensor, 6)
+    agent.recover(state)
+    assert state["inner"] is inner
+    assert inner["lr"] == 0.1
+    assert inner["t"].tolist() == [1.0, 1.0]
+    assert state["history"] is history
+    assert history == [1.0, 2.0]
+    assert state["pair"][0] is tensor  # type: ignore[index]
+    assert tensor.tolist() == [1.0] * 3
+    assert state["pair"][1] == 5  # type: ignore[index]
+    assert state["step"] == 10
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(20, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(self.embed(x)))
+        return out
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.loaded_extra = state
+
+
+def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randint(0, 20, (16,))).square().mean().backward()
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "LBFGS": None,
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind, make in OPTIMIZERS.items() if make])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_training_goes_on_bit_for_bit(agent: Agent, daemon: Daemon, kind: str, fresh: bool) -> None:
+    make = OPTIMIZERS[kind]
+    assert make is not None
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = make(net.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    train(net, optimizer)
+    scheduler.step()
+    before = optimizer.state_dict()
+    agent.snapshot({"net": net, "optim": optimizer, "sched": scheduler}, step=1).wait("sealed")
+    assert str(optimizer.state_dict()) == str(before)
+    train(net, optimizer)
+    scheduler.step()
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    wanted = {key: value.clone() for key, value in net.state_dict().items() if isinstance(value, torch.Tensor)}
+    if fresh:
+        torch.manual_seed(99)
+        net = Net()
+        optimizer = make(net.parameters())
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    recovered = agent.recover({"net": net, "optim": optimizer, "sched": scheduler})
+    assert recovered is not None
+    assert net.loaded_extra == {"version": 3}
+    assert net.head.weight is net.embed.weight
+    train(net, optimizer)
+    scheduler.step()
+    assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == drawn
+    for key, value in wanted.items():
+        assert same(net.state_dict()[key], value), key
+
+
+def test_an_optimizer_without_state_is_captured_as_empty(agent: Agent, daemon: Daemon) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    tree = saved(agent, daemon, {"net": net, "optim": optimizer})
+    assert tree["optim"]["state"] == {}
+    assert len(optimizer.state) == 0
+    train(net, optimizer)
+    agent.recover({"net": net, "optim": optimizer})
+    assert len(optimizer.state) == 0
+
+
+def test_optimizer_state_is_named_by_parameter(agent: Agent, daemon: Daemon) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW([{"params": [net.embed.weight]}, {"params": list(net.norm.parameters()), "lr": 0.5}])
+    train(net, optimizer)
+    agent.snapshot({"net": net, "optim": optimizer}, step=1).wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+        assert same(checkpoint.tensor("optim.state.norm.bias.exp_avg"), optimizer.state[net.norm.bias]["exp_avg"])
+        tree = checkpoint.load()
+    assert [group["params"] for group in tree["optim"]["param_groups"]] == [["embed.weight"], ["norm.weight", "norm.bias"]]
+    assert tree["optim"]["param_groups"][1]["lr"] == 0.5
+
+
+def test_optimizer_of_foreign_parameters_keeps_its_numbers(agent: Agent, daemon: Daemon) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    tree = saved(agent, daemon, {"optim": optimizer})
+    assert list(tree["optim"]["state"]) == [0]
+    wanted = optimizer.state[parameter]["exp_avg"].clone()
+    other = torch.optim.Adam([parameter])
+    agent.recover({"optim": other})
+    assert same(other.state[parameter]["exp_avg"], wanted)
+
+
+def test_bf16_parameters_keep_fp32_state(agent: Agent, daemon: Daemon) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4).bfloat16())
+    optimizer = torch.optim.Adam([parameter])
+    moments = {"step": torch.tensor(1.0), "exp_avg": torch.full((4,), 1 / 3), "exp_avg_sq": torch.full((4,), 1 / 7)}
+    optimizer.state[parameter] = dict(moments)
+    agent.snapshot({"optim": optimizer}, step=1).wait("sealed")
+    other = torch.optim.Adam([parameter])
+    agent.recover({"optim": other})
+    assert same(dict(other.state[parameter]), moments)
+
+
+def test_state_dicts_instead_of_objects(agent: Agent, daemon: Daemon) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    train(net, optimizer)
+    state = {"net": dict(net.state_dict()), "optim": optimizer.state_dict()}
+    tree = saved(agent, daemon, state)
+    assert same(tree["optim"], state["optim"])
+    assert same(tree["net"]["embed.weight"], net.embed.weight.detach())
+    wanted = net.embed.weight.detach().clone()
+    with torch.no_grad():
+        net.embed.weight.zero_()
+    agent.recover({"net": net, "optim": optimizer})
+    assert same(net.embed.weight.detach(), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_compiled_and_wrapped_modules_share_names(agent: Agent, daemon: Daemon) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    agent.snapshot({"net": torch.compile(net)}, step=1).wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+        assert checkpoint.keys() == ["net.0.weight", "net.0.bias"]
+    wanted = net[0].weight.detach().clone()
+    with torch.no_grad():
+        net[0].weight.zero_()
+    agent.recover({"net": net})
+    assert same(net[0].weight.detach(), wanted)
+
+
+def test_a_change_right_after_the_call_is_not_captured(agent: Agent, daemon: Daemon) -> None:
+    weight = torch.ones(1_000_000)
+    net = torch.nn.Linear(10, 10)
+    for step in range(1, 4):
+        weight.fill_(step)
+        with torch.no_grad():
+            net.weight.fill_(step)
+        pending = agent.snapshot({"w": weight, "net": net}, step=step)
+        weight.fill_(-1)
+        with torch.no_grad():
+            net.weight.fill_(-1)
+        pending.wait("durable", timeout=60)
+        with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
+            assert checkpoint.tensor("w").unique().tolist() == [step]
+            assert checkpoint.tensor("net.weight").unique().tolist() == [step]
+
+
+def test_moved_storage_is_looked_up_anew(agent: Agent, daemon: Daemon) -> None:
+    net = torch.nn.Linear(4, 4, bias=False)
+    for step in range(1, 4):
+        net.weight.data = torch.full((4, 4), float(step))
+        agent.snapshot({"net": net}, step=step).wait("durable", timeout=60)
+        with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
+            assert checkpoint.tensor("net.weight").unique().tolist() == [step]
+
+
+@pytest.mark.parametrize(
+    ("state", "key"),
+    [
+        ({"a": {"b": [1, object()]}}, "a.b.1"),
+        ({"f": lambda: 0}, "f"),
+        ({"q": torch.ones(2).to_sparse()}, "q"),
+        ({"m": torch.ones(2, device="meta")}, "m"),
+        ({"o": np.array([object()])}, "o"),
+        ({"u": {"x": "\ud800"}}, "u.x"),
+        ({"~x": torch.ones(1)}, "~x"),
+        ({"c": type("Own", (), {})()}, "c"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_brought_back_is_refused_by_key(agent: Agent, daemon: Daemon, state: Any, key: str) -> None:
+    agent.snapshot({"good": torch.ones(2)}, step=1).wait("durable", timeout=60)
+    pending = agent.snapshot(state, step=2)
+    assert pending.state == "failed"
+    with pytest.raises(errors.UnsavableValue, match=rf"^{key.replace('.', chr(92) + '.')}: "):
+        pending.wait("durable")
+    assert agent.snapshot({"good": torch.zeros(2)}, step=3).wait("durable", timeout=60).state == "durable"
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"w": torch.zeros(3), "n": {}}, "w: the checkpoint has shape \\[2\\], the state \\[3\\]"),
+        ({"w": torch.zeros(2), "n": {}, "x": 1}, "key x is in the state and not in the checkpoint"),
+        ({"w": torch.zeros(2)}, "key n is in the checkpoint and not in the state"),
+        ({"w": torch.zeros(2), "n": {"b": 1}}, "key n.b is in the state"),
+        ({"w": torch.zeros(2), "n": torch.zeros(1)}, "n: the checkpoint has dict, the state a tensor"),
+        ({"w": torch.zeros(2), "n": torch.nn.Linear(1, 1)}, "key n.weight is in the state"),
+        ({"w": torch.zeros(2, device="meta"), "n": {}}, "w: the state's tensor is on the meta device"),
+    ],
+)
+def test_a_mismatch_is_named_and_nothing_is_written(agent: Agent, daemon: Daemon, state: dict[str, Any], words: str) -> None:
+    agent.snapshot({"w": torch.ones(2), "n": {"a": 1}}, step=1).wait("sealed")
+    before = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    with pytest.raises(errors.StructureMismatch, match=words):
+        agent.recover(state)
+    assert {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)} == {
+        k: v for k, v in before.items() if not isinstance(v, torch.Tensor)
+    }
+    if not state["w"].is_meta:
+        assert state["w"].tolist() == [0.0] * len(state["w"])
+
+
+def test_not_strict_takes_what_is_there(agent: Agent, daemon: Daemon) -> None:
+    agent.snapshot({"w": torch.ones(2), "extra": 1}, step=1).wait("sealed")
+    state = {"w": torch.zeros(2), "new": 5}
+    agent.recover(state, strict=False)
+    assert state["w"].tolist() == [1.0, 1.0]  # type: ignore[attr-defined]
+    assert state["new"] == 5
+
+
+def test_one_tensor_by_name_in_another_dtype(agent: Agent, daemon: Daemon) -> None:
+    weight = torch.randn(100, 30)
+    agent.snapshot({"model": {"w": weight}, "other": torch.ones(10)}, step=1).wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job", "newest") as checkpoint:
+        assert checkpoint.metadata("model.w") == (torch.float32, torch.Size([100, 30]))
+        assert same(checkpoint.tensor("model.w", dtype=torch.float16), weight.half())
+        with pytest.raises(errors.NotFound, match=r"no tensor 'nope'; there are 2, like model\.w, other"):
+            checkpoint.tensor("nope")
+
+
+def test_metrics_user_content_and_tag(agent: Agent, daemon: Daemon) -> None:
+    pending = agent.snapshot(
+        {"w": torch.ones(1)}, step=1, tag="best", metrics={"loss": 0.5, "bad": math.nan}, user_content={"a": [1, None]}
+    )
+    pending.wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job", "best") as checkpoint:
+        assert checkpoint.tag == "best.a0001"
+        assert checkpoint.user_content == {"a": [1, None]}
+        assert checkpoint.metrics["loss"] == 0.5
+        assert math.isnan(checkpoint.metrics["bad"])
+    recovered = agent.recover({"w": torch.zeros(1)})
+    assert recovered is not None
+    assert (recovered.step, recovered.source, recovered.user_content) == (1, "memory", {"a": [1, None]})
