@@ -1,0 +1,41 @@
+# `make demo` shows what ckptd does; `make test` passes the tests. Both set up all that they need in $(VENV).
+VENV ?= .venv
+PYTHON ?= python3
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+KILLS ?= 50
+MEGABYTES ?= 256
+ROUNDS ?= 10
+
+.PHONY: demo test lint kills crash-matrix bench clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable ".[torch,demo,dev]"
+	touch $@
+
+demo: $(INSTALLED)
+	$(RUN) examples/demo.py
+
+test: $(INSTALLED)
+	$(RUN) -m pytest -n 2 --dist worksteal -q
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+# SIGKILLs at random microseconds, with a table of what they hit.
+kills: $(INSTALLED)
+	$(RUN) -m tests.crash.kills --kills $(KILLS) --megabytes $(MEGABYTES)
+
+# Every failpoint, alone and in pairs, ROUNDS times over.
+crash-matrix: $(INSTALLED)
+	for round in $$(seq $(ROUNDS)); do $(RUN) -m pytest -n 2 -q tests/crash/test_failpoints.py || exit 1; done
+
+bench: $(INSTALLED)
+	$(RUN) -m benchmarks.daemon
+	$(RUN) -m benchmarks.snapshot
+
+clean:
+	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
