@@ -229,6 +229,7 @@ class Engine:
 
     async def persist(self, owner: Owner) -> None:
         """Make the newest sealed snapshot durable. Raises SnapshotFailed if it cannot be."""
+        self._check_current(owner)
         job = self.catalog.job(owner.job)
         newest = job.newest_in_memory()
         if newest is None or newest.attempt != owner.attempt or newest.state is State.DURABLE:

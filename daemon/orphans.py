@@ -106,6 +106,18 @@ class Orphans:
             log.info("%r let go: %s", slot, error)
             engine.admission.vacate(slot)
 
+    async def _note_untold(self, slot: Slot) -> None:
+        """A seal whose message has not been read yet, of a trainer that lives."""
+        engine = self._engine
+        try:
+            header = slot.refresh()
+            snapshot = engine.catalog.job(header.job).snapshots.get((header.attempt, header.step or 0))
+            known = snapshot.shards.get(header.rank) if snapshot is not None else None
+            if header.state is SlotState.SEALED and (known is None or known.generation != header.generation):
+                await engine.note_seal(slot)
+        except CkptdError as error:
+            log.warning("%r: %s", slot, error)
+
     def _save_owed(self, job: Job) -> None:
         owed = job.owed()
         if owed is not None:
@@ -189,6 +201,9 @@ class Orphans:
 
     async def drain(self) -> None:
         """The newest sealed snapshot of every job becomes durable, and everything under way is finished."""
+        for slot in list(self._engine.slots.slots.values()):
+            if slot.owner in self._engine.owners and slot.name in self._engine.admission.busy:
+                await self._note_untold(slot)
         for job in self._engine.catalog.jobs.values():
             self._save_owed(job)
         await self._engine.saver.drain()

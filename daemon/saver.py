@@ -34,6 +34,8 @@ from ckptd.shared.storage import PosixStorage
 
 log = logging.getLogger("ckptd.saver")
 
+MANIFEST_TMP = names.MANIFEST + names.TMP_SUFFIX
+
 
 class Saver:
     """`save(snapshot)` never raises for what can go wrong with a save; JournalBroken goes to `on_fatal`."""
@@ -237,7 +239,7 @@ class Saver:
         except CkptdError:
             log.error("%s has a manifest that cannot be read: nothing in it is deleted", place)
             return
-        await self._pipeline.run(lambda: self._storage.delete_files(job, tag, [file for file in staged if file not in keep]))
+        await self._pipeline.run(lambda: self._storage.delete_files(job, tag, [MANIFEST_TMP, *(file for file in staged if file not in keep)]))
         if not keep:
             await self._pipeline.run(lambda: self._storage.delete_tag(job, tag))
         await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))

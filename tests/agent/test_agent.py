@@ -1,0 +1,391 @@
+"""The agent against a real daemon: lost daemons, dead trainers, busy slots, bad input. Training always goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent import Agent, Checkpoint
+from ckptd.shared import errors
+from tests.support import trainers
+from tests.support.daemons import Daemon, Home, running
+
+SIZE = 20_000
+
+
+def until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def agent(daemon: Daemon) -> Any:
+    made = Agent("job", socket=daemon.home.socket)
+    yield made
+    if not made.closed:
+        made.close()
+
+
+def test_first_start_recovers_nothing_and_changes_nothing(agent: Agent) -> None:
+    state = trainers.expected(3, SIZE)
+    assert agent.recover(state) is None
+    trainers.assert_equal(state, 3, SIZE)
+
+
+def test_attempts_and_steps(daemon: Daemon) -> None:
+    first = Agent("job", socket=daemon.home.socket)
+    assert first.attempt == 1
+    first.snapshot({"x": torch.ones(1)}, step=5).wait("durable", timeout=60)
+    again = first.snapshot({"x": torch.ones(1)}, step=5)
+    with pytest.raises(errors.InvalidRequest, match="step 5 does not follow step 5, the last of attempt 1"):
+        again.wait()
+    assert first.snapshot({"x": torch.ones(1)}, step=6).wait("durable", timeout=60).attempt == 1
+    first.recover({"x": torch.zeros(1)}, step=5)
+    assert first.attempt == 2
+    assert first.snapshot({"x": torch.ones(1)}, step=6).wait("durable", timeout=60).attempt == 2
+    first.close()
+    second = Agent("job", socket=daemon.home.socket)
+    assert second.attempt == 3
+    second.close()
+    assert sorted(path.name for path in (daemon.home.root / "job").iterdir()) == [
+        "newest", "step-00000005.a0001", "step-00000006.a0001", "step-00000006.a0002",
+    ]  # fmt: skip
+    assert (daemon.home.root / "job" / "newest").read_text() == "step-00000006.a0002\n"
+
+
+def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:
+    zombie = Agent("job", socket=daemon.home.socket)
+    zombie.snapshot({"x": torch.ones(1)}, step=1).wait("durable", timeout=60)
+    heir = Agent("job", socket=daemon.home.socket)
+    pending = zombie.snapshot({"x": torch.zeros(1)}, step=2)
+    with pytest.raises(errors.Fenced, match="attempt 1 of job 'job' is over: attempt 2 has begun"):
+        pending.wait("sealed")
+    state = {"x": torch.zeros(1)}
+    recovered = heir.recover(state)
+    assert recovered is not None
+    assert (recovered.step, recovered.attempt) == (1, 1)
+    heir.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60)
+    heir.close()
+    with pytest.raises(errors.Fenced):
+        zombie.close()
+    assert not (daemon.home.root / "job" / "step-00000002.a0001").exists()
+
+
+def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(daemon: Daemon) -> None:
+    diary = trainers.Diary(daemon.home.path / "diary")
+    script = (
+        "import sys, time; from ckptd.agent import Agent; from tests.support import trainers\n"
+        f"agent = Agent('job', socket={str(daemon.home.socket)!r})\n"
+        f"agent.snapshot(trainers.expected(1, {SIZE}), step=1).wait('durable')\n"
+        f"agent.snapshot(trainers.expected(2, {SIZE}), step=2, persist=False).wait('sealed')\n"
+        f"agent.snapshot(trainers.expected(3, {SIZE}), step=3, persist=False).wait('sealed')\n"
+        "print('sealed', flush=True); time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == b"sealed\n"
+        assert not (daemon.home.root / "job" / "step-00000003.a0001").exists()
+        trainer.kill()
+    until(lambda: (daemon.home.root / "job" / "step-00000003.a0001" / "manifest.json").exists(), "unasked save")
+    assert not (daemon.home.root / "job" / "step-00000002.a0001").exists()
+    agent = Agent("job", socket=daemon.home.socket)
+    state = trainers.blank(SIZE)
+    recovered = agent.recover(state)
+    assert recovered is not None
+    assert (recovered.step, recovered.source) == (3, "memory")
+    trainers.assert_equal(state, 3, SIZE)
+    assert daemon.status()["counters"]["saved_unasked"] == 1
+    agent.close()
+    assert diary.newest("sealed") == (0, -1)
+
+
+def test_sigterm_saves_what_is_only_in_memory(place: Home) -> None:
+    with running(place) as daemon:
+        agent = Agent("job", socket=place.socket)
+        pending = agent.snapshot(trainers.expected(4, SIZE), step=4, persist=False)
+        pending.wait("sealed")
+        assert not (place.root / "job").exists()
+        assert daemon.stop() == 0
+        with Checkpoint.open(place.root / "job", 4) as checkpoint:
+            trainers.assert_equal(checkpoint.load(), 4, SIZE)
+    with running(place):
+        until(lambda: pending.state == "durable", "word of the save after the restart")
+        agent.close()
+    assert place.segment_files() == []
+
+
+@pytest.mark.parametrize("point", ["persist.writing", "commit.synced", "commit.renamed", "journal.synced", "seal.received"])
+def test_the_trainer_outlives_its_daemon_and_loses_nothing_sealed(place: Home, point: str) -> None:
+    nth = {"journal.synced": "@6"}.get(point, "@2")
+    first = Daemon(place, failpoints=f"{point}=kill{nth}").wait_ready()
+    agent = Agent("job", socket=place.socket)
+    pendings = [agent.snapshot(trainers.expected(1, SIZE), step=1)]
+    until(lambda: pendings[0].state == "durable" or first.process.poll() is not None, "first save")
+    if first.process.poll() is None:
+        pendings.append(agent.snapshot(trainers.expected(2, SIZE), step=2))
+    assert first.died() == -signal.SIGKILL
+    first.close()
+    assert pendings[-1].state == "sealed"
+    with running(place):
+        for pending in pendings:
+            pending.wait("durable", timeout=60)
+        agent.snapshot(trainers.expected(3, SIZE), step=3).wait("durable", timeout=60)
+        agent.close()
+    for step in (1, len(pendings), 3):
+        with Checkpoint.open(place.root / "job", step) as checkpoint:
+            checkpoint.verify()
+            trainers.assert_equal(checkpoint.load(), step, SIZE)
+
+
+def test_without_a_daemon_training_goes_on_and_snapshots_resume(place: Home) -> None:
+    with running(place, environment={"CKPTD_STALL_BUDGET": "0.2"}):
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
+    pending = agent.snapshot(trainers.expected(2, SIZE), step=2)
+    with pytest.raises(errors.DaemonUnreachable, match="training goes on"):
+        pending.wait()
+    with running(place):
+        until(lambda: agent.snapshot(trainers.expected(9, SIZE), step=9).state == "sealed", "snapshot after the daemon is back")
+        agent.close()
+    with Checkpoint.open(place.root / "job") as checkpoint:
+        assert checkpoint.step == 9
+
+
+def test_a_hung_daemon_costs_its_budget_once(place: Home) -> None:
+    with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}) as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
+        daemon.process.send_signal(signal.SIGSTOP)
+        first, second = agent.snapshot(trainers.expected(2, SIZE), step=2), agent.snapshot(trainers.expected(3, SIZE), step=3)
+        assert (first.state, second.state) == ("failed", "failed")
+        assert second.stall < first.stall
+        daemon.process.send_signal(signal.SIGCONT)
+        until(lambda: agent.snapshot(trainers.expected(4, SIZE), step=4 + next(steps)).state == "sealed", "snapshot after the daemon goes on")
+        agent.close()
+        assert daemon.status()["shared_memory"]["segments"] == 0
+
+
+steps = iter(range(10_000))
+
+
+def test_busy_slots_are_skipped_or_waited_for(place: Home) -> None:
+    with running(place, failpoints="persist.created=sleep(1.5)", environment={"CKPTD_STALL_BUDGET": "60"}) as daemon:
+        agent = Agent("job", socket=place.socket)
+        one, two = (agent.snapshot(trainers.expected(step, SIZE), step=step) for step in (1, 2))
+        skipped = agent.snapshot(trainers.expected(3, SIZE), step=3, on_busy="skip")
+        assert skipped.state == "skipped"
+        with pytest.raises(errors.SnapshotFailed, match="step 3 was skipped: every slot is still being saved"):
+            skipped.wait("sealed")
+        waited = agent.snapshot(trainers.expected(4, SIZE), step=4)
+        assert waited.state == "sealed"
+        assert one.state == "durable"
+        for pending in (two, waited):
+            pending.wait("durable", timeout=60)
+        assert daemon.status()["counters"]["skipped"] == 1
+        agent.close()
+    assert sorted(path.name[:13] for path in (place.root / "job").iterdir() if path.is_dir()) == ["step-00000001", "step-00000002", "step-00000004"]
+
+
+def test_a_state_that_grows_gets_larger_slots(agent: Agent, daemon: Daemon) -> None:
+    for step, size in enumerate([10, 100_000, 10, 3_000_000], 1):
+        agent.snapshot(trainers.expected(step, size), step=step).wait("sealed")
+    agent.close()
+    assert daemon.home.segment_files() == []
+    for step, size in [(2, 100_000), (4, 3_000_000)]:
+        with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
+            trainers.assert_equal(checkpoint.load(), step, size)
+
+
+def test_plain_values_may_grow_beyond_the_slot(agent: Agent, daemon: Daemon) -> None:
+    history: list[int] = []
+    for step in range(1, 5):
+        history += range(step * 30_000)
+        agent.snapshot({"w": torch.ones(3), "history": history}, step=step).wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+        assert checkpoint.load()["history"] == history
+
+
+# -- bad input: one sentence, training goes on
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"tag": "../x"}, errors.InvalidName, "tag '../x' cannot be a name"),
+        ({"tag": "a\0b"}, errors.InvalidName, "cannot be a name"),
+        ({"tag": "x" * 300}, errors.InvalidName, "cannot be a name"),
+        ({"tag": "step-00000001"}, errors.InvalidName, "names beginning with 'step-' are made by ckptd"),
+        ({"step": -1}, errors.InvalidRequest, "step is -1; expected a number from 0 up"),
+        ({"step": True}, errors.InvalidRequest, "step is True"),
+        ({"on_busy": "maybe"}, errors.InvalidRequest, "on_busy is 'maybe'; expected 'wait' or 'skip'"),
+        ({"metrics": {"loss": "low"}}, errors.InvalidRequest, "metric 'loss' is 'low'; expected a number"),
+        ({"user_content": object()}, errors.InvalidRequest, "user_content cannot be written as JSON"),
+        ({"user_content": "x" * 600_000}, errors.InvalidRequest, "beyond 524288 bytes"),
+    ],
+)
+def test_bad_arguments(agent: Agent, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    pending = agent.snapshot({"x": torch.ones(1)}, **{"step": 1, **options})
+    assert pending.state == "failed"
+    with pytest.raises(error, match=words.replace(".", "\\.")):
+        pending.wait()
+    assert agent.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60).state == "durable"
+
+
+def test_a_tag_that_exists(agent: Agent, daemon: Daemon) -> None:
+    agent.snapshot({"x": torch.ones(1)}, step=1, tag="best").wait("durable", timeout=60)
+    pending = agent.snapshot({"x": torch.zeros(1)}, step=2, tag="best")
+    with pytest.raises(errors.AlreadyExists, match="tag 'best' is taken in attempt 1 of job 'job'; choose another"):
+        pending.wait()
+    agent.snapshot({"x": torch.zeros(1)}, step=3, tag="better").wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job", "best") as checkpoint:
+        assert checkpoint.tensor("x").item() == 1.0
+
+
+def test_a_state_larger_than_the_quota(place: Home) -> None:
+    with running(place, "--shm-quota", "8M"):
+        agent = Agent("job", socket=place.socket)
+        pending = agent.snapshot({"x": torch.ones(5_000_000)}, step=1)
+        with pytest.raises(errors.QuotaExceeded, match=r"a slot of 20\.\d MB does not fit: 0\.0 MB of the quota of 8\.0 MB are taken; raise shm_quota"):
+            pending.wait()
+        assert place.segment_files() == []
+        assert agent.snapshot({"x": torch.ones(10)}, step=2).wait("durable", timeout=60).state == "durable"
+        agent.close()
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Any:
+    where = tmp_path / "small"
+    where.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(where)], check=False, capture_output=True)
+    if made.returncode:
+        pytest.skip("mounting a small tmpfs needs root")  # the same paths are tried with ENOSPC from failpoints below
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_a_full_shared_memory(place: Home, small_tmpfs: Path) -> None:
+    with running(place, "--shm-dir", str(small_tmpfs), "--shm-quota", "1G"):
+        agent = Agent("job", socket=place.socket)
+        pending = agent.snapshot({"x": torch.ones(4_000_000)}, step=1)
+        with pytest.raises(errors.SharedMemoryFull, match=r"no room for a slot of 16\.\d MB in .*small: .* are free; make it larger"):
+            pending.wait()
+        assert agent.snapshot({"x": torch.ones(10)}, step=2).wait("durable", timeout=60).state == "durable"
+        agent.close()
+
+
+def test_a_full_disk_that_is_freed(place: Home, small_tmpfs: Path) -> None:
+    place.root.symlink_to(small_tmpfs)
+    with running(place, "--codec", "raw") as daemon:
+        (small_tmpfs / "ballast").write_bytes(bytes(12 << 20)[: small_free(small_tmpfs) - (100 << 10)])
+        agent = Agent("job", socket=place.socket)
+        pending = agent.snapshot(trainers.expected(1), step=1)
+        with pytest.raises(errors.StorageError, match=r"cannot save job/step-00000001\.a0001: No space left on device \(free some space"):
+            pending.wait(timeout=60)
+        assert not list((small_tmpfs / "job").glob("*/*")), "nothing half written is left"
+        state = trainers.blank()
+        recovered = agent.recover(state)
+        assert recovered is not None
+        assert recovered.source == "memory"
+        trainers.assert_equal(state, 1)
+        (small_tmpfs / "ballast").unlink()
+        agent.snapshot(trainers.expected(2), step=2).wait("durable", timeout=60)
+        agent.close()
+        assert daemon.status()["counters"]["failed"] == 1
+
+
+def small_free(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+@pytest.mark.parametrize("point", ["persist.created", "persist.writing", "persist.syncing", "commit.synced", "commit.written"])
+@pytest.mark.parametrize("action", ["error(ENOSPC)", "error(EIO)", "short_write"])
+def test_a_save_that_fails_is_told_and_leaves_nothing(place: Home, point: str, action: str) -> None:
+    if action == "short_write" and point not in ("persist.writing", "commit.written"):
+        return
+    with running(place, failpoints=f"{point}={action}@1") as daemon:
+        agent = Agent("job", socket=place.socket)
+        pending = agent.snapshot(trainers.expected(1, SIZE), step=1)
+        until(lambda: pending.done, "end")
+        if "EIO" in str(pending.error) or pending.state == "durable":
+            assert pending.state == "durable"  # written once more, to a new file
+            assert daemon.status()["counters"]["rewrites"] == 1
+        else:
+            assert isinstance(pending.error, errors.StorageError)
+            assert list((place.root / "job").glob("*")) == []
+        agent.snapshot(trainers.expected(2, SIZE), step=2).wait("durable", timeout=60)
+        agent.close()
+    with Checkpoint.open(place.root / "job") as checkpoint:
+        trainers.assert_equal(checkpoint.load(), 2, SIZE)
+
+
+def test_a_failed_snapshot_is_still_saved_when_it_is_the_last(place: Home) -> None:
+    with running(place, failpoints="persist.created=error(ENOSPC)@1"):
+        agent = Agent("job", socket=place.socket)
+        pending = agent.snapshot(trainers.expected(1, SIZE), step=1)
+        until(lambda: pending.state == "failed", "failure")
+        agent.close()
+    with Checkpoint.open(place.root / "job") as checkpoint:
+        trainers.assert_equal(checkpoint.load(), 1, SIZE)
+
+
+def test_a_job_must_be_named_with_a_daemon_for_all(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPTD_JOB", raising=False)
+    with pytest.raises(errors.InvalidRequest, match="say which one this is with CKPTD_JOB or Agent\\(job=...\\)"):
+        Agent(socket=daemon.home.socket)
+    monkeypatch.setenv("CKPTD_JOB", "../up")
+    with pytest.raises(errors.InvalidName):
+        Agent(socket=daemon.home.socket)
+
+
+def test_a_named_socket_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(errors.DaemonUnreachable, match="no daemon listens at .*/nobody: start one with `ckptd run"):
+        Agent("job", socket=tmp_path / "nobody")
+
+
+def test_a_root_that_is_another_daemons(daemon: Daemon, tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidRequest, match="keeps its checkpoints in .*, not in "):
+        Agent("job", socket=daemon.home.socket, root=tmp_path)
+
+
+def test_several_ranks_are_refused_for_now(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(errors.InvalidRequest, match="saves jobs of one rank, and this one has 4"):
+        Agent("job", socket=daemon.home.socket)
+
+
+def test_a_forked_child_cannot_use_or_hold_the_parents_agent(agent: Agent, daemon: Daemon) -> None:
+    agent.snapshot({"x": torch.ones(1)}, step=1).wait("durable", timeout=60)
+    child = os.fork()
+    if child == 0:
+        state = agent.snapshot({"x": torch.ones(1)}, step=2).state
+        os._exit(0 if state == "failed" and agent.closed else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert agent.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60).state == "durable"
+
+
+def test_close_frees_everything(agent: Agent, daemon: Daemon) -> None:
+    agent.snapshot({"x": torch.ones(100)}, step=1, persist=False).wait("sealed")
+    assert daemon.home.segment_files()
+    agent.close()
+    assert daemon.home.segment_files() == []
+    assert (daemon.home.root / "job" / "step-00000001.a0001" / "manifest.json").exists()
+    assert agent.snapshot({"x": torch.ones(1)}, step=2).state == "failed"
+    agent.close()
+
+
+def test_threads_do_not_keep_a_process(daemon: Daemon) -> None:
+    script = f"from ckptd.agent import Agent; Agent('job', socket={str(daemon.home.socket)!r})"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert threading.active_count() >= 1
