@@ -264,6 +264,10 @@ class Connection:
             return
         self._session.close()
         asyncio.get_running_loop().remove_writer(self._socket)
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a recv under way, which would keep the descriptor open
+        except OSError:
+            pass
         self._socket.close()
         for _, descriptors in self._out:
             _close_all(descriptors)

@@ -1,0 +1,201 @@
+"""The `ckptd` command as a user types it: real processes, exit codes, one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from tests.support.daemons import Daemon, Home, running
+
+NOTHING: dict[str, str] = {}
+
+
+def ckptd(*arguments: object, environment: dict[str, str] = NOTHING) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("CKPTD_", "XDG_RUNTIME"))}
+    return subprocess.run(
+        [sys.executable, "-m", "ckptd.daemon", *map(str, arguments)], env={**clean, **environment}, capture_output=True, text=True, timeout=120, check=False
+    )  # fmt: skip
+
+
+@pytest.fixture
+def full(daemon: Daemon) -> Any:
+    """A daemon with two checkpoints of job `gpt`."""
+    agent = Agent("gpt", socket=daemon.home.socket)
+    for step in (1, 2):
+        agent.snapshot({"w": torch.arange(1000.0) * step}, step=step, metrics={"loss": 1 / step}).wait("durable", timeout=60)
+    agent.close()
+    return daemon
+
+
+def test_status(full: Daemon) -> None:
+    text = ckptd("status", "--socket", full.home.socket)
+    assert text.returncode == 0
+    assert "ckptd 0.1.0 is ready" in text.stdout
+    assert "2 sealed, 2 saved, 0 skipped, 0 failed" in text.stdout
+    found = json.loads(ckptd("status", "--socket", full.home.socket, "--json").stdout)
+    assert {"ready", "version", "root", "jobs", "shared_memory", "counters"} <= set(found)
+    (job,) = found["jobs"]
+    assert job["job"] == "gpt"
+    assert job["attempt"] == 1
+    assert job["last_durable"] == {"attempt": 1, "step": 2, "tag": "step-00000002.a0001"}
+    assert job["pending"] == []
+
+
+def test_ls_and_show(full: Daemon) -> None:
+    root = full.home.root
+    rows = json.loads(ckptd("ls", root, "--json").stdout)
+    assert [(row["job"], row["step"], row["newest"], row["damaged"]) for row in rows] == [("gpt", 1, False, None), ("gpt", 2, True, None)]
+    assert json.loads(ckptd("ls", root / "gpt", "--json").stdout) == rows
+    assert json.loads(ckptd("ls", "--socket", full.home.socket, "--json").stdout) == rows
+    assert "step-00000002.a0001" in ckptd("ls", root).stdout
+    shown = json.loads(ckptd("show", root / "gpt", "--json").stdout)
+    assert (shown["step"], shown["seq"], shown["metrics"]) == (2, 2, {"loss": 0.5})
+    assert shown["metadata"]["state_dict_metadata"]["w"] == {"dtype": "float32", "size": [1000], "chunks": [[[0], [1000]]]}
+    assert json.loads(ckptd("show", root / "gpt" / "step-00000001", "--json").stdout)["step"] == 1
+    text = ckptd("show", root / "gpt" / "step-00000001.a0001", "--keys").stdout
+    assert "w       [1000]  float32" in text
+
+
+def test_verify_finds_a_flipped_byte(full: Daemon) -> None:
+    job = full.home.root / "gpt"
+    sound = ckptd("verify", job)
+    assert sound.returncode == 0
+    assert sound.stdout.count(": sound, ") == 2
+    part = next((job / "step-00000001.a0001").glob("rank-*.ckpt"))
+    data = bytearray(part.read_bytes())
+    data[5000] ^= 1
+    part.write_bytes(data)
+    damaged = ckptd("verify", job, "--json")
+    assert damaged.returncode == 13
+    assert [(result["tag"], result["ok"]) for result in json.loads(damaged.stdout)] == [("step-00000001.a0001", False), ("step-00000002.a0001", True)]
+    assert "does not match its checksum" in ckptd("verify", job / "step-00000001").stdout
+    manifest = job / "step-00000002.a0001" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
+    assert "manifest does not match its digest" in ckptd("verify", job).stdout
+    assert "DAMAGED" in ckptd("ls", full.home.root).stdout
+    assert ckptd("show", job / "step-00000002").returncode == 13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["show", "{root}/gpt/nope"], 10, "no checkpoint 'nope' of job 'gpt'"),
+        (["show", "{root}/nope/nope"], 10, "no checkpoint"),
+        (["ls", "{root}/nope"], 10, "is not there, or is no directory"),
+        (["verify", "{root}/nope"], 10, "no checkpoint"),
+        (["status", "--socket", "{root}/nobody"], 14, "no daemon listens at"),
+        (["status"], 14, "start one with `ckptd run --root DIR`"),
+        (["run", "--root", "{root}", "--socket", "{root}/s2"], 11, "another ckptd already serves"),
+        (["run", "--root", "{root}2", "--socket", "{socket}"], 11, "another ckptd listens at"),
+        (["run", "--socket", "{root}/s2"], 2, "no root: say where checkpoints go with --root DIR"),
+        (["run", "--root", "/proc/nope", "--socket", "{root}/s2"], 1, "cannot use /proc/nope as the root for checkpoints"),
+        (["run", "--root", "{root}", "--socket", "{root}/s2", "--codec", "lz5"], 2, "codec 'lz5' is not known"),
+        (["run", "--root", "{root}", "--socket", "{root}/s2", "--config", "{root}/none.toml"], 2, "cannot read the config file"),
+        (["run", "--root", "{root}", "--socket", "/" + "x" * 200], 2, "an absolute path of at most 107 bytes"),
+        (["frobnicate"], 2, "No such command 'frobnicate'"),
+    ],
+)  # fmt: skip
+def test_mistakes(full: Daemon, arguments: list[str], code: int, words: str) -> None:
+    result = ckptd(*(a.format(root=full.home.root, socket=full.home.socket) for a in arguments))
+    assert (result.returncode, words in result.stderr) == (code, True), result.stderr
+    assert "Traceback" not in result.stderr
+    assert full.status()["ready"]
+
+
+def test_errors_as_json(full: Daemon) -> None:
+    result = ckptd("show", full.home.root / "gpt" / "nope", "--json")
+    found = json.loads(result.stdout)
+    assert (found["error"]["code"], found["exit"], result.returncode) == ("not-found", 10, 10)
+
+
+def test_an_unknown_setting_names_the_nearest(place: Home, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f'root = "{place.root}"\nkeep_lst = 3\n')
+    result = ckptd("run", "--config", file, "--socket", place.socket)
+    assert result.returncode == 2
+    assert "there is no setting 'keep_lst'; did you mean 'keep_last'?" in result.stderr
+    assert not place.root.exists()
+
+
+def test_help_is_for_newcomers() -> None:
+    result = ckptd("--help")
+    assert result.returncode == 0
+    for verb in ("run", "status", "ls", "show", "verify"):
+        assert f"  {verb} " in result.stdout
+        assert ckptd(verb, "--help").returncode == 0
+
+
+def test_twenty_daemons_at_once_leave_one(place: Home) -> None:
+    command = [sys.executable, "-m", "ckptd.daemon", "run", "--root", str(place.root), "--socket", str(place.socket)]
+    with place.log.open("ab") as log:
+        started = [subprocess.Popen(command, stderr=log) for _ in range(20)]
+    codes = []
+    for _ in range(19):
+        pid, status = os.wait()
+        next(p for p in started if p.pid == pid).returncode = os.waitstatus_to_exitcode(status)
+        codes.append(os.waitstatus_to_exitcode(status))
+    assert codes == [11] * 19
+    (left,) = [p for p in started if p.returncode is None]
+    assert json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)["pid"] == left.pid
+    left.send_signal(signal.SIGTERM)
+    assert left.wait(60) == 0
+    assert not place.socket.exists()
+
+
+def test_a_stale_socket_is_replaced(place: Home) -> None:
+    first = Daemon(place).wait_ready()
+    first.kill()
+    assert place.socket.exists()
+    with running(place) as daemon:
+        assert daemon.status()["ready"]
+
+
+def test_sigint_ends_it_in_order(place: Home) -> None:
+    with running(place) as daemon:
+        daemon.process.send_signal(signal.SIGINT)
+        assert daemon.died() == 0
+
+
+def test_the_watchdog_and_readiness_are_told_to_systemd(place: Home) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
+        told.bind(str(place.path / "n"))
+        told.settimeout(60)
+        environment = {"NOTIFY_SOCKET": str(place.path / "n"), "WATCHDOG_USEC": "100000"}
+        with running(place, environment=environment) as daemon:
+            assert told.recv(100) == b"READY=1"
+            assert told.recv(100) == b"WATCHDOG=1"
+            daemon.process.terminate()
+            while (word := told.recv(100)) == b"WATCHDOG=1":
+                pass
+            assert word == b"STOPPING=1"
+
+
+def test_socket_activation(place: Home) -> None:
+    import socket
+
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(place.socket))
+    listener.listen()
+    script = (
+        "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = str(os.getpid()); os.environ['LISTEN_FDS'] = '1';"
+        f"os.execv(sys.executable, [sys.executable, '-m', 'ckptd.daemon', 'run', '--root', {str(place.root)!r}, '--socket', {str(place.socket)!r}])"
+    )
+    with place.log.open("ab") as log:
+        daemon = subprocess.Popen([sys.executable, "-c", script, str(listener.fileno())], pass_fds=[listener.fileno()], stderr=log)
+    listener.close()
+    found = json.loads(ckptd("status", "--socket", place.socket, "--json").stdout)
+    assert found["ready"]
+    daemon.terminate()
+    assert daemon.wait(60) == 0
+    assert place.socket.exists()  # it is systemd's

@@ -1,0 +1,228 @@
+"""Hostile and broken clients against a real daemon: they get one sentence or nothing, and others do not notice."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from ckptd.shared import errors, frames
+from ckptd.shared import messages as m
+from ckptd.shared.channel import Channel
+from ckptd.shared.segment import read_check, read_header
+from tests.support.daemons import Daemon, Home, running
+
+
+def connect(daemon: Daemon) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.settimeout(30)
+    client.connect(str(daemon.home.socket))
+    return client
+
+
+def answers(client: socket.socket) -> list[Any]:
+    """Everything up to the hang-up."""
+    decoder, found = frames.Decoder(), []
+    try:
+        while data := client.recv(65536):
+            found += [m.decode(payload) for payload in decoder.feed(data)]
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def still_serves(daemon: Daemon) -> None:
+    assert daemon.status()["ready"]
+    agent = Agent("witness", socket=daemon.home.socket)
+    agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+    agent.close()
+
+
+def hello(number: int = 1) -> bytes:
+    return frames.encode(m.encode(m.Hello(id=number, min_version=1, max_version=1)))
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "this is not ckptd's protocol"),
+        (struct.pack("<I", 0xFFFFFFFF), "a frame claims 4294967295 bytes; 1 to 1048576 are allowed"),
+        (struct.pack("<I", 0), "a frame claims 0 bytes"),
+        (frames.encode(b"\xc1" * 10), "a message cannot be understood"),
+        (frames.encode(msgspec.msgpack.encode({"type": "begin"})), "a message cannot be understood"),
+        (frames.encode(msgspec.msgpack.encode({"type": "status", "id": 1})), "Status cannot come while the session is new"),
+        (hello() + frames.encode(m.encode(m.Find(id=2))), "Find cannot come while the session is"),
+        (hello() + hello(2), "Hello cannot come while the session is"),
+        (frames.encode(m.encode(m.Done(re=1))), "Done does not go from agent to daemon"),
+    ],
+)
+def test_broken_protocol_ends_the_connection_with_a_sentence(daemon: Daemon, sent: bytes, words: str) -> None:
+    with connect(daemon) as client:
+        client.sendall(sent)
+        last = answers(client)[-1]
+    assert isinstance(last, m.Error)
+    assert (last.re, last.code) == (0, "protocol")
+    assert words in last.message
+    still_serves(daemon)
+
+
+def test_another_protocol_version_is_refused_with_both_ranges(daemon: Daemon) -> None:
+    with connect(daemon) as client:
+        client.sendall(frames.encode(m.encode(m.Hello(id=1, min_version=7, max_version=9))))
+        (answer,) = answers(client)
+    assert isinstance(answer, m.Error)
+    assert answer.code == "version"
+    assert "client speaks protocol 7 to 9, this daemon 1 to 1" in answer.message
+
+
+def test_random_bytes_and_mutated_frames(daemon: Daemon) -> None:
+    chance = random.Random(7)
+    valid = [
+        hello(),
+        frames.encode(m.encode(m.Begin(id=2, job="x", rank=0, world_size=1))),
+        frames.encode(m.encode(m.Allocate(id=3, capacity=1000, count=2))),
+        frames.encode(m.encode(m.Acquire(id=4, step=1, wait=0.0))),
+        frames.encode(m.encode(m.Seal(id=5, segment="00", attempt=1, step=1))),
+        frames.encode(m.encode(m.Fetch(id=6, attempt=1, step=1))),
+        frames.encode(m.encode(m.Detach(id=7))),
+    ]
+    process = psutil.Process(daemon.process.pid)
+    before = process.num_fds()
+    for _ in range(300):
+        data = bytearray(b"".join(chance.sample(valid, chance.randint(1, len(valid)))) if chance.random() < 0.5 else b"".join(valid))
+        for _ in range(chance.randint(0, 6)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        with connect(daemon) as client:
+            client.sendall(bytes(data))
+            client.shutdown(socket.SHUT_WR)
+            answers(client)
+    still_serves(daemon)
+    assert process.num_fds() <= before + 16  # segments that mutated trainers were given, no more
+
+
+def test_descriptors_sent_along_are_dropped(daemon: Daemon) -> None:
+    process = psutil.Process(daemon.process.pid)
+    with connect(daemon) as client, open(os.devnull) as null:
+        client.sendall(hello())
+        client.recv(65536)
+        before = process.num_fds()
+        for number in range(1, 20):
+            socket.send_fds(client, [frames.encode(m.encode(m.Status(id=number + 1)))], [null.fileno()] * 50)
+        decoder, seen = frames.Decoder(), 0
+        while seen < 19:
+            seen += len(decoder.feed(client.recv(65536)))
+        assert process.num_fds() == before
+    still_serves(daemon)
+
+
+def test_half_frames_and_silent_clients_do_not_hold_others_up(daemon: Daemon) -> None:
+    silent = [connect(daemon) for _ in range(100)]
+    for client in silent:
+        client.sendall(b"\x10\x00")
+    still_serves(daemon)
+    for client in silent:
+        client.close()
+
+
+def test_too_many_connections_are_told_so(place: Home) -> None:
+    with running(place, environment={"CKPTD_MAX_CONNECTIONS": "3"}) as daemon:
+        held = [Channel(place.socket, 30) for _ in range(3)]
+        with pytest.raises(errors.Busy, match="this daemon has 3 clients already; try again later"):
+            Channel(place.socket, 30)
+        for channel in held:
+            channel.close()
+        while True:
+            try:
+                assert daemon.status()["counters"]["connections_refused"] >= 1
+                break
+            except errors.Busy:
+                continue
+
+
+def test_other_ranks_segments_are_out_of_reach(daemon: Daemon) -> None:
+    owner = Agent("mine", socket=daemon.home.socket)
+    owner.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+    name = daemon.home.segment_files()[0].name
+    thief = Channel(daemon.home.socket, 30)
+    thief.send(m.Begin(id=thief.new_id(), job="theirs", rank=0, world_size=1))
+    thief.receive()
+    for request in (
+        m.Seal(id=thief.new_id(), segment=name, attempt=1, step=1),
+        m.Abandon(id=thief.new_id(), segment=name),
+        m.Seal(id=thief.new_id(), segment="../" * 30, attempt=1, step=1),
+        m.Fetch(id=thief.new_id(), attempt=1, step=1),
+    ):
+        thief.send(request)
+        (answer,) = thief.receive()
+        assert isinstance(answer, m.Error)
+        assert answer.code == "not-found"
+    thief.close()
+    owner.snapshot({"x": torch.ones(3)}, step=2).wait("durable", timeout=60)
+    owner.close()
+
+
+def test_a_lying_client_cannot_seal_what_is_not_sealed(daemon: Daemon) -> None:
+    liar = Channel(daemon.home.socket, 30)
+
+    def ask(request: Any) -> Any:
+        liar.send(request)
+        return liar.receive()[0]
+
+    ask(m.Begin(id=liar.new_id(), job="job", rank=0, world_size=1))
+    segments = ask(m.Allocate(id=liar.new_id(), capacity=10_000, count=2))
+    assert isinstance(segments, m.Segments)
+    for fd in liar.take(4):
+        os.close(fd)
+    granted = ask(m.Acquire(id=liar.new_id(), step=1, wait=0.0))
+    assert isinstance(granted, m.Granted)
+    answer = ask(m.Seal(id=liar.new_id(), segment=granted.segment, attempt=1, step=1))
+    assert isinstance(answer, m.Error)
+    assert (answer.code, "is not sealed with step 1" in answer.message) == ("invalid", True)
+    for bad in (m.Begin(id=liar.new_id(), job="../x", rank=0, world_size=1),):
+        with pytest.raises(errors.ProtocolError):
+            liar.send(bad)
+    answer = ask(m.Acquire(id=liar.new_id(), step=2, name="../x", wait=0.0))
+    assert isinstance(answer, m.Error)
+    assert answer.code == "invalid"
+    liar.close()
+    still_serves(daemon)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "unlink", "replace", "flip"])
+def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"x": torch.arange(100_000)}, step=1).wait("durable", timeout=60)
+    agent.snapshot({"x": torch.arange(100_000) + 1}, step=2, persist=False).wait("sealed")
+    victim = max(daemon.home.segment_files(), key=lambda path: path.stat().st_mtime_ns)
+    with victim.open("rb") as file:
+        while read_check(file.fileno(), read_header(file.fileno())) is None:
+            daemon.status()  # the window between the seal and its checksums
+    if damage == "unlink":
+        victim.unlink()
+    elif damage == "replace":
+        data = victim.read_bytes()
+        victim.unlink()
+        victim.write_bytes(data)
+    elif damage == "truncate":
+        os.truncate(victim, 20_000)
+    else:
+        with victim.open("r+b") as file:
+            file.seek(40_000)
+            file.write(b"\xff\xfe")
+    reader = Agent("job", socket=daemon.home.socket)  # a new attempt: the old trainer is a zombie now
+    state = {"x": torch.zeros(100_000, dtype=torch.int64)}
+    recovered = reader.recover(state)
+    assert recovered is not None
+    assert (recovered.step, recovered.source) == (1, "storage")
+    assert torch.equal(state["x"], torch.arange(100_000))
+    assert len(recovered.passed_over) == 1
+    reader.close()
+    still_serves(daemon)
