@@ -69,10 +69,15 @@ class Saver:
     def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
         """Check the sealed snapshot, and save it if it is to persist; the task that does so, one for each snapshot."""
         task = self._tasks.get(snapshot)
-        if task is None:
+        if task is None or task.done():
             task = self._tasks[snapshot] = asyncio.get_running_loop().create_task(self._run(snapshot))
-            task.add_done_callback(lambda _: self._tasks.pop(snapshot, None))
+            task.add_done_callback(lambda done: self._done(snapshot, done))
         return task
+
+    def _done(self, snapshot: Snapshot, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(snapshot) is task:
+            del self._tasks[snapshot]
+        self._settled(self._catalog.job(snapshot.job))
 
     async def drain(self) -> None:
         while self._tasks:
@@ -89,7 +94,6 @@ class Saver:
             self._on_fatal(error)
         except Exception as error:
             await self._fail(snapshot, error)
-        self._settled(job)
 
     async def check(self, snapshot: Snapshot) -> None:
         """Checksums of every slot of it, made once and put beside the data. Raises IntegrityError if a slot is damaged."""

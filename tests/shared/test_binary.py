@@ -7,6 +7,7 @@ import struct
 import pytest
 from ckptd.shared.binary import align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError, NewerFormat
+
 from tests.shared.samples import flip
 
 MAGIC = b"CKPTDXYZ"

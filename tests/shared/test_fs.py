@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from ckptd.shared import failpoints, fs
 from ckptd.shared.fs import Buffer, FileSystem, PosixFileSystem, opened_directory, publish, read_exactly, read_small
+
 from tests.shared.samples import memory_file
 
 

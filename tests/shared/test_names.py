@@ -11,6 +11,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import InvalidName
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tests.shared.samples import steady
 
 NONCE = bytes(range(16))
@@ -112,7 +113,9 @@ def test_what_is_no_tag_directory_does_not_parse(name: str) -> None:
     assert names.parse_tag_directory(name) is None
 
 
-@pytest.mark.parametrize("name", ["best.a00002", "step-00001000.a000000002", "step-000001000.a0002", "step-1.a0002", "step-.a0002", "step-x.a0002"])
+@pytest.mark.parametrize(
+    "name", ["best.a00002", "step-00001000.a000000002", "step-000001000.a0002", "step-1.a0002", "step-.a0002", "step-x.a0002"]
+)
 def test_a_tag_directory_that_would_not_be_built_does_not_parse(name: str) -> None:
     """Two names for one checkpoint, and user tags that `check_user_tag` refuses, are not ours."""
     assert names.parse_tag_directory(name) is None
@@ -150,7 +153,11 @@ def test_attempt_files() -> None:
         assert names.parse_attempt_file(names.attempt_file(attempt)) == attempt
 
 
-@pytest.mark.parametrize("name", ["", "a", "a1", "a001", "0001", "a0001.tmp", "a1234567890", "a-001", "a0001\n", "a\u0661\u0661\u0661\u0661", "a00001"], ids=ascii)
+@pytest.mark.parametrize(
+    "name",
+    ["", "a", "a1", "a001", "0001", "a0001.tmp", "a1234567890", "a-001", "a0001\n", "a\u0661\u0661\u0661\u0661", "a00001"],
+    ids=ascii,
+)
 def test_what_is_no_attempt_file_does_not_parse(name: str) -> None:
     assert names.parse_attempt_file(name) is None
 
@@ -159,7 +166,14 @@ def test_journal_files() -> None:
     assert names.journal_file(1) == "0000000000000001.log"
     assert names.journal_file((1 << 64) - 1) == "ffffffffffffffff.log"
     assert names.parse_journal_file("00000000000000ff.log") == 255
-    for name in ("1.log", "0000000000000001.log.tmp", "0000000000000001.torn", "000000000000000G.log", "00000000000000FF.log", "x0000000000000001.log"):
+    for name in (
+        "1.log",
+        "0000000000000001.log.tmp",
+        "0000000000000001.torn",
+        "000000000000000G.log",
+        "00000000000000FF.log",
+        "x0000000000000001.log",
+    ):
         assert names.parse_journal_file(name) is None
 
 
@@ -179,7 +193,8 @@ def test_nonces_are_128_random_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "name"), [("node-7.cluster", "node-7.cluster"), ("..-my host/é", "my_host__"), ("...", "localhost"), ("", "localhost"), ("x" * 200, "x" * 128)]
+    ("told", "name"),
+    [("node-7.cluster", "node-7.cluster"), ("..-my host/é", "my_host__"), ("...", "localhost"), ("", "localhost"), ("x" * 200, "x" * 128)],
 )
 def test_host_is_fit_for_a_file_name(monkeypatch: pytest.MonkeyPatch, told: str, name: str) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: told)

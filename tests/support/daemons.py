@@ -122,5 +122,3 @@ def running(place: Home, *arguments: str, failpoints: str = "", environment: dic
         yield daemon.wait_ready()
     finally:
         daemon.close()
-
-

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from ckptd.agent import Agent
 from ckptd.shared import failpoints
 
@@ -88,7 +87,9 @@ class Diary:
         return max((key for word, key in self.read() if word in words), default=(0, -1))
 
 
-def train(socket: Path, diary: Diary, first: int, last: int, armed: str = "", size: int = 50_000, wait_every: int = 2, linger: bool = True) -> None:
+def train(
+    socket: Path, diary: Diary, first: int, last: int, armed: str = "", size: int = 50_000, wait_every: int = 2, linger: bool = True
+) -> None:
     """Recover, then snapshot steps `first` to `last`, waiting for every `wait_every`-th to be durable; then stay alive to be killed."""
     failpoints.arm(armed)
     agent = Agent(JOB, socket=socket)

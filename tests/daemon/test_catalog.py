@@ -1,0 +1,159 @@
+"""What is known of snapshots and checkpoints, and what follows from it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Shard, Snapshot
+from ckptd.shared.lifecycle import Event, IllegalStep, State
+from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.names import part_file
+
+
+def shard(rank: int) -> Shard:
+    return Shard(rank, f"{rank}.seg", 1, bytes(32))
+
+
+def snapshot(step: int, state: State = State.SEALED, attempt: int = 1, world_size: int = 1, shards: int | None = None, persist: bool = True) -> Snapshot:
+    made = Snapshot("gpt", attempt, step, f"step-{step:08d}.a{attempt:04d}", world_size, persist, state)
+    made.shards = {rank: shard(rank) for rank in range(world_size if shards is None else shards)}
+    return made
+
+
+def checkpoint(step: int | None, attempt: int = 1, seq: int = 1, tag: str | None = None) -> Checkpoint:
+    return Checkpoint("gpt", tag or f"step-{step or 0:08d}.a{attempt:04d}", attempt, step, seq, 10, ("x",), tag is not None)
+
+
+def job(*snapshots: Snapshot) -> Job:
+    made = Job("gpt")
+    made.snapshots = {s.key: s for s in snapshots}
+    return made
+
+
+def test_jobs_are_made_when_asked_for() -> None:
+    catalog = Catalog()
+    assert catalog.job("gpt") is catalog.job("gpt")
+    assert catalog.job("gpt") is not catalog.job("bert")
+    catalog.job("gpt").snapshots[1, 5] = five = snapshot(5)
+    catalog.job("bert").snapshots[1, 6] = six = snapshot(6)
+    assert list(catalog.snapshots()) == [five, six]
+
+
+# -- snapshots
+
+
+def test_a_snapshot_is_complete_with_all_its_ranks() -> None:
+    assert [snapshot(1, world_size=3, shards=n).complete for n in range(4)] == [False, False, False, True]
+    assert snapshot(7, attempt=2).key == (2, 7)
+
+
+@pytest.mark.parametrize("state", State)
+def test_what_is_in_memory(state: State) -> None:
+    assert snapshot(1, state).in_memory is (state not in (State.FILLING, State.RELEASED))
+    assert snapshot(1, state, world_size=2, shards=1).in_memory is False
+
+
+def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    made = snapshot(5, State.FILLING)
+    with caplog.at_level(logging.INFO, "ckptd.catalog"):
+        made.move(Event.SEAL)
+        made.move(Event.WRITE)
+    assert made.state is State.WRITING
+    assert caplog.messages == ["snapshot gpt/step-00000005.a0001: filling -> sealed", "snapshot gpt/step-00000005.a0001: sealed -> writing"]
+    with pytest.raises(IllegalStep):
+        made.move(Event.COMMIT)
+    assert made.state is State.WRITING
+    assert repr(made) == "<Snapshot gpt/step-00000005.a0001 writing 1/1>"
+
+
+# -- checkpoints
+
+
+def test_a_checkpoint_is_what_its_manifest_says() -> None:
+    parts = [
+        PartEntry(rank=rank, file=part_file(rank, bytes(16)), bytes=100 + rank, raw_bytes=5, items=1, index_sha256="0" * 64) for rank in (0, 1)
+    ]
+    manifest = Manifest(
+        job="gpt", attempt=2, step=1000, tag="best.a0002", seq=7, world_size=2, created="", parts=parts, metadata={}, metrics={},
+        user_content=None, writer={},
+    )  # fmt: skip
+    made = Checkpoint.of(manifest, user_tag=True)
+    assert made == Checkpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True)
+    assert made.order == (2, 1000, 7) == manifest.order
+    assert checkpoint(None, seq=4).order == (1, -1, 4)
+
+
+def test_the_newest_checkpoint_is_by_attempt_and_step() -> None:
+    made = Job("gpt")
+    assert made.newest_checkpoint() is None
+    for c in (checkpoint(900, 1, 8), checkpoint(10, 2, 9), checkpoint(20, 2, 3), checkpoint(15, 2, 11, "best.a0002")):
+        made.commit(c)
+    assert made.newest_checkpoint() == checkpoint(20, 2, 3)
+    assert made.seq == 11
+    made.retiring.add("step-00000020.a0002")
+    assert made.newest_checkpoint() == checkpoint(15, 2, 11, "best.a0002")
+    assert checkpoint(20, 2, 3) not in made.live_checkpoints()
+
+
+def test_what_is_retiring_is_not_durable() -> None:
+    made = Job("gpt")
+    made.commit(checkpoint(5))
+    assert made.is_durable(1, 5)
+    assert not made.is_durable(2, 5)
+    assert not made.is_durable(1, 6)
+    made.retiring.add("step-00000005.a0001")
+    assert not made.is_durable(1, 5)
+
+
+# -- decisions
+
+
+def test_the_newest_in_memory_is_complete() -> None:
+    assert job().newest_in_memory() is None
+    four, five = snapshot(4), snapshot(5)
+    assert job(four, snapshot(6, world_size=2, shards=1), five, snapshot(7, State.FILLING)).newest_in_memory() is five
+    assert job(snapshot(900, attempt=1), snapshot(3, attempt=2)).newest_in_memory() is not None
+    newest = job(snapshot(900, attempt=1), snapshot(3, attempt=2)).newest_in_memory()
+    assert newest is not None
+    assert newest.key == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("state", "persist", "settled"),
+    [
+        (State.FILLING, True, False), (State.SEALED, True, False), (State.SEALED, False, True), (State.WRITING, True, False),
+        (State.WRITING, False, False), (State.WRITTEN, True, False), (State.DURABLE, True, True), (State.FAILED, True, True),
+        (State.FAILED, False, True), (State.RELEASED, True, False),
+    ],
+)  # fmt: skip
+def test_slots_are_given_up_only_behind_a_newer_seal_and_with_nothing_owed(state: State, persist: bool, settled: bool) -> None:
+    old = snapshot(4, state, persist=persist)
+    made = job(old, snapshot(5))
+    assert made.is_settled(old) is settled
+    assert made.releasable() == ([old] if settled else [])
+    assert job(old).releasable() == []  # nothing newer is sealed
+    assert job(old, snapshot(5, world_size=2, shards=1)).releasable() == []
+    assert job(old, snapshot(5, State.FILLING)).releasable() == []
+
+
+def test_the_newest_copy_in_memory_is_never_given_up() -> None:
+    made = job(*(snapshot(step, State.DURABLE) for step in (3, 4, 5)))
+    assert [s.step for s in made.releasable()] == [3, 4]
+
+
+@pytest.mark.parametrize("state", [s for s in State if s not in (State.NEW, State.STAGED, State.SKIPPED)])
+def test_what_is_owed_when_the_trainer_is_gone(state: State) -> None:
+    newest = snapshot(5, state, persist=False)
+    made = job(snapshot(4), newest)
+    expected: Snapshot | None = newest if state in (State.SEALED, State.FAILED) else None
+    if state in (State.FILLING, State.RELEASED):
+        expected = made.snapshots[1, 4]  # not in memory, so the one before counts
+    assert made.owed() is expected
+    made.commit(checkpoint(5))
+    made.commit(checkpoint(4))
+    assert made.owed() is None
+
+
+def test_nothing_is_owed_by_an_empty_job() -> None:
+    assert job().owed() is None

@@ -1,0 +1,665 @@
+"""The journal on a real file system, and on one that fails when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+from ckptd.daemon import journal_file as jf
+from ckptd.daemon import records as r
+from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.shared import failpoints
+from ckptd.shared.errors import IntegrityError, NewerFormat, StorageError
+from ckptd.shared.fs import Buffer, FileSystem, PosixFileSystem
+
+from tests.shared.samples import flip
+
+FIRST = "0000000000000001.log"
+SECOND = "0000000000000002.log"
+HANG = 10.0  # seconds after which a call that should have ended counts as hanging
+
+
+class FaultyFileSystem(PosixFileSystem):
+    """`faults[call]` is asked before each such call; what it raises is raised. `calls` are those that changed anything."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, Callable[[], None]] = {}
+        self.calls: list[str] = []
+
+    def _pass(self, call: str) -> None:
+        self.calls.append(call)
+        self.faults.get(call, lambda: None)()
+
+    def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
+        self._pass("create")
+        return super().create(name, directory, direct=direct, mode=mode)
+
+    def allocate(self, fd: int, length: int) -> None:
+        self._pass("allocate")
+        super().allocate(fd, length)
+
+    def write(self, fd: int, data: Buffer, offset: int) -> None:
+        self._pass("write")
+        super().write(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self._pass("sync")
+        super().sync(fd)
+
+    def sync_data(self, fd: int) -> None:
+        self._pass("sync_data")
+        super().sync_data(fd)
+
+    def sync_directory(self, directory: int) -> None:
+        self._pass("sync_directory")
+        super().sync_directory(directory)
+
+    def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None:
+        self._pass("rename")
+        super().rename(old, new, directory, replace=replace)
+
+    def unlink(self, name: str, directory: int) -> None:
+        super().unlink(name, directory)
+        self._pass("unlink")
+
+
+def fail(number: int) -> Callable[[], None]:
+    def raise_it() -> None:
+        raise OSError(number, os.strerror(number))
+
+    return raise_it
+
+
+class Place:
+    """A directory for journals, and what lies in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.pool = ThreadPoolExecutor(2)
+        self.fs = FaultyFileSystem()
+        self._opened: list[Journal] = []
+
+    def open(self, *, strict: bool = False, fs: FileSystem | None = None) -> Journal:
+        journal = Journal.open(fs or self.fs, self.fd, self.pool, strict=strict)
+        self._opened.append(journal)
+        return journal
+
+    def started(self) -> Journal:
+        journal = self.open()
+        journal.start()
+        return journal
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.path.iterdir())
+
+    def contents(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.path.iterdir()}
+
+    def scan(self, name: str = FIRST) -> jf.Scan:
+        return jf.scan((self.path / name).read_bytes(), int(name[:16], 16))
+
+    def add(self, *records: jf.RawRecord, name: str = FIRST, version: int = 1) -> None:
+        """Append records to a file behind the journal's back, as another version of ckptd would."""
+        data, found = bytearray((self.path / name).read_bytes()), self.scan(name)
+        end, crc = found.end, found.last_crc
+        for record in records:
+            encoded, crc = jf.encode_record(found.header.salt, crc, record)
+            if version != 1:
+                head = bytearray(encoded)
+                head[14:16] = version.to_bytes(2, "little")
+                crc = jf.crc32c(bytes(head[4 : jf.RECORD_SIZE + len(record.payload)]), jf.crc32c(found.header.salt))
+                head[:4] = crc.to_bytes(4, "little")
+                encoded = bytes(head)
+            data[end : end + len(encoded)] = encoded
+            end += len(encoded)
+        (self.path / name).write_bytes(data)
+
+    def close(self) -> None:
+        for journal in self._opened:
+            if journal._fd >= 0:
+                os.close(journal._fd)
+        self.pool.shutdown()
+        os.close(self.fd)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    failpoints.arm("")
+    made.close()
+
+
+def begun(attempt: int, job: str = "gpt") -> r.Begun:
+    return r.Begun(job=job, attempt=attempt, world_size=2)
+
+
+def staging(number: int) -> r.Staging:
+    return r.Staging(job="gpt", attempt=1, step=number, rank=0, tag=f"step-{number:08d}.a0001", file=f"file-{number}")
+
+
+def bulky(number: int, length: int = 900_000) -> r.Dropped:
+    """A large record that leaves nothing in the state."""
+    return r.Dropped(job="gpt", attempt=1, step=number, tag=f"t{number}", reason=f"{number}" + "x" * length)
+
+
+def decoded(scan: jf.Scan) -> list[r.Record]:
+    """All records behind the STATE record."""
+    return [r.decode(record.type, record.payload) for record in scan.records[1:]]
+
+
+# -- the ordinary way
+
+
+async def test_a_new_journal_is_one_file_with_an_empty_state(place: Place) -> None:
+    journal = place.open()
+    assert place.names() == []
+    assert journal.state == r.JournalState()
+    journal.start()
+    assert place.names() == [FIRST]
+    path = place.path / FIRST
+    assert path.stat().st_size == jf.FILE_SIZE == 4 << 20
+    assert path.stat().st_blocks * 512 >= jf.FILE_SIZE  # preallocated, not sparse
+    assert path.stat().st_mode & 0o777 == 0o600
+    found = place.scan()
+    assert found.header == jf.FileHeader(1, found.header.salt, 0)
+    assert found.records == [jf.RawRecord(r.STATE, 0, 1, 0, r.encode_state(r.JournalState()))]
+    assert found.ending is jf.Ending.CLEAN
+    await journal.close()
+
+
+async def test_what_was_appended_is_there_after_a_death(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    await journal.append(staging(5), staging(6))
+    state = journal.state
+    assert state.jobs["gpt"].attempt == 1
+    assert set(state.staged) == {"gpt/step-00000005.a0001", "gpt/step-00000006.a0001"}
+    found = place.scan()
+    assert [(record.sequence, record.durable) for record in found.records] == [(1, 0), (2, 1), (3, 2), (4, 2)]
+    assert decoded(found) == [begun(1), staging(5), staging(6)]
+
+    again = place.open()  # the first was never closed
+    assert (again.state, again.records, again.torn, again.corrupt) == (state, 4, 0, 0)
+
+
+async def test_a_new_daemon_begins_a_new_file_with_the_whole_state(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(3), staging(5))
+    await journal.close()
+    before = place.contents()
+    again = place.open()
+    assert place.contents() == before  # opening alone changes nothing
+    again.start()
+    assert place.names() == [SECOND]
+    assert [record.type for record in place.scan(SECOND).records] == [r.STATE]
+    assert r.decode_state(place.scan(SECOND).records[0].payload) == journal.state == again.state
+    await again.append(begun(4))
+    assert place.open().state.jobs["gpt"].attempt == 4
+    assert place.scan(SECOND).header.salt != jf.scan(before[FIRST], 1).header.salt
+
+
+async def test_a_file_is_never_reused(place: Place) -> None:
+    for number in range(1, 6):
+        journal = place.started()
+        await journal.append(begun(number))
+        await journal.close()
+        assert place.names() == [f"{number:016x}.log"]
+    assert place.open().state.jobs["gpt"].attempt == 5
+
+
+async def test_many_at_once_are_one_write_and_one_sync(place: Place) -> None:
+    journal = place.started()
+    place.fs.calls.clear()
+    await asyncio.gather(*(journal.append(staging(n)) for n in range(50)))
+    assert place.fs.calls == ["write", "sync_data"]
+    assert decoded(place.scan()) == [staging(n) for n in range(50)]
+    assert {record.durable for record in place.scan().records[1:]} == {1}
+
+
+async def test_nothing_is_acknowledged_before_the_sync(place: Place) -> None:
+    journal = place.started()
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        reached.set()
+        assert go_on.wait(HANG)
+
+    place.fs.faults["sync_data"] = stall
+    task = asyncio.create_task(journal.append(begun(1)))
+    await asyncio.get_running_loop().run_in_executor(None, reached.wait, HANG)
+    assert not task.done()
+    assert journal.state == r.JournalState()
+    go_on.set()
+    await task
+    assert journal.state.jobs["gpt"].attempt == 1
+
+
+async def test_a_waiter_that_gives_up_takes_nobody_along(place: Place) -> None:
+    journal = place.started()
+    first, second = asyncio.create_task(journal.append(begun(1))), asyncio.create_task(journal.append(staging(1)))
+    await asyncio.sleep(0)
+    first.cancel()
+    await second
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await journal.append(staging(2))
+    assert decoded(place.scan()) == [begun(1), staging(1), staging(2)]
+
+
+async def test_nothing_to_append_is_no_write(place: Place) -> None:
+    journal = place.started()
+    place.fs.calls.clear()
+    await journal.append()
+    assert place.fs.calls == []
+
+
+async def test_close_waits_for_what_is_under_way(place: Place) -> None:
+    journal = place.started()
+    task = asyncio.create_task(journal.append(begun(1)))
+    await asyncio.sleep(0)
+    await journal.close()
+    await task
+    assert decoded(place.scan()) == [begun(1)]
+
+
+# -- rotation
+
+
+async def test_a_full_file_is_followed_by_another(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1), staging(5))
+    for number in range(9):
+        await journal.append(bulky(number))
+    assert place.names() == ["0000000000000003.log"]
+    assert {path.stat().st_size for path in place.path.iterdir()} == {jf.FILE_SIZE}
+    found = place.scan("0000000000000003.log")
+    assert r.decode_state(found.records[0].payload) == journal.state
+    assert decoded(found) == [bulky(8)]
+    assert [(record.sequence, record.durable) for record in found.records] == [(1, 0), (2, 1)]
+    again = place.open()
+    assert again.state == journal.state
+    assert again.state.staged == {"gpt/step-00000005.a0001": {"file-5": None}}
+
+
+async def test_files_are_chained(place: Place) -> None:
+    """FORMAT.md, section 7: the header holds the crc of the last record of the segment before."""
+    journal = place.started()
+    for number in range(4):
+        await journal.append(bulky(number))
+    last = place.scan().last_crc
+    await journal.append(bulky(4))
+    assert place.names() == [SECOND]
+    assert place.scan(SECOND).header.previous_crc == last != 0
+
+
+async def test_files_are_chained_over_a_restart(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    last = place.scan().last_crc
+    place.started()
+    assert place.scan(SECOND).header.previous_crc == last != 0
+
+
+async def test_the_new_file_is_durable_before_the_old_one_goes(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    place.fs.calls.clear()
+    place.started()
+    assert place.fs.calls == ["create", "allocate", "write", "sync", "rename", "sync_directory", "unlink"]
+
+
+async def test_a_death_between_the_new_file_and_the_end_of_the_old(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    old = (place.path / FIRST).read_bytes()
+    place.started()
+    (place.path / FIRST).write_bytes(old)
+    (place.path / "0000000000000003.log.tmp").write_bytes(b"half of a file")
+    again = place.open()
+    assert (again.state, again.corrupt, again.torn) == (journal.state, 0, 0)
+    again.start()
+    assert place.names() == ["0000000000000003.log"]
+
+
+async def test_strange_files_are_left_alone(place: Place) -> None:
+    for name in ("notes.txt", "1.log", "0000000000000001.log.bak", "x.tmp"):
+        (place.path / name).write_text("mine")
+    journal = place.started()
+    await journal.append(begun(1))
+    place.started()
+    assert place.names() == ["0000000000000001.log.bak", SECOND, "1.log", "notes.txt", "x.tmp"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_without_room_for_a_new_file_the_caller_may_try_again(place: Place, number: int) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    for n in range(4):
+        await journal.append(bulky(n))
+    for call in ("allocate", "create", "write", "sync"):
+        place.fs.faults = {call: fail(number)}
+        with pytest.raises(StorageError, match="cannot begin a new journal file") as caught:
+            await journal.append(bulky(4))
+        assert not isinstance(caught.value, JournalBroken)
+        assert (caught.value.retry, caught.value.errno) == (True, number)
+    assert FIRST in place.names()
+    assert len(decoded(place.scan())) == 5
+    place.fs.faults = {}
+    await journal.append(bulky(4))
+    await journal.append(begun(2))
+    assert place.names() == [SECOND]
+    assert decoded(place.scan(SECOND)) == [bulky(4), begun(2)]
+    assert place.open().state == journal.state
+
+
+async def test_a_small_record_still_fits_when_there_is_no_room_for_a_new_file(place: Place) -> None:
+    journal = place.started()
+    for n in range(4):
+        await journal.append(bulky(n))
+    place.fs.faults = {"allocate": fail(errno.ENOSPC)}
+    with pytest.raises(StorageError):
+        await journal.append(bulky(4))
+    await journal.append(begun(1))
+    assert decoded(place.scan())[-1] == begun(1)
+
+
+async def test_start_without_room_raises_what_the_system_said(place: Place) -> None:
+    place.fs.faults = {"allocate": fail(errno.ENOSPC)}
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        place.open().start()
+
+
+@pytest.mark.parametrize("call", ["create", "allocate", "write", "sync", "rename", "sync_directory"])
+async def test_an_error_of_the_disk_while_rotating_breaks_the_journal(place: Place, call: str) -> None:
+    journal = place.started()
+    for n in range(4):
+        await journal.append(bulky(n))
+    place.fs.faults = {call: fail(errno.EIO)}
+    with pytest.raises(JournalBroken):
+        await journal.append(bulky(4))
+    place.fs.faults = {}
+    with pytest.raises(JournalBroken):
+        await journal.append(begun(1))
+    assert place.open().records >= 1  # whichever file is there is whole
+
+
+async def test_a_batch_that_is_larger_than_a_file(place: Place) -> None:
+    journal = place.started()
+    await journal.append(*(bulky(n) for n in range(6)), begun(7))
+    assert {path.stat().st_size for path in place.path.iterdir()} == {jf.FILE_SIZE}
+    assert place.open().state.jobs["gpt"].attempt == 7
+
+
+@pytest.mark.parametrize("record", [bulky(0, 1 << 20), r.Retiring(job="gpt", tag="t", files=["f" * 70] * 16_000)], ids=["dropped", "retiring"])
+async def test_a_record_beyond_the_limit_is_an_error_and_not_a_hang(place: Place, record: r.Record) -> None:
+    journal = place.started()
+    task = asyncio.create_task(journal.append(record))
+    await asyncio.wait([task], timeout=HANG)
+    assert task.done()
+    assert task.exception() is not None
+    await asyncio.wait_for(journal.append(begun(1)), HANG)
+    assert place.open().state.jobs["gpt"].attempt == 1
+
+
+async def test_a_state_beyond_one_record_still_rotates(place: Place) -> None:
+    """15,000 parts under way: a STATE record of more than 1 MiB, which is the limit of a record."""
+    journal = place.started()
+    await journal.append(*(staging(n) for n in range(15_000)))
+    for number in range(4):
+        task = asyncio.create_task(journal.append(bulky(number)))
+        await asyncio.wait([task], timeout=HANG)
+        assert task.done()
+        assert task.exception() is None
+    assert len(place.open().state.staged) == 15_000
+
+
+async def test_a_commit_of_a_job_that_the_journal_does_not_know(place: Place) -> None:
+    """As after a journal that was set aside: the manifests are the truth, and what follows is noted all the same."""
+    journal = place.started()
+    task = asyncio.create_task(journal.append(r.Committed(job="gpt", attempt=1, step=5, tag="t", seq=3)))
+    await asyncio.wait([task], timeout=HANG)
+    assert task.done()
+    assert task.exception() is None
+    assert journal.state.jobs["gpt"].seq == 3
+    assert place.open().state == journal.state
+
+
+# -- faults
+
+
+@pytest.mark.parametrize("call", ["write", "sync_data"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
+async def test_a_failed_write_or_sync_breaks_the_journal_for_good(place: Place, call: str, number: int) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    place.fs.faults = {call: fail(number)}
+    with pytest.raises(JournalBroken, match="cannot write the journal") as caught:
+        await journal.append(begun(2))
+    assert (caught.value.errno, caught.value.retry) == (number, False)
+    assert journal.state.jobs["gpt"].attempt == 1
+    place.fs.faults = {}  # the next sync would say that all is well, and it would be a lie
+    place.fs.calls.clear()
+    for attempt in (3, 4):
+        with pytest.raises(JournalBroken):
+            await journal.append(begun(attempt))
+    assert place.fs.calls == []
+    assert place.open().state.jobs["gpt"].attempt in (1, 2)
+
+
+async def test_who_waits_behind_a_failed_sync_fails_too(place: Place) -> None:
+    journal = place.started()
+    reached, go_on = threading.Event(), threading.Event()
+
+    def stall_then_fail() -> None:
+        place.fs.faults = {}
+        reached.set()
+        assert go_on.wait(HANG)
+        fail(errno.EIO)()
+
+    place.fs.faults["sync_data"] = stall_then_fail
+    first = asyncio.create_task(journal.append(begun(1)))
+    await asyncio.get_running_loop().run_in_executor(None, reached.wait, HANG)
+    second = asyncio.create_task(journal.append(begun(2)))
+    await asyncio.sleep(0)
+    place.fs.calls.clear()
+    go_on.set()
+    done = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(result) for result in done] == [JournalBroken, JournalBroken]
+    assert place.fs.calls == []  # no second sync of the same file
+
+
+@pytest.mark.parametrize("point", ["journal.writing", "journal.syncing", "journal.synced"])
+async def test_failpoints_of_a_write(place: Place, point: str) -> None:
+    journal = place.started()
+    failpoints.arm(f"{point}=error(EIO)@1")
+    with pytest.raises(JournalBroken):
+        await journal.append(begun(1))
+    assert len(place.scan().records) == (1 if point == "journal.writing" else 2)
+
+
+@pytest.mark.parametrize(("point", "names"), [("journal.rotating", [FIRST]), ("journal.renamed", [FIRST, SECOND]), ("journal.rotated", [FIRST, SECOND])])
+async def test_failpoints_of_a_rotation(place: Place, point: str, names: list[str]) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    failpoints.arm(f"{point}=error(EIO)")
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        place.open().start()
+    assert place.names() == names
+    failpoints.arm("")
+    assert place.open().state == journal.state
+
+
+# -- damage
+
+
+async def _written(place: Place) -> bytes:
+    """A file of one attempt and four parts, one batch each."""
+    journal = place.started()
+    await journal.append(begun(1))
+    for number in range(4):
+        await journal.append(staging(number))
+    await journal.close()
+    return (place.path / FIRST).read_bytes()
+
+
+async def test_a_torn_tail_is_set_aside_and_left_out(place: Place) -> None:
+    data = await _written(place)
+    end = place.scan().end
+    torn = data[:end] + b"half a record" + data[end + 13 :]
+    (place.path / FIRST).write_bytes(torn)
+    journal = place.open()
+    assert (journal.torn, journal.corrupt, journal.records) == (1, 0, 6)
+    assert len(journal.state.staged) == 4
+    aside = [name for name in place.names() if name != FIRST]
+    assert len(aside) == 1
+    assert aside[0].startswith("0000000000000001")
+    assert ".torn" in aside[0]
+    assert (place.path / aside[0]).read_bytes() == b"half a record"
+    assert (place.path / FIRST).read_bytes() == torn
+    journal.start()
+    await journal.append(begun(2))
+    assert place.names() == sorted([aside[0], SECOND])
+    assert (place.open().torn, place.open().state.jobs["gpt"].attempt) == (0, 2)
+
+
+async def test_a_torn_tail_starts_even_a_strict_journal(place: Place) -> None:
+    data = await _written(place)
+    (place.path / FIRST).write_bytes(data[: place.scan().end - 9].ljust(jf.FILE_SIZE, b"\0"))
+    journal = place.open(strict=True)
+    assert (journal.torn, journal.corrupt, journal.records) == (1, 0, 5)
+
+
+def _payload_that_is_no_record(place: Place, data: bytes) -> bytes:
+    place.add(jf.RawRecord(2, 0, 7, 6, b"\xc1"))
+    return (place.path / FIRST).read_bytes()
+
+
+def _payload_of_another_record(place: Place, data: bytes) -> bytes:
+    place.add(jf.RawRecord(3, 0, 7, 6, msgspec.msgpack.encode({"job": "gpt"})))
+    return (place.path / FIRST).read_bytes()
+
+
+def _payload_that_is_not_utf8(place: Place, data: bytes) -> bytes:
+    place.add(jf.RawRecord(9, 0, 7, 6, b"\x82\xa3job\xa2\xff\xfe\xa3tag\xa1t"))
+    return (place.path / FIRST).read_bytes()
+
+
+def _state_that_is_none(place: Place, data: bytes) -> bytes:
+    place.add(jf.RawRecord(1, 0, 7, 6, b"\x81\xa4jobs\x07"))
+    return (place.path / FIRST).read_bytes()
+
+
+DAMAGE: dict[str, Callable[[Place, bytes], bytes]] = {
+    "a durable record": lambda place, data: flip(data, 8 * 200),
+    "the header": lambda place, data: flip(data, 8 * 30),
+    "all zeros": lambda place, data: bytes(len(data)),
+    "empty": lambda place, data: b"",
+    "another number": lambda place, data: jf.FileHeader(2, bytes(16), 0).encode() + bytes(4000),
+    "grown": lambda place, data: data + bytes(4096),
+    "no record": _payload_that_is_no_record,
+    "another record": _payload_of_another_record,
+    "no UTF-8": _payload_that_is_not_utf8,
+    "no state": _state_that_is_none,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+async def test_a_corrupt_file_is_set_aside_and_counted(place: Place, damage: Callable[[Place, bytes], bytes]) -> None:
+    damaged = damage(place, await _written(place))
+    (place.path / FIRST).write_bytes(damaged)
+    journal = place.open()
+    assert (journal.corrupt, journal.torn) == (1, 0)
+    aside = [name for name in place.names() if name != FIRST]
+    assert len(aside) == 1
+    assert aside[0].startswith("0000000000000001")
+    assert ".corrupt" in aside[0]
+    assert (place.path / aside[0]).read_bytes() == damaged
+    journal.start()
+    await journal.append(begun(9))
+    assert place.names() == sorted([aside[0], SECOND])
+    again = place.open()
+    assert (again.corrupt, again.state.jobs["gpt"].attempt) == (0, 9)
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+async def test_a_strict_journal_refuses_and_changes_nothing(place: Place, damage: Callable[[Place, bytes], bytes]) -> None:
+    (place.path / FIRST).write_bytes(damage(place, await _written(place)))
+    before = place.contents()
+    with pytest.raises(IntegrityError, match=f"journal {FIRST} is corrupt .* start without --strict-journal"):
+        place.open(strict=True)
+    assert place.contents() == before
+
+
+async def test_what_can_be_read_of_a_corrupt_file_counts(place: Place) -> None:
+    data = await _written(place)
+    records = place.scan().records
+    third = jf.HEADER_SIZE + sum(-(-(jf.RECORD_SIZE + len(record.payload)) // 8) * 8 for record in records[:3])
+    (place.path / FIRST).write_bytes(flip(data, 8 * (third + 40)))
+    journal = place.open()
+    assert journal.records == 3
+    assert journal.state.jobs["gpt"].attempt == 1
+    assert list(journal.state.staged) == ["gpt/step-00000000.a0001"]
+
+
+async def test_a_corrupt_newest_file_leaves_the_one_before(place: Place) -> None:
+    data = await _written(place)
+    (place.path / SECOND).write_bytes(bytes(100))
+    journal = place.open()
+    assert (journal.corrupt, journal.records) == (1, 6)
+    (place.path / FIRST).write_bytes(data)
+    journal.start()
+    assert "0000000000000003.log" in place.names()
+
+
+# -- other versions
+
+
+async def test_a_newer_record_is_refused_and_nothing_changed(place: Place) -> None:
+    await _written(place)
+    place.add(jf.RawRecord(77, 0, 7, 6, b"\x80"))
+    before = place.contents()
+    for strict in (False, True):
+        with pytest.raises(NewerFormat, match="type 77"):
+            place.open(strict=strict)
+    assert place.contents() == before
+
+
+async def test_a_newer_record_that_may_be_ignored_is(place: Place) -> None:
+    await _written(place)
+    place.add(jf.RawRecord(77, jf.IGNORABLE, 7, 6, b"anything at all"), jf.RawRecord(*_raw(begun(5)), 8, 7, r.encode(begun(5))[1]))
+    journal = place.open(strict=True)
+    assert (journal.state.jobs["gpt"].attempt, journal.records, journal.corrupt) == (5, 8, 0)
+
+
+def _raw(record: r.Record) -> tuple[int, int]:
+    return r.encode(record)[0], 0
+
+
+async def test_a_newer_payload_is_refused_and_nothing_changed(place: Place) -> None:
+    """FORMAT.md, section 7: the record's header holds the version of its payload."""
+    await _written(place)
+    place.add(jf.RawRecord(*_raw(begun(5)), 7, 6, r.encode(begun(5))[1]), version=2)
+    before = place.contents()
+    with pytest.raises(NewerFormat):
+        place.open()
+    assert place.contents() == before
+
+
+@pytest.mark.parametrize(("at", "value"), [(8, 2), (12, 1)])
+async def test_a_newer_file_is_refused_and_nothing_changed(place: Place, at: int, value: int) -> None:
+    data = bytearray(await _written(place))
+    data[at] = value
+    (place.path / FIRST).write_bytes(data)
+    before = place.contents()
+    with pytest.raises(NewerFormat):
+        place.open()
+    assert place.contents() == before

@@ -1,0 +1,290 @@
+"""The blocking connection, against a daemon that is a socket in this process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from ckptd.shared import messages as m
+from ckptd.shared.channel import Channel
+from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, ProtocolError, VersionMismatch
+from ckptd.shared.session import Role, Session
+
+TIMEOUT = 20.0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "s"
+
+
+class Daemon:
+    """The other end, as far as a test wants to play it."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self.socket = client
+        self.session = Session(Role.DAEMON)
+        self.received: list[m.Message] = []
+
+    def receive(self) -> m.Message:
+        while not self.received:
+            self.received += self.session.receive(self.socket.recv(4096))
+        return self.received.pop(0)
+
+    def send(self, reply: m.Reply, descriptors: list[int] | None = None) -> None:
+        socket.send_fds(self.socket, [self.session.send(reply)], descriptors or [])
+
+    def welcome(self) -> None:
+        hello = self.receive()
+        assert isinstance(hello, m.Hello)
+        self.send(m.Welcome(re=hello.id, version=1, root="/ckpts"))
+
+
+@contextmanager
+def daemon(place: Path, play: Callable[[Daemon], None]) -> Iterator[None]:
+    """`play` on another thread, with the first client; what goes wrong there is raised here."""
+    problems: list[BaseException] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(place))
+        listener.listen(1)
+
+        def serve() -> None:
+            try:
+                client, _ = listener.accept()
+                with client:
+                    play(Daemon(client))
+            except BaseException as error:
+                problems.append(error)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    if problems:
+        raise problems[0]
+
+
+def test_it_greets(place: Path) -> None:
+    heard: list[m.Message] = []
+
+    def play(peer: Daemon) -> None:
+        hello = peer.receive()
+        heard.append(hello)
+        peer.send(m.Welcome(re=1, version=1, root="/ckpts", slots=3))
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+    assert channel.welcome == m.Welcome(re=1, version=1, root="/ckpts", slots=3)
+    assert isinstance(heard[0], m.Hello)
+    assert (heard[0].id, heard[0].min_version, heard[0].max_version, heard[0].client[:6]) == (1, 1, 1, "ckptd ")
+    channel.close()
+
+
+def test_requests_and_replies(place: Path) -> None:
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        request = peer.receive()
+        assert isinstance(request, m.Status)
+        frame = peer.session.send(m.StatusReport(re=request.id, report="{}"))
+        for byte in frame:
+            peer.socket.send(bytes([byte]))
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+        number = channel.new_id()
+        channel.send(m.Status(id=number))
+        assert channel.receive() == [m.StatusReport(re=number, report="{}")]
+        channel.close()
+
+
+def test_descriptors_come_along_and_are_taken_in_order(place: Path) -> None:
+    first, second = os.memfd_create("first"), os.memfd_create("second")
+    os.write(first, b"first")
+    os.write(second, b"second")
+
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        begin = peer.receive()
+        assert isinstance(begin, m.Begin)
+        peer.send(m.Began(re=begin.id, attempt=1))
+        fetch = peer.receive()
+        assert isinstance(fetch, m.Fetch)
+        peer.send(m.Fetched(re=fetch.id, ranks=[0, 1]), [first, second])
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+        channel.send(m.Begin(id=channel.new_id(), job="gpt", rank=0, world_size=2))
+        channel.receive()
+        channel.send(m.Fetch(id=channel.new_id(), attempt=1, step=5))
+        assert channel.receive() == [m.Fetched(re=3, ranks=[0, 1])]
+        with pytest.raises(ProtocolError, match="3 descriptors were announced and 2 came"):
+            channel.take(3)
+        taken = channel.take(1) + channel.take(1)
+        assert [os.pread(fd, 10, 0) for fd in taken] == [b"first", b"second"]
+        assert [os.get_inheritable(fd) for fd in taken] == [False, False]
+        with pytest.raises(ProtocolError):
+            channel.take(1)
+        channel.close()
+    for fd in (first, second, *taken):
+        os.close(fd)
+
+
+def test_descriptors_that_nobody_took_are_closed(place: Path) -> None:
+    sent = os.memfd_create("sent")
+
+    def play(peer: Daemon) -> None:
+        hello = peer.receive()
+        assert isinstance(hello, m.Hello)
+        peer.send(m.Welcome(re=1, version=1), [sent, sent, sent])
+
+    before = len(os.listdir("/proc/self/fd"))
+    with daemon(place, play):
+        Channel(place, TIMEOUT).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(sent)
+
+
+# -- who does not come, and who goes
+
+
+def test_nobody_listens(place: Path) -> None:
+    with pytest.raises(DaemonUnreachable, match=f"no daemon listens at {place}: start one"):
+        Channel(place, TIMEOUT)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(place))
+    with pytest.raises(DaemonUnreachable, match="no daemon listens"):
+        Channel(place, TIMEOUT)
+
+
+def test_nobody_answers(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(str(place))
+        silent.listen(1)
+        with pytest.raises(DaemonUnreachable, match="does not answer"):
+            Channel(place, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [("version", VersionMismatch), ("forbidden", Forbidden), ("busy", Busy)], ids=["version", "forbidden", "busy"]
+)
+@pytest.mark.parametrize("re", [0, 1])
+def test_an_error_for_a_greeting_is_raised(place: Path, code: str, error: type[Exception], re: int) -> None:
+    def play(peer: Daemon) -> None:
+        peer.receive()
+        peer.send(m.Error(re=re, code=code, message="not today"))
+
+    with daemon(place, play), pytest.raises(error, match="not today"):
+        Channel(place, TIMEOUT)
+
+
+def test_a_peer_that_speaks_something_else(place: Path) -> None:
+    with daemon(place, lambda peer: peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n")), pytest.raises(ProtocolError):
+        Channel(place, TIMEOUT)
+
+
+def test_a_peer_that_hangs_up_at_once(place: Path) -> None:
+    with daemon(place, lambda peer: None), pytest.raises(DaemonUnreachable):
+        Channel(place, TIMEOUT)
+
+
+def test_a_daemon_that_ends_is_gone(place: Path) -> None:
+    gone = threading.Event()
+
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        peer.socket.close()
+        gone.set()
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+        assert gone.wait(TIMEOUT)
+        with pytest.raises(DaemonUnreachable, match="closed the connection"):
+            channel.receive()
+        with pytest.raises(DaemonUnreachable, match="the daemon is gone"):
+            channel.send(m.Status(id=channel.new_id()))
+        channel.close()
+
+
+def test_a_daemon_that_dies_with_requests_unread_is_gone(place: Path) -> None:
+    """The kernel then says ECONNRESET, not end of file."""
+    sent, gone = threading.Event(), threading.Event()
+
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        assert sent.wait(TIMEOUT)
+        peer.socket.close()
+        gone.set()
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+        channel.send(m.Status(id=channel.new_id()))
+        sent.set()
+        assert gone.wait(TIMEOUT)
+        with closing(channel), pytest.raises(DaemonUnreachable):
+            channel.receive()
+
+
+def test_a_request_out_of_order_is_not_sent(place: Path) -> None:
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        assert isinstance(peer.receive(), m.Status)
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+        with pytest.raises(ProtocolError, match="Persist cannot come while the session is greeted"):
+            channel.send(m.Persist(id=channel.new_id()))
+        channel.send(m.Status(id=channel.new_id()))
+        channel.close()
+
+
+def test_close_wakes_the_one_who_receives(place: Path) -> None:
+    woken: list[str] = []
+    hung_up = threading.Event()
+
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        assert hung_up.wait(TIMEOUT)
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+
+        def listen() -> None:
+            try:
+                channel.receive()
+            except (DaemonUnreachable, OSError) as error:
+                woken.append(type(error).__name__)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        channel.close()
+        hung_up.set()
+        thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    assert len(woken) == 1
+
+
+def test_abandon_leaves_the_parents_connection_alone(place: Path) -> None:
+    """A forked child closes its copy; here a duplicate plays the parent's."""
+
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        assert peer.socket.recv(100) == b"still here"
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+        parents = socket.socket(fileno=os.dup(channel._socket.fileno()))
+        channel.abandon()
+        with pytest.raises(OSError) as caught:
+            channel._socket.getpeername()
+        assert caught.value.errno == errno.EBADF
+        parents.sendall(b"still here")
+        parents.close()

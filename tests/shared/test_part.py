@@ -1,0 +1,336 @@
+"""Part files: what is written is read, and no damage gets through."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from ckptd.shared import codec
+from ckptd.shared.binary import ALIGN
+from ckptd.shared.errors import IntegrityError, NewerFormat
+from ckptd.shared.part import TRAILER_SIZE, PartIndex, PartReader, encode_end, encode_header, file_bound
+from ckptd.shared.plan import MIN_CHUNK, Plan, Region
+from ckptd.shared.request import Request
+from ckptd.shared.scatter import verify
+from crc32c import crc32c
+from tests.shared.samples import NONCE, WRITER, encode_part, flip, memory_file, packed_slot, sample_plan, values_after
+
+PLAN = sample_plan(floats=40_000)  # 160,000 bytes: three chunks of 64 KiB
+VALUES = values_after(PLAN, 70_000)
+SLOT = packed_slot(PLAN, VALUES)
+LARGE = {name: encode_part(SLOT, PLAN, VALUES, codec=name, chunk_size=MIN_CHUNK)[0] for name in ("raw", "zstd")}
+SMALL_PLAN = sample_plan()
+SMALL_VALUES = values_after(SMALL_PLAN)
+SMALL, SMALL_INDEX = encode_part(packed_slot(SMALL_PLAN, SMALL_VALUES), SMALL_PLAN, SMALL_VALUES, codec="zstd")
+
+
+def read(data: bytes, index_sha256: str | None = None) -> dict[int, bytes]:
+    """Every chunk, by its offset in the packed slot."""
+    with memory_file(data) as fd:
+        reader = PartReader(fd, "p", index_sha256)
+        assert reader.fileno() == fd
+        found = {}
+        for number, chunk in enumerate(reader.ranges):
+            raw = bytearray(chunk.length)
+            reader.read_chunk(number, memoryview(raw))
+            found[chunk.offset] = bytes(raw)
+        return found
+
+
+def check(data: bytes, index_sha256: str | None = None) -> None:
+    with memory_file(data) as fd:
+        verify(PartReader(fd, "p", index_sha256), threads=1)
+
+
+@pytest.mark.parametrize("name", ["raw", "zstd"])
+def test_every_byte_comes_back(name: str) -> None:
+    data = LARGE[name]
+    found = read(data)
+    assert [len(raw) for raw in found.values()] == [16, 65536, 65536, 28928, 5, 65536, 4464]
+    assert all(SLOT[offset : offset + len(raw)] == raw for offset, raw in found.items())
+    with memory_file(data) as fd:
+        assert verify(PartReader(fd, "p")) == 16 + 160_000 + 5 + 70_000
+
+
+def test_the_reader_tells_what_it_holds() -> None:
+    request = Request(tag="best", metrics={"loss": 0.25}, created=1.5)
+    data, index = encode_part(SLOT, PLAN, VALUES, step=None, tag="best.a0002", rank=3, world_size=8, request=request)
+    with memory_file(data) as fd:
+        reader = PartReader(fd, "gpt/best.a0002/x")
+        assert (reader.name, reader.index, reader.plan, reader.values) == ("gpt/best.a0002/x", index, PLAN, VALUES)
+        assert Request.decode(reader.index.request) == request
+        assert (index.step, index.rank, index.world_size, index.attempt, index.job) == (None, 3, 8, 2, "gpt")
+
+
+def test_zstd_takes_less_and_chunks_that_do_not_shrink_are_raw() -> None:
+    assert len(LARGE["zstd"]) < len(LARGE["raw"])
+    with memory_file(LARGE["zstd"]) as fd:
+        kinds = [(c.codec, c.stored_length < c.raw_length) for c in PartReader(fd, "p").index.chunks]
+    assert (codec.ZSTD, True) in kinds
+    assert (codec.RAW, False) in kinds
+    assert all((kind == codec.ZSTD) == shrunk for kind, shrunk in kinds)
+
+
+def test_chunks_may_lie_in_any_order_in_the_file() -> None:
+    """They are written by several threads, each as soon as it is encoded."""
+    plan = Plan(regions=[Region(0, 3 * MIN_CHUNK, 4)], items=[], aliases=[], metadata=None, writer=WRITER)
+    values = values_after(plan, 10)
+    slot = packed_slot(plan, values)
+    _, index = encode_part(slot, plan, values)
+    order = [2, 0, 3, 1]
+    body, moved = bytearray(ALIGN), {}
+    for number in order:
+        chunk = index.chunks[number]
+        moved[number] = msgspec.structs.replace(chunk, offset=len(body))
+        body += bytes(slot[chunk.raw_offset : chunk.raw_offset + chunk.raw_length]).ljust(-(-chunk.raw_length // ALIGN) * ALIGN, b"\0")
+    index = msgspec.structs.replace(index, chunks=[moved[n] for n in range(4)])
+    body[:ALIGN] = encode_header(index, NONCE)
+    found = read(bytes(body) + encode_end(len(body), index.encode()))
+    assert all(slot[offset : offset + len(raw)] == raw for offset, raw in found.items())
+
+
+def test_an_empty_slot_is_a_part() -> None:
+    plan = Plan(regions=[], items=[], aliases=[], metadata=None, writer=WRITER)
+    data, _ = encode_part(b"", plan, (0, 0))
+    assert read(data) == {}
+    assert len(data) == 2 * ALIGN
+
+
+@pytest.mark.parametrize("name", ["raw", "zstd"])
+def test_the_file_stays_within_its_bound(name: str) -> None:
+    with memory_file(LARGE[name]) as fd:
+        ranges = PartReader(fd, "p").ranges
+    assert len(LARGE[name]) <= file_bound(ranges, len(PLAN.encode()))
+
+
+def test_the_bound_holds_for_a_request_of_any_size() -> None:
+    """Metrics, user content and names are the user's; the space is reserved before the first chunk is written."""
+    request = Request(user_content='"' + "x" * 20_000 + '"')
+    data, index = encode_part(SLOT, PLAN, VALUES, job="j" * 128, request=request)
+    with memory_file(data) as fd:
+        ranges = PartReader(fd, "p").ranges
+    assert len(data) <= file_bound(ranges, len(PLAN.encode()) + len(index.request))
+
+
+# -- damage
+
+
+@pytest.mark.parametrize("name", ["raw", "zstd"])
+def test_every_truncation_is_seen(name: str) -> None:
+    data = LARGE[name]
+    lengths = {*range(0, len(data), 1021), *range(0, len(data), ALIGN), *range(len(data) - 200, len(data)), 1, 15, 16, 200}
+    for length in sorted(lengths):
+        with pytest.raises(IntegrityError, match="^p: "):
+            check(data[:length])
+
+
+def test_bytes_behind_the_end_are_seen() -> None:
+    for more in (b"\0", bytes(ALIGN), SMALL[-ALIGN:]):
+        with pytest.raises(IntegrityError, match="^p: "):
+            check(SMALL + more)
+
+
+@pytest.mark.parametrize("name", ["raw", "zstd"])
+def test_random_flips_are_seen_across_the_file(name: str) -> None:
+    data = LARGE[name]
+    with memory_file(data) as fd:
+        for bit in random.Random(11).sample(range(8 * len(data)), 400):
+            os.pwrite(fd, bytes([data[bit >> 3] ^ (1 << (bit & 7))]), bit >> 3)
+            with pytest.raises(IntegrityError, match="^p: "):
+                verify(PartReader(fd, "p"), threads=1)
+            os.pwrite(fd, data[bit >> 3 : (bit >> 3) + 1], bit >> 3)
+        assert verify(PartReader(fd, "p")) == 230_021
+
+
+def test_every_flip_is_seen_where_the_bytes_mean_most() -> None:
+    """Header, index and trailer, each bit. The rest of the first and the last page is padding."""
+    used = len(SMALL_INDEX.encode())
+    index_offset = len(SMALL) - -(-(used + TRAILER_SIZE) // ALIGN) * ALIGN
+    places = [range(200), range(index_offset, index_offset + used + 8), range(len(SMALL) - TRAILER_SIZE - 8, len(SMALL))]
+    with memory_file(SMALL) as fd:
+        for at in (n for place in places for n in place):
+            for bit in range(8):
+                os.pwrite(fd, bytes([SMALL[at] ^ (1 << bit)]), at)
+                with pytest.raises(IntegrityError, match="^p: "):
+                    PartReader(fd, "p")
+            os.pwrite(fd, SMALL[at : at + 1], at)
+        PartReader(fd, "p")
+
+
+def test_a_damaged_chunk_names_its_place() -> None:
+    with memory_file(flip(SMALL, 8 * ALIGN + 1)) as fd:
+        reader = PartReader(fd, "gpt/x")
+        with pytest.raises(IntegrityError, match=r"^gpt/x: chunk 0 \(bytes 4096 to 4112\) does not match its checksum"):
+            reader.read_chunk(0, memoryview(bytearray(16)))
+        reader.read_chunk(1, memoryview(bytearray(24)))
+
+
+def test_a_chunk_whose_pages_went_missing_is_seen() -> None:
+    with memory_file(SMALL) as fd:
+        reader = PartReader(fd, "p")
+        os.ftruncate(fd, ALIGN + 100)
+        with pytest.raises(IntegrityError, match="cut short"):
+            reader.read_chunk(0, memoryview(bytearray(16)))
+
+
+def test_the_manifests_word_on_the_index_counts() -> None:
+    right = hashlib.sha256(SMALL_INDEX.encode()).hexdigest()
+    check(SMALL, right)
+    for wrong in (right[:-1] + ("0" if right[-1] != "0" else "1"), "", hashlib.sha256(b"").hexdigest()):
+        with pytest.raises(IntegrityError, match="index does not match its digest"):
+            check(SMALL, wrong)
+
+
+def test_a_newer_part_is_told_from_a_broken_one() -> None:
+    for at in (8, 12):
+        with pytest.raises(NewerFormat, match="^p: "):
+            check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
+    for at in (len(SMALL) - TRAILER_SIZE + 8, len(SMALL) - TRAILER_SIZE + 12):
+        with pytest.raises(NewerFormat, match="^p: "):
+            check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
+
+
+# -- files that somebody made on purpose: every checksum right, the contents impossible
+
+
+def forge(change: Callable[[dict[str, Any]], object], *, header: bytes | None = None) -> bytes:
+    """The small part with another index, its header, trailer and checksums to match."""
+    plain: dict[str, Any] = msgspec.msgpack.decode(SMALL_INDEX.encode())
+    change(plain)
+    index = msgspec.msgpack.encode(plain)
+    end = ALIGN + sum(-(-chunk.stored_length // ALIGN) * ALIGN for chunk in SMALL_INDEX.chunks)
+    if header is None:
+        try:
+            header = encode_header(msgspec.msgpack.decode(index, type=PartIndex), NONCE)
+        except (msgspec.ValidationError, struct.error):
+            header = SMALL[:ALIGN]
+    return header + SMALL[ALIGN:end] + encode_end(end, index)
+
+
+def test_a_forged_part_without_a_change_is_sound() -> None:
+    assert forge(lambda d: None) == SMALL
+    check(forge(lambda d: d.update(novelty=1)))
+
+
+def _chunk(number: int, field: int, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda d: d["chunks"][number].__setitem__(field, value)
+
+
+def _swap_plan(d: dict[str, Any]) -> None:
+    d["plan"] = sample_plan(7).encode()
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another plan": _swap_plan,
+    "another signature": lambda d: d.update(signature=bytes(32)),
+    "no plan": lambda d: d.update(plan=b"", signature=hashlib.sha256(b"").digest()),
+    "a chunk too few": lambda d: d["chunks"].pop(),
+    "a chunk too many": lambda d: d["chunks"].append(d["chunks"][-1]),
+    "no chunks": lambda d: d.update(chunks=[]),
+    "chunks out of order": lambda d: d["chunks"].reverse(),
+    "chunk of other raw bytes": _chunk(0, 0, 8),
+    "chunk of another raw length": _chunk(0, 1, 8),
+    "chunk over the header": _chunk(0, 2, 0),
+    "two chunks at one place": _chunk(1, 2, ALIGN),
+    "chunk behind the file": _chunk(3, 2, 1 << 40),
+    "chunk with a gap before it": _chunk(3, 2, 6 * ALIGN),
+    "chunk of enormous length": _chunk(0, 3, 1 << 61),
+    "chunk stored in nothing": _chunk(0, 3, 0),
+    "chunk of another element size": _chunk(0, 5, 4),
+    "chunk of an impossible element size": _chunk(0, 5, 17),
+    "chunk with an impossible checksum": _chunk(0, 6, 1 << 32),
+    "values over the tensors": lambda d: d.update(values=[0, 40]),
+    "values elsewhere": lambda d: d.update(values=[SMALL_VALUES[0] + 64, 40]),
+    "values longer": lambda d: d.update(values=[SMALL_VALUES[0], 41]),
+    "negative values": lambda d: d.update(values=[-1, 40]),
+    "chunk size 0": lambda d: d.update(chunk_size=0),
+    "chunk size beyond the limit": lambda d: d.update(chunk_size=1 << 30),
+    "no job": lambda d: d.pop("job"),
+    "no request": lambda d: d.pop("request"),
+    "a job that is a number": lambda d: d.update(job=7),
+    "a rank that is a text": lambda d: d.update(rank="0"),
+}
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
+def test_a_forged_index_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(IntegrityError, match="^p: "):
+        check(forge(change))
+
+
+@pytest.mark.parametrize("field", ["attempt", "rank", "world_size", "step"])
+@pytest.mark.parametrize("value", [-1, 1 << 33, (1 << 64) - 1], ids=["negative", "33 bits", "64 bits"])
+def test_a_number_that_cannot_be_is_an_integrity_error(field: str, value: int) -> None:
+    with pytest.raises(IntegrityError):
+        check(forge(lambda d: d.update({field: value}), header=SMALL[:ALIGN]))
+
+
+@pytest.mark.parametrize("field", ["attempt", "rank", "world_size", "step", "job"])
+def test_header_and_index_speak_of_the_same_snapshot(field: str) -> None:
+    with pytest.raises(IntegrityError, match="different snapshots"):
+        check(forge(lambda d: d.update({field: "other" if field == "job" else 5}), header=SMALL[:ALIGN]))
+
+
+def test_an_unknown_codec_is_a_newer_ckptds() -> None:
+    with memory_file(forge(_chunk(0, 4, 7))) as fd:
+        reader = PartReader(fd, "p")
+        with pytest.raises(NewerFormat, match="^p: chunk 0 .*codec 7"):
+            reader.read_chunk(0, memoryview(bytearray(16)))
+
+
+def test_wrong_raw_bytes_of_a_sound_frame_are_seen() -> None:
+    with memory_file(forge(_chunk(0, 6, 12345))) as fd:
+        reader = PartReader(fd, "p")
+        with pytest.raises(IntegrityError, match="decodes to other bytes than were saved"):
+            reader.read_chunk(0, memoryview(bytearray(16)))
+
+
+@pytest.mark.parametrize("where", ["values", "regions"])
+def test_a_part_that_claims_an_enormous_slot_costs_no_memory(where: str) -> None:
+    """8 GiB here; with 2^61 the reader would never come back."""
+    claimed = 1 << 33
+
+    def change(d: dict[str, Any]) -> None:
+        if where == "values":
+            d["values"] = [SMALL_VALUES[0], claimed]
+        else:
+            plan = Plan(regions=[Region(0, claimed, 4)], items=[], aliases=[], metadata=None, writer=WRITER).encode()
+            d.update(plan=plan, signature=hashlib.sha256(plan).digest(), values=[claimed, 0])
+
+    data = forge(change)
+    tracemalloc.start()
+    try:
+        with pytest.raises(IntegrityError):
+            check(data)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "whole"),
+    [(0, 10, None), (ALIGN + 1, 10, None), (1 << 62, 10, None), (None, 1 << 40, None), (None, None, 3 * ALIGN), (None, 0, None)],
+)
+def test_a_trailer_that_points_elsewhere_is_refused(offset: int | None, length: int | None, whole: int | None) -> None:
+    trailer = bytearray(SMALL[-TRAILER_SIZE:])
+    for at, value in ((16, offset), (24, length), (32, whole)):
+        if value is not None:
+            trailer[at : at + 8] = struct.pack("<Q", value)
+    trailer[60:] = struct.pack("<I", crc32c(bytes(trailer[:60])))
+    with pytest.raises(IntegrityError, match="^p: "):
+        check(SMALL[:-TRAILER_SIZE] + bytes(trailer))
+
+
+def test_the_zeros_of_the_trailer_are_verified() -> None:
+    trailer = bytearray(SMALL[-TRAILER_SIZE:])
+    trailer[50] = 1
+    trailer[60:] = struct.pack("<I", crc32c(bytes(trailer[:60])))
+    with pytest.raises(IntegrityError, match="padding is not zero"):
+        check(SMALL[:-TRAILER_SIZE] + bytes(trailer))

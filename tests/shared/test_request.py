@@ -1,0 +1,66 @@
+"""The request document."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import msgspec
+import pytest
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.request import Request
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.shared.samples import steady
+
+
+@steady
+@given(
+    st.none() | st.text(max_size=128), st.booleans(), st.dictionaries(st.text(), st.floats(allow_nan=False)), st.text(),
+    st.floats(allow_nan=False),
+)  # fmt: skip
+def test_round_trip(tag: str | None, persist: bool, metrics: dict[str, float], content: str, created: float) -> None:
+    request = Request(tag=tag, persist=persist, metrics=metrics, user_content=json.dumps(content), created=created)
+    assert Request.decode(request.encode()) == request
+    assert Request.decode(request.encode()).encode() == request.encode()
+
+
+def test_defaults() -> None:
+    assert Request.decode(b"\x80") == Request(tag=None, persist=True, metrics={}, user_content="null", created=0.0)
+
+
+def test_metrics_may_be_anything_that_a_float_can() -> None:
+    again = Request.decode(Request(metrics={"a": math.nan, "b": math.inf, "c": -0.0}).encode()).metrics
+    assert math.isnan(again["a"])
+    assert again["b"] == math.inf
+    assert math.copysign(1, again["c"]) == -1
+
+
+def test_unknown_keys_are_ignored() -> None:
+    assert Request.decode(msgspec.msgpack.encode({"tag": "best", "novelty": 1})) == Request(tag="best")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"", b"\xc1", b"\x90", Request().encode()[:-1], Request().encode() + b"\0",
+        msgspec.msgpack.encode({"tag": "x" * 129}), msgspec.msgpack.encode({"tag": 3}), msgspec.msgpack.encode({"persist": 1}),
+        msgspec.msgpack.encode({"metrics": {"a": "nan"}}), msgspec.msgpack.encode({"metrics": [1]}),
+        msgspec.msgpack.encode({"user_content": ""}), msgspec.msgpack.encode({"user_content": "{"}),
+        msgspec.msgpack.encode({"user_content": "[" * 100_000 + "]" * 100_000}), msgspec.msgpack.encode({"user_content": None}),
+        msgspec.msgpack.encode({"user_content": '"\\ud800"'}), msgspec.msgpack.encode({"created": "now"}), b"\x81\xa3tag\xa1\xff",
+        b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0",
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_refused(document: bytes) -> None:
+    with pytest.raises(IntegrityError, match="request document cannot be read"):
+        Request.decode(document)
+
+
+@steady
+@given(st.binary(max_size=100))
+def test_noise_is_refused_or_a_request(noise: bytes) -> None:
+    try:
+        assert isinstance(Request.decode(noise), Request)
+    except IntegrityError:
+        pass

@@ -1,0 +1,63 @@
+"""Draws the life cycles of a snapshot and of a session from the tables that the code runs. `python -m tests.support.diagrams --write`"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from ckptd.shared import lifecycle, session
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "life-cycles.md"
+
+
+def snapshot_diagram() -> str:
+    lines = ["stateDiagram-v2", "    [*] --> new"]
+    for (state, event), after in lifecycle.TRANSITIONS.items():
+        lines.append(f"    {state.value} --> {after.value}: {event.value}")
+    ends = {after for after in lifecycle.State} - {state for state, _ in lifecycle.TRANSITIONS}
+    return "\n".join([*lines, *(f"    {state.value} --> [*]" for state in sorted(ends, key=lambda s: s.value))])
+
+
+def session_diagram() -> str:
+    steps: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (state, request), after in session.REQUESTS.items():
+        steps[state.value, after.value].append(request.__name__)
+    for (state, good), after in session.ANSWERED.items():
+        steps[state.value, after.value].append("its reply" if good else "Error")
+    lines = ["stateDiagram-v2", "    [*] --> new"]
+    lines += [f"    {state} --> {after}: {', '.join(names)}" for (state, after), names in steps.items()]
+    return "\n".join([*lines, "    closed --> [*]"])
+
+
+def page() -> str:
+    return f"""# Life cycles
+
+Drawn from the tables that the code runs (`shared/lifecycle.py`, `shared/session.py`) by `python -m tests.support.diagrams --write`; a test
+fails when they differ.
+
+## A snapshot
+
+`Pending.state` shows *new*, *filling* and *staged* as "staged"; *writing* and *written* are the daemon's own. A snapshot that *failed* to
+be saved stays in memory: it is tried again when it turns out to be the last.
+
+```mermaid
+{snapshot_diagram()}
+```
+
+## A session
+
+One connection between agent and daemon. While a request that changes the state is under way, the session is in between: *greeting*,
+*beginning*, *leaving*. `Error` with `re` = 0 closes from any state.
+
+```mermaid
+{session_diagram()}
+```
+"""
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page())
+    else:
+        print(page())

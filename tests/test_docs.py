@@ -1,0 +1,50 @@
+"""The documents say what the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptd.daemon.config import FIELDS
+from tests.support import diagrams
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "shared").glob("*.md"))]
+
+
+def test_life_cycles_are_drawn_from_the_tables() -> None:
+    assert diagrams.PAGE.read_text() == diagrams.page(), "run python -m tests.support.diagrams --write"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_setting_is_documented() -> None:
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    missing = [name for name in FIELDS if name not in ("private", "idle_timeout") and f"| `{name}` |" not in text]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fenced blocks marked `python` run one after the other, in one process, with a private daemon."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    if not blocks:
+        return
+    monkeypatch.setenv("CKPTD_ROOT", str(tmp_path / "ckpts"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "0.1")
+    monkeypatch.setenv("CKPTD_MEMORY_TTL", "0.1")
+    for name in ("CKPTD_SOCKET", "CKPTD_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    result = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
