@@ -56,7 +56,7 @@ class MappedSlot:
     def __init__(self, name: str, data_fd: int, lock_fd: int) -> None:
         self.name = name
         self._fd, self._lock_fd = data_fd, lock_fd
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)  # at most a daemon's test is in the way, for an instant
         self.header: SegmentHeader = read_header(data_fd)
         mapped = mmap.mmap(data_fd, self.header.file_length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)

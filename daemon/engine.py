@@ -56,6 +56,9 @@ class Engine:
                 attempt = await self._attempts.claim(job_name, max(job.attempt, held))
                 await self._journal.append(r.Begun(job=job_name, attempt=attempt, world_size=world_size))
                 failpoint("attempt.journaled")
+                for slot in list(self.slots.slots.values()):
+                    if slot.header.job == job_name:
+                        await self.note_untold(slot)  # sealed before this attempt began, and nobody has said so yet
                 job.attempt, job.world_size = attempt, world_size
                 self._retire_older(job)
             elif attempt != job.attempt:
@@ -135,21 +138,33 @@ class Engine:
             raise InvalidRequest(f"attempt {attempt} is not this connection's")
         if job.is_durable(attempt, step):
             return True
-        slot = self.slots.get(segment)
-        if slot.owner != owner.identity:
-            raise NotFound(f"segment {segment[:8]} is not this rank's")
-        header = slot.refresh()
-        if header.state is not SlotState.SEALED or header.step != step:
-            raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {step}")
         snapshot = job.snapshots.get((attempt, step))
-        known = snapshot.shards.get(owner.rank) if snapshot else None
-        if known is None or known.generation != header.generation:
-            self._check_current(owner)  # what was sealed before the newer attempt began has been noted then
+        if snapshot is None or owner.rank not in snapshot.shards:
+            self._check_current(owner)
+            slot = self.slots.get(segment)
+            if slot.owner != owner.identity:
+                raise NotFound(f"segment {segment[:8]} is not this rank's")
+            header = slot.refresh()
+            if header.state is not SlotState.SEALED or header.step != step:
+                raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {step}")
             snapshot = await self.note_seal(slot)
-        assert snapshot is not None
         if snapshot.state is State.FAILED:
             self.tell(snapshot)
-        return False
+        return job.is_durable(attempt, step)
+
+    async def note_untold(self, slot: Slot) -> bool:
+        """If the slot's header says sealed and nobody has told: note it. False if there is nothing to be noted, or it is damaged."""
+        try:
+            header = slot.refresh()
+            if header.state is not SlotState.SEALED or header.step is None or slot.name not in self.admission.busy:
+                return False
+            snapshot = self.catalog.job(header.job).snapshots.get((header.attempt, header.step))
+            if snapshot is None or header.rank not in snapshot.shards:
+                await self.note_seal(slot)
+        except CkptdError as error:
+            log.warning("%r: %s", slot, error)
+            return False
+        return True
 
     async def note_seal(self, slot: Slot) -> Snapshot:
         """Make a sealed slot's shard part of its snapshot, journal it, and start what follows. The header is fresh."""
@@ -161,7 +176,10 @@ class Engine:
             tag = names.tag_directory(header.step, names.check_user_tag(sealed.request.tag) if sealed.request.tag else None, header.attempt)
             if tag in job.checkpoints and not job.is_durable(*key):
                 raise AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another")
-        except CkptdError:
+        except CkptdError as error:
+            begun = job.snapshots.get(key)
+            if begun is not None and begun.state is State.FILLING:
+                self._give_up(job, begun, str(error))
             self.admission.vacate(slot)
             raise
         snapshot = job.snapshots.get(key)

@@ -15,7 +15,7 @@ from ckptd.daemon.admission import Owner
 from ckptd.daemon.catalog import Job
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.slots import Slot
-from ckptd.shared.errors import CkptdError, NotFound
+from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import State
 from ckptd.shared.segment import SlotState
@@ -83,40 +83,12 @@ class Orphans:
         log.info("job %s attempt %d rank %d: the trainer is gone", owner.job, owner.attempt, owner.rank)
         job = engine.catalog.job(owner.job)
         for slot in engine.slots.of(*owner.identity):
-            await self._settle(job, slot)
+            if not await engine.note_untold(slot):
+                engine.admission.vacate(slot)
         engine.bury(owner)
         self._save_owed(job)
         engine.release_settled(job)
         self.start_timer(job)
-
-    async def _settle(self, job: Job, slot: Slot) -> None:
-        """Note a seal that its trainer had no time to tell of; let the slot go if there is none."""
-        engine = self._engine
-        try:
-            header = slot.refresh()
-            if header.state is not SlotState.SEALED or header.step is None:
-                raise NotFound("it was never sealed")
-            snapshot = job.snapshots.get((header.attempt, header.step))
-            known = snapshot.shards.get(header.rank) if snapshot is not None else None
-            if known is None and slot.name not in engine.admission.busy:
-                raise NotFound("it was free")
-            if known is None or known.generation != header.generation:
-                await engine.note_seal(slot)
-        except CkptdError as error:
-            log.info("%r let go: %s", slot, error)
-            engine.admission.vacate(slot)
-
-    async def _note_untold(self, slot: Slot) -> None:
-        """A seal whose message has not been read yet, of a trainer that lives."""
-        engine = self._engine
-        try:
-            header = slot.refresh()
-            snapshot = engine.catalog.job(header.job).snapshots.get((header.attempt, header.step or 0))
-            known = snapshot.shards.get(header.rank) if snapshot is not None else None
-            if header.state is SlotState.SEALED and (known is None or known.generation != header.generation):
-                await engine.note_seal(slot)
-        except CkptdError as error:
-            log.warning("%r: %s", slot, error)
 
     def _save_owed(self, job: Job) -> None:
         owed = job.owed()
@@ -202,8 +174,7 @@ class Orphans:
     async def drain(self) -> None:
         """The newest sealed snapshot of every job becomes durable, and everything under way is finished."""
         for slot in list(self._engine.slots.slots.values()):
-            if slot.owner in self._engine.owners and slot.name in self._engine.admission.busy:
-                await self._note_untold(slot)
+            await self._engine.note_untold(slot)
         for job in self._engine.catalog.jobs.values():
             self._save_owed(job)
         await self._engine.saver.drain()

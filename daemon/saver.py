@@ -104,6 +104,8 @@ class Saver:
             sealed = await self._pipeline.run(lambda s=slot: SealedSlot.read(s.fd, s.header))  # type: ignore[misc]
             before = read_check(slot.fd, slot.header)
             crcs = await self._pipeline.checksum(sealed)
+            if slot.refresh().generation != shard.generation:  # a trainer says so before it changes the first byte
+                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being checked")
             if before is None:
                 write_check(slot.fd, slot.header, crcs)
             elif before != crcs:

@@ -172,7 +172,7 @@ class Slots:
                 size = os.fstat(fd).st_size
                 if size < header.file_length:
                     raise IntegrityError("it is cut short")
-            except IntegrityError as error:
+            except (IntegrityError, OSError) as error:
                 log.warning("segment %s removed: %s", name, error)
                 os.close(fd)
                 self._fs.unlink(name, self._directory)

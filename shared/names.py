@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import re
 import secrets
 import socket
@@ -125,9 +126,11 @@ def private_socket(root: Path) -> Path:
 
 def default_sockets() -> list[Path]:
     """Where an agent looks when no socket is named: the system's daemon of this user, then the user's own."""
-    import getpass
-
-    places = [Path("/run/ckptd") / f"{getpass.getuser()}.sock"]
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # containers run with uids that have no name
+        user = str(os.getuid())
+    places = [Path("/run/ckptd") / f"{user}.sock"]
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         places.append(Path(runtime) / "ckptd.sock")
     return places
