@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ckptd.agent.agent import Agent
+from ckptd.agent.agent import CLOSE_SECONDS, Agent
 from ckptd.agent.checkpoint import Checkpoint
 from ckptd.agent.pending import Pending
 from ckptd.agent.recovery import Recovered
@@ -59,10 +59,10 @@ def recover(state: Any, *, step: int | None = None, strict: bool = True) -> Reco
     return _agent().recover(state, step=step, strict=strict)
 
 
-def close() -> None:
+def close(timeout: float = CLOSE_SECONDS) -> None:
     """`Agent.close` of this process's agent, if it has one: the newest snapshot becomes durable, the slots are freed."""
     global _default
     with _lock:
         agent, _default = _default, None
     if agent is not None:
-        agent.close()
+        agent.close(timeout)

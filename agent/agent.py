@@ -26,7 +26,7 @@ from ckptd.agent.preparation import Preparation
 from ckptd.agent.recovery import Recovered
 from ckptd.agent.staging import Documents, MappedSlot
 from ckptd.shared import messages as m
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, from_wire
+from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, from_wire
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event
 from ckptd.shared.request import Request
@@ -35,6 +35,8 @@ log = logging.getLogger("ckptd.agent")
 
 CALL_SECONDS = 30.0
 GRACE_SECONDS = 2.0  # beyond its budget that a daemon may take to say that there is no slot
+CLOSE_SECONDS = 600.0
+_AGAIN_SECONDS = 0.05
 _SLACK = 1 << 16
 
 
@@ -105,7 +107,7 @@ class Agent:
         state: any nesting of tensors, modules, optimizers, objects with a state_dict, and plain values.
         step: 0 or more, higher than the last; tag: a name of its own, kept until deleted by hand.
         persist: False keeps it in memory only, unless this process dies or closes while it is the newest.
-        on_busy: "wait" up to the daemon's stall budget for a free slot, or "skip".
+        on_busy: "wait" up to the daemon's stall budget (10 s) for a free slot, or "skip" without waiting.
         metrics: numbers for the manifest; user_content: anything JSON can say; rng: capture random generators too.
         """
         begun = time.perf_counter()
@@ -125,15 +127,21 @@ class Agent:
     def _snapshot(self, pending: Pending, state: Any, request: Request, on_busy: str, rng: bool) -> None:
         self._check_open()
         budget = self._client.welcome.stall_budget if on_busy == "wait" else 0.0
+        deadline = time.monotonic() + budget
         if not self._client.wait_connected(budget):
             raise DaemonUnreachable("the daemon is gone; training goes on, and snapshots resume when it is back")
         captured = capture(state, rng=rng)
         layout = self._layout_of(captured.tensors)
         documents = Documents(captured.values, request.encode())
-        self._ensure_slots(documents.capacity(layout))
-        slot = self._acquire(pending, request.tag, budget)
+        if not self._ensure_slots(documents.capacity(layout), deadline):
+            pending.skip("the slots in shared memory are still being made; a later snapshot will find them")
+            return
+        slot = self._acquire(pending, request.tag, deadline)
         if slot is None:
             return
+        for old in [p for p in self._pending.values() if p.segment == slot.name]:
+            del self._pending[old.attempt, old.step]
+            old.supersede()
         pending.move(Event.GRANT)
         failpoint("agent.granted")
         pending.segment = slot.name
@@ -157,15 +165,16 @@ class Agent:
             self._layout = (found, make_layout(tensors))
         return self._layout[1]
 
-    def _acquire(self, pending: Pending, tag: str | None, budget: float) -> MappedSlot | None:
-        """A free slot, or None: then the pending is skipped. After a lost connection asks again while the budget lasts."""
-        deadline = time.monotonic() + budget
+    def _acquire(self, pending: Pending, tag: str | None, deadline: float) -> MappedSlot | None:
+        """A free slot, or None: then the pending is skipped. After a lost connection, or from a daemon that stops, asks again."""
+        begun = time.monotonic()
         while True:
             wait = max(0.0, deadline - time.monotonic())
             try:
                 reply, _ = self._client.call(self._acquire_request(pending.step, tag, wait), m.Reply, wait + GRACE_SECONDS)
-            except DaemonUnreachable:
-                if not self._client.wait_connected(deadline - time.monotonic()):
+            except (DaemonUnreachable, Busy):
+                time.sleep(min(wait, _AGAIN_SECONDS))
+                if not self._client.wait_connected(wait) or time.monotonic() >= deadline:
                     raise
                 continue
             if isinstance(reply, m.Granted):
@@ -173,7 +182,7 @@ class Agent:
                     raise InternalError(f"the daemon granted a segment that this rank has not mapped: {reply.segment[:8]}")
                 return self._slots[reply.segment]
             assert isinstance(reply, m.Refused)
-            pending.skip(f"{reply.reason} (waited {budget:g} s)")
+            pending.skip(f"{reply.reason} (waited {time.monotonic() - begun:.1f} s)")
             return None
 
     @staticmethod
@@ -227,27 +236,31 @@ class Agent:
             self._check_open()
             captured = capture(state, rng=True)
             capacity = Documents(captured.values, b"").capacity(make_layout(captured.tensors)) + optimizer_bytes_to_come(state)
+            if self._preparing is not None and not self._preparing.wait(self._client.welcome.stall_budget):
+                return
             if self._room() < capacity:
                 self._prepare_slots(capacity)
 
     def _room(self) -> int:
-        if self._preparing is not None:
-            self._preparing.allocated.wait(self._client.welcome.stall_budget)
         return min((slot.capacity for slot in self._slots.values()), default=-1)
 
-    def _ensure_slots(self, needed: int) -> None:
-        """Slots for `needed` bytes, within the stall budget: what takes longer goes on in the background, for a later snapshot."""
-        if self._room() < needed and (self._preparing is None or self._preparing.allocated.is_set()):
-            self._prepare_slots(needed)
+    def _ensure_slots(self, needed: int, deadline: float) -> bool:
+        """Slots for `needed` bytes by `deadline`; False if that takes longer: it goes on in the background, for a later snapshot."""
         preparing = self._preparing
-        if preparing is not None and not preparing.allocated.wait(self._client.welcome.stall_budget):
-            raise SnapshotFailed("the slots in shared memory are still being made; a later snapshot will find them")
-        if self._room() < needed:
-            raise (preparing.error if preparing is not None else None) or SnapshotFailed("there are no slots in shared memory")
+        if preparing is None or preparing.allocated.is_set():
+            if self._room() >= needed:
+                return True
+            preparing = self._prepare_slots(needed)
+        if not preparing.wait(deadline - time.monotonic()):
+            return False
+        if preparing.error is not None:
+            raise preparing.error
+        return self._room() >= needed or self._ensure_slots(needed, deadline)
 
-    def _prepare_slots(self, needed: int) -> None:
+    def _prepare_slots(self, needed: int) -> Preparation:
         """Some room to spare, since plain values may grow from step to step."""
         self._preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots)
+        return self._preparing
 
     # -- going back
 
@@ -265,19 +278,14 @@ class Agent:
             self._client.wait_connected(self._client.welcome.stall_budget)
             recovered = recovery.recover(self._client, self.job, state, step=step, strict=strict)
             if recovered is not None and (recovered.step or 0) < self.last_step:
-                self._close_attempt()
-                self._begin()
+                self._settle_slots()
+                self._begin()  # the daemon takes this attempt's slots back, and saves what is owed of it
+                self._drop_slots()
             try:
                 self.prepare(state)
             except CkptdError as error:
                 log.warning("slots are made at the first snapshot, since this state cannot be saved as it is: %s", error)
         return recovered
-
-    def _close_attempt(self) -> None:
-        """Steps behind the last begin a new attempt: the slots of this one are the daemon's again."""
-        self._settle_slots()
-        self._client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
-        self._drop_slots()
 
     # -- a daemon that comes and goes
 
@@ -302,8 +310,11 @@ class Agent:
 
     # -- the end
 
-    def close(self) -> None:
-        """Make the newest snapshot durable, then free the slots. Raises SnapshotFailed if it could not be saved, DaemonUnreachable.
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Make the newest snapshot durable, then free the slots.
+
+        Raises SnapshotFailed if it could not be saved, DaemonUnreachable if that is not known within `timeout` seconds. The agent is closed
+        in any case, and the daemon goes on as if the process had died.
 
         A process that ends without it counts as dead: the daemon saves the newest snapshot unasked and keeps it in memory for a while.
         """
@@ -313,7 +324,7 @@ class Agent:
             self._settle_slots()
             try:
                 self._client.wait_connected(self._client.welcome.stall_budget)
-                self._client.call(lambda n: m.Persist(id=n), m.Done, None)
+                self._client.call(lambda n: m.Persist(id=n), m.Done, timeout)
                 self._client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
             finally:
                 self._closed = True

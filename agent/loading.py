@@ -125,7 +125,8 @@ class _Batch:
         target = self._planner.resolve_tensor(read).detach()
         item = shard.item
         whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
-        if whole and target.dtype == dtype_of(item.dtype) and target.device.type == "cpu" and _same_stride(target, shard.stride):
+        plain = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
+        if whole and plain and target.dtype == dtype_of(item.dtype) and _same_stride(target, shard.stride):
             self._want(shard, memory(target, item.length))
             self._copies.append((read, target, None))
             return 0

@@ -34,6 +34,7 @@ class Pending:
         self.segment = ""
         self._state = State.NEW
         self._was_sealed = False
+        self._over = False  # replaced in memory: it will not become durable
         self._changed = threading.Condition()
 
     @property
@@ -50,14 +51,14 @@ class Pending:
         """Until the snapshot is "staged", "sealed" (in memory, whole) or "durable" (committed to storage); returns itself.
 
         Raises the reason if it cannot come to that any more, TimeoutError after `timeout` seconds. A snapshot with `persist=False` becomes
-        durable only if its trainer dies or closes.
+        durable only if its trainer dies or closes while it is the newest.
         """
         if state not in _RANK:
             raise ValueError(f"there is no state {state!r} to wait for: use 'staged', 'sealed' or 'durable'")
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._reached(state):
-                if self.done:
+                if self.done or self._over:
                     assert self.error is not None
                     raise self.error
                 left = None if deadline is None else deadline - time.monotonic()
@@ -101,3 +102,11 @@ class Pending:
             self._state = step(self._state, Event.REFUSE)
             log.warning("snapshot of step %d skipped: %s", self.step, reason)
             self._changed.notify_all()
+
+    def supersede(self) -> None:
+        """Its slot is being filled again: a memory-only snapshot has had its time."""
+        with self._changed:
+            if not self.done:
+                self.error = SnapshotFailed(f"step {self.step} was kept in memory only, and a newer snapshot has replaced it there")
+                self._over = True
+                self._changed.notify_all()

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 Structure = tuple[Any, ...]
 _ELEMENT_SIZES = (16, 8, 4, 2, 1)
+_MOST_ELEMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,10 @@ def structure(tensors: dict[str, torch.Tensor]) -> Structure:
             raise
         number = storages.setdefault(pointer, len(storages))
         shared = shared or number != len(rows)
-        rows.append((name, type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, tensor.requires_grad, number))
+        lazy = tensor.is_conj() or tensor.is_neg()
+        rows.append(
+            (name, type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, tensor.requires_grad, lazy, number)
+        )
     offsets = tuple(tensor.storage_offset() for tensor in tensors.values()) if shared else ()
     return (tuple(rows), offsets)
 
@@ -202,9 +206,11 @@ def _aliases(tensors: dict[str, torch.Tensor]) -> tuple[list[Alias], list[tuple[
     order = {name: number for number, name in enumerate(tensors)}
     for cluster in _clusters(tensors):
         members = sorted(cluster.members, key=order.__getitem__)
-        base = next((n for n in members if _extent(tensors[n]) == (cluster.start, cluster.end) and _is_dense(tensors[n])), None)
+        base = next((n for n in members if _covers(tensors[n], cluster) and _aligned(cluster, [tensors[m] for m in members])), None)
         if base is None:
             base = HIDDEN + members[0]
+            storage = tensors[members[0]].untyped_storage().data_ptr()
+            cluster.start -= (cluster.start - storage) % _MOST_ELEMENT  # so that every member lies at a multiple of its element size
             hidden.append((base, cluster.end - cluster.start, tensors[members[0]].device.type))
         for name in members:
             if name != base:
@@ -216,8 +222,12 @@ def _aliases(tensors: dict[str, torch.Tensor]) -> tuple[list[Alias], list[tuple[
     return aliases, hidden
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return is_dense(tuple(tensor.shape), tensor.stride())
+def _covers(tensor: torch.Tensor, cluster: _Cluster) -> bool:
+    return _extent(tensor) == (cluster.start, cluster.end) and is_dense(tuple(tensor.shape), tensor.stride())
+
+
+def _aligned(cluster: _Cluster, members: list[torch.Tensor]) -> bool:
+    return all((member.data_ptr() - cluster.start) % member.element_size() == 0 for member in members)
 
 
 def _metadata(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from ckptd.agent.client import Client
 from ckptd.agent.staging import MappedSlot
@@ -26,9 +27,14 @@ class Preparation:
     def __init__(self, client: Client, capacity: int, slots: dict[str, MappedSlot]) -> None:
         self.allocated = threading.Event()
         self.error: CkptdError | None = None
+        self._begun = time.monotonic()
         self._client, self._capacity, self._slots = client, capacity, slots
         self._thread = threading.Thread(target=self._run, name="ckptd-prepare", daemon=True)
         self._thread.start()
+
+    def wait(self, budget: float) -> bool:
+        """Whether the slots are there, waiting until `budget` seconds after they were asked for: a slow start costs that once."""
+        return self.allocated.wait(max(0.0, self._begun + budget - time.monotonic()))
 
     def join(self) -> None:
         self._thread.join()
@@ -39,12 +45,14 @@ class Preparation:
             made = self._allocate()
         except CkptdError as error:
             self.error = error
-        except OSError as error:
-            self.error = StorageError.of("map the slots in shared memory", error)
-        finally:
-            self.allocated.set()
+        except (OSError, RuntimeError) as error:
+            self.error = StorageError(f"cannot map the slots in shared memory: {error}")
         if self.error is not None:
             log.warning("slots could not be made: %s", self.error)
+            for slot in self._slots.values():
+                slot.forget()
+            self._slots.clear()  # the daemon may have given them up to make room
+        self.allocated.set()
         for slot in made:
             slot.populate()
 

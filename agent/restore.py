@@ -73,6 +73,8 @@ class Binding:
         size = tuple(self._saved.describe(saved.fqn).size)
         if tuple(place.shape) != size:
             self._problems.append(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}")
+        elif any(n > 1 and stride == 0 for n, stride in zip(place.shape, place.stride(), strict=True)):
+            self._problems.append(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
         elif place.is_meta:
             self._problems.append(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
         else:
@@ -220,26 +222,20 @@ class Binding:
         return put
 
     def _optimizer_entry(self, place: torch.optim.Optimizer, parameter: torch.Tensor, entry: Any, path: str) -> dict[str, _Value]:
-        """In place where the optimizer has such a tensor already; else made on the parameter's device, but for what was kept on the CPU."""
+        """In place where the optimizer has such a tensor already; else made where torch's own load_state_dict would put it."""
         if not isinstance(entry, dict):
             return {}
         mine = place.state.get(parameter, {})
         values: dict[str, _Value] = {}
         for name, saved in entry.items():
             own = mine.get(name)
-            if isinstance(saved, TensorRef):
+            if isinstance(saved, TensorRef) and isinstance(own, torch.Tensor):
                 described = self._saved.describe(saved.fqn)
-                if (
-                    isinstance(own, torch.Tensor)
-                    and tuple(own.shape) == tuple(described.size)
-                    and str(own.dtype) == f"torch.{described.dtype}"
-                ):
+                if tuple(own.shape) == tuple(described.size) and str(own.dtype) == f"torch.{described.dtype}":
                     values[name] = self._tensor(own, saved, f"{path}.{name}")
                     continue
-                device = torch.device("cpu") if described.device == "cpu" else parameter.device
-                values[name] = self._fresh(saved, device)
-            else:
-                values[name] = self._fresh(saved, parameter.device)
+            on_cpu = name == "step" and not _steps_on_device(place, parameter)
+            values[name] = self._fresh(saved, torch.device("cpu") if on_cpu else parameter.device)
         return values
 
     def _group_value(self, own: Any, saved: Any, path: str) -> _Value:
@@ -254,6 +250,12 @@ class Binding:
         prefix = f"{path}." if path else ""
         self._problems += [f"key {prefix}{key} is in the state and not in the checkpoint" for key in ours if key not in known]
         self._problems += [f"key {prefix}{key} is in the checkpoint and not in the state" for key in theirs if key not in wanted]
+
+
+def _steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether the parameter's group counts its steps on the device: torch.optim.Optimizer._process_value_according_to_param_policy."""
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    return bool(group.get("capturable") or group.get("fused"))
 
 
 def _tell(place: torch.optim.Optimizer) -> None:

@@ -29,6 +29,8 @@ class SlotSource:
         header = read_header(fd)
         if header.state is not SlotState.SEALED or (header.attempt, header.step) != (attempt, step):
             raise IntegrityError(f"the slot of step {step} has been filled again")
+        if os.fstat(fd).st_size < header.file_length:
+            raise IntegrityError(f"the slot of step {step} has been cut short")
         self.header = header
         self.plan = Plan.decode(read_document(fd, header, header.plan, "plan"))
         self.request = Request.decode(read_document(fd, header, header.request, "request"))

@@ -59,6 +59,7 @@ class MappedSlot:
         fcntl.flock(lock_fd, fcntl.LOCK_EX)  # at most a daemon's test is in the way, for an instant
         self.header: SegmentHeader = read_header(data_fd)
         mapped = mmap.mmap(data_fd, self.header.file_length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        mapped.madvise(mmap.MADV_DONTFORK)  # a data loader's worker must not keep the pages of a slot that is gone
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)
         self._views: tuple[bytes, list[torch.Tensor]] = (b"", [])
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ckptd.daemon.catalog import Job, Key
 from ckptd.daemon.slots import Slot, Slots
-from ckptd.shared.errors import NotFound, QuotaExceeded, SharedMemoryFull
+from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SharedMemoryFull
 from ckptd.shared.messages import Progress
 from ckptd.shared.segment import SegmentHeader
 
@@ -31,6 +31,14 @@ class Owner:
         return (self.job, self.attempt, self.rank)
 
 
+@dataclass(slots=True, eq=False)
+class Decision:
+    """Whether a step is taken, and which ranks have asked; one that asks again begins a new one."""
+
+    task: asyncio.Task[bool]
+    asked: set[int]
+
+
 class Admission:
     """`run` takes a blocking call to a worker thread: the kernel zeroes every page of a new segment."""
 
@@ -42,7 +50,7 @@ class Admission:
         self.busy: dict[str, Key] = {}  # segment -> the snapshot in it
         self._outgrown: set[str] = set()  # segments to unlink, not to reuse, once they are free
         self._changed = asyncio.Event()
-        self._decisions: dict[tuple[str, Key], asyncio.Task[bool]] = {}
+        self._decisions: dict[tuple[str, Key], Decision] = {}
 
     async def allocate(self, owner: Owner, capacity: int, count: int, make_room: Callable[[], bool]) -> list[Slot]:
         """New segments in place of those that the rank has; busy ones go when they are free.
@@ -53,11 +61,7 @@ class Admission:
             return await self._allocate(owner, capacity, count, make_room)
 
     async def _allocate(self, owner: Owner, capacity: int, count: int, make_room: Callable[[], bool]) -> list[Slot]:
-        for slot in self._slots.of(*owner.identity):
-            if slot.name in self.busy:
-                self._outgrown.add(slot.name)
-            else:
-                self._slots.release(slot)
+        before = self._slots.of(*owner.identity)
         made: list[Slot] = []
         try:
             for number in range(count):
@@ -65,27 +69,46 @@ class Admission:
                     job=owner.job, attempt=owner.attempt, rank=owner.rank, world_size=owner.world_size, slot=number,
                     capacity=capacity, chunk_size=self._chunk_size,
                 )  # fmt: skip
-                try:
-                    made.append(await self._run(lambda h=header: self._slots.create(h)))  # type: ignore[misc]
-                except (QuotaExceeded, SharedMemoryFull):
-                    if not make_room():
-                        raise
-                    made.append(await self._run(lambda h=header: self._slots.create(h)))  # type: ignore[misc]
+                made.append(await self._create(header, before, make_room))
+                if self._owners.get(owner.identity) is not owner:
+                    raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} ended while its slots were being made")
         except BaseException:
             for slot in made:
                 self._slots.release(slot)
             raise
+        for slot in before:
+            self._outgrow(slot)
         self.wake()
         return made
+
+    async def _create(self, header: SegmentHeader, before: list[Slot], make_room: Callable[[], bool]) -> Slot:
+        """A segment; if it does not fit, room is made first by what is idle."""
+        try:
+            return await self._run(lambda: self._slots.create(header))
+        except (QuotaExceeded, SharedMemoryFull):
+            idle = [slot for slot in before if slot.name in self._slots.slots and slot.name not in self.busy]
+            for slot in idle:
+                self._slots.release(slot)
+            if not make_room() and not idle:
+                raise
+        return await self._run(lambda: self._slots.create(header))
+
+    def _outgrow(self, slot: Slot) -> None:
+        if slot.name in self.busy:
+            self._outgrown.add(slot.name)
+        elif slot.name in self._slots.slots:
+            self._slots.release(slot)
 
     async def acquire(self, owner: Owner, job: Job, key: Key, wait: float) -> Slot | None:
         """A free slot, or None if the decision for this step is to skip it. The caller then calls `occupy`."""
         if not self._usable(owner):
             raise NotFound("this rank has no slots: allocate some first")
         decision = self._decisions.get((job.name, key))
-        if decision is None:
-            decision = self._decisions[job.name, key] = asyncio.create_task(self._decide(job, owner.attempt, wait))
-        go_on = await asyncio.shield(decision)
+        if decision is None or owner.rank in decision.asked:
+            task = asyncio.create_task(self._decide(job, owner.attempt, wait))
+            decision = self._decisions[job.name, key] = Decision(task, set())
+        decision.asked.add(owner.rank)
+        go_on = await asyncio.shield(decision.task)
         self._decisions = {k: d for k, d in self._decisions.items() if k[0] != job.name or k[1] >= key}
         return self._free_slot(owner) if go_on else None
 

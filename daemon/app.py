@@ -38,6 +38,8 @@ from ckptd.shared.storage import PosixStorage
 
 log = logging.getLogger("ckptd")
 
+MOST_JOBS, MOST_DAMAGED, MOST_TEXT = 500, 5, 200  # of what one frame has room for
+
 
 class App:
     """`await run()` is the daemon's life. Raises CkptdError if it cannot begin, or must end."""
@@ -68,9 +70,10 @@ class App:
             self.orphans = Orphans(engine, config.memory_ttl)
             self.saver = engine.saver = Saver(
                 config, self.catalog, slots, self.journal, storage, pipeline,
-                tell=engine.tell, settled=self._settled, on_fatal=self._end,
+                tell=engine.tell, settled=self._settled,
             )  # fmt: skip
             self.engine = engine
+            self.journal.on_broken = self._end
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._signalled)
             await recovery.recover(storage, self.journal, self.catalog, slots, self.saver, self.orphans)
@@ -109,6 +112,7 @@ class App:
         self._ready = False
         notify.notify("STOPPING=1")
         accepting.cancel()
+        self.engine.stopping = True
         if self._fatal is None:
             await self.orphans.drain()
         await server.close()
@@ -170,12 +174,14 @@ class App:
         found = [c for c in found if step is None or c.step == step]
         order = {c.tag: c.seq for c in job.checkpoints.values()}
         found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, c.source == "memory", order.get(c.tag, 0)), reverse=True)
-        return m.Found(re=0, candidates=found[:1000], damaged=[f"{tag}: {why}" for tag, why in sorted(job.damaged.items())][:100])
+        return m.Found(
+            re=0, candidates=found[:1000], damaged=[f"{tag}: {why}"[:MOST_TEXT] for tag, why in sorted(job.damaged.items())][:100]
+        )
 
     def status(self) -> dict[str, object]:
         """What `ckptd status --json` prints. Bytes and seconds."""
         jobs = []
-        for job in sorted(self.catalog.jobs.values(), key=lambda j: j.name):
+        for job in sorted(self.catalog.jobs.values(), key=lambda j: j.name)[:MOST_JOBS]:
             sealed, durable = job.newest_in_memory(), job.newest_checkpoint()
             pending = [s.tag for s in job.snapshots.values() if s.persist and not job.is_settled(s)]
             jobs.append({
@@ -185,7 +191,7 @@ class App:
                 "last_durable": _where(durable.attempt, durable.step, durable.tag) if durable else None,
                 "pending": sorted(pending),
                 "ranks_connected": sum(o.job == job.name and o.notify is not None for o in self.engine.owners.values()),
-                "damaged": job.damaged,
+                "damaged": {tag: why[:MOST_TEXT] for tag, why in list(job.damaged.items())[:MOST_DAMAGED]},
             })  # fmt: skip
         disk = psutil.disk_usage(str(self.config.root))
         return {
@@ -200,6 +206,7 @@ class App:
             "event_loop_lag_seconds": round(self._lag, 6),
             "disk_free_bytes": disk.free,
             "jobs": jobs,
+            "jobs_not_shown": len(self.catalog.jobs) - len(jobs),
             "shared_memory": {
                 "used_bytes": self.slots.used,
                 "quota_bytes": self.slots.quota,

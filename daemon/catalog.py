@@ -6,7 +6,8 @@ Everything is ordered by (attempt, step), never by a clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptd.shared import lifecycle
@@ -43,6 +44,18 @@ class Snapshot:
     shards: dict[int, Shard] = field(default_factory=dict)
     reason: str = ""
     code: str = ""
+    holds: int = 0
+    unwanted: bool = False
+    """Its rank has detached: its slots are free as soon as it is durable."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Its slots are being read: they may not be filled again before that is over."""
+        self.holds += 1
+        try:
+            yield
+        finally:
+            self.holds -= 1
 
     @property
     def key(self) -> Key:
@@ -124,10 +137,15 @@ class Job:
         newest = self.newest_in_memory()
         if newest is None:
             return []
-        return [s for s in self.snapshots.values() if s.key < newest.key and self.is_settled(s)]
+        return [
+            s for s in self.snapshots.values()
+            if self.is_settled(s) and (s.key < newest.key or (s.unwanted and s.state is State.DURABLE))
+        ]  # fmt: skip
 
     def is_settled(self, snapshot: Snapshot) -> bool:
         """Nothing is under way for it, and nothing is owed."""
+        if snapshot.holds:
+            return False
         if snapshot.state in (State.DURABLE, State.FAILED):
             return True
         return snapshot.state is State.SEALED and not snapshot.persist

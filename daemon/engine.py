@@ -16,18 +16,20 @@ from ckptd.daemon.admission import Admission, Owner
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job, Shard, Snapshot
 from ckptd.daemon.config import Config
-from ckptd.daemon.journal import Journal
+from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, CkptdError, Fenced, InvalidRequest, NotFound, SnapshotFailed
+from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, Fenced, InvalidRequest, NotFound, SnapshotFailed, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event, State
 from ckptd.shared.messages import Progress
-from ckptd.shared.segment import SlotState
+from ckptd.shared.segment import SegmentHeader, SlotState
 
 log = logging.getLogger("ckptd.engine")
+
+MOST_JOBS = 10_000  # known at once; the journal's state must stay within one record
 
 
 class Engine:
@@ -40,6 +42,7 @@ class Engine:
         self._journal, self._attempts, self._pipeline = journal, attempts, pipeline
         self.owners: dict[tuple[str, int, int], Owner] = {}
         self._begin_lock = asyncio.Lock()
+        self.stopping = False  # set once: nothing new is begun, what is sealed is still taken
         self.admission = Admission(slots, self.owners, config.chunk_size, pipeline.run)
 
     # -- ranks come
@@ -49,6 +52,9 @@ class Engine:
         names.check_name("job", job_name)
         if rank >= world_size:
             raise InvalidRequest(f"rank {rank} cannot be: the job has {world_size} ranks, numbered from 0")
+        self._check_not_stopping()
+        if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
+            raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
         async with self._begin_lock:
             job = self.catalog.job(job_name)
             if attempt == 0:
@@ -67,6 +73,9 @@ class Engine:
                 raise InvalidRequest(f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, not {world_size}")
         owner = Owner(job_name, attempt, rank, world_size, notify)
         self.owners[owner.identity] = owner
+        for slot in self.slots.of(*owner.identity):  # given up while the daemon was away
+            if slot.name in self.admission.busy and slot.refresh().state is SlotState.FREE:
+                self.abandon(owner, slot.name)
         return owner
 
     def _retire_older(self, job: Job) -> None:
@@ -88,7 +97,7 @@ class Engine:
 
     def _make_room(self, job: Job) -> bool:
         """Under pressure a dead attempt's copy in memory goes, if storage has it."""
-        gone = [s for s in job.snapshots.values() if s.attempt < job.attempt and s.state is State.DURABLE]
+        gone = [s for s in job.snapshots.values() if s.attempt < job.attempt and s.state is State.DURABLE and not s.holds]
         for snapshot in gone:
             self.release(job, snapshot)
         return bool(gone)
@@ -103,7 +112,9 @@ class Engine:
             directory = names.tag_directory(None, tag, owner.attempt)
             if directory in job.checkpoints or any(s.tag == directory and s.key != key for s in job.snapshots.values()):
                 raise AlreadyExists(f"tag {tag!r} is taken in attempt {owner.attempt} of job {job.name!r}; choose another")
+        self._check_not_stopping()
         slot = await self.admission.acquire(owner, job, key, wait)
+        self._check_not_stopping()
         self._check_current(owner)
         if slot is None:
             self.saver.counters["skipped"] += 1
@@ -134,12 +145,12 @@ class Engine:
         """Take note of a seal; True if that snapshot is durable already. Idempotent."""
         failpoint("seal.received")
         job = self.catalog.job(owner.job)
-        if attempt != owner.attempt:
-            raise InvalidRequest(f"attempt {attempt} is not this connection's")
         if job.is_durable(attempt, step):
             return True
         snapshot = job.snapshots.get((attempt, step))
         if snapshot is None or owner.rank not in snapshot.shards:
+            if attempt != owner.attempt:
+                raise NotFound(f"step {step} of attempt {attempt} is neither in memory nor on storage any more")
             self._check_current(owner)
             slot = self.slots.get(segment)
             if slot.owner != owner.identity:
@@ -161,6 +172,8 @@ class Engine:
             snapshot = self.catalog.job(header.job).snapshots.get((header.attempt, header.step))
             if snapshot is None or header.rank not in snapshot.shards:
                 await self.note_seal(slot)
+        except JournalBroken:
+            raise
         except CkptdError as error:
             log.warning("%r: %s", slot, error)
             return False
@@ -171,8 +184,10 @@ class Engine:
         header = slot.header
         assert header.step is not None
         job, key = self.catalog.job(header.job), (header.attempt, header.step)
+        self.admission.occupy(slot, key)
         try:
-            sealed = await self._pipeline.run(lambda: SealedSlot.read(slot.fd, header))
+            with slot.pinned() as fd:
+                sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
             tag = names.tag_directory(header.step, names.check_user_tag(sealed.request.tag) if sealed.request.tag else None, header.attempt)
             if tag in job.checkpoints and not job.is_durable(*key):
                 raise AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another")
@@ -186,13 +201,7 @@ class Engine:
         if snapshot is None:
             snapshot = job.snapshots[key] = Snapshot(job.name, *key, tag, header.world_size, sealed.request.persist)
         snapshot.tag, snapshot.persist = tag, snapshot.persist and sealed.request.persist
-        self.admission.occupy(slot, key)
-        await self._journal.append(
-            r.Sealed(
-                job=job.name, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
-                segment=slot.name, generation=header.generation, persist=sealed.request.persist,
-            )
-        )  # fmt: skip
+        await self._journal_seal(header, tag, slot.name, persist=sealed.request.persist)
         failpoint("seal.journaled")
         snapshot.shards[header.rank] = Shard(header.rank, slot.name, header.generation, header.signature)
         if snapshot.complete and snapshot.state is State.FILLING:
@@ -205,6 +214,20 @@ class Engine:
             self.release_settled(job)
         return snapshot
 
+    async def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
+        """The header itself is the truth; without room for the record the snapshot goes on all the same. Raises JournalBroken."""
+        assert header.step is not None
+        record = r.Sealed(
+            job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
+            segment=segment, generation=header.generation, persist=persist,
+        )  # fmt: skip
+        try:
+            await self._journal.append(record)
+        except JournalBroken:
+            raise
+        except StorageError as error:
+            log.warning("snapshot %s/%s is not journaled: %s", header.job, tag, error)
+
     def abandon(self, owner: Owner, segment: str) -> None:
         """The copy failed on the trainer's side."""
         slot = self.slots.get(segment)
@@ -212,7 +235,9 @@ class Engine:
             raise NotFound(f"segment {segment[:8]} is not this rank's")
         job = self.catalog.job(owner.job)
         snapshot = job.snapshots.get(self.admission.busy.get(segment, (0, 0)))
-        if snapshot is not None and snapshot.state is State.FILLING:
+        if snapshot is None:
+            self.admission.vacate(slot)
+        elif snapshot.state is State.FILLING:
             self._give_up(job, snapshot, "the trainer could not copy it")
 
     def _give_up(self, job: Job, snapshot: Snapshot, reason: str) -> None:
@@ -285,7 +310,7 @@ class Engine:
             reason=snapshot.reason, code=snapshot.code,
         )  # fmt: skip
         for owner in self.owners.values():
-            if (owner.job, owner.attempt) == (snapshot.job, snapshot.attempt) and owner.notify is not None:
+            if owner.job == snapshot.job and owner.notify is not None:  # whoever went back still waits for what he left
                 owner.notify(message)
 
     # -- ranks go
@@ -296,8 +321,14 @@ class Engine:
         self.bury(owner)
         job = self.catalog.job(owner.job)
         for snapshot in list(job.snapshots.values()):
-            if snapshot.attempt == owner.attempt and snapshot.state in (State.SEALED, State.DURABLE, State.FAILED):
-                self.release(job, snapshot)
+            if snapshot.attempt == owner.attempt:
+                snapshot.unwanted = True
+                if job.is_settled(snapshot):
+                    self.release(job, snapshot)
+
+    def _check_not_stopping(self) -> None:
+        if self.stopping:
+            raise Busy("the daemon is stopping; try again when it is back")
 
     def _check_current(self, owner: Owner) -> None:
         newest = self.catalog.job(owner.job).attempt

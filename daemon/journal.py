@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import secrets
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -48,6 +49,7 @@ class Journal:
         self._waiting: list[tuple[r.Record, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._broken: JournalBroken | None = None
+        self.on_broken: Callable[[JournalBroken], None] = lambda error: None
 
     @classmethod
     def open(cls, fs: FileSystem, directory: int, pool: ThreadPoolExecutor, *, strict: bool = False) -> Journal:
@@ -110,8 +112,10 @@ class Journal:
         finally:
             self._fs.close(fd)
 
-    def start(self) -> None:
-        """Begin a new file with the whole state, then drop the old ones. Raises OSError."""
+    def start(self, live: Collection[str] = ()) -> None:
+        """Begin a new file with the whole state, then drop the old ones. Jobs that are not `live` and have nothing under way are
+        forgotten: storage knows their attempts. Raises OSError."""
+        self.state.forget_all_but(live)
         self._rotate()
 
     async def append(self, *records: r.Record) -> None:
@@ -135,8 +139,12 @@ class Journal:
                 await asyncio.get_running_loop().run_in_executor(self._pool, self._write_batch, [record for record, _ in batch])
             except StorageError as problem:
                 error = problem
-            except OSError as problem:
-                error = self._broken = JournalBroken.of("write the journal", problem)  # type: ignore[assignment]
+            except Exception as problem:  # whatever it is, nobody may wait for ever, and nothing more is promised
+                if not isinstance(problem, OSError):
+                    log.exception("the journal's writer failed")
+                broken = isinstance(problem, OSError) and JournalBroken.of("write the journal", problem)
+                error = self._broken = broken or JournalBroken(f"cannot write the journal: {problem!r}")  # type: ignore[assignment]
+                self.on_broken(self._broken)  # type: ignore[arg-type]
             for _, future in batch:
                 if future.done():
                     continue

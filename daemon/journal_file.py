@@ -17,6 +17,8 @@ MAGIC = b"CKPTDJNL"
 FILE_SIZE = 4 << 20
 HEADER_SIZE = 64
 MAX_PAYLOAD = 1 << 20
+MAX_STATE = 3 << 20  # the first record of a file, which holds what all others before it add up to
+STATE_TYPE = 1
 IGNORABLE = 1
 PAYLOAD_VERSION = 1
 _HEADER = struct.Struct("<16sQ16sI")
@@ -68,8 +70,8 @@ class Scan:
 
 def encode_record(salt: bytes, previous_crc: int, record: RawRecord) -> tuple[bytes, int]:
     """The record with its padding to 8 bytes, and its crc. Raises ValueError for a payload beyond 1 MiB."""
-    if len(record.payload) > MAX_PAYLOAD:
-        raise ValueError(f"a journal record of {len(record.payload)} bytes is beyond {MAX_PAYLOAD}")
+    if len(record.payload) > _most(record.type):
+        raise ValueError(f"a journal record of {len(record.payload)} bytes is beyond {_most(record.type)}")
     head = _RECORD.pack(0, len(record.payload), previous_crc, record.type, record.flags, PAYLOAD_VERSION, record.sequence, record.durable)
     crc = crc32c(record.payload, crc32c(head[4:], crc32c(salt)))
     data = _CRC.pack(crc) + head[4:] + record.payload
@@ -100,6 +102,10 @@ def scan(data: bytes, number: int) -> Scan:
     return Scan(header, records, ending, position, crc)
 
 
+def _most(kind: int) -> int:
+    return MAX_STATE if kind == STATE_TYPE else MAX_PAYLOAD
+
+
 def _aligned(length: int) -> int:
     return -(-length // 8) * 8
 
@@ -109,7 +115,7 @@ def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int,
         return None
     crc, length, before, kind, flags, _version, sequence, durable = _RECORD.unpack_from(data, position)
     end = position + RECORD_SIZE + length
-    if length > MAX_PAYLOAD or end > len(data) or kind == 0:
+    if kind == 0 or length > _most(kind) or end > len(data):
         return None
     if crc32c(data[position + 4 : end], crc32c(salt)) != crc:
         return None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from ckptd.daemon.admission import Owner
 from ckptd.daemon.catalog import Job
 from ckptd.daemon.engine import Engine
+from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.slots import Slot
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
@@ -117,7 +118,7 @@ class Orphans:
         """What storage has need not be in memory any more; what it has not is tried again."""
         self._timers.pop(job.name, None)
         for snapshot in list(job.snapshots.values()):
-            if snapshot.state is State.DURABLE:
+            if snapshot.state is State.DURABLE and not snapshot.holds:
                 self._engine.release(job, snapshot)
         self._save_owed(job)
         self.start_timer(job)
@@ -149,10 +150,11 @@ class Orphans:
             if slot.header.state is SlotState.SEALED:
                 try:
                     await engine.note_seal(slot)
-                except CkptdError as error:
+                except JournalBroken:
+                    raise
+                except CkptdError as error:  # damaged: note_seal has let go of it
                     log.warning("%r removed: %s", slot, error)
                     engine.saver.counters["verify_failures"] += 1
-                    engine.admission.vacate(slot)
         for slot in list(engine.slots.slots.values()):
             if slot.owner not in engine.owners and slot.name not in engine.admission.busy:
                 engine.slots.release(slot)

@@ -5,6 +5,7 @@ Records are assertions, merged by maximum: applying one twice changes nothing. P
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -94,6 +95,10 @@ class JournalState(msgspec.Struct):
     jobs: dict[str, JobState] = {}
     staged: dict[str, dict[str, PartDurable | None]] = {}
     retiring: dict[str, list[str]] = {}
+
+    def forget_all_but(self, live: Collection[str]) -> None:
+        busy = {key.split("/")[0] for key in (*self.staged, *self.retiring)}
+        self.jobs = {name: job for name, job in self.jobs.items() if name in busy or name in live}
 
     def apply(self, record: Record) -> None:
         match record:

@@ -12,12 +12,12 @@ import os
 import aiofiles
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Snapshot
-from ckptd.daemon.journal import Journal
+from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slots
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, IntegrityError, StorageError
+from ckptd.shared.errors import IntegrityError, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import State
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest, PartEntry
@@ -72,7 +72,8 @@ async def recover(storage: PosixStorage, journal: Journal, catalog: Catalog, slo
     """From a fresh start to ready. Raises StorageError if the root cannot be read or the journal not written."""
     failpoint("start.replayed")
     try:
-        journal.start()
+        adopted = slots.adopt()
+        journal.start({slot.header.job for slot in adopted})
         failpoint("start.rotated")
         for name in storage.jobs():
             await scan_job(storage, catalog.job(name))
@@ -83,7 +84,6 @@ async def recover(storage: PosixStorage, journal: Journal, catalog: Catalog, slo
         job.seq = max(job.seq, known.seq)
         if known.attempt > job.attempt:
             job.attempt, job.world_size = known.attempt, known.world_size
-    adopted = slots.adopt()
     orphans.adopt(adopted)
     await _finish_retiring(storage, journal, catalog, saver)
     await _finish_staged(storage, journal, catalog, saver)
@@ -124,6 +124,8 @@ async def _finish_staged(storage: PosixStorage, journal: Journal, catalog: Catal
             if parts and tag not in job.damaged and await _roll_forward(storage, saver, job, tag, parts):
                 continue
             await saver.drop(job_name, tag, attempt, step, "the daemon ended before it was committed")
+        except JournalBroken:
+            raise
         except (OSError, StorageError) as error:
             log.warning("%s is left for the next start: %s", place, error)
 
@@ -149,8 +151,10 @@ async def _roll_forward(storage: PosixStorage, saver: Saver, job: Job, tag: str,
         first = durable[0]
         snapshot = Snapshot(job.name, first.attempt, first.step, tag, world_size, persist=True, state=State.WRITTEN)
         await saver.commit(job, snapshot, documents)
-    except (CkptdError, FileNotFoundError) as error:
-        log.warning("%s/%s is not committed from its parts: %s", job.name, tag, error)
+    except JournalBroken:
+        raise
+    except Exception as error:  # a file may say anything; what cannot be committed is dropped
+        log.warning("%s/%s is not committed from its parts: %r", job.name, tag, error)
         return False
     log.info("checkpoint %s/%s: committed from its durable parts", job.name, tag)
     return True

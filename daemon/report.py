@@ -27,7 +27,7 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
     if not places:
         tried = " and ".join(map(str, names.default_sockets()))
         raise DaemonUnreachable(f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH")
-    channel = Channel(places[0], TIMEOUT)
+    channel = Channel(places[0], TIMEOUT, later=TIMEOUT)
     try:
         channel.send(m.Status(id=channel.new_id()))
         reply = channel.receive()[0]

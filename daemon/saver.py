@@ -38,7 +38,7 @@ MANIFEST_TMP = names.MANIFEST + names.TMP_SUFFIX
 
 
 class Saver:
-    """`save(snapshot)` never raises for what can go wrong with a save; JournalBroken goes to `on_fatal`."""
+    """`start(snapshot)` never raises for what can go wrong with a save: `tell` is called. A broken journal ends the daemon by itself."""
 
     def __init__(
         self,
@@ -51,11 +51,10 @@ class Saver:
         *,
         tell: Callable[[Snapshot], None],
         settled: Callable[[Job], None],
-        on_fatal: Callable[[BaseException], None],
     ) -> None:
         self._config, self._catalog, self._slots = config, catalog, slots
         self._journal, self._storage, self._pipeline = journal, storage, pipeline
-        self._tell, self._settled, self._on_fatal = tell, settled, on_fatal
+        self._tell, self._settled = tell, settled
         self._codec = codec.encoder(config.codec)
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
@@ -86,32 +85,42 @@ class Saver:
     async def _run(self, snapshot: Snapshot) -> None:
         job = self._catalog.job(snapshot.job)
         try:
-            await self.check(snapshot)
-            if snapshot.persist and not job.is_durable(*snapshot.key):
+            with snapshot.held():
+                await self.check(snapshot)
+                if snapshot.persist and not job.is_durable(*snapshot.key):
+                    async with self._locks[snapshot.job]:
+                        await self._save(job, snapshot)
+            if snapshot.state is State.DURABLE:
+                self._settled(job)
                 async with self._locks[snapshot.job]:
-                    await self._save(job, snapshot)
-        except JournalBroken as error:
-            self._on_fatal(error)
+                    await self.tidy(job)
+        except JournalBroken:
+            pass
         except Exception as error:
             await self._fail(snapshot, error)
 
     async def check(self, snapshot: Snapshot) -> None:
         """Checksums of every slot of it, made once and put beside the data. Raises IntegrityError if a slot is damaged."""
         for shard in snapshot.shards.values():
-            if shard.checked:
-                continue
-            slot = self._slots.get(shard.segment)
-            sealed = await self._pipeline.run(lambda s=slot: SealedSlot.read(s.fd, s.header))  # type: ignore[misc]
-            before = read_check(slot.fd, slot.header)
+            if not shard.checked:
+                with snapshot.held():
+                    await self._check_shard(snapshot, shard)
+
+    async def _check_shard(self, snapshot: Snapshot, shard: Shard) -> None:
+        slot = self._slots.get(shard.segment)
+        header = slot.header
+        with slot.pinned() as fd:
+            sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
+            before = read_check(fd, header)
             crcs = await self._pipeline.checksum(sealed)
             if slot.refresh().generation != shard.generation:  # a trainer says so before it changes the first byte
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being checked")
             if before is None:
-                write_check(slot.fd, slot.header, crcs)
+                write_check(fd, header, crcs)
             elif before != crcs:
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the copy in memory has changed since it was sealed")
-            shard.checked = True
-            failpoint("seal.checked")
+        shard.checked = True
+        failpoint("seal.checked")
 
     async def _save(self, job: Job, snapshot: Snapshot) -> None:
         begun = time.monotonic()
@@ -120,10 +129,12 @@ class Saver:
         documents: list[tuple[PartEntry, Plan, Request]] = []
         for _, shard in sorted(snapshot.shards.items()):
             slot = self._slots.get(shard.segment)
-            sealed = await self._pipeline.run(lambda s=slot: SealedSlot.read(s.fd, s.header))  # type: ignore[misc]
-            if sealed.header.generation != shard.generation:
-                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
-            shard.part = await self._write_shard(snapshot, shard, sealed)
+            header = slot.header
+            with slot.pinned() as fd:
+                sealed = await self._pipeline.run(lambda fd=fd, header=header: SealedSlot.read(fd, header))  # type: ignore[misc]
+                if header.generation != shard.generation:
+                    raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
+                shard.part = await self._write_shard(snapshot, shard, sealed)
             documents.append((shard.part, sealed.plan, sealed.request))
         snapshot.move(Event.WROTE)
         await self.commit(job, snapshot, documents)
@@ -177,7 +188,6 @@ class Saver:
         failpoint("commit.journaled")
         snapshot.move(Event.COMMIT)
         self._tell(snapshot)
-        await self.tidy(job)
 
     async def tidy(self, job: Job) -> None:
         """`newest`, then retention. A failure here loses nothing: it is logged, counted and tried again after the next commit."""
@@ -189,9 +199,12 @@ class Saver:
                 failpoint("newest.published")
             for old in to_retire(job.live_checkpoints(), self._config.keep_last):
                 await self.retire(job, old)
-        except OSError as error:
+        except JournalBroken:
+            raise
+        except (OSError, StorageError) as error:
+            job.retiring.clear()
             self.counters["tidy_failures"] += 1
-            log.warning("job %s: %s", job.name, StorageError.of("tidy up", error))
+            log.warning("job %s: %s", job.name, error if isinstance(error, StorageError) else StorageError.of("tidy up", error))
 
     async def retire(self, job: Job, old: Checkpoint) -> None:
         """Delete a checkpoint: intent, manifest, parts, directory, in this order."""
@@ -224,12 +237,13 @@ class Saver:
             self.counters["verify_failures"] += 1
         try:
             await self.drop(snapshot.job, snapshot.tag, snapshot.attempt, snapshot.step, str(error))
-        except JournalBroken as broken:
-            self._on_fatal(broken)
+        except JournalBroken:
+            return
         except (StorageError, OSError) as again:
             log.warning("snapshot %s/%s: its files are swept at the next start (%s)", snapshot.job, snapshot.tag, again)
-        if snapshot.state is not State.DURABLE:
+        if snapshot.state in (State.SEALED, State.WRITING, State.WRITTEN):
             snapshot.move(Event.FAIL)
+        if snapshot.state is State.FAILED:
             self._tell(snapshot)
 
     async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
@@ -245,7 +259,9 @@ class Saver:
         except CkptdError:
             log.error("%s has a manifest that cannot be read: nothing in it is deleted", place)
             return
-        await self._pipeline.run(lambda: self._storage.delete_files(job, tag, [MANIFEST_TMP, *(file for file in staged if file not in keep)]))
+        await self._pipeline.run(
+            lambda: self._storage.delete_files(job, tag, [MANIFEST_TMP, *(file for file in staged if file not in keep)])
+        )
         if not keep:
             await self._pipeline.run(lambda: self._storage.delete_tag(job, tag))
         await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))

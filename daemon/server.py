@@ -73,7 +73,7 @@ class Server:
             connection.task = loop.create_task(connection.run())
 
     async def close(self) -> None:
-        tasks = [c.task for c in self.connections if c.task is not None]
+        tasks = [task for c in self.connections for task in (c.task, *c.requests) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -85,7 +85,7 @@ class Connection:
         self._session = s.Session(s.Role.DAEMON)
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._unread = 0
-        self._requests: set[asyncio.Task[None]] = set()
+        self.requests: set[asyncio.Task[None]] = set()
         self._seals: set[asyncio.Task[None]] = set()  # what was sealed before a request is known before it is answered
         self._owner: Owner | None = None
         self.task: asyncio.Task[None] | None = None
@@ -117,8 +117,8 @@ class Connection:
                         assert isinstance(message, m.Request)
                         deadline.reschedule(None)
                         request = asyncio.get_running_loop().create_task(self._answer(message))
-                        self._requests.add(request)
-                        request.add_done_callback(self._requests.discard)
+                        self.requests.add(request)
+                        request.add_done_callback(self.requests.discard)
                         if isinstance(message, m.Seal):
                             self._seals.add(request)
                             request.add_done_callback(self._seals.discard)
@@ -148,7 +148,11 @@ class Connection:
         if self._session.state is s.State.CLOSED:
             _close_all(descriptors)
             return
-        self.send(reply, descriptors)
+        try:
+            self.send(reply, descriptors)
+        except ProtocolError as error:  # larger than a frame
+            _close_all(descriptors)
+            self.send(self._error(request, InternalError(f"the answer to {type(request).__name__} cannot be sent: {error}")))
         if isinstance(reply, m.Error) and isinstance(request, m.Hello):
             self._close()
 
@@ -170,7 +174,10 @@ class Connection:
             case m.Status():
                 return m.StatusReport(re=request.id, report=self._server.status()), ()
             case m.Begin():
+                before = self._owner
                 self._owner = await engine.begin(request.job, request.rank, request.world_size, request.attempt, self._notify)
+                if before is not None:
+                    self._server.orphans.unguard(before.identity)
                 self._server.orphans.cancel_timer(request.job)
                 self._server.orphans.guard(self._owner, os.dup(self._pidfd) if self._pidfd >= 0 else -1)
                 self._server.changed()

@@ -10,6 +10,8 @@ import errno
 import fcntl
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,19 @@ class Slot:
     fd: int
     header: SegmentHeader
     nbytes: int
+    pins: int = 0
+    released: bool = False
+
+    @contextmanager
+    def pinned(self) -> Iterator[int]:
+        """Its descriptor, kept open while worker threads read it, whatever becomes of the slot meanwhile."""
+        self.pins += 1
+        try:
+            yield self.fd
+        finally:
+            self.pins -= 1
+            if self.released and not self.pins:
+                os.close(self.fd)
 
     @property
     def owner(self) -> tuple[str, int, int]:
@@ -138,7 +153,9 @@ class Slots:
             self._fs.unlink(slot.name, self._directory)
         except FileNotFoundError:
             pass
-        os.close(slot.fd)
+        slot.released = True
+        if not slot.pins:
+            os.close(slot.fd)
         failpoint("slot.released")
 
     def is_held(self, slot: Slot) -> bool:

@@ -23,7 +23,8 @@ _RECEIVE = 1 << 16
 class Channel:
     """Connected and greeted; `welcome` holds what the daemon said."""
 
-    def __init__(self, path: Path, timeout: float) -> None:
+    def __init__(self, path: Path, timeout: float, *, later: float | None = None) -> None:
+        """Wait at most `timeout` seconds for the greeting, and `later` seconds for anything after it (None: for ever)."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._session = s.Session(s.Role.AGENT)
         self._descriptors: deque[int] = deque()
@@ -50,7 +51,7 @@ class Channel:
         except BaseException:
             self.close()
             raise
-        self._socket.settimeout(None)
+        self._socket.settimeout(later)
 
     def new_id(self) -> int:
         self._next_id += 1
@@ -68,7 +69,10 @@ class Channel:
     def receive(self) -> list[m.Message]:
         """At least one message. Descriptors that came along wait in `take`."""
         while True:
-            data, descriptors, flags, _ = socket.recv_fds(self._socket, _RECEIVE, MAX_DESCRIPTORS)
+            try:
+                data, descriptors, flags, _ = socket.recv_fds(self._socket, _RECEIVE, MAX_DESCRIPTORS)
+            except TimeoutError:
+                raise DaemonUnreachable("the daemon does not answer") from None
             for fd in descriptors:
                 os.set_inheritable(fd, False)
             self._descriptors += descriptors

@@ -103,7 +103,10 @@ class PartReader:
         try:
             self.index = self._read_index(index_sha256)
             self.plan = Plan.decode(self.index.plan)
-            self.ranges = chunk_ranges(with_values(self.plan.regions, self.index.values), self.index.chunk_size)
+            regions = with_values(self.plan.regions, self.index.values)
+            if sum(-(-region.length // self.index.chunk_size) for region in regions) != len(self.index.chunks):
+                raise IntegrityError("its chunks do not cover the packed slot exactly")  # before anything of that size is made
+            self.ranges = chunk_ranges(regions, self.index.chunk_size)
             self._check_chunks()
         except IntegrityError as error:
             raise type(error)(f"{name}: {error}") from None

@@ -41,6 +41,7 @@ REQUESTS: dict[tuple[State, type[m.Request]], State] = {
     (State.NEW, m.Hello): State.GREETING,
     (State.GREETED, m.Status): State.GREETED,
     (State.GREETED, m.Begin): State.BEGINNING,
+    (State.ATTACHED, m.Begin): State.BEGINNING,  # a rank that went back begins the next attempt
     **{
         (_A, request): _A
         for request in (m.Status, m.Allocate, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch)

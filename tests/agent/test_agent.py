@@ -171,7 +171,9 @@ def test_a_hung_daemon_costs_its_budget_once(place: Home) -> None:
         assert (first.state, second.state) == ("failed", "failed")
         assert second.stall < first.stall
         daemon.process.send_signal(signal.SIGCONT)
-        until(lambda: agent.snapshot(trainers.expected(4, SIZE), step=4 + next(steps)).state == "sealed", "snapshot after the daemon goes on")
+        until(
+            lambda: agent.snapshot(trainers.expected(4, SIZE), step=4 + next(steps)).state == "sealed", "snapshot after the daemon goes on"
+        )
         agent.close()
         assert daemon.status()["shared_memory"]["segments"] == 0
 
@@ -194,7 +196,11 @@ def test_busy_slots_are_skipped_or_waited_for(place: Home) -> None:
             pending.wait("durable", timeout=60)
         assert daemon.status()["counters"]["skipped"] == 1
         agent.close()
-    assert sorted(path.name[:13] for path in (place.root / "job").iterdir() if path.is_dir()) == ["step-00000001", "step-00000002", "step-00000004"]
+    assert sorted(path.name[:13] for path in (place.root / "job").iterdir() if path.is_dir()) == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000004",
+    ]
 
 
 def test_a_state_that_grows_gets_larger_slots(agent: Agent, daemon: Daemon) -> None:
@@ -256,7 +262,9 @@ def test_a_state_larger_than_the_quota(place: Home) -> None:
     with running(place, "--shm-quota", "8M"):
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(5_000_000)}, step=1)
-        with pytest.raises(errors.QuotaExceeded, match=r"a slot of 20\.\d MB does not fit: 0\.0 MB of the quota of 8\.0 MB are taken; raise shm_quota"):
+        with pytest.raises(
+            errors.QuotaExceeded, match=r"a slot of 20\.\d MB does not fit: 0\.0 MB of the quota of 8\.0 MB are taken; raise shm_quota"
+        ):
             pending.wait()
         assert place.segment_files() == []
         assert agent.snapshot({"x": torch.ones(10)}, step=2).wait("durable", timeout=60).state == "durable"

@@ -104,7 +104,9 @@ def test_a_root_that_cannot_be_used(private: Home, monkeypatch: pytest.MonkeyPat
 
 def test_a_setting_that_cannot_be_is_quoted(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_CODEC", "lz5")
-    with pytest.raises(errors.DaemonUnreachable, match=r"the private daemon did not start: .*codec 'lz5' is not known.*all of it in .*daemon\.log"):
+    with pytest.raises(
+        errors.DaemonUnreachable, match=r"the private daemon did not start: .*codec 'lz5' is not known.*all of it in .*daemon\.log"
+    ):
         Agent()
 
 

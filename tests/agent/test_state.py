@@ -458,3 +458,28 @@ def test_metrics_user_content_and_tag(agent: Agent, daemon: Daemon) -> None:
     recovered = agent.recover({"w": torch.zeros(1)})
     assert recovered is not None
     assert (recovered.step, recovered.source, recovered.user_content) == (1, "memory", {"a": [1, None]})
+
+
+def test_lazy_conjugates_are_captured_and_restored(agent: Agent, daemon: Daemon) -> None:
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    agent.snapshot({"a": x, "b": x}, step=1).wait("durable", timeout=60)
+    agent.snapshot({"a": x, "b": x.conj()}, step=2).wait("durable", timeout=60)
+    state = {"a": torch.zeros(2, dtype=torch.complex64), "b": torch.zeros(2, dtype=torch.complex64).conj()}
+    agent.recover(state)
+    assert state["a"].tolist() == x.tolist()
+    assert state["b"].tolist() == x.conj().tolist()
+
+
+def test_expanded_destinations_are_refused_by_key(agent: Agent, daemon: Daemon) -> None:
+    agent.snapshot({"w": torch.ones(4)}, step=1).wait("sealed")
+    with pytest.raises(errors.StructureMismatch, match="^w: the state's tensor is expanded"):
+        agent.recover({"w": torch.zeros(1).expand(4)})
+
+
+def test_views_of_other_dtypes_at_odd_offsets(agent: Agent, daemon: Daemon) -> None:
+    storage = torch.arange(64, dtype=torch.uint8)
+    state = {"bytes": storage[1:40], "floats": storage[4:36].view(torch.float32), "longs": storage[8:48].view(torch.int64)}
+    tree = saved(agent, daemon, state)
+    assert same(tree, state)
+    tree["longs"].zero_()
+    assert tree["bytes"][7:39].tolist() == [0] * 32

@@ -1,0 +1,74 @@
+"""The golden values document: every extension type of version 1 is read as it was, and encoded again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from ckptd.agent.values import ObjectNode, TensorRef, decode
+
+from tests.golden import make
+
+DOCUMENT = (make.PLACE / "values.msgpack").read_bytes()
+
+
+def _codes(document: bytes) -> dict[int, list[bytes]]:
+    """Payloads by extension code, nested ones too."""
+    found: dict[int, list[bytes]] = {}
+
+    def hook(code: int, data: memoryview) -> None:
+        found.setdefault(code, []).append(bytes(data))
+        if code in (2, 3, 4, 5, 7, 10, 11, 14, 15, 16, 17, 20):
+            msgspec.msgpack.decode(bytes(data), ext_hook=hook)
+
+    msgspec.msgpack.decode(document, ext_hook=hook)
+    return found
+
+
+def test_every_extension_type_is_there() -> None:
+    assert sorted(_codes(DOCUMENT)) == list(range(1, 21))
+
+
+def test_every_value_comes_back() -> None:
+    found = decode(DOCUMENT)
+    assert found["rng"] is None
+    state, expected = found["state"], make.values()
+    assert list(state) == list(expected)
+    assert state.pop("tensor") == TensorRef("tensor")
+    del expected["tensor"]
+    assert state.pop("object") == ObjectNode("stateful", {"epoch": 3, "seen": (1, 2)})
+    del expected["object"]
+    array, its = state.pop("array"), expected.pop("array")
+    assert (array.dtype, array.shape, array.tobytes()) == (its.dtype, its.shape, its.tobytes())
+    for key, value in expected.items():
+        assert type(state[key]) is type(value), key
+        assert state[key] == value, key
+    assert [type(item) for item in state["map"]] == [int, str, tuple]
+    assert state["deque"].maxlen == 5
+    assert str(state["complex"]) == "(1.5-0j)"
+    assert isinstance(state["scalar"], np.float32)
+    assert state["layout"] is torch.strided
+
+
+def test_objects_may_be_left_out() -> None:
+    assert decode(DOCUMENT, objects=False)["state"]["object"] == {"epoch": 3, "seen": (1, 2)}
+
+
+def test_names_of_tensors_are_resolved() -> None:
+    resolved: list[str] = []
+
+    def resolve(name: str) -> Any:
+        resolved.append(name)
+        return name.upper()
+
+    assert decode(DOCUMENT, resolve)["state"]["tensor"] == "TENSOR"
+    assert resolved == ["tensor"]
+
+
+def test_encoded_again_it_is_the_same() -> None:
+    """But for what torch.save makes, which is torch's own affair."""
+    again, golden = _codes(make.values_document()), _codes(DOCUMENT)
+    assert len(again.pop(18)) == len(golden.pop(18)) == 1
+    assert again == golden

@@ -1,0 +1,233 @@
+"""Faults at the worst moment, each once a bug: of the journal, of a restart, of a race. Nothing sealed is lost, nothing is stuck."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent import Agent, Checkpoint
+from ckptd.shared import errors, failpoints
+from tests.support import trainers
+from tests.support.daemons import Daemon, Home, running
+
+SIZE = 20_000
+
+
+@pytest.fixture(autouse=True)
+def disarm() -> Any:
+    yield
+    failpoints.arm("")
+
+
+def until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.01)
+
+
+def seal_and_die(place: Home) -> None:
+    """Step 1 sealed and saved nowhere; trainer and daemon dead."""
+    with running(place, failpoints="persist.created=hang") as daemon:
+        diary = trainers.Diary(place.path / "diary")
+        trainer = trainers.start(place.socket, diary, 1, 1)
+        until(lambda: diary.newest("finished") == (1, 1), "seal")
+        trainer.kill()
+        trainer.join()
+        daemon.kill()
+
+
+def test_a_journal_that_breaks_at_the_start_costs_no_sealed_snapshot(place: Home) -> None:
+    seal_and_die(place)
+    for nth in (1, 2, 3):
+        daemon = Daemon(place, failpoints=f"journal.syncing=error(EIO)@{nth}")
+        daemon.reached_ready()
+        assert daemon.died() == 1
+        daemon.close()
+        assert place.segment_files()
+    with running(place):
+        agent = Agent(trainers.JOB, socket=place.socket)
+        state = trainers.blank()
+        recovered = agent.recover(state)
+        assert recovered is not None
+        trainers.assert_equal(state, 1)
+        agent.close()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+def test_a_broken_journal_ends_the_daemon_and_the_next_one_goes_on(place: Home, nth: int) -> None:
+    first = Daemon(place, failpoints=f"journal.syncing=error(EIO)@{nth}").wait_ready()
+    trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 3)
+    assert first.died() == 1
+    assert "cannot write the journal" in place.log_text()
+    first.close()
+    with running(place):
+        if nth == 1:  # its very first request failed: it cannot begin without a daemon
+            trainer.join()
+            trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 3)
+        until(
+            lambda: (place.root / trainers.JOB).exists() and "step-00000003" in str(list((place.root / trainers.JOB).iterdir())), "step 3"
+        )
+        trainer.kill()
+        trainer.join()
+
+
+def test_no_room_for_the_journal_costs_the_records_and_not_the_snapshots(place: Home) -> None:
+    small = {"CKPTD_FAILPOINTS": ""}
+    with running(place, failpoints="journal.rotating=error(ENOSPC)@2", environment=small) as daemon:
+        agent = Agent("job", socket=place.socket)
+        content = "x" * 500_000  # not in the journal; the names below are, and fill it
+        done = 0
+        for step in range(1, 30):
+            done += agent.snapshot({"x": torch.ones(3)}, step=step, user_content=content).wait("durable", timeout=60).state == "durable"
+        assert done == 29
+        agent.close()
+        assert daemon.status()["shared_memory"]["segments"] == 0
+
+
+def test_a_copy_that_fails_while_the_daemon_is_away_gives_its_slot_back(place: Home) -> None:
+    first = Daemon(place).wait_ready()
+    agent = Agent("job", socket=place.socket)
+    agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
+    failpoints.arm("agent.filling=sleep(1),agent.copied=error(EIO)")
+    import threading
+
+    results: list[Any] = []
+    copy = threading.Thread(target=lambda: results.append(agent.snapshot(trainers.expected(2, SIZE), step=2)))
+    copy.start()
+    until(lambda: any(header_state(path) == 2 for path in place.segment_files()), "filling slot")
+    first.kill()
+    with running(place, environment={"CKPTD_STALL_BUDGET": "30"}) as daemon:
+        copy.join()
+        assert results[0].state == "failed"
+        failpoints.arm("")
+        for step in (3, 4, 5, 6):
+            agent.snapshot(trainers.expected(step, SIZE), step=step).wait("durable", timeout=60)
+        agent.close()
+        assert daemon.status()["counters"]["skipped"] == 0
+
+
+def header_state(path: Any) -> int:
+    from ckptd.shared.segment import read_header
+
+    with path.open("rb") as file:
+        return int(read_header(file.fileno()).state)
+
+
+def test_going_back_keeps_what_was_sealed_and_answers_every_wait(place: Home) -> None:
+    with running(place, failpoints="persist.created=sleep(0.5)"):
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
+        later = [agent.snapshot(trainers.expected(step, SIZE), step=step) for step in (10, 11)]
+        state = trainers.blank(SIZE)
+        agent.recover(state, step=1)
+        assert agent.attempt == 2
+        trainers.assert_equal(state, 1, SIZE)
+        for pending in later:
+            assert pending.wait("durable", timeout=60).state == "durable"
+        agent.snapshot(trainers.expected(2, SIZE), step=2).wait("durable", timeout=60)
+        agent.close()
+    for step in (10, 11, 2):
+        with Checkpoint.open(place.root / "job", step) as checkpoint:
+            trainers.assert_equal(checkpoint.load(), step, SIZE)
+
+
+def test_a_trainer_killed_while_its_slots_are_made_leaves_none(place: Home) -> None:
+    with running(place, failpoints="slot.creating=sleep(1)", environment={"CKPTD_MEMORY_TTL": "0"}) as daemon:
+        trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 1)
+        until(lambda: daemon.status()["jobs"] and daemon.status()["jobs"][0]["ranks_connected"], "trainer")
+        time.sleep(0.3)
+        trainer.kill()
+        trainer.join()
+        until(lambda: not daemon.status()["jobs"][0]["ranks_connected"], "death")
+        time.sleep(2.5)
+        assert place.segment_files() == []
+
+
+def test_sigterm_ends_it_while_a_trainer_keeps_saving(place: Home) -> None:
+    with running(place, failpoints="persist.created=sleep(0.3)") as daemon:
+        trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 100_000, wait_every=10**9)
+        until(lambda: (place.root / trainers.JOB).exists(), "save")
+        assert daemon.stop() == 0
+        trainer.kill()
+        trainer.join()
+
+
+def test_many_memory_only_snapshots_before_a_lost_daemon(place: Home) -> None:
+    first = Daemon(place).wait_ready()
+    agent = Agent("job", socket=place.socket)
+    old = agent.snapshot({"x": torch.ones(3)}, step=0, persist=False)
+    for step in range(1, 200):
+        agent.snapshot({"x": torch.ones(3) * step}, step=step, persist=False).wait("sealed")
+    with pytest.raises(errors.SnapshotFailed, match="step 0 was kept in memory only, and a newer snapshot has replaced it there"):
+        old.wait("durable")
+    assert old.state == "sealed"
+    first.kill()
+    with running(place):
+        until(lambda: agent._client.connected, "connection")
+        agent.snapshot({"x": torch.ones(3)}, step=1000).wait("durable", timeout=60)
+        agent.close()
+
+
+def test_memory_only_slots_are_not_refilled_under_their_check(place: Home) -> None:
+    with running(place, "--threads", "1", "--codec", "zstd:15") as daemon:
+        agent = Agent("job", socket=place.socket)
+        size = 3_000_000
+        agent.snapshot(trainers.expected(1, size), step=1)  # keeps the one worker busy
+        for step in range(2, 8):
+            agent.snapshot(trainers.expected(step, size), step=step, persist=step % 3 == 0)
+        agent.close()
+        assert daemon.status()["counters"]["verify_failures"] == 0
+        assert daemon.status()["counters"]["failed"] == 0
+
+
+def test_after_a_growth_beyond_the_quota_the_old_size_still_fits(place: Home) -> None:
+    with running(place, "--shm-quota", "8M"):
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"x": torch.ones(100_000)}, step=1).wait("durable", timeout=60)
+        with pytest.raises(errors.QuotaExceeded):
+            agent.snapshot({"x": torch.ones(5_000_000)}, step=2).wait()
+        agent.snapshot({"x": torch.ones(100_000)}, step=3).wait("durable", timeout=60)
+        agent.close()
+
+
+def test_close_gives_up_on_a_stopped_daemon(place: Home) -> None:
+    with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}) as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"x": torch.ones(3)}, step=1).wait("sealed")
+        daemon.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(errors.DaemonUnreachable, match=r"the daemon has not answered within 0\.5 s"):
+            agent.close(timeout=0.5)
+        assert agent.closed
+        daemon.process.send_signal(signal.SIGCONT)
+
+
+def test_slots_that_take_long_hold_the_training_once(place: Home) -> None:
+    with running(place, failpoints="slot.creating=sleep(2)", environment={"CKPTD_STALL_BUDGET": "0.5"}):
+        agent = Agent("job", socket=place.socket)
+        skipped = [
+            agent.snapshot({"x": torch.ones(3)}, step=step, on_busy=how) for step, how in enumerate(["skip", "wait", "wait", "skip"])
+        ]
+        assert [pending.state for pending in skipped] == ["skipped"] * 4
+        with pytest.raises(errors.SnapshotFailed, match="the slots in shared memory are still being made"):
+            skipped[1].wait()
+        assert skipped[2].stall < skipped[1].stall
+        until(lambda: agent.snapshot({"x": torch.ones(3)}, step=100 + next(numbers)).state == "sealed", "slots")
+        agent.close()
+
+
+numbers = iter(range(100_000))
+
+
+def test_a_step_that_was_skipped_may_be_asked_for_again(place: Home) -> None:
+    with running(place, failpoints="persist.created=sleep(0.7)", environment={"CKPTD_STALL_BUDGET": "60"}):
+        agent = Agent("job", socket=place.socket)
+        for step in (1, 2):
+            agent.snapshot({"x": torch.ones(3)}, step=step)
+        assert agent.snapshot({"x": torch.ones(3)}, step=3, on_busy="skip").state == "skipped"
+        agent.snapshot({"x": torch.ones(3)}, step=3, on_busy="wait").wait("durable", timeout=60)
+        agent.close()
