@@ -111,7 +111,7 @@ class Agent:
         metrics: numbers for the manifest; user_content: anything JSON can say; rng: capture random generators too.
         """
         begun = time.perf_counter()
-        pending = Pending(step if isinstance(step, int) else -1, self.attempt)
+        pending = Pending(step if isinstance(step, int) else -1, self.attempt, persist=bool(persist))
         try:
             with self._lock:
                 request = make_request(step, tag, persist, on_busy, metrics, user_content)
@@ -139,7 +139,7 @@ class Agent:
         slot = self._acquire(pending, request.tag, deadline)
         if slot is None:
             return
-        for old in [p for p in self._pending.values() if p.segment == slot.name]:
+        for old in [p for p in self._pending.values() if p.segment == slot.name and not p.persist]:
             del self._pending[old.attempt, old.step]
             old.supersede()
         pending.move(Event.GRANT)

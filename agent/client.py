@@ -80,7 +80,12 @@ class Client:
         """
         call = _Call()
         self._send(make, call)
-        if not call.done.wait(timeout):
+        try:
+            answered = call.done.wait(timeout)
+        except BaseException:  # Ctrl-C: what is answered later must be given back
+            call.abandoned = True
+            raise
+        if not answered:
             with self._lock:
                 if not call.done.is_set():
                     call.abandoned = self._silent = True

@@ -26,9 +26,10 @@ _RANK = {"staged": 0, "sealed": 1, "durable": 2}
 class Pending:
     """One snapshot. `stall`: seconds that training was held; `error`: why it failed or was skipped, else None."""
 
-    def __init__(self, step: int, attempt: int = 0) -> None:
+    def __init__(self, step: int, attempt: int = 0, *, persist: bool = True) -> None:
         self.step = step
         self.attempt = attempt
+        self.persist = persist
         self.stall = 0.0
         self.error: CkptdError | None = None
         self.segment = ""

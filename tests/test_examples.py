@@ -1,0 +1,48 @@
+"""The example as a newcomer runs it, on a tiny model: killed, started again, and bit for bit what it would have been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINER = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+TINY = ["--layers", "1", "--width", "64", "--context", "32", "--batch", "2", "--steps", "12", "--every", "4"]
+
+
+def environment(home: Path) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
+    return {**clean, "XDG_RUNTIME_DIR": str(home), "CKPTD_IDLE_TIMEOUT": "0.1", "OMP_NUM_THREADS": "1"}
+
+
+def command(home: Path) -> list[str]:
+    return [sys.executable, str(TRAINER), *TINY, "--root", str(home / "root"), "--losses", str(home / "losses.json")]
+
+
+def test_a_killed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for home in (whole, killed):
+        home.mkdir()
+    subprocess.run(command(whole), env=environment(whole), check=True, timeout=200, capture_output=True)
+    with subprocess.Popen(command(killed), env=environment(killed), stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        assert any(line.startswith("step 8/12") for line in trainer.stdout)
+        trainer.send_signal(signal.SIGKILL)
+    again = subprocess.run(command(killed), env=environment(killed), check=True, timeout=200, capture_output=True, text=True)
+    assert "recovered step 8 of attempt 1 from memory" in again.stdout or "recovered step 12" in again.stdout
+    assert json.loads((killed / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
+
+
+def test_it_says_in_one_sentence_what_is_missing(tmp_path: Path) -> None:
+    clean = {key: value for key, value in environment(tmp_path).items() if key != "XDG_RUNTIME_DIR"}
+    result = subprocess.run([sys.executable, str(TRAINER), *TINY], env=clean, timeout=200, capture_output=True, text=True, check=False)
+    if Path("/run/ckptd").exists():
+        pytest.skip("a daemon of this machine may be found")  # then there is nothing missing
+    assert result.returncode == 1
+    assert result.stderr.startswith("ckptd: no daemon runs on this node and no root is known")
+    assert "Traceback" not in result.stderr
