@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
 from ckptd.agent import recovery
 from ckptd.agent.arguments import job_name, make_request, rank_and_world_size
 from ckptd.agent.capture import capture, optimizer_bytes_to_come
@@ -277,7 +278,7 @@ class Agent:
                 raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
             self._client.wait_connected(self._client.welcome.stall_budget)
             recovered = recovery.recover(self._client, self.job, state, step=step, strict=strict)
-            if recovered is not None and (recovered.step or 0) < self.last_step:
+            if recovered is not None and recovered.step < self.last_step:
                 self._settle_slots()
                 self._begin()  # the daemon takes this attempt's slots back, and saves what is owed of it
                 self._drop_slots()
@@ -323,7 +324,10 @@ class Agent:
                 return
             self._settle_slots()
             try:
-                self._client.wait_connected(self._client.welcome.stall_budget)
+                if not self._client.wait_connected(self._client.welcome.stall_budget):
+                    raise DaemonUnreachable(
+                        "the daemon is gone; what is sealed waits in shared memory for the next one, which will save it"
+                    )
                 self._client.call(lambda n: m.Persist(id=n), m.Done, timeout)
                 self._client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
             finally:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.names import check_name, check_user_tag
 from ckptd.shared.request import MAX_REQUEST, Request

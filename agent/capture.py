@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
 from ckptd.agent.values import Packer
 from ckptd.shared.errors import UnsavableValue
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
 from ckptd.agent import values
 from ckptd.agent.loading import load, materialize
 from ckptd.agent.planning import dtype_of
@@ -45,14 +46,16 @@ class Checkpoint:
         for tag in tags:
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
-            if which != "newest" and which not in (parsed[0], parsed[1], tag):
+            if isinstance(which, str) and which not in ("newest", parsed[0], tag):
                 continue
             try:
-                manifests.append(storage.read_manifest(job, tag))
+                manifest = storage.read_manifest(job, tag)
+                if not isinstance(which, int) or manifest.step == which:
+                    manifests.append(manifest)
             except NotFound:
                 continue
             except IntegrityError:
-                if which != "newest":
+                if which in (tag, *parsed[:2]):
                     raise
         if not manifests:
             wanted = "" if which == "newest" else f" {which!r}"
@@ -98,7 +101,10 @@ class Checkpoint:
         return dtype_of(described.dtype), torch.Size(described.size)
 
     def tensor(self, name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor, reading only its chunks. Raises NotFound, IntegrityError, StorageError."""
+        """One tensor, reading only its chunks. Raises NotFound, IntegrityError, StorageError.
+
+        A chunk holds many small tensors and is decoded at every call: for most of a checkpoint, `load` is faster.
+        """
         described = self._opened.saved.describe(name)
         try:
             if isinstance(described, Alias) or (dtype is None and torch.device(device).type == "cpu"):

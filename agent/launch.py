@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 30.0
+_started: list[subprocess.Popen[bytes]] = []  # kept, so that they can be reaped when they leave before this process does
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,6 @@ def start_private(root: Path, socket: Path) -> None:
     except OSError as error:
         raise DaemonUnreachable(f"cannot start a private daemon: {root} cannot be used as the root: {error.strerror}") from None
     ready, told = os.pipe()
-    os.set_inheritable(told, True)
     command = [
         sys.executable,
         "-P",
@@ -110,16 +111,17 @@ def start_private(root: Path, socket: Path) -> None:
         "--ready-fd",
         str(told),
     ]
-    actions = [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-        (os.POSIX_SPAWN_DUP2, log_fd, 1),
-        (os.POSIX_SPAWN_DUP2, log_fd, 2),
-    ]
     try:
-        pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=actions, setsid=True)
+        daemon = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, pass_fds=[told], start_new_session=True, cwd="/"
+        )  # fmt: skip
+    except OSError as error:
+        os.close(ready)
+        raise DaemonUnreachable(f"cannot start a private daemon: {error}") from None
     finally:
         os.close(told)
         os.close(log_fd)
+    _started[:] = [*(process for process in _started if process.poll() is None), daemon]
     try:
         answered, _, _ = select.select([ready], [], [], START_SECONDS)
         word = os.read(ready, 16) if answered else b""
@@ -129,8 +131,7 @@ def start_private(root: Path, socket: Path) -> None:
         return
     if not answered:
         raise DaemonUnreachable(f"the private daemon is not ready after {START_SECONDS:.0f} s; {log_file} says what it does")
-    _, status = os.waitpid(pid, 0)
-    if os.waitstatus_to_exitcode(status) != 11:  # 11: another one serves this root already; we go to that one
+    if daemon.wait() != 11:  # 11: another one serves this root already; we go to that one
         last = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["it left no word"]
         raise DaemonUnreachable(f"the private daemon did not start: {last[0].removeprefix('ckptd: ')} (all of it in {log_file})")
 

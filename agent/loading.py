@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
 from ckptd.agent.planning import as_integer, dtype_of
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import HIDDEN, ITEM_SIZES, Alias, Item
 from ckptd.shared.scatter import Target, scatter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
 _BATCH = 512 << 20  # bytes that are read into temporaries at once, where they cannot go straight to their destination
 

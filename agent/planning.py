@@ -16,17 +16,16 @@ from typing import Any
 
 import msgspec
 import torch
-from ckptd.agent.capture import check_tensor
-from ckptd.shared import __version__
-from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import HIDDEN, ITEM_SIZES, Alias, Item, Plan, Region, align_region, is_dense, signature
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
+from ckptd.agent.capture import check_tensor
+from ckptd.shared import __version__
+from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.plan import ELEMENT_SIZES, HIDDEN, ITEM_SIZES, Alias, Item, Plan, Region, align_region, is_dense, signature
+
 Structure = tuple[Any, ...]
-_ELEMENT_SIZES = (16, 8, 4, 2, 1)
-_MOST_ELEMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,7 @@ def _row(write: WriteItem, tensor: torch.Tensor) -> _Row:
 
 def _place(rows: list[_Row]) -> tuple[list[Region], list[Item]]:
     regions, items, position = [], [], 0
-    for width in _ELEMENT_SIZES:
+    for width in ELEMENT_SIZES:
         start = align_region(position)
         end = start
         for name, dtype, size, offsets, sizes, stride, device, grad in rows:
@@ -210,7 +209,7 @@ def _aliases(tensors: dict[str, torch.Tensor]) -> tuple[list[Alias], list[tuple[
         if base is None:
             base = HIDDEN + members[0]
             storage = tensors[members[0]].untyped_storage().data_ptr()
-            cluster.start -= (cluster.start - storage) % _MOST_ELEMENT  # so that every member lies at a multiple of its element size
+            cluster.start -= (cluster.start - storage) % max(ELEMENT_SIZES)  # so that every member lies at a multiple of its element size
             hidden.append((base, cluster.end - cluster.start, tensors[members[0]].device.type))
         for name in members:
             if name != base:

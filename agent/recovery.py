@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ckptd.agent import values
 from ckptd.agent.capture import set_rng_state
 from ckptd.agent.client import Client
@@ -31,9 +32,9 @@ FIND_SECONDS = 120.0  # a root with many checkpoints on a slow mount
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What came back. `source`: "memory" or "storage"; `passed_over`: newer ones that were damaged, and why; `seconds`: time it took."""
+    """What came back. `step`: -1 if that checkpoint has none; `source`: "memory" or "storage"; `passed_over`: newer ones that were damaged, and why; `seconds`: time it took."""
 
-    step: int | None
+    step: int
     attempt: int
     tag: str
     source: str
@@ -75,7 +76,8 @@ def recover(client: Client, job: str, state: Any, *, step: int | None, strict: b
         failpoint("agent.recover.loaded")
         log.info("recovered %s in %.2f s", where, time.monotonic() - begun)
         return Recovered(
-            step=candidate.step, attempt=candidate.attempt, tag=candidate.tag, source=candidate.source, metrics=opened.metrics,
+            step=-1 if candidate.step is None else candidate.step,
+            attempt=candidate.attempt, tag=candidate.tag, source=candidate.source, metrics=opened.metrics,
             user_content=opened.user_content, seconds=time.monotonic() - begun, passed_over=passed_over,
         )  # fmt: skip
     if passed_over:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from ckptd.agent.capture import canonical, expand_object, parameter_keys, parameter_names, unwrapped
 from ckptd.agent.loading import Saved
 from ckptd.agent.values import ObjectNode, Packer, TensorRef

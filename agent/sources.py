@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from crc32c import crc32c
+
 from ckptd.agent.loading import Saved
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import read_exactly
@@ -18,7 +20,6 @@ from ckptd.shared.request import Request
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SlotState, read_check, read_document, read_header
 from ckptd.shared.storage import PosixStorage
-from crc32c import crc32c
 
 
 class SlotSource:

@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+
 from ckptd.agent.planning import Layout, as_integer, dtype_of
 from ckptd.shared.errors import QuotaExceeded
 from ckptd.shared.failpoints import failpoint

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 
 Ext = msgspec.msgpack.Ext

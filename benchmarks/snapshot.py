@@ -133,10 +133,10 @@ def main() -> None:
             sizes[name] = sum(f.stat().st_size for f in (place.root / "bench").rglob("*.ckpt"))
         print(f"{'':<22}{'held, median':>14}{'held, most':>13}{'total':>9}{'GB/s':>7}{'size':>7}{'held, ours (zstd) = 1':>24}")
         ours = statistics.median(held for held, _ in results["ckptd (zstd)"])
-        for name, times in results.items():
-            held, total = statistics.median(h for h, _ in times), statistics.median(t for _, t in times)
+        for name, measured in results.items():
+            held, total = statistics.median(h for h, _ in measured), statistics.median(t for _, t in measured)
             print(
-                f"{name:<22}{held:>12.3f} s{max(h for h, _ in times):>11.3f} s{total:>7.2f} s{nbytes / total / 1e9:>7.2f}"
+                f"{name:<22}{held:>12.3f} s{max(h for h, _ in measured):>11.3f} s{total:>7.2f} s{nbytes / total / 1e9:>7.2f}"
                 f"{sizes[name] / nbytes:>7.1%}{held / ours:>24.2f}"
             )
         print("\nfirst snapshot of a new trainer against later ones:")

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import psutil
+
 from ckptd.daemon import notify, recovery
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job
@@ -193,7 +194,10 @@ class App:
                 "ranks_connected": sum(o.job == job.name and o.notify is not None for o in self.engine.owners.values()),
                 "damaged": {tag: why[:MOST_TEXT] for tag, why in list(job.damaged.items())[:MOST_DAMAGED]},
             })  # fmt: skip
-        disk = psutil.disk_usage(str(self.config.root))
+        try:
+            free = psutil.disk_usage(str(self.config.root)).free
+        except OSError:
+            free = None  # the root is gone, or its mount is
         return {
             "ready": self._ready,
             "version": __version__,
@@ -204,7 +208,7 @@ class App:
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "rss_bytes": psutil.Process().memory_info().rss,
             "event_loop_lag_seconds": round(self._lag, 6),
-            "disk_free_bytes": disk.free,
+            "disk_free_bytes": free,
             "jobs": jobs,
             "jobs_not_shown": len(self.catalog.jobs) - len(jobs),
             "shared_memory": {

@@ -1,6 +1,6 @@
 """The `ckptd` command: run, status, ls, show, verify. Speaks to people; `--json` speaks to programs.
 
-Exit codes: 0 ok, 1 failed, 2 usage, 3 partial, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
+Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from ckptd.daemon import report
 from ckptd.shared import __version__, names
 from ckptd.shared import errors as e
@@ -40,16 +41,16 @@ def _speaks(command: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except e.CkptdError as error:
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except (e.CkptdError, OSError) as caught:
+            error = caught if isinstance(caught, e.CkptdError) else e.StorageError.of("do that", caught)
             code = _exit_code(error)
             if kwargs.get("as_json"):
                 click.echo(json.dumps({"error": {"code": error.code, "message": str(error), "retry": error.retry}, "exit": code}))
             else:
                 click.echo(f"ckptd: {error}", err=True)
             sys.exit(code)
-        except OSError as error:
-            click.echo(f"ckptd: {error}", err=True)
-            sys.exit(1)
 
     return wrapped
 
@@ -176,6 +177,8 @@ def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
 def show(path: Path, keys: bool, as_json: bool) -> None:
     """Describe one checkpoint: DIR/JOB/TAG, or the newest one of DIR/JOB."""
     manifest = report.manifest_at(path)
+    for damaged in report.damaged_newer(path, manifest):
+        click.echo(f"ckptd: passed over: {damaged}", err=True)
     click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, keys=keys))
 
 

@@ -20,7 +20,7 @@ from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,8 @@ class Config:
         _require(self.memory_budget >= 4 * self.chunk_size, "memory_budget", self.memory_budget, "at least four chunks")
         _require(0 <= self.threads <= 256, "threads", self.threads, "0 (automatic) to 256")
         _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level, "debug, info, warning or error")
-        for name in ("shm_quota", "memory_ttl", "stall_budget", "max_connections", "idle_timeout"):
+        _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
+        for name in ("shm_quota", "memory_ttl", "stall_budget", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         if self.threads == 0:
             object.__setattr__(self, "threads", min(8, len(os.sched_getaffinity(0))))

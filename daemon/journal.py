@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+
 from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
 from ckptd.shared import names
@@ -66,9 +67,9 @@ class Journal:
 
     def _replay(self, number: int, strict: bool) -> None:
         name = names.journal_file(number)
-        data = read_small(name, self._directory, jf.FILE_SIZE)
-        state = r.JournalState()
+        state, scan, data = r.JournalState(), None, b""
         try:
+            data = read_small(name, self._directory, jf.FILE_SIZE)
             scan = jf.scan(data, number)
             for record in scan.records:
                 state = self._apply(state, record)
@@ -77,30 +78,40 @@ class Journal:
             raise
         except IntegrityError as error:
             scan, problem = None, str(error)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            problem = "it has grown"
         if problem:
             if strict:
                 raise IntegrityError(f"journal {name} is corrupt ({problem}); start without --strict-journal to rebuild it by a scan")
             self.corrupt += 1
-            self._set_aside(name, data, ".corrupt")
+            if data:
+                self._set_aside(name, data, ".corrupt")
+            else:
+                self._fs.rename(name, f"{name}.corrupt.{secrets.token_hex(4)}", self._directory, replace=False)
             log.error("journal %s is corrupt (%s): set aside, state rebuilt from manifests and sealed slots", name, problem)
         elif scan is not None and scan.ending is jf.Ending.TORN:
             self.torn += 1
             self._set_aside(name, data[scan.end :].rstrip(b"\0"), ".torn")
             log.warning("journal %s has a torn tail after %d records: nothing acknowledged was in it", name, len(scan.records))
         if scan is not None and scan.records:
+            self._crc = scan.last_crc
             self.state = state
             self.records = len(scan.records)
 
     def _apply(self, state: r.JournalState, raw: jf.RawRecord) -> r.JournalState:
         try:
-            if raw.type == r.STATE:
+            if raw.type == r.STATE and raw.version <= jf.PAYLOAD_VERSION:
                 return r.decode_state(raw.payload)
-            if raw.type not in r.TYPES:
+            if raw.type not in r.TYPES or raw.version > jf.PAYLOAD_VERSION:
                 if raw.flags & jf.IGNORABLE:
                     return state
-                raise NewerFormat(f"the journal holds records of type {raw.type}, written by a newer ckptd: upgrade this one")
+                raise NewerFormat(
+                    f"the journal holds records of type {raw.type}, version {raw.version}, of a newer ckptd: upgrade this one"
+                )
             state.apply(r.decode(raw.type, raw.payload))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise IntegrityError(f"a record of type {raw.type} cannot be read: {error}") from None
         return state
 
@@ -134,9 +145,11 @@ class Journal:
     async def _write_all(self) -> None:
         while self._waiting:
             batch, self._waiting = self._waiting, []
-            error: StorageError | None = None
+            error: StorageError | None = self._broken
             try:
-                await asyncio.get_running_loop().run_in_executor(self._pool, self._write_batch, [record for record, _ in batch])
+                if error is None:
+                    records = [record for record, _ in batch]
+                    await asyncio.get_running_loop().run_in_executor(self._pool, self._write_batch, records)
             except StorageError as problem:
                 error = problem
             except Exception as problem:  # whatever it is, nobody may wait for ever, and nothing more is promised
@@ -154,9 +167,21 @@ class Journal:
                     future.set_exception(error)
 
     def _write_batch(self, batch: list[r.Record]) -> None:
-        encoded = [r.encode(record) for record in batch]
-        needed = sum(jf.RECORD_SIZE + len(payload) + 8 for _, payload in encoded)
-        if self._end + needed > jf.FILE_SIZE:
+        """One write and one sync, or a few if the records do not fit into a file together."""
+        group: list[tuple[r.Record, int, bytes]] = []
+        size = 0
+        for record in batch:
+            kind, payload = r.encode(record)
+            needed = jf.RECORD_SIZE + len(payload) + 8
+            if group and size + needed > jf.MAX_PAYLOAD:
+                self._write_group(group, size)
+                group, size = [], 0
+            group.append((record, kind, payload))
+            size += needed
+        self._write_group(group, size)
+
+    def _write_group(self, group: list[tuple[r.Record, int, bytes]], size: int) -> None:
+        if self._end + size > jf.FILE_SIZE:
             try:
                 self._rotate()
             except OSError as error:
@@ -164,7 +189,7 @@ class Journal:
                     raise StorageError.of("begin a new journal file", error) from None
                 raise
         data, start, crc, sequence = bytearray(), self._end, self._crc, self._sequence
-        for kind, payload in encoded:
+        for _, kind, payload in group:
             sequence += 1
             chunk, crc = jf.encode_record(self._salt, crc, jf.RawRecord(kind, 0, sequence, self._durable, payload))
             data += chunk
@@ -174,7 +199,7 @@ class Journal:
         self._fs.sync_data(self._fd)
         failpoint("journal.synced")
         self._end, self._crc, self._sequence, self._durable = start + len(data), crc, sequence, sequence
-        for record in batch:
+        for record, _, _ in group:
             self.state.apply(record)
 
     def _rotate(self) -> None:

@@ -9,15 +9,16 @@ import enum
 import struct
 from dataclasses import dataclass
 
+from crc32c import crc32c
+
 from ckptd.shared.binary import check_preamble, preamble
 from ckptd.shared.errors import IntegrityError
-from crc32c import crc32c
 
 MAGIC = b"CKPTDJNL"
 FILE_SIZE = 4 << 20
 HEADER_SIZE = 64
 MAX_PAYLOAD = 1 << 20
-MAX_STATE = 3 << 20  # the first record of a file, which holds what all others before it add up to
+MAX_STATE = 2 << 20  # the first record of a file, which holds what all others before it add up to
 STATE_TYPE = 1
 IGNORABLE = 1
 PAYLOAD_VERSION = 1
@@ -49,6 +50,7 @@ class RawRecord:
     sequence: int
     durable: int
     payload: bytes
+    version: int = PAYLOAD_VERSION
 
 
 class Ending(enum.Enum):
@@ -72,7 +74,7 @@ def encode_record(salt: bytes, previous_crc: int, record: RawRecord) -> tuple[by
     """The record with its padding to 8 bytes, and its crc. Raises ValueError for a payload beyond 1 MiB."""
     if len(record.payload) > _most(record.type):
         raise ValueError(f"a journal record of {len(record.payload)} bytes is beyond {_most(record.type)}")
-    head = _RECORD.pack(0, len(record.payload), previous_crc, record.type, record.flags, PAYLOAD_VERSION, record.sequence, record.durable)
+    head = _RECORD.pack(0, len(record.payload), previous_crc, record.type, record.flags, record.version, record.sequence, record.durable)
     crc = crc32c(record.payload, crc32c(head[4:], crc32c(salt)))
     data = _CRC.pack(crc) + head[4:] + record.payload
     return data.ljust(_aligned(len(data)), b"\0"), crc
@@ -113,7 +115,7 @@ def _aligned(length: int) -> int:
 def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int, int] | None:
     if position + RECORD_SIZE > len(data):
         return None
-    crc, length, before, kind, flags, _version, sequence, durable = _RECORD.unpack_from(data, position)
+    crc, length, before, kind, flags, version, sequence, durable = _RECORD.unpack_from(data, position)
     end = position + RECORD_SIZE + length
     if kind == 0 or length > _most(kind) or end > len(data):
         return None
@@ -122,7 +124,7 @@ def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int,
     if any(data[end : position + _aligned(RECORD_SIZE + length)]):
         return None
     payload = data[position + RECORD_SIZE : end]
-    return RawRecord(kind, flags, sequence, durable, payload), crc, before, _aligned(RECORD_SIZE + length)
+    return RawRecord(kind, flags, sequence, durable, payload, version), crc, before, _aligned(RECORD_SIZE + length)
 
 
 def _proved_durable(data: bytes, position: int, salt: bytes, sequence: int) -> bool:

@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from crc32c import crc32c
+
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN, align
 from ckptd.shared.codec import RAW, Codec
@@ -28,7 +30,6 @@ from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header, file_
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
 from ckptd.shared.request import Request
 from ckptd.shared.segment import SegmentHeader, read_document
-from crc32c import crc32c
 
 T = TypeVar("T")
 
@@ -175,7 +176,8 @@ class _PartWriter:
 
     def create(self) -> None:
         self._fd = self._fs.create(self._file, self._directory, direct=True)
-        self._fs.allocate(self._fd, file_bound(self._slot.ranges, len(self._slot.plan_document)))
+        documents = len(self._slot.plan_document) + self._slot.header.request.length
+        self._fs.allocate(self._fd, file_bound(self._slot.ranges, documents))
         failpoint("persist.created")
 
     def chunk(self, number: int, buffers: Buffers) -> Chunk:

@@ -108,14 +108,17 @@ class JournalState(msgspec.Struct):
                     job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, -1
             case Sealed():
                 job = self.jobs.setdefault(record.job, JobState())
-                if record.attempt == job.attempt:
+                if record.attempt > job.attempt:
+                    job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, record.step
+                elif record.attempt == job.attempt:
                     job.sealed_step = max(job.sealed_step, record.step)
             case Staging():
                 self.staged.setdefault(place(record), {}).setdefault(record.file, None)
             case PartDurable():
                 self.staged.setdefault(place(record), {})[record.file] = record
             case Committed():
-                self.jobs.setdefault(record.job, JobState()).seq = max(self.jobs[record.job].seq, record.seq)
+                job = self.jobs.setdefault(record.job, JobState())
+                job.seq = max(job.seq, record.seq)
                 self.staged.pop(place(record), None)
             case Dropped():
                 self.staged.pop(place(record), None)

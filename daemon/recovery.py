@@ -10,6 +10,7 @@ import logging
 import os
 
 import aiofiles
+
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Snapshot
 from ckptd.daemon.journal import Journal, JournalBroken

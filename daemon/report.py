@@ -23,9 +23,12 @@ SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipp
 
 def daemon_status(socket: Path | None) -> dict[str, Any]:
     """The daemon's own word. Raises DaemonUnreachable."""
-    places = [socket] if socket is not None else [place for place in names.default_sockets() if place.exists()]
+    usual = names.default_sockets()
+    if root := os.environ.get("CKPTD_ROOT"):
+        usual.insert(0, names.private_socket(Path(os.path.abspath(root))))
+    places = [socket] if socket is not None else [place for place in usual if place.exists()]
     if not places:
-        tried = " and ".join(map(str, names.default_sockets()))
+        tried = " and ".join(map(str, usual))
         raise DaemonUnreachable(f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH")
     channel = Channel(places[0], TIMEOUT, later=TIMEOUT)
     try:
@@ -44,9 +47,10 @@ def status_text(status: dict[str, Any]) -> str:
     memory, counters = status["shared_memory"], status["counters"]
     ready = "is ready" if status["ready"] else "is NOT ready"
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
+    free = "NOT THERE" if status["disk_free_bytes"] is None else f"{_size(status['disk_free_bytes'])} free"
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {_span(status['uptime_seconds'])})",
-        f"  root           {status['root']} ({_size(status['disk_free_bytes'])} free)",
+        f"  root           {status['root']} ({free})",
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         f"  shared memory  {_size(memory['used_bytes'])} of {_size(memory['quota_bytes'])} in {memory['segments']} segments",
         f"  snapshots      {snapshots}",
@@ -154,6 +158,22 @@ def manifest_at(path: Path) -> Manifest:
     if not sound:
         raise NotFound(f"{path} holds no checkpoint; `ckptd ls {path.parent}` lists what there is")
     return max(sound, key=lambda manifest: manifest.order)
+
+
+def damaged_newer(path: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with checkpoints of DIR/JOB that would come before `manifest`; nothing if PATH names one."""
+    storage, job, tag = _place(path)
+    if tag is not None:
+        return []
+    return [
+        str(error) for name, error in _manifests(storage, job) if isinstance(error, IntegrityError) and _order(name) > manifest.order[:2]
+    ]
+
+
+def _order(tag: str) -> tuple[int, int]:
+    parsed = names.parse_tag_directory(tag)
+    assert parsed is not None
+    return (parsed[2], -1 if parsed[1] is None else parsed[1])
 
 
 def manifest_json(manifest: Manifest) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 import msgspec
+
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Shard, Snapshot
 from ckptd.daemon.config import Config
@@ -228,9 +229,8 @@ class Saver:
         elif not isinstance(error, CkptdError):
             log.exception("snapshot %s/%s: internal error", snapshot.job, snapshot.tag)
             error = InternalError(f"internal error while saving {snapshot.job}/{snapshot.tag}: {error!r}; the daemon's log has more")
-        else:
-            log.error("snapshot %s/%s: %s", snapshot.job, snapshot.tag, error)
         assert isinstance(error, CkptdError)
+        log.error("snapshot %s/%s: %s", snapshot.job, snapshot.tag, error)
         snapshot.reason, snapshot.code = str(error), error.code
         self.counters["failed"] += 1
         if isinstance(error, IntegrityError):

@@ -207,6 +207,7 @@ class Connection:
             case m.Detach():
                 engine.detach(owner)
                 self._server.orphans.unguard(owner.identity)
+                self._server.orphans.start_timer(engine.catalog.job(owner.job))
                 self._owner = None
                 self._server.changed()
         return m.Done(re=request.id), ()

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.segment import SegmentHeader, read_header, this_boot, write_header
@@ -184,12 +185,17 @@ class Slots:
                 continue
             try:
                 header = read_header(fd)
+                names.check_name("job", header.job)
                 if header.boot_id != this_boot():
                     raise IntegrityError("it is of another boot")
                 size = os.fstat(fd).st_size
                 if size < header.file_length:
                     raise IntegrityError("it is cut short")
-            except (IntegrityError, OSError) as error:
+            except NewerFormat as error:
+                log.warning("segment %s left alone: %s", name, error)
+                os.close(fd)
+                continue
+            except (IntegrityError, InvalidName, OSError) as error:
                 log.warning("segment %s removed: %s", name, error)
                 os.close(fd)
                 self._fs.unlink(name, self._directory)

@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ckptd.agent import Checkpoint
 from ckptd.shared import names
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
-STEPS, EVERY = 48, 8
-ARGUMENTS = ["--steps", str(STEPS), "--every", str(EVERY), "--batch", "4"]  # half a second a step on two cores
+STEPS, EVERY = 40, 8
+ARGUMENTS = f"--steps {STEPS} --every {EVERY} --batch 4 --context 96".split()  # a third of a second a step on two idle cores
 SETTINGS = {
     "CKPTD_KEEP_LAST": "3",  # ten checkpoints of 120 MB, the default, would be much for a demo
     "OMP_WAIT_POLICY": "passive",  # on two busy cores, threads that spin made a step take 1.8 to 3.4 s instead of 0.7 to 0.9 s
@@ -151,7 +152,7 @@ def wipe(out: Path, *runs: Run) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for run in runs:
         run.end()
-        if run.root.exists():
+        if (run.root / names.CONTROL).exists():  # else it is none of ours
             shutil.rmtree(run.root)
         for file in (run.log, run.losses, run.lines):
             file.unlink(missing_ok=True)
@@ -176,31 +177,29 @@ def kill_trainer(run: Run, step: int, delay: float) -> Act:
     time.sleep(delay)
     at = run.kill()
     say(f"Killed the trainer in the middle of step {at}. Starting it again.")
-    return start_again(run, "trainer", at, "memory", job_status(run)["last_sealed"])
+    return start_again(run, "trainer", at, "memory", daemon_says(run)["jobs"][0]["last_sealed"])
 
 
 def kill_everything(run: Run, step: int, delay: float) -> Act:
     """What a node that goes down takes along: trainer, daemon and shared memory. What is on storage is left."""
-    run.wait_for(step - 2)
-    durable = job_status(run)["last_durable"]
-    status = run.status()
-    assert status is not None
+    run.wait_for(step - 4)
+    said = daemon_says(run)
     run.wait_for(step - 1)
     time.sleep(delay)
+    os.kill(said["pid"], signal.SIGSTOP)  # so that it cannot even see that the trainer is dead: both end at the same moment
     at = run.kill()
-    end_process(status["pid"], signal.SIGKILL)
+    end_process(said["pid"], signal.SIGKILL)
     freed = sum(file.stat().st_size for file in run.slots.iterdir())
     shutil.rmtree(run.slots)
     say(f"Killed trainer and daemon in the middle of step {at}, and removed {freed / 1e6:.0f} MB from shared memory. Starting again.")
-    return start_again(run, "trainer and daemon", at, "storage", durable)
+    return start_again(run, "trainer and daemon", at, "storage", said["jobs"][0]["last_durable"])
 
 
-def job_status(run: Run) -> dict[str, Any]:
+def daemon_says(run: Run) -> dict[str, Any]:
     status = run.status()
     if status is None or not status["jobs"]:
         raise DemoFailed(f"the daemon of {run.root} does not answer")
-    job: dict[str, Any] = status["jobs"][0]
-    return job
+    return status
 
 
 def start_again(run: Run, killed: str, at: int, source: str, known: dict[str, Any] | None) -> Act:
@@ -282,11 +281,16 @@ def plot(file: Path, reference: Run, interrupted: Run, acts: list[Act]) -> None:
         axes.axvline(act.at, color="#d62728", linewidth=1.2)
         text = f"killed {act.killed}\nback to step {act.step}\nfrom {act.source} in {act.seconds:.2f} s"
         beside = (6 if side == "left" else -6, 0)
-        axes.annotate(
-            text, (act.at, height), xycoords=("data", "axes fraction"), xytext=beside, textcoords="offset points", ha=side, va="top"
-        )
+        where: dict[str, Any] = {
+            "xycoords": ("data", "axes fraction"),
+            "xytext": beside,
+            "textcoords": "offset points",
+            "ha": side,
+            "va": "top",
+        }
+        axes.annotate(text, (act.at, height), bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85}, **where)
     axes.set(xlabel="step", ylabel="training loss", title="Two runs, bit for bit the same", xlim=(0, STEPS + 1))
-    axes.legend(loc="lower left")
+    axes.legend(loc="upper right")
     figure.savefig(file, dpi=120)
 
 
@@ -296,7 +300,7 @@ def play(out: Path, reference: Run, interrupted: Run, chance: random.Random) -> 
     interrupted.start()
     acts = [
         kill_trainer(interrupted, chance.randrange(STEPS // 3, STEPS // 2), chance.uniform(0.1, 0.9) * seconds),
-        kill_everything(interrupted, chance.randrange(STEPS * 2 // 3, STEPS - 2), chance.uniform(0.1, 0.9) * seconds),
+        kill_everything(interrupted, chance.randrange(STEPS * 2 // 3, STEPS - 4), chance.uniform(0.1, 0.9) * seconds),
     ]
     interrupted.wait_for_end()
     say("It has come to its end. Comparing.")
@@ -324,6 +328,8 @@ def main() -> None:
         play(out, reference, interrupted, random.Random(args.seed))
     except DemoFailed as failure:
         sys.exit(f"FAILED: {failure}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         reference.end()
         interrupted.end()

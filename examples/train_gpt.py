@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from ckptd.agent import CkptdError, Pending, close, recover, snapshot
 from torch import Tensor, nn
+
+from ckptd.agent import CkptdError, Pending, close, recover, snapshot
 
 
 class Block(nn.Module):
@@ -133,7 +134,7 @@ def main() -> None:
         for step in range(done + 1, args.steps + 1):
             batch = draw_batch(text, args.batch, args.context)
             loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

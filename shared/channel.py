@@ -73,6 +73,8 @@ class Channel:
                 data, descriptors, flags, _ = socket.recv_fds(self._socket, _RECEIVE, MAX_DESCRIPTORS)
             except TimeoutError:
                 raise DaemonUnreachable("the daemon does not answer") from None
+            except OSError as error:
+                raise DaemonUnreachable(f"the daemon is gone: {error.strerror or error}") from None
             for fd in descriptors:
                 os.set_inheritable(fd, False)
             self._descriptors += descriptors

@@ -10,6 +10,7 @@ import threading
 from typing import Protocol
 
 import zstandard
+
 from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
 from ckptd.shared.fs import Buffer
 

@@ -97,6 +97,7 @@ class StorageError(MachineError):
         """Translate at the seam: `action` reads like "write gpt/step-1"."""
         number = error.errno or 0
         hint = {
+            _errno.ENOENT: " (has the root been moved or deleted?)",
             _errno.ENOSPC: " (free some space; the next snapshot tries again)",
             _errno.EDQUOT: " (the disk quota is used up)",
             _errno.EROFS: " (mounted read-only)",
@@ -172,7 +173,7 @@ _ON_THE_WIRE: dict[str, type[CkptdError]] = {
     cls.code: cls
     for cls in (
         InvalidRequest, AlreadyExists, NotFound, QuotaExceeded, StorageError, SharedMemoryFull, IntegrityError,
-        ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError,
+        ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError, NewerFormat, SnapshotFailed,
     )
 }  # fmt: skip
 

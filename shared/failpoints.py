@@ -77,7 +77,7 @@ DAEMON = (
 )
 NAMES = frozenset(AGENT + DAEMON)
 
-_SPEC = re.compile(r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|sleep\((?P<s>[\d.]+)\))(?:@(?P<n>\d+))?")
+_SPEC = re.compile(r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|sleep\((?P<s>\d+(?:\.\d+)?)\))(?:@(?P<n>\d+))?")
 
 
 @dataclass(slots=True)

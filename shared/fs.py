@@ -156,16 +156,23 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
         pass
     fd = fs.create(temporary, directory)
     try:
-        if points and failpoint(f"{points}.written"):
-            fs.write(fd, data[: len(data) // 2], 0)
-            raise OSError(errno.EIO, "short write")
-        fs.write(fd, data, 0)
-        fs.sync(fd)
-    finally:
-        fs.close(fd)
-    if points:
-        failpoint(f"{points}.synced")
-    fs.rename(temporary, name, directory, replace=replace)
+        try:
+            if points and failpoint(f"{points}.written"):
+                fs.write(fd, data[: len(data) // 2], 0)
+                raise OSError(errno.EIO, "short write")
+            fs.write(fd, data, 0)
+            fs.sync(fd)
+        finally:
+            fs.close(fd)
+        if points:
+            failpoint(f"{points}.synced")
+        fs.rename(temporary, name, directory, replace=replace)
+    except BaseException:
+        try:
+            fs.unlink(temporary, directory)
+        except OSError:
+            pass
+        raise
     if points:
         failpoint(f"{points}.renamed")
     fs.sync_directory(directory)
@@ -173,7 +180,7 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
 
 def read_small(name: str, directory: int, limit: int) -> bytes:
     """A whole file of at most `limit` bytes. Raises OSError (EFBIG beyond the limit)."""
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)  # a FIFO must not block
     with open(fd, "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:

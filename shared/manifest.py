@@ -9,6 +9,7 @@ import re
 from typing import Annotated, Any
 
 import msgspec
+
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.plan import Size
@@ -28,7 +29,7 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     bytes: Size
     raw_bytes: Size
     items: Size
-    index_sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    index_sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

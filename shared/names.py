@@ -24,17 +24,21 @@ ATTEMPTS = "attempts"
 TMP_SUFFIX = ".tmp"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>\d{4,9})")
-_STEP_TAG = re.compile(r"step-(?P<step>\d{8,19})")
-_PART = re.compile(r"rank-(?P<rank>\d{5,9})\.(?P<nonce>[0-9a-f]{32})\.ckpt")
-_ATTEMPT = re.compile(r"a(?P<attempt>\d{4,9})")
+_TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})")
+_STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
+_PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})\.ckpt")
+_ATTEMPT = re.compile(r"a(?P<attempt>[0-9]{4,9})")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
 _JOURNAL_FILE = re.compile(r"(?P<number>[0-9a-f]{16})\.log")
 
 
+def is_name(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(kind: str, name: str) -> str:
     """Return `name` if it may become a file name. Raises InvalidName in one sentence otherwise; `kind` is "job" or "tag"."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not is_name(name):
         shown = repr(name if not isinstance(name, str) or len(name) <= 60 else name[:60] + "…")
         raise InvalidName(
             f"{kind} {shown} cannot be a name: use 1 to 128 of the letters A-Z a-z 0-9 . _ -, beginning with a letter or digit"
@@ -61,8 +65,12 @@ def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
     match = _TAG_DIRECTORY.fullmatch(name)
     if match is None:
         return None
-    step = _STEP_TAG.fullmatch(match["tag"])
-    return match["tag"], int(step["step"]) if step else None, int(match["attempt"])
+    tag, attempt = match["tag"], int(match["attempt"])
+    found = _STEP_TAG.fullmatch(tag)
+    step = int(found["step"]) if found else None
+    if tag.startswith("step-") and step is None:
+        return None
+    return (tag, step, attempt) if tag_directory(step, tag if step is None else None, attempt) == name else None
 
 
 def part_file(rank: int, nonce: bytes) -> str:
@@ -71,7 +79,10 @@ def part_file(rank: int, nonce: bytes) -> str:
 
 def parse_part_file(name: str) -> tuple[int, bytes] | None:
     match = _PART.fullmatch(name)
-    return (int(match["rank"]), bytes.fromhex(match["nonce"])) if match else None
+    if match is None:
+        return None
+    rank, nonce = int(match["rank"]), bytes.fromhex(match["nonce"])
+    return (rank, nonce) if part_file(rank, nonce) == name else None
 
 
 def attempt_file(attempt: int) -> str:
@@ -80,7 +91,8 @@ def attempt_file(attempt: int) -> str:
 
 def parse_attempt_file(name: str) -> int | None:
     match = _ATTEMPT.fullmatch(name)
-    return int(match["attempt"]) if match else None
+    attempt = int(match["attempt"]) if match else None
+    return attempt if attempt is not None and attempt_file(attempt) == name else None
 
 
 def new_nonce() -> bytes:

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from typing import Annotated, Protocol
 
 import msgspec
+from crc32c import crc32c
+
 from ckptd.shared import codec
 from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import read_exactly
 from ckptd.shared.plan import MAX_CHUNK, MAX_DOCUMENT, MIN_CHUNK, ChunkRange, Plan, Size, chunk_ranges, signature, with_values
 from ckptd.shared.segment import NO_STEP
-from crc32c import crc32c
 
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
 TRAILER_SIZE = 64
@@ -43,11 +44,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartIndex(msgspec.Struct, frozen=True, kw_only=True):
-    job: str
-    attempt: int
+    job: Annotated[str, msgspec.Meta(max_length=128)]
+    attempt: _U32
     step: Size | None
-    rank: int
-    world_size: int
+    rank: _U32
+    world_size: _U32
     tag: str
     signature: bytes
     plan: bytes
@@ -76,7 +77,7 @@ def encode_end(index_offset: int, index: bytes) -> bytes:
 
 
 def file_bound(ranges: Sequence[ChunkRange], documents: int) -> int:
-    """An upper bound of a part's length, for preallocation: every chunk raw. `documents`: length of its plan document."""
+    """An upper bound of a part's length, for preallocation: every chunk raw. `documents`: length of its plan and request."""
     return ALIGN + sum(align(r.length) for r in ranges) + align(documents + 64 * len(ranges) + 1024 + TRAILER_SIZE)
 
 

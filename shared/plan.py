@@ -11,6 +11,7 @@ import math
 from typing import Annotated, Any
 
 import msgspec
+
 from ckptd.shared.errors import IntegrityError, NewerFormat
 
 PLAN_VERSION = 1
@@ -19,6 +20,7 @@ MIN_CHUNK, DEFAULT_CHUNK, MAX_CHUNK = 64 << 10, 8 << 20, 16 << 20
 MAX_DOCUMENT = 256 << 20
 HIDDEN = "~"
 VALUES_ELEMENT_SIZE = 1
+ELEMENT_SIZES = (16, 8, 4, 2, 1)
 
 ITEM_SIZES: dict[str, int] = {
     **dict.fromkeys(["bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"], 1),
@@ -105,6 +107,9 @@ class Plan(msgspec.Struct, frozen=True):
 
     def _check(self) -> None:
         end = 0
+        widths = [region.element_size for region in self.regions]
+        if widths != [width for width in ELEMENT_SIZES if width in widths]:
+            raise IntegrityError(f"plan document has regions of {widths[:8]} bytes an element; {ELEMENT_SIZES} can be, in this order")
         for region in self.regions:
             if region.offset % REGION_ALIGN or region.offset < end or region.length % region.element_size:
                 raise IntegrityError(f"plan document: region at {region.offset} is misplaced")

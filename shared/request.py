@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+
 from ckptd.shared.errors import IntegrityError
 
 MAX_REQUEST = 1 << 20

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+from crc32c import crc32c
+
 from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.fs import read_exactly
 from ckptd.shared.plan import MAX_CHUNK, MAX_DOCUMENT, MIN_CHUNK, most_chunks
-from crc32c import crc32c
 
 SEGMENT_MAGIC, CHECK_MAGIC = b"CKPTDSEG", b"CKPTDCHK"
 NO_STEP = (1 << 64) - 1
@@ -108,6 +109,8 @@ class SegmentHeader:
         (_, generation, state, rank, world, attempt, step, boot, capacity, check_length, chunk_size, slot, job, signature, *rest) = (
             _HEADER.unpack_from(data)
         )
+        if any(rest[3::4]):
+            raise IntegrityError("segment header: padding is not zero")
         extents = [Extent(*rest[i : i + 3]) for i in (0, 4, 8)]
         try:
             header = cls(
@@ -180,9 +183,12 @@ def write_check(fd: int, header: SegmentHeader, crcs: list[int]) -> None:
 def read_check(fd: int, header: SegmentHeader) -> list[int] | None:
     """crc32c of each chunk of this seal, or None if the daemon has not got to it yet (or it is damaged)."""
     data = os.pread(fd, header.check_length, CHECK_OFFSET)
+    if len(data) < CHECK_HEADER:
+        return None
     try:
         check_preamble(data, CHECK_MAGIC, "check area")
-    except (IntegrityError, struct.error):
+        check_zero(data[_CHECK.size + 4 : CHECK_HEADER], "check area")
+    except IntegrityError:
         return None
     _, generation, count, chunk_size = _CHECK.unpack_from(data)
     if generation != header.generation or chunk_size != header.chunk_size or CHECK_HEADER + 4 * count > len(data):

@@ -70,10 +70,12 @@ class PosixStorage:
     def jobs(self) -> list[str]:
         """Names of all jobs that have a directory."""
         with self.directory() as fd, os.scandir(fd) as entries:
-            return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith("."))
+            return sorted(e.name for e in entries if names.is_name(e.name) and e.is_dir(follow_symlinks=False))
 
     def tags(self, job: str) -> list[str]:
-        """Tag directories of a job, committed or not; empty if the job has none."""
+        """Tag directories of a job, committed or not; empty if the job has none. Raises OSError if the root cannot be listed."""
+        with self.directory():
+            pass
         try:
             return [name for name in self._list(job) if names.parse_tag_directory(name)]
         except FileNotFoundError:

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from ckptd.agent.values import ObjectNode, TensorRef, decode
 
+from ckptd.agent.values import ObjectNode, TensorRef, decode
 from tests.golden import make
 
 DOCUMENT = (make.PLACE / "values.msgpack").read_bytes()

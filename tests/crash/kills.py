@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ckptd.agent import Agent
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.part import PartReader
 from ckptd.shared.segment import SegmentHeader, SlotState, read_header
-
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, home
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from ckptd.agent import Agent, Checkpoint
 from ckptd.shared import failpoints
-
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+
 from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Shard, Snapshot
 from ckptd.shared.lifecycle import Event, IllegalStep, State
 from ckptd.shared.manifest import Manifest, PartEntry
@@ -15,7 +16,9 @@ def shard(rank: int) -> Shard:
     return Shard(rank, f"{rank}.seg", 1, bytes(32))
 
 
-def snapshot(step: int, state: State = State.SEALED, attempt: int = 1, world_size: int = 1, shards: int | None = None, persist: bool = True) -> Snapshot:
+def snapshot(
+    step: int, state: State = State.SEALED, attempt: int = 1, world_size: int = 1, shards: int | None = None, persist: bool = True
+) -> Snapshot:
     made = Snapshot("gpt", attempt, step, f"step-{step:08d}.a{attempt:04d}", world_size, persist, state)
     made.shards = {rank: shard(rank) for rank in range(world_size if shards is None else shards)}
     return made
@@ -72,7 +75,8 @@ def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture)
 
 def test_a_checkpoint_is_what_its_manifest_says() -> None:
     parts = [
-        PartEntry(rank=rank, file=part_file(rank, bytes(16)), bytes=100 + rank, raw_bytes=5, items=1, index_sha256="0" * 64) for rank in (0, 1)
+        PartEntry(rank=rank, file=part_file(rank, bytes(16)), bytes=100 + rank, raw_bytes=5, items=1, index_sha256="0" * 64)
+        for rank in (0, 1)
     ]
     manifest = Manifest(
         job="gpt", attempt=2, step=1000, tag="best.a0002", seq=7, world_size=2, created="", parts=parts, metadata={}, metrics={},
@@ -135,6 +139,24 @@ def test_slots_are_given_up_only_behind_a_newer_seal_and_with_nothing_owed(state
     assert job(old).releasable() == []  # nothing newer is sealed
     assert job(old, snapshot(5, world_size=2, shards=1)).releasable() == []
     assert job(old, snapshot(5, State.FILLING)).releasable() == []
+
+
+def test_slots_that_are_being_read_are_not_given_up() -> None:
+    old = snapshot(4, State.DURABLE)
+    made = job(old, snapshot(5))
+    with old.held(), old.held():
+        assert made.releasable() == []
+    assert made.releasable() == [old]
+    with pytest.raises(RuntimeError), old.held():
+        raise RuntimeError
+    assert made.releasable() == [old]
+
+
+def test_slots_of_a_rank_that_has_detached_are_given_up_once_durable() -> None:
+    for state in (State.SEALED, State.WRITING, State.FAILED, State.DURABLE):
+        newest = snapshot(5, state)
+        newest.unwanted = True
+        assert job(newest).releasable() == ([newest] if state is State.DURABLE else [])
 
 
 def test_the_newest_copy_in_memory_is_never_given_up() -> None:

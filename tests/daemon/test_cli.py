@@ -76,7 +76,10 @@ def test_verify_finds_a_flipped_byte(full: Daemon) -> None:
     part.write_bytes(data)
     damaged = ckptd("verify", job, "--json")
     assert damaged.returncode == 13
-    assert [(result["tag"], result["ok"]) for result in json.loads(damaged.stdout)] == [("step-00000001.a0001", False), ("step-00000002.a0001", True)]
+    assert [(result["tag"], result["ok"]) for result in json.loads(damaged.stdout)] == [
+        ("step-00000001.a0001", False),
+        ("step-00000002.a0001", True),
+    ]
     assert "does not match its checksum" in ckptd("verify", job / "step-00000001").stdout
     manifest = job / "step-00000002.a0001" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))

@@ -12,18 +12,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from crc32c import crc32c
+
 from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.shared import failpoints
 from ckptd.shared.errors import IntegrityError, NewerFormat, StorageError
 from ckptd.shared.fs import Buffer, FileSystem, PosixFileSystem
-
 from tests.shared.samples import flip
 
 FIRST = "0000000000000001.log"
 SECOND = "0000000000000002.log"
-HANG = 10.0  # seconds after which a call that should have ended counts as hanging
+HANG = 5.0  # seconds after which a call that should have ended counts as hanging
 
 
 class FaultyFileSystem(PosixFileSystem):
@@ -92,9 +93,10 @@ class Place:
         self._opened.append(journal)
         return journal
 
-    def started(self) -> Journal:
+    def started(self, *live: str) -> Journal:
+        """Open and start, as a daemon does whose storage holds the jobs `live`."""
         journal = self.open()
-        journal.start()
+        journal.start(live or ("gpt",))
         return journal
 
     def names(self) -> list[str]:
@@ -115,7 +117,7 @@ class Place:
             if version != 1:
                 head = bytearray(encoded)
                 head[14:16] = version.to_bytes(2, "little")
-                crc = jf.crc32c(bytes(head[4 : jf.RECORD_SIZE + len(record.payload)]), jf.crc32c(found.header.salt))
+                crc = crc32c(bytes(head[4 : jf.RECORD_SIZE + len(record.payload)]), crc32c(found.header.salt))
                 head[:4] = crc.to_bytes(4, "little")
                 encoded = bytes(head)
             data[end : end + len(encoded)] = encoded
@@ -156,6 +158,17 @@ def decoded(scan: jf.Scan) -> list[r.Record]:
     return [r.decode(record.type, record.payload) for record in scan.records[1:]]
 
 
+async def ended(journal: Journal, call: asyncio.Task[None]) -> BaseException | None:
+    """What a call raised. Fails the test if it neither returned nor raised."""
+    await asyncio.wait([call], timeout=HANG)
+    if not call.done():
+        writer = journal._writer
+        died_of = writer.exception() if writer is not None and writer.done() else None
+        call.cancel()
+        pytest.fail(f"append hangs; its writer died of {died_of!r}")
+    return call.exception()
+
+
 # -- the ordinary way
 
 
@@ -163,7 +176,7 @@ async def test_a_new_journal_is_one_file_with_an_empty_state(place: Place) -> No
     journal = place.open()
     assert place.names() == []
     assert journal.state == r.JournalState()
-    journal.start()
+    journal.start(["gpt"])
     assert place.names() == [FIRST]
     path = place.path / FIRST
     assert path.stat().st_size == jf.FILE_SIZE == 4 << 20
@@ -198,7 +211,7 @@ async def test_a_new_daemon_begins_a_new_file_with_the_whole_state(place: Place)
     before = place.contents()
     again = place.open()
     assert place.contents() == before  # opening alone changes nothing
-    again.start()
+    again.start(["gpt"])
     assert place.names() == [SECOND]
     assert [record.type for record in place.scan(SECOND).records] == [r.STATE]
     assert r.decode_state(place.scan(SECOND).records[0].payload) == journal.state == again.state
@@ -326,7 +339,7 @@ async def test_a_death_between_the_new_file_and_the_end_of_the_old(place: Place)
     (place.path / "0000000000000003.log.tmp").write_bytes(b"half of a file")
     again = place.open()
     assert (again.state, again.corrupt, again.torn) == (journal.state, 0, 0)
-    again.start()
+    again.start(["gpt"])
     assert place.names() == ["0000000000000003.log"]
 
 
@@ -375,7 +388,7 @@ async def test_a_small_record_still_fits_when_there_is_no_room_for_a_new_file(pl
 async def test_start_without_room_raises_what_the_system_said(place: Place) -> None:
     place.fs.faults = {"allocate": fail(errno.ENOSPC)}
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        place.open().start()
+        place.open().start(["gpt"])
 
 
 @pytest.mark.parametrize("call", ["create", "allocate", "write", "sync", "rename", "sync_directory"])
@@ -399,36 +412,54 @@ async def test_a_batch_that_is_larger_than_a_file(place: Place) -> None:
     assert place.open().state.jobs["gpt"].attempt == 7
 
 
-@pytest.mark.parametrize("record", [bulky(0, 1 << 20), r.Retiring(job="gpt", tag="t", files=["f" * 70] * 16_000)], ids=["dropped", "retiring"])
+@pytest.mark.parametrize(
+    "record", [bulky(0, 1 << 20), r.Retiring(job="gpt", tag="t", files=["f" * 70] * 16_000)], ids=["dropped", "retiring"]
+)
 async def test_a_record_beyond_the_limit_is_an_error_and_not_a_hang(place: Place, record: r.Record) -> None:
     journal = place.started()
-    task = asyncio.create_task(journal.append(record))
-    await asyncio.wait([task], timeout=HANG)
-    assert task.done()
-    assert task.exception() is not None
-    await asyncio.wait_for(journal.append(begun(1)), HANG)
+    await journal.append(begun(1))
+    assert isinstance(await ended(journal, asyncio.create_task(journal.append(record))), StorageError)
     assert place.open().state.jobs["gpt"].attempt == 1
 
 
-async def test_a_state_beyond_one_record_still_rotates(place: Place) -> None:
-    """15,000 parts under way: a STATE record of more than 1 MiB, which is the limit of a record."""
+async def test_a_state_is_larger_than_other_records_may_be(place: Place) -> None:
+    """15,000 parts under way make a STATE record of 2 MiB."""
     journal = place.started()
-    await journal.append(*(staging(n) for n in range(15_000)))
+    parts = [r.Staging(job="gpt", attempt=1, step=1, rank=n, tag="t", file=f"{n:0100d}") for n in range(15_000)]
+    await journal.append(*parts)
+    assert jf.MAX_PAYLOAD < len(r.encode_state(journal.state)) < jf.MAX_STATE
     for number in range(4):
-        task = asyncio.create_task(journal.append(bulky(number)))
-        await asyncio.wait([task], timeout=HANG)
-        assert task.done()
-        assert task.exception() is None
-    assert len(place.open().state.staged) == 15_000
+        assert await ended(journal, asyncio.create_task(journal.append(bulky(number)))) is None
+    assert place.names() != [FIRST]
+    assert place.open().state.staged == journal.state.staged
+
+
+async def test_a_state_that_is_too_large_is_no_hang(place: Place) -> None:
+    journal = place.started()
+    journal.state.retiring = {f"gpt/t{n}": ["f" * 1000] for n in range(3200)}
+    for number in range(5):
+        error = await ended(journal, asyncio.create_task(journal.append(bulky(number))))
+    assert isinstance(error, StorageError)
+    assert len(decoded(place.scan())) == 4
+
+
+async def test_jobs_that_storage_does_not_have_are_forgotten_at_a_start(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1, "live"), begun(2, "gone"), begun(3, "staging"), begun(4, "retiring"))
+    await journal.append(
+        r.Staging(job="staging", attempt=3, step=1, rank=0, tag="t", file="f"), r.Retiring(job="retiring", tag="t", files=[])
+    )
+    again = place.started("live")
+    expected = {"live": 1, "staging": 3, "retiring": 4}
+    assert {name: job.attempt for name, job in again.state.jobs.items()} == expected
+    assert {name: job.attempt for name, job in place.open().state.jobs.items()} == expected
 
 
 async def test_a_commit_of_a_job_that_the_journal_does_not_know(place: Place) -> None:
     """As after a journal that was set aside: the manifests are the truth, and what follows is noted all the same."""
     journal = place.started()
-    task = asyncio.create_task(journal.append(r.Committed(job="gpt", attempt=1, step=5, tag="t", seq=3)))
-    await asyncio.wait([task], timeout=HANG)
-    assert task.done()
-    assert task.exception() is None
+    committed = r.Committed(job="gpt", attempt=1, step=5, tag="t", seq=3)
+    assert await ended(journal, asyncio.create_task(journal.append(committed))) is None
     assert journal.state.jobs["gpt"].seq == 3
     assert place.open().state == journal.state
 
@@ -441,10 +472,13 @@ async def test_a_commit_of_a_job_that_the_journal_does_not_know(place: Place) ->
 async def test_a_failed_write_or_sync_breaks_the_journal_for_good(place: Place, call: str, number: int) -> None:
     journal = place.started()
     await journal.append(begun(1))
+    told: list[JournalBroken] = []
+    journal.on_broken = told.append
     place.fs.faults = {call: fail(number)}
     with pytest.raises(JournalBroken, match="cannot write the journal") as caught:
         await journal.append(begun(2))
     assert (caught.value.errno, caught.value.retry) == (number, False)
+    assert told == [caught.value]
     assert journal.state.jobs["gpt"].attempt == 1
     place.fs.faults = {}  # the next sync would say that all is well, and it would be a lie
     place.fs.calls.clear()
@@ -486,13 +520,15 @@ async def test_failpoints_of_a_write(place: Place, point: str) -> None:
     assert len(place.scan().records) == (1 if point == "journal.writing" else 2)
 
 
-@pytest.mark.parametrize(("point", "names"), [("journal.rotating", [FIRST]), ("journal.renamed", [FIRST, SECOND]), ("journal.rotated", [FIRST, SECOND])])
+@pytest.mark.parametrize(
+    ("point", "names"), [("journal.rotating", [FIRST]), ("journal.renamed", [FIRST, SECOND]), ("journal.rotated", [FIRST, SECOND])]
+)
 async def test_failpoints_of_a_rotation(place: Place, point: str, names: list[str]) -> None:
     journal = place.started()
     await journal.append(begun(1))
     failpoints.arm(f"{point}=error(EIO)")
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        place.open().start()
+        place.open().start(["gpt"])
     assert place.names() == names
     failpoints.arm("")
     assert place.open().state == journal.state
@@ -525,7 +561,7 @@ async def test_a_torn_tail_is_set_aside_and_left_out(place: Place) -> None:
     assert ".torn" in aside[0]
     assert (place.path / aside[0]).read_bytes() == b"half a record"
     assert (place.path / FIRST).read_bytes() == torn
-    journal.start()
+    journal.start(["gpt"])
     await journal.append(begun(2))
     assert place.names() == sorted([aside[0], SECOND])
     assert (place.open().torn, place.open().state.jobs["gpt"].attempt) == (0, 2)
@@ -583,7 +619,7 @@ async def test_a_corrupt_file_is_set_aside_and_counted(place: Place, damage: Cal
     assert aside[0].startswith("0000000000000001")
     assert ".corrupt" in aside[0]
     assert (place.path / aside[0]).read_bytes() == damaged
-    journal.start()
+    journal.start(["gpt"])
     await journal.append(begun(9))
     assert place.names() == sorted([aside[0], SECOND])
     again = place.open()
@@ -616,7 +652,7 @@ async def test_a_corrupt_newest_file_leaves_the_one_before(place: Place) -> None
     journal = place.open()
     assert (journal.corrupt, journal.records) == (1, 6)
     (place.path / FIRST).write_bytes(data)
-    journal.start()
+    journal.start(["gpt"])
     assert "0000000000000003.log" in place.names()
 
 

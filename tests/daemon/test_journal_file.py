@@ -11,10 +11,15 @@ import random
 import struct
 
 import pytest
+from crc32c import crc32c
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckptd.daemon.journal_file import (
     HEADER_SIZE,
     IGNORABLE,
     MAX_PAYLOAD,
+    MAX_STATE,
     RECORD_SIZE,
     Ending,
     FileHeader,
@@ -23,10 +28,6 @@ from ckptd.daemon.journal_file import (
     scan,
 )
 from ckptd.shared.errors import IntegrityError, NewerFormat
-from crc32c import crc32c
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.shared.samples import flip, steady
 
 HEADER = FileHeader(number=7, salt=bytes(range(16)), previous_crc=0x1234)
@@ -73,15 +74,15 @@ class Written:
 
 def _journal() -> Written:
     noise = random.Random(3)
-    return Written([[noise.randbytes(noise.randint(1, 300)) for _ in range(noise.randint(1, 4))] for _ in range(6)], tail=128)
+    lengths = [[300], [1, 402], [203, 404, 205], [506], [7, 208], [333], [444, 222]]
+    return Written([[noise.randbytes(length) for length in batch] for batch in lengths], tail=128)
 
 
 JOURNAL = _journal()
 
 
 def test_the_sample_is_of_the_size_that_this_is_about() -> None:
-    assert 3000 < len(JOURNAL.data) < 4500
-    assert len(JOURNAL.records) > 15
+    assert 3800 < len(JOURNAL.data) < 4200
     assert {len(record.payload) % 8 for record in JOURNAL.records} == set(range(8))
 
 
@@ -90,7 +91,9 @@ def test_the_sample_is_of_the_size_that_this_is_about() -> None:
 
 def test_header_is_as_documented() -> None:
     data = HEADER.encode()
-    assert data == b"CKPTDJNL\x01\0\0\0\0\0\0\0" + struct.pack("<Q", 7) + bytes(range(16)) + struct.pack("<II", 0x1234, HEADER.crc) + bytes(16)
+    assert data == b"CKPTDJNL\x01\0\0\0\0\0\0\0" + struct.pack("<Q", 7) + bytes(range(16)) + struct.pack("<II", 0x1234, HEADER.crc) + bytes(
+        16
+    )
     assert crc32c(data[:44]) == HEADER.crc
     assert len(data) == HEADER_SIZE == 64
 
@@ -112,10 +115,13 @@ def test_what_is_written_is_read(batches: list[list[bytes]], tail: int) -> None:
 
 
 def test_the_largest_payload() -> None:
-    written = Written([[bytes(MAX_PAYLOAD)]], 64)
-    assert scan(written.data, 7).records == written.records
-    with pytest.raises(ValueError, match="beyond 1048576"):
-        encode_record(b"", 0, RawRecord(1, 0, 1, 0, bytes(MAX_PAYLOAD + 1)))
+    for kind, most in ((1, MAX_STATE), (2, MAX_PAYLOAD), (9, MAX_PAYLOAD)):
+        record = RawRecord(kind, 0, 1, 0, bytes(most))
+        data = HEADER.encode() + encode_record(HEADER.salt, HEADER.crc, record)[0] + bytes(64)
+        assert scan(data, 7).records == [record]
+        with pytest.raises(ValueError, match=f"beyond {most}"):
+            encode_record(b"", 0, RawRecord(kind, 0, 1, 0, bytes(most + 1)))
+    assert (MAX_STATE, MAX_PAYLOAD) == (2 << 20, 1 << 20)
 
 
 # -- damage
@@ -204,11 +210,23 @@ def test_records_in_another_order_are_not_read() -> None:
 def test_records_of_another_file_are_not_read() -> None:
     """Blocks of an old file may come back behind the end; its salt is another."""
     old = Written([[b"old"] * 5] * 5, header=FileHeader(6, b"another salt....", 0))
-    for cut in (HEADER_SIZE, JOURNAL.places[9][1], JOURNAL.end):
+    for cut in (HEADER_SIZE, JOURNAL.places[7][1], JOURNAL.end):
         spliced = JOURNAL.data[:cut] + old.data[HEADER_SIZE:]
         found = scan(spliced, 7)
         assert found.records == JOURNAL.records[: len([1 for _, end in JOURNAL.places if end <= cut])]
         assert found.ending is Ending.TORN
+
+
+@pytest.mark.parametrize(
+    ("crc", "sequence"), [(0, 0), (1, 0), (0, 1), (0, -1)], ids=["right", "another chain", "one left out", "one again"]
+)
+def test_a_record_follows_the_one_before_in_chain_and_number(crc: int, sequence: int) -> None:
+    last = JOURNAL.records[-1]
+    record = RawRecord(2, 0, last.sequence + 1 + sequence, last.sequence - 1, b"next")
+    data = JOURNAL.data[: JOURNAL.end] + encode_record(HEADER.salt, JOURNAL.crcs[-1] ^ crc, record)[0]
+    found = scan(data, 7)
+    assert found.records == ([*JOURNAL.records, record] if (crc, sequence) == (0, 0) else JOURNAL.records)
+    assert (found.ending is Ending.CLEAN) == ((crc, sequence) == (0, 0))
 
 
 def test_a_file_is_known_by_its_number() -> None:
@@ -224,7 +242,9 @@ def test_a_newer_file_is_told_from_a_broken_one(at: int, value: int) -> None:
         scan(bytes(newer), 7)
 
 
-@pytest.mark.parametrize("data", [b"", bytes(10), bytes(64), bytes(4096), b"CKPTDJNL" + bytes(56)], ids=["none", "10", "64", "4096", "magic"])
+@pytest.mark.parametrize(
+    "data", [b"", bytes(10), bytes(64), bytes(4096), b"CKPTDJNL" + bytes(56)], ids=["none", "10", "64", "4096", "magic"]
+)
 def test_what_is_no_journal_is_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
         scan(data, 7)

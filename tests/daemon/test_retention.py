@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ckptd.daemon.catalog import Checkpoint
-from ckptd.daemon.retention import to_retire
-from ckptd.shared.names import tag_directory
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.daemon.catalog import Checkpoint
+from ckptd.daemon.retention import to_retire
+from ckptd.shared.names import tag_directory
 from tests.shared.samples import steady
 
 
@@ -67,9 +67,7 @@ def test_without_steps_the_number_counts() -> None:
 
 
 @steady
-@given(
-    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30), st.booleans()), unique_by=lambda t: t[:2], max_size=25), st.integers(1, 6)
-)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30), st.booleans()), unique_by=lambda t: t[:2], max_size=25), st.integers(1, 6))
 def test_what_is_never_deleted(shapes: list[tuple[int, int, bool]], keep: int) -> None:
     checkpoints = [make(attempt, step, "mine" if user else None) for attempt, step, user in shapes]
     gone = to_retire(checkpoints, keep)

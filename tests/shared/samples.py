@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from crc32c import crc32c
+from hypothesis import settings
+
 from ckptd.shared import codec as codecs
 from ckptd.shared.binary import ALIGN, align
 from ckptd.shared.manifest import Manifest, PartEntry
@@ -16,8 +19,6 @@ from ckptd.shared.names import part_file, tag_directory
 from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header
 from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
 from ckptd.shared.request import Request
-from crc32c import crc32c
-from hypothesis import settings
 
 steady = settings(deadline=None)
 """For every property: how long an example takes says nothing on a shared machine."""

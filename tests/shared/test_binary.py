@@ -5,9 +5,9 @@ from __future__ import annotations
 import struct
 
 import pytest
+
 from ckptd.shared.binary import align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError, NewerFormat
-
 from tests.shared.samples import flip
 
 MAGIC = b"CKPTDXYZ"
@@ -37,7 +37,7 @@ def test_preamble_is_magic_version_and_zeros() -> None:
     ],
 )
 def test_other_preambles_are_refused(magic: bytes, version: int, zero: int, features: int, error: type[IntegrityError]) -> None:
-    with pytest.raises(IntegrityError, match="^it ") as caught:
+    with pytest.raises(IntegrityError, match=r"^it ") as caught:
         check_preamble(struct.pack("<8sHHI", magic, version, zero, features), MAGIC, "it")
     assert type(caught.value) is error
 

@@ -11,6 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+
 from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, ProtocolError, VersionMismatch
@@ -173,6 +174,20 @@ def test_nobody_answers(place: Path) -> None:
             Channel(place, 0.01)
 
 
+def test_nobody_answers_later(place: Path) -> None:
+    over = threading.Event()
+
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        assert over.wait(TIMEOUT)
+
+    with daemon(place, play), closing(Channel(place, TIMEOUT, later=0.01)) as channel:
+        channel.send(m.Status(id=channel.new_id()))
+        with pytest.raises(DaemonUnreachable, match="does not answer"):
+            channel.receive()
+        over.set()
+
+
 @pytest.mark.parametrize(
     ("code", "error"), [("version", VersionMismatch), ("forbidden", Forbidden), ("busy", Busy)], ids=["version", "forbidden", "busy"]
 )
@@ -187,7 +202,10 @@ def test_an_error_for_a_greeting_is_raised(place: Path, code: str, error: type[E
 
 
 def test_a_peer_that_speaks_something_else(place: Path) -> None:
-    with daemon(place, lambda peer: peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n")), pytest.raises(ProtocolError):
+    with (
+        daemon(place, lambda peer: (peer.socket.recv(65536), peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n"))),
+        pytest.raises(ProtocolError),
+    ):
         Channel(place, TIMEOUT)
 
 

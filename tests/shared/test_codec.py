@@ -9,12 +9,12 @@ import tracemalloc
 
 import pytest
 import zstandard
-from ckptd.shared import codec
-from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
-from ckptd.shared.plan import MAX_CHUNK
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.shared import codec
+from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
+from ckptd.shared.plan import MAX_CHUNK
 from tests.shared.samples import steady
 
 RAW = b"checkpoint " * 9000  # 99,000 bytes

@@ -7,6 +7,7 @@ import inspect
 import re
 
 import pytest
+
 from ckptd.shared import errors as e
 
 
@@ -25,7 +26,8 @@ def test_the_tree_is_the_one_of_the_docstring() -> None:
     [
         ("protocol", e.ProtocolError), ("version", e.VersionMismatch), ("forbidden", e.Forbidden), ("fenced", e.Fenced),
         ("exists", e.AlreadyExists), ("invalid", e.InvalidRequest), ("quota", e.QuotaExceeded), ("shm-full", e.SharedMemoryFull),
-        ("storage", e.StorageError), ("integrity", e.IntegrityError), ("not-found", e.NotFound), ("busy", e.Busy), ("internal", e.InternalError),
+        ("storage", e.StorageError), ("integrity", e.IntegrityError), ("not-found", e.NotFound), ("busy", e.Busy),
+        ("internal", e.InternalError),
     ],
 )  # fmt: skip
 def test_codes_on_the_wire(code: str, cls: type[e.CkptdError]) -> None:
@@ -70,7 +72,12 @@ def test_a_storage_error_without_a_number() -> None:
 
 def test_whose_fault_and_whether_a_retry_helps() -> None:
     assert {cls for cls in _classes() if cls.retry} == {e.StorageError, e.SharedMemoryFull, e.DaemonUnreachable, e.Busy}
-    for name, builtin in (("InvalidName", ValueError), ("InvalidRequest", ValueError), ("UnsavableValue", TypeError), ("StructureMismatch", ValueError)):
+    for name, builtin in (
+        ("InvalidName", ValueError),
+        ("InvalidRequest", ValueError),
+        ("UnsavableValue", TypeError),
+        ("StructureMismatch", ValueError),
+    ):
         assert issubclass(getattr(e, name), builtin)
         assert issubclass(getattr(e, name), e.CallerError)
     assert issubclass(e.NewerFormat, e.IntegrityError)

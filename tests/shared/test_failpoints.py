@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from ckptd.shared import failpoints
 from ckptd.shared.failpoints import arm, failpoint
 
@@ -34,7 +35,8 @@ def test_an_unarmed_point_does_nothing() -> None:
     "entry",
     [
         "nope=kill", "commit.written", "commit.written=", "=kill", "commit.written=die", "commit.written=error", "commit.written=error()",
-        "commit.written=error(EWHAT)", "commit.written=error(5)", "commit.written=sleep", "commit.written=sleep()", "commit.written=sleep(x)",
+        "commit.written=error(EWHAT)", "commit.written=error(5)", "commit.written=sleep", "commit.written=sleep()",
+        "commit.written=sleep(x)",
         "commit.written=sleep(-1)", "commit.written=kill@", "commit.written=kill@x", "commit.written=kill@1@2", "commit.written=KILL",
         "commit.written=kill;commit.synced=kill", "commit.written = kill",
     ],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
-from ckptd.shared.errors import ProtocolError
-from ckptd.shared.frames import MAX_FRAME, Decoder, encode
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ckptd.shared.errors import ProtocolError
+from ckptd.shared.frames import MAX_FRAME, Decoder, encode
 from tests.shared.samples import steady
 
 
@@ -24,7 +26,7 @@ def test_any_cut_of_the_stream_gives_the_same_payloads(payloads: list[bytes], cu
     stream = b"".join(map(encode, payloads))
     places = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     decoder, found = Decoder(), []
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         found += decoder.feed(stream[start:end])
     assert found == payloads
 

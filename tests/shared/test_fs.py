@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from ckptd.shared import failpoints, fs
 from ckptd.shared.fs import Buffer, FileSystem, PosixFileSystem, opened_directory, publish, read_exactly, read_small
-
 from tests.shared.samples import memory_file
 
 
@@ -333,11 +333,18 @@ def test_sync_directory_ignores_only_einval(directory: int, monkeypatch: pytest.
 
 def test_opened_directory_closes_whatever_happens(tmp_path: Path, directory: int) -> None:
     (tmp_path / "d").mkdir()
-    with pytest.raises(RuntimeError), opened_directory(PosixFileSystem(), "d", directory) as fd:
-        assert os.listdir(fd) == []
-        raise RuntimeError
+    opened: list[int] = []
+
+    def use() -> None:
+        with opened_directory(PosixFileSystem(), "d", directory) as fd:
+            opened.append(fd)
+            assert os.listdir(fd) == []
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        use()
     with pytest.raises(OSError) as caught:
-        os.fstat(fd)
+        os.fstat(opened[0])
     assert caught.value.errno == errno.EBADF
 
 

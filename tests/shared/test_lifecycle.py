@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from ckptd.shared.lifecycle import TRANSITIONS, Event, IllegalStep, State, step
 
 LEGAL = {
@@ -29,7 +30,9 @@ def test_every_event_in_every_state(state: State, event: Event) -> None:
 
 
 def test_the_table_has_no_more() -> None:
-    assert {(s.value, e.name): a.value for (s, e), a in TRANSITIONS.items()} == {(s, e): a for s, row in LEGAL.items() for e, a in row.items()}
+    assert {(s.value, e.name): a.value for (s, e), a in TRANSITIONS.items()} == {
+        (s, e): a for s, row in LEGAL.items() for e, a in row.items()
+    }
 
 
 def test_a_commit_is_never_undone() -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
 from ckptd.shared.names import part_file
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.shared.samples import NONCE, WRITER, flip, steady
 
 JSON = st.recursive(
@@ -136,7 +137,9 @@ def test_every_rank_has_one_part(ranks: list[int], world_size: int) -> None:
         Manifest.decode(manifest.encode())
 
 
-@pytest.mark.parametrize("file", ["", "x", "../rank-00000." + "0" * 32 + ".ckpt", "manifest.json", part_file(1, NONCE), part_file(0, NONCE) + ".tmp"])
+@pytest.mark.parametrize(
+    "file", ["", "x", "../rank-00000." + "0" * 32 + ".ckpt", "manifest.json", part_file(1, NONCE), part_file(0, NONCE) + ".tmp"]
+)
 def test_a_part_has_the_name_of_its_rank(file: str) -> None:
     with pytest.raises(IntegrityError, match="no part of rank 0"):
         Manifest.decode(make(1, parts=[msgspec.structs.replace(entry(0), file=file)]).encode())

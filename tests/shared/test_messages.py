@@ -6,10 +6,11 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from ckptd.shared import messages as m
-from ckptd.shared.errors import ProtocolError
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ckptd.shared import messages as m
+from ckptd.shared.errors import ProtocolError
 from tests.shared.samples import steady
 from tests.shared.wire import MESSAGES
 
@@ -111,7 +112,18 @@ def test_what_is_out_of_bounds_is_refused(plain: Any) -> None:
         b"\x81\xa4type\xa2\xff\xff",
         m.encode(m.Status(id=1)) + b"\0",
     ],
-    ids=["nothing", "reserved", "cut short", "4 GB of text", "4 billion features", "4 billion keys", "deep unknown", "deep", "no UTF-8", "more"],
+    ids=[
+        "nothing",
+        "reserved",
+        "cut short",
+        "4 GB of text",
+        "4 billion features",
+        "4 billion keys",
+        "deep unknown",
+        "deep",
+        "no UTF-8",
+        "more",
+    ],
 )
 def test_hostile_payloads_are_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError):

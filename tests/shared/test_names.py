@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 from pathlib import Path
 
 import pytest
-from ckptd.shared import names
-from ckptd.shared.errors import InvalidName
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.shared import names
+from ckptd.shared.errors import InvalidName
 from tests.shared.samples import steady
 
 NONCE = bytes(range(16))
 HEX = "000102030405060708090a0b0c0d0e0f"
 GOOD = ["a", "0", "gpt", "GPT-2_final.v1", "a" * 128, "7.", "x--", "newest", "manifest.json"]
 BAD = [
-    "", ".", "..", ".hidden", "-x", "_x", "../x", "a/b", "/abs", "a\\b", "a b", "a\0", "gpt\n", "\ngpt", "%2e%2e", "é", "e\u0301", "a" * 129,
-    "\u202egpt", "gpt\u200b", "１２", "a:b", "lost+found", "a\t", "~x", "CON:", "x" * 300,
+    "", ".", "..", ".hidden", "-x", "_x", "../x", "a/b", "/abs", "a\\b", "a b", "a\0", "gpt\n", "\ngpt", "%2e%2e", "é", "e\u0301",
+    "a" * 129, "\u202egpt", "gpt\u200b", "\uff11\uff12", "a:b", "lost+found", "a\t", "~x", "CON:", "x" * 300,
 ]  # fmt: skip
 
 
@@ -136,9 +137,9 @@ def test_part_files_round_trip(rank: int, nonce: bytes) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "rank-0.ckpt", f"rank-0000.{HEX}.ckpt", f"rank-00000.{HEX.upper()}.ckpt", f"rank-00000.{HEX[:-1]}.ckpt", f"rank-00000.{HEX}.ckpt.tmp",
-        f"rank-00000.{HEX}.ckpt\n", f"../rank-00000.{HEX}.ckpt", f"rank--0001.{HEX}.ckpt", f"rank-\u0661\u0661\u0661\u0661\u0661.{HEX}.ckpt",
-        f"rank-000001.{HEX}.ckpt",
+        "rank-0.ckpt", f"rank-0000.{HEX}.ckpt", f"rank-00000.{HEX.upper()}.ckpt", f"rank-00000.{HEX[:-1]}.ckpt",
+        f"rank-00000.{HEX}.ckpt.tmp", f"rank-00000.{HEX}.ckpt\n", f"../rank-00000.{HEX}.ckpt", f"rank--0001.{HEX}.ckpt",
+        f"rank-\u0661\u0661\u0661\u0661\u0661.{HEX}.ckpt", f"rank-000001.{HEX}.ckpt",
     ],
     ids=ascii,
 )  # fmt: skip
@@ -217,8 +218,17 @@ def test_private_socket_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_default_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("ada", "x", uid, uid, "", "/home/ada", "/bin/sh")))
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
     assert names.default_sockets() == [Path("/run/ckptd/ada.sock"), Path("/run/user/1000/ckptd.sock")]
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert names.default_sockets() == [Path("/run/ckptd/ada.sock")]
+
+
+def test_default_socket_of_a_uid_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert names.default_sockets() == [Path(f"/run/ckptd/{os.getuid()}.sock")]

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from crc32c import crc32c
+
 from ckptd.shared import codec
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NewerFormat
@@ -19,7 +21,6 @@ from ckptd.shared.part import TRAILER_SIZE, PartIndex, PartReader, encode_end, e
 from ckptd.shared.plan import MIN_CHUNK, Plan, Region
 from ckptd.shared.request import Request
 from ckptd.shared.scatter import verify
-from crc32c import crc32c
 from tests.shared.samples import NONCE, WRITER, encode_part, flip, memory_file, packed_slot, sample_plan, values_after
 
 PLAN = sample_plan(floats=40_000)  # 160,000 bytes: three chunks of 64 KiB
@@ -127,13 +128,13 @@ def test_every_truncation_is_seen(name: str) -> None:
     data = LARGE[name]
     lengths = {*range(0, len(data), 1021), *range(0, len(data), ALIGN), *range(len(data) - 200, len(data)), 1, 15, 16, 200}
     for length in sorted(lengths):
-        with pytest.raises(IntegrityError, match="^p: "):
+        with pytest.raises(IntegrityError, match=r"^p: "):
             check(data[:length])
 
 
 def test_bytes_behind_the_end_are_seen() -> None:
     for more in (b"\0", bytes(ALIGN), SMALL[-ALIGN:]):
-        with pytest.raises(IntegrityError, match="^p: "):
+        with pytest.raises(IntegrityError, match=r"^p: "):
             check(SMALL + more)
 
 
@@ -143,7 +144,7 @@ def test_random_flips_are_seen_across_the_file(name: str) -> None:
     with memory_file(data) as fd:
         for bit in random.Random(11).sample(range(8 * len(data)), 400):
             os.pwrite(fd, bytes([data[bit >> 3] ^ (1 << (bit & 7))]), bit >> 3)
-            with pytest.raises(IntegrityError, match="^p: "):
+            with pytest.raises(IntegrityError, match=r"^p: "):
                 verify(PartReader(fd, "p"), threads=1)
             os.pwrite(fd, data[bit >> 3 : (bit >> 3) + 1], bit >> 3)
         assert verify(PartReader(fd, "p")) == 230_021
@@ -158,7 +159,7 @@ def test_every_flip_is_seen_where_the_bytes_mean_most() -> None:
         for at in (n for place in places for n in place):
             for bit in range(8):
                 os.pwrite(fd, bytes([SMALL[at] ^ (1 << bit)]), at)
-                with pytest.raises(IntegrityError, match="^p: "):
+                with pytest.raises(IntegrityError, match=r"^p: "):
                     PartReader(fd, "p")
             os.pwrite(fd, SMALL[at : at + 1], at)
         PartReader(fd, "p")
@@ -190,10 +191,10 @@ def test_the_manifests_word_on_the_index_counts() -> None:
 
 def test_a_newer_part_is_told_from_a_broken_one() -> None:
     for at in (8, 12):
-        with pytest.raises(NewerFormat, match="^p: "):
+        with pytest.raises(NewerFormat, match=r"^p: "):
             check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
     for at in (len(SMALL) - TRAILER_SIZE + 8, len(SMALL) - TRAILER_SIZE + 12):
-        with pytest.raises(NewerFormat, match="^p: "):
+        with pytest.raises(NewerFormat, match=r"^p: "):
             check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
 
 
@@ -261,7 +262,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
 def test_a_forged_index_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
-    with pytest.raises(IntegrityError, match="^p: "):
+    with pytest.raises(IntegrityError, match=r"^p: "):
         check(forge(change))
 
 
@@ -278,10 +279,24 @@ def test_header_and_index_speak_of_the_same_snapshot(field: str) -> None:
         check(forge(lambda d: d.update({field: "other" if field == "job" else 5}), header=SMALL[:ALIGN]))
 
 
+def test_values_that_lie_over_the_tensors_are_refused() -> None:
+    """Even where chunks and checksums agree."""
+    data, _ = encode_part(packed_slot(SMALL_PLAN, SMALL_VALUES), SMALL_PLAN, (64, 40))
+    with pytest.raises(IntegrityError, match="its values lie over its tensors"):
+        check(data)
+
+
+def test_pages_that_no_chunk_claims_are_refused() -> None:
+    end = ALIGN + sum(-(-chunk.stored_length // ALIGN) * ALIGN for chunk in SMALL_INDEX.chunks)
+    check(SMALL[:end] + encode_end(end, SMALL_INDEX.encode()))
+    with pytest.raises(IntegrityError, match="do not fill the file"):
+        check(SMALL[:end] + bytes(ALIGN) + encode_end(end + ALIGN, SMALL_INDEX.encode()))
+
+
 def test_an_unknown_codec_is_a_newer_ckptds() -> None:
     with memory_file(forge(_chunk(0, 4, 7))) as fd:
         reader = PartReader(fd, "p")
-        with pytest.raises(NewerFormat, match="^p: chunk 0 .*codec 7"):
+        with pytest.raises(NewerFormat, match=r"^p: chunk 0 .*codec 7"):
             reader.read_chunk(0, memoryview(bytearray(16)))
 
 
@@ -324,7 +339,7 @@ def test_a_trailer_that_points_elsewhere_is_refused(offset: int | None, length: 
         if value is not None:
             trailer[at : at + 8] = struct.pack("<Q", value)
     trailer[60:] = struct.pack("<I", crc32c(bytes(trailer[:60])))
-    with pytest.raises(IntegrityError, match="^p: "):
+    with pytest.raises(IntegrityError, match=r"^p: "):
         check(SMALL[:-TRAILER_SIZE] + bytes(trailer))
 
 

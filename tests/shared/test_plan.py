@@ -9,6 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.plan import (
     HIDDEN,
@@ -26,9 +29,6 @@ from ckptd.shared.plan import (
     signature,
     with_values,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.shared.samples import WRITER, sample_plan, steady, values_after
 
 DTYPES = {width: [name for name, size in ITEM_SIZES.items() if size == width] for width in (16, 8, 4, 2, 1)}
@@ -88,7 +88,7 @@ UNSOUND = {
     "item behind the last region": (make([item(offset=4096)]), "outside its region"),
     "item without any region": (Plan(regions=[], items=[item()], aliases=[], metadata=None, writer={}), "outside its region"),
     "item over the end": (make([item(sizes=(1025,))]), "outside its region"),
-    "item over two regions": (make([item(sizes=(32,))], regions=[Region(0, 64, 4), Region(64, 64, 4)]), "outside its region"),
+    "item over two regions": (make([item(sizes=(20,))], regions=[Region(0, 64, 4), Region(64, 64, 2)]), "outside its region"),
     "item in a gap": (make([item(offset=64)], regions=[Region(0, 64, 4), Region(128, 64, 2)]), "outside its region"),
     "items overlap": (make([item("a", sizes=(5,)), item("b", 16)]), "over another item"),
     "items at one place": (make([item("a"), item("b")]), "over another item"),
@@ -196,7 +196,7 @@ def test_a_flipped_bit_gives_a_sound_plan_or_an_integrity_error(bit: int) -> Non
     document = bytearray(sample_plan().encode())
     document[bit >> 3] ^= 1 << (bit & 7)
     try:
-        plan = Plan.decode(document)
+        plan = Plan.decode(bytes(document))
     except IntegrityError:
         return
     assert all(i.offset >= 0 and i.offset + i.length <= plan.data_length for i in plan.items if i.length)

@@ -7,10 +7,11 @@ import math
 
 import msgspec
 import pytest
-from ckptd.shared.errors import IntegrityError
-from ckptd.shared.request import Request
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.request import Request
 from tests.shared.samples import steady
 
 

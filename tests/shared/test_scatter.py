@@ -6,12 +6,13 @@ import threading
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.plan import MIN_CHUNK, ChunkRange, Plan, Region, chunk_ranges
 from ckptd.shared.scatter import scatter, verify
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.shared.samples import encode_part, flip, memory_file, packed_slot, sample_plan, steady, values_after
 
 REGIONS = [Region(0, 100, 4), Region(128, 90, 2), Region(256, 1, 1)]

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from crc32c import crc32c
+
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.plan import MAX_CHUNK, MIN_CHUNK
@@ -28,7 +30,6 @@ from ckptd.shared.segment import (
     write_document,
     write_header,
 )
-from crc32c import crc32c
 from tests.shared.samples import flip, memory_file
 
 BOOT = bytes(range(16, 32))
@@ -85,7 +86,13 @@ def test_next_forgets_the_documents_unless_given() -> None:
         HEADER, generation=5, state=SlotState.FILLING, step=1001, signature=bytes(32), plan=Extent(), request=Extent(), values=Extent()
     )
     sealed = filling.next(SlotState.SEALED, plan=Extent(1, 2, 3), signature=b"s" * 32)
-    assert (sealed.generation, sealed.state, sealed.plan, sealed.signature, sealed.values) == (6, SlotState.SEALED, Extent(1, 2, 3), b"s" * 32, Extent())
+    assert (sealed.generation, sealed.state, sealed.plan, sealed.signature, sealed.values) == (
+        6,
+        SlotState.SEALED,
+        Extent(1, 2, 3),
+        b"s" * 32,
+        Extent(),
+    )
 
 
 # -- two copies

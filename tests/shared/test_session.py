@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from ckptd.shared import frames
 from ckptd.shared import messages as m
 from ckptd.shared.errors import ProtocolError
 from ckptd.shared.session import ANSWERED, MAX_UNDER_WAY, REPLIES, REQUESTS, Role, Session, State
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.shared import wire
 from tests.shared.samples import steady
 
@@ -68,6 +69,7 @@ def test_the_table_is_the_one_of_the_document() -> None:
         (State.NEW, "Hello", State.GREETING),
         (State.GREETED, "Status", State.GREETED),
         (State.GREETED, "Begin", State.BEGINNING),
+        (State.ATTACHED, "Begin", State.BEGINNING),
         *((State.ATTACHED, n, State.ATTACHED) for n in ("Status", "Allocate", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch")),
         (State.ATTACHED, "Detach", State.LEAVING),
     }
@@ -212,6 +214,16 @@ def test_what_was_under_way_at_a_detach_is_still_answered() -> None:
     assert (agent.state, agent.under_way) == (State.GREETED, {})
 
 
+def test_a_rank_that_goes_back_begins_again() -> None:
+    agent, daemon = pair(State.ATTACHED)
+    deliver(agent, daemon, m.Seal(id=3, segment="x", attempt=1, step=1))
+    deliver(agent, daemon, m.Begin(id=4, job="gpt", rank=0, world_size=1))
+    unchanged(agent, lambda: agent.send(m.Find(id=5)))
+    deliver(agent, daemon, m.Sealed(re=3))
+    deliver(agent, daemon, m.Began(re=4, attempt=2))
+    assert (agent.state, agent.under_way) == (State.ATTACHED, {})
+
+
 # -- Progress, and the end
 
 
@@ -280,7 +292,11 @@ def test_noise_is_no_more_than_a_protocol_error(role: Role, state: State, pieces
 
 
 @steady
-@given(st.sampled_from(Role), st.sampled_from(State), st.lists(st.tuples(st.sampled_from(wire.MESSAGES), st.integers(0, 1 << 62), st.integers(0, 60))))
+@given(
+    st.sampled_from(Role),
+    st.sampled_from(State),
+    st.lists(st.tuples(st.sampled_from(wire.MESSAGES), st.integers(0, 1 << 62), st.integers(0, 60))),
+)
 def test_framed_noise_is_no_more_than_a_protocol_error(role: Role, state: State, sent: list[tuple[m.Message, int, int]]) -> None:
     session = pair(state)[role is Role.DAEMON]
     for message, noise, at in sent:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.manifest import Manifest
@@ -228,7 +229,9 @@ def test_newest(tmp_path: Path, storage: PosixStorage) -> None:
     assert [p.name for p in (tmp_path / "gpt").iterdir()] == ["newest"]
 
 
-@pytest.mark.parametrize("text", [b"", b"\n", b"gpt\n", b"../../x\n", TAG.encode() + b"\n\n", TAG.encode() + b" ", b"\xff" * 20, TAG.encode() * 20])
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"gpt\n", b"../../x\n", TAG.encode() + b"\n\n", TAG.encode() + b" ", b"\xff" * 20, TAG.encode() * 20]
+)
 def test_a_hint_that_cannot_be_is_none(tmp_path: Path, storage: PosixStorage, text: bytes) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "newest").write_bytes(text)

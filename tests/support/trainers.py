@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ckptd.agent import Agent
 from ckptd.shared import failpoints
 

@@ -1,0 +1,244 @@
+"""Settings: who wins, what is a size, and every bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.daemon.config import FIELDS, Config, load, parse_size
+from ckptd.shared.errors import InvalidConfig
+
+ROOT = {"root": "/ckpts", "socket": "/run/ckptd/s"}
+
+
+def make(**changes: Any) -> Config:
+    return Config(**{"root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), **changes})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "ckptd.toml"
+
+
+# -- who wins
+
+
+def test_defaults() -> None:
+    config = load(ROOT, {}, None)
+    assert dataclasses.asdict(config) | {"threads": 0} == {
+        "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0,
+        "memory_ttl": 900.0, "keep_last": 10, "stall_budget": 10.0, "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
+        "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_level": "info",
+    }  # fmt: skip
+
+
+def test_threads_follow_the_cpus_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpus, threads in ((1, 1), (3, 3), (64, 8)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, n=cpus: set(range(n)))
+        assert make().threads == threads
+    assert make(threads=20).threads == 20
+
+
+def test_flags_beat_the_environment_and_that_beats_the_file(file: Path) -> None:
+    file.write_text('keep_last = 1\nslots = 3\ncodec = "raw"\nmemory_ttl = 5\n')
+    environment = {"CKPTD_KEEP_LAST": "2", "CKPTD_SLOTS": "4", "PATH": "/bin", "ckptd_codec": "x"}
+    config = load({**ROOT, "keep_last": 3}, environment, file)
+    assert (config.keep_last, config.slots, config.codec, config.memory_ttl) == (3, 4, "raw", 5.0)
+    config = load(ROOT, environment, file)
+    assert (config.keep_last, config.slots, config.codec) == (2, 4, "raw")
+    config = load(ROOT, {}, file)
+    assert (config.keep_last, config.slots, config.codec) == (1, 3, "raw")
+    assert load({**ROOT, "keep_last": 0}, environment, file).keep_last == 0
+
+
+SAMPLES: dict[str, tuple[str, str, Any]] = {
+    "root": ('"/elsewhere"', "/elsewhere", Path("/elsewhere")),
+    "socket": ('"/elsewhere/s"', "/elsewhere/s", Path("/elsewhere/s")),
+    "codec": ('"zstd:5"', "zstd:5", "zstd:5"),
+    "slots": ("5", "5", 5),
+    "shm_dir": ('"/mnt/shm"', "/mnt/shm", Path("/mnt/shm")),
+    "shm_quota": ('"24G"', "24G", 24 * 10**9),
+    "memory_ttl": ("2.5", "2.5", 2.5),
+    "keep_last": ("7", "7", 7),
+    "stall_budget": ("3", "3", 3.0),
+    "threads": ("9", "9", 9),
+    "memory_budget": ('"1Gi"', "1Gi", 1 << 30),
+    "chunk_size": ("65536", "64Ki", 65536),
+    "max_connections": ("5", "5", 5),
+    "strict_journal": ("true", "true", True),
+    "private": ("true", "1", True),
+    "idle_timeout": ("1.5", "1.5", 1.5),
+    "log_level": ('"debug"', "debug", "debug"),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_may_stand_in_the_file_and_in_the_environment(name: str, file: Path) -> None:
+    toml, text, value = SAMPLES[name]
+    file.write_text(f"{name} = {toml}\n")
+    given = {key: value for key, value in ROOT.items() if key != name}
+    assert getattr(load(given, {}, file), name) == value
+    assert getattr(load(given, {f"CKPTD_{name.upper()}": text}, None), name) == value
+    assert getattr(load({**given, name: text}, {}, None), name) == value
+    assert type(getattr(load(given, {}, file), name)) is type(getattr(make(), name))
+
+
+def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = load({"root": "sub/../ckpts", "socket": "s"}, {}, None)
+    assert (config.root, config.socket) == (tmp_path / "ckpts", tmp_path / "s")
+    assert load({"root": "~/ckpts", "socket": "/s"}, {}, None).root == Path("/home/ada/ckpts")
+
+
+@pytest.mark.parametrize(("missing", "words"), [("root", "no root: .*--root DIR"), ("socket", "no socket: .*--socket PATH")])
+def test_root_and_socket_must_be_said(missing: str, words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        load({key: value for key, value in ROOT.items() if key != missing}, {}, None)
+
+
+@pytest.mark.parametrize("variable", ["CKPTD_JOB", "CKPTD_FAILPOINTS", "CKPTD_PYTHON"])
+def test_variables_of_the_agent_are_no_settings(variable: str) -> None:
+    assert load(ROOT, {variable: "whatever"}, None) == load(ROOT, {}, None)
+
+
+# -- typos
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("keep_lst", "keep_last"), ("slot", "slots"), ("shm_quotta", "shm_quota"), ("log-level", "log_level")]
+)
+def test_an_unknown_setting_names_the_nearest(typo: str, meant: str, file: Path) -> None:
+    file.write_text(f'"{typo}" = 1\n')
+    with pytest.raises(InvalidConfig, match=rf"^{file}: there is no setting '{typo}'; did you mean '{meant}'\?$"):
+        load(ROOT, {}, file)
+    with pytest.raises(InvalidConfig, match=rf"^CKPTD_{typo.upper()}: .*did you mean '{meant}'"):
+        load(ROOT, {f"CKPTD_{typo.upper()}": "1"}, None)
+    with pytest.raises(InvalidConfig, match=rf"^--{typo.replace('_', '-')}: .*did you mean '{meant}'"):
+        load({**ROOT, typo: "1"}, {}, None)
+
+
+def test_an_unknown_setting_near_to_none_lists_them() -> None:
+    with pytest.raises(InvalidConfig, match=r"there is no setting 'zzzzzzzz'; known are chunk_size, codec, .*, threads$"):
+        load({**ROOT, "zzzzzzzz": 1}, {}, None)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"cannot read the config file .*No such file"):
+        load(ROOT, {}, tmp_path / "gone.toml")
+    with pytest.raises(InvalidConfig, match=r"cannot read the config file .*Is a directory"):
+        load(ROOT, {}, tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"slots = ", b"slots 3", b"\xff\xfe", b"slots = 1\nslots = 2\n"])
+def test_a_file_that_is_not_toml(file: Path, text: bytes) -> None:
+    file.write_bytes(text)
+    with pytest.raises(InvalidConfig, match="is not TOML"):
+        load(ROOT, {}, file)
+
+
+# -- values of the wrong kind
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("slots", "two", "expected a number"),
+        ("slots", "", "expected a number"),
+        ("slots", "-2", "expected a number"),
+        ("slots", 2.0, "expected a number"),
+        ("slots", True, "expected a number"),
+        ("slots", [2], "expected a number"),
+        ("slots", None, "expected a number"),
+        ("memory_ttl", "soon", "expected a number of seconds"),
+        ("memory_ttl", [], "expected a number of seconds"),
+        ("strict_journal", "yes", "expected true or false"),
+        ("strict_journal", 1, "expected true or false"),
+        ("strict_journal", "", "expected true or false"),
+        ("codec", 3, "expected text"),
+        ("root", 3, "expected text"),
+        ("shm_quota", "5i", "expected a number"),
+        ("shm_quota", "5X", "expected a number"),
+        ("shm_quota", "1e9", "expected a number"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_named(name: str, value: Any, words: str) -> None:
+    with pytest.raises(InvalidConfig, match=rf"^--{name.replace('_', '-')}: {name} is .*; {words}"):
+        load({**ROOT, name: value}, {}, None)
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("TRUE", True), ("1", True), ("false", False), ("False", False), ("0", False)])
+def test_booleans_in_the_environment(text: str, value: bool) -> None:
+    assert load(ROOT, {"CKPTD_STRICT_JOURNAL": text}, None).strict_journal is value
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0), ("24", 24), ("1k", 1000), ("1K", 1000), ("1Ki", 1024), ("1KiB", 1024), ("1kB", 1000), ("3M", 3 * 10**6), ("3Mi", 3 << 20),
+        ("24G", 24 * 10**9), ("24Gi", 24 << 30), ("2T", 2 * 10**12), ("2TiB", 2 << 40), ("1.5G", 1_500_000_000), ("0.5Ki", 512),
+        (" 8 Mi ", 8 << 20), ("7b", 7),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "-1", "+1", "1 2", "1.", ".5", "1,5G", "1e3", "0x10", "1GG", "1Pi", "1i", "1ib", "one", "inf", "nan", "1\n2"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_size(text)
+
+
+# -- bounds
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("root", [Path("/"), Path("/a")], [Path("a"), Path()]),
+        ("socket", [Path("/" + "x" * 106)], [Path("s"), Path("/" + "x" * 107), Path("/" + "é" * 54)]),
+        ("shm_dir", [Path("/mnt")], [Path("mnt")]),
+        ("codec", ["raw", "zstd", "zstd:1", "zstd:19"], ["lz4", "zstd:0", "zstd:20", ""]),
+        ("slots", [2, 8], [0, 1, 9, -1]),
+        ("keep_last", [0, 1, 10**6], [-1]),
+        (
+            "chunk_size",
+            [64 << 10, 68 << 10, 16 << 20],
+            [0, (64 << 10) - 1, 60 << 10, (16 << 20) + 1, 20 << 20, (64 << 10) + 1, (64 << 10) + 2048],
+        ),
+        ("memory_budget", [32 << 20, 1 << 40], [0, (32 << 20) - 1]),
+        ("threads", [1, 256], [-1, 257]),
+        ("log_level", ["debug", "info", "warning", "error"], ["", "trace", "INFO", "critical"]),
+        ("shm_quota", [0, 1 << 50], [-1]),
+        ("memory_ttl", [0.0, 1e9], [-0.1, float("nan")]),
+        ("stall_budget", [0.0, 60.0], [-1.0, float("nan")]),
+        ("max_connections", [1, 10**6], [-1]),
+        ("idle_timeout", [0.0, 0.1], [-1.0, float("nan")]),
+    ],
+)
+def test_bounds(name: str, good: list[Any], bad: list[Any]) -> None:
+    for value in good:
+        assert getattr(make(**{name: value}), name) == value
+    for value in bad:
+        with pytest.raises(InvalidConfig) as caught:
+            make(**{name: value})
+        text = str(caught.value)
+        assert name in text or (name == "codec" and "codec" in text)
+        assert "\n" not in text
+
+
+def test_the_memory_budget_holds_four_chunks() -> None:
+    assert make(chunk_size=64 << 10, memory_budget=256 << 10).memory_budget == 256 << 10
+    with pytest.raises(InvalidConfig, match="memory_budget is '262143'; expected at least four chunks"):
+        make(chunk_size=64 << 10, memory_budget=(256 << 10) - 1)
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make().slots = 3  # type: ignore[misc]

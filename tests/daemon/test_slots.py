@@ -1,0 +1,469 @@
+"""Segments: made within the quota, passed on, adopted, released; and who holds them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.daemon.slots import Slot, Slots
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.plan import MIN_CHUNK
+from ckptd.shared.segment import SegmentHeader, SlotState, read_header, this_boot, write_header
+
+SIZE = 16384  # two headers, a page of checks, a page of data
+STRANGE = "0123456789abcdef0123456789abcdef.seg"
+
+
+def header(slot: int = 0, **changes: Any) -> SegmentHeader:
+    fields: dict[str, Any] = {"job": "gpt", "attempt": 2, "rank": 0, "world_size": 2, "capacity": 1000, "chunk_size": MIN_CHUNK, **changes}
+    return SegmentHeader(slot=slot, **fields)
+
+
+class Shm:
+    """A directory that plays the tmpfs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.inside = path / "ckptd-test"
+        self._opened: list[Slots] = []
+
+    def open(self, quota: int = 1 << 30, fs: PosixFileSystem | None = None) -> Slots:
+        slots = Slots(fs or PosixFileSystem(), self.path, "ckptd-test", quota)
+        self._opened.append(slots)
+        return slots
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.inside.iterdir())
+
+    def close(self) -> None:
+        for slots in self._opened:
+            try:
+                slots.close()
+            except OSError:  # a test closed it itself
+                pass
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Iterator[Shm]:
+    made = Shm(tmp_path)
+    yield made
+    made.close()
+
+
+@contextmanager
+def trainer(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds an flock on `path` until it is told to end."""
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+# -- the directory
+
+
+def test_the_directory_is_ours_alone(shm: Shm) -> None:
+    before = os.umask(0)
+    try:
+        slots = shm.open()
+    finally:
+        os.umask(before)
+    assert shm.inside.stat().st_mode & 0o777 == 0o700
+    assert slots.path == shm.inside
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701])
+def test_a_directory_that_others_may_enter_is_refused(shm: Shm, mode: int) -> None:
+    shm.inside.mkdir()
+    shm.inside.chmod(mode)
+    with pytest.raises(StorageError, match=f"with mode {mode:o}; it must be ours alone"):
+        shm.open()
+
+
+def test_a_directory_of_somebody_else_is_refused(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(StorageError, match="belongs to uid"):
+        shm.open()
+
+
+def test_a_link_in_its_place_is_refused(shm: Shm) -> None:
+    (shm.path / "elsewhere").mkdir(mode=0o700)
+    shm.inside.symlink_to("elsewhere")
+    with pytest.raises((OSError, StorageError)):
+        shm.open()
+    assert list((shm.path / "elsewhere").iterdir()) == []
+
+
+def test_no_tmpfs_at_all(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot make .*No such file"):
+        Slots(PosixFileSystem(), tmp_path / "gone", "x", 1)
+
+
+def test_the_quota_is_nine_tenths_unless_given(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        total = 1000
+
+    monkeypatch.setattr("psutil.disk_usage", lambda path: Usage)
+    assert shm.open(quota=0).quota == 900
+    assert shm.open(quota=77).quota == 77
+
+
+# -- create
+
+
+def test_create(shm: Shm) -> None:
+    slots = shm.open()
+    made = slots.create(header())
+    assert shm.files() == [made.name]
+    assert names.is_segment_file(made.name)
+    status = (shm.inside / made.name).stat()
+    assert (status.st_size, status.st_mode & 0o777, status.st_blocks * 512 >= SIZE) == (SIZE, 0o600, True)
+    assert read_header(made.fd) == header() == made.header
+    assert (made.nbytes, slots.used, made.owner) == (SIZE, SIZE, ("gpt", 2, 0))
+    assert slots.get(made.name) is made
+    assert repr(made) == f"<Slot {made.name[:8]} gpt.a2 rank 0 FREE>"
+    other = slots.create(header(1))
+    assert other.name != made.name
+    assert slots.used == 2 * SIZE
+
+
+def test_get_and_of(shm: Shm) -> None:
+    slots = shm.open()
+    made = [slots.create(header(number)) for number in (1, 0, 2)]
+    slots.create(header(rank=1))
+    slots.create(header(attempt=3))
+    slots.create(header(job="bert"))
+    assert slots.of("gpt", 2, 0) == [made[1], made[0], made[2]]
+    assert slots.of("gpt", 4, 0) == []
+    with pytest.raises(NotFound, match=f"no segment '{STRANGE}'"):
+        slots.get(STRANGE)
+
+
+def test_the_quota_counts_whole_files(shm: Shm) -> None:
+    slots = shm.open(quota=2 * SIZE)
+    first = slots.create(header())
+    slots.create(header(1))
+    with pytest.raises(QuotaExceeded, match=r"a slot of 0\.0 MB does not fit: .* are taken; raise shm_quota"):
+        slots.create(header(2))
+    assert len(shm.files()) == 2
+    slots.release(first)
+    slots.create(header(2))
+    assert slots.used == 2 * SIZE
+
+
+def test_the_quota_names_both_sizes(shm: Shm) -> None:
+    with pytest.raises(QuotaExceeded, match=r"a slot of 2,500\.\d MB does not fit: 0\.0 MB of the quota of 1,000\.0 MB are taken"):
+        shm.open(quota=10**9).create(header(capacity=2_500_000_000))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM])
+def test_a_full_tmpfs_leaves_nothing_behind(shm: Shm, number: int) -> None:
+    class Full(PosixFileSystem):
+        full = True
+
+        def allocate(self, fd: int, length: int) -> None:
+            super().allocate(fd, length // 2)
+            if self.full:
+                raise OSError(number, os.strerror(number))
+            super().allocate(fd, length)
+
+    fs = Full()
+    slots = shm.open(fs=fs)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(SharedMemoryFull, match=rf"no room for a slot of 0\.0 MB in {shm.path}: .* are free"):
+        slots.create(header())
+    assert (shm.files(), slots.used, slots.slots) == ([], 0, {})
+    assert len(os.listdir("/proc/self/fd")) == before
+    fs.full = False
+    slots.create(header())
+    assert slots.used == SIZE
+
+
+def test_other_errors_leave_nothing_behind(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = shm.open()
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 100)
+    with pytest.raises(StorageError, match="cannot make a segment"):
+        slots.create(header())
+    assert (shm.files(), slots.slots) == ([], {})
+
+
+# -- open again, and locks
+
+
+def test_open_again_is_another_description(shm: Shm) -> None:
+    slots = shm.open()
+    made = slots.create(header())
+    write, read = slots.open_again(made, write=True), slots.open_again(made, write=False)
+    try:
+        os.pwrite(write, b"data", 12288)
+        assert os.pread(read, 4, 12288) == b"data"
+        with pytest.raises(OSError) as caught:
+            os.pwrite(read, b"x", 0)
+        assert caught.value.errno == errno.EBADF
+        fcntl.flock(write, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(made.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert os.get_inheritable(write) is False
+    finally:
+        os.close(write)
+        os.close(read)
+    fcntl.flock(made.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced", "link"])
+def test_a_segment_that_is_not_there_any_more_is_lost(shm: Shm, how: str) -> None:
+    slots = shm.open()
+    made = slots.create(header())
+    path = shm.inside / made.name
+    if how == "replaced":
+        path.rename(shm.path / "old")
+        path.write_bytes((shm.path / "old").read_bytes())
+    elif how == "link":
+        path.rename(shm.path / "old")
+        path.symlink_to(shm.path / "old")
+    else:
+        path.unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    for write in (False, True):
+        with pytest.raises(NotFound, match=f"segment {made.name} has been re(mov|plac)ed"):
+            slots.open_again(made, write=write)
+    assert slots.is_held(made) is False
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert read_header(made.fd) == header()  # the daemon's own descriptor still has it
+
+
+def test_a_segment_is_held_while_its_trainer_lives(shm: Shm) -> None:
+    slots = shm.open()
+    made, other = slots.create(header()), slots.create(header(1))
+    assert slots.is_held(made) is False
+    before = len(os.listdir("/proc/self/fd"))
+    with trainer(shm.inside / made.name) as process:
+        opened = len(os.listdir("/proc/self/fd"))
+        assert slots.is_held(made) is True
+        assert slots.is_held(made) is True
+        assert slots.is_held(other) is False
+        assert len(os.listdir("/proc/self/fd")) == opened
+        process.kill()
+        process.wait()
+        assert slots.is_held(made) is False
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_looking_leaves_no_lock(shm: Shm) -> None:
+    slots = shm.open()
+    made = slots.create(header())
+    assert slots.is_held(made) is False
+    with trainer(shm.inside / made.name):
+        assert slots.is_held(made) is True
+
+
+# -- refresh
+
+
+def test_refresh_sees_what_the_trainer_wrote(shm: Shm) -> None:
+    slots = shm.open()
+    made = slots.create(header())
+    filling = made.header.next(SlotState.FILLING, step=5)
+    write_header(made.fd, filling)
+    assert made.header.state is SlotState.FREE
+    assert made.refresh() == filling == made.header
+
+
+@pytest.mark.parametrize("changes", [{"job": "bert"}, {"attempt": 3}, {"rank": 1}, {"capacity": 1001}, {"chunk_size": 2 * MIN_CHUNK}])
+def test_a_header_that_has_become_another_segments_is_refused(shm: Shm, changes: dict[str, Any]) -> None:
+    slots = shm.open()
+    made = slots.create(header())
+    write_header(made.fd, replace(header(), generation=2, **changes))
+    with pytest.raises(IntegrityError, match="is not the one that was made"):
+        made.refresh()
+    assert made.header == header()
+
+
+def test_a_header_that_was_damaged_is_refused(shm: Shm) -> None:
+    made = shm.open().create(header())
+    os.ftruncate(made.fd, 100)
+    with pytest.raises(IntegrityError):
+        made.refresh()
+
+
+# -- release and close
+
+
+def test_release(shm: Shm) -> None:
+    slots = shm.open()
+    made, other = slots.create(header()), slots.create(header(1))
+    slots.release(made)
+    assert shm.files() == [other.name]
+    assert slots.used == SIZE
+    with pytest.raises(OSError):
+        os.fstat(made.fd)
+    os.unlink(shm.inside / other.name)
+    slots.release(other)  # somebody was faster
+    assert (shm.files(), slots.used) == ([], 0)
+
+
+def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
+    slots = shm.open()
+    made = slots.create(header())
+    with made.pinned() as fd:
+        with made.pinned():
+            slots.release(made)
+        assert shm.files() == []
+        assert read_header(fd) == header()
+    with pytest.raises(OSError):
+        os.fstat(made.fd)
+
+
+def test_reading_alone_closes_nothing(shm: Shm) -> None:
+    made = shm.open().create(header())
+    with made.pinned():
+        pass
+    assert read_header(made.fd) == header()
+
+
+def test_close_leaves_the_segments_for_the_next_daemon(shm: Shm) -> None:
+    slots = shm.open()
+    made = slots.create(header())
+    slots.close()
+    assert shm.files() == [made.name]
+    with pytest.raises(OSError):
+        os.fstat(made.fd)
+
+
+def test_close_removes_an_empty_directory(shm: Shm) -> None:
+    slots = shm.open()
+    slots.release(slots.create(header()))
+    slots.close()
+    assert not shm.inside.exists()
+
+
+def test_close_leaves_a_directory_with_strange_files(shm: Shm) -> None:
+    slots = shm.open()
+    (shm.inside / "notes").write_text("mine")
+    slots.close()
+    assert shm.files() == ["notes"]
+
+
+# -- adopt
+
+
+def _left(shm: Shm, *headers: SegmentHeader) -> list[str]:
+    """Segments that an earlier daemon left."""
+    slots = shm.open()
+    found = [slots.create(h).name for h in headers]
+    slots.close()
+    return found
+
+
+def test_adopt_takes_up_what_an_earlier_daemon_left(shm: Shm) -> None:
+    sealed = header(1, generation=8, state=SlotState.SEALED, step=1000)
+    left = _left(shm, header(), sealed)
+    slots = shm.open()
+    assert slots.used == 0
+    adopted = {slot.name: slot for slot in slots.adopt()}
+    assert {name: slot.header for name, slot in adopted.items()} == dict(zip(left, [header(), sealed], strict=True))
+    assert slots.slots == adopted
+    assert slots.used == 2 * SIZE
+    assert all(isinstance(slot, Slot) and slot.nbytes == SIZE for slot in adopted.values())
+    fd = slots.open_again(adopted[left[0]], write=True)
+    os.close(fd)
+    slots.release(adopted[left[0]])
+    assert shm.files() == [left[1]]
+
+
+def test_adopted_segments_count_for_the_quota(shm: Shm) -> None:
+    _left(shm, header(), header(1))
+    slots = shm.open(quota=3 * SIZE)
+    slots.adopt()
+    slots.create(header(2))
+    with pytest.raises(QuotaExceeded):
+        slots.create(header(3))
+
+
+def test_adopt_drops_what_cannot_be_memory_any_more(shm: Shm) -> None:
+    boot = bytes(16)
+    assert boot != this_boot()
+    _, _, good = _left(shm, header(boot_id=boot), header(1, boot_id=bytes(range(16))), header(2))
+    slots = shm.open()
+    assert [slot.name for slot in slots.adopt()] == [good]
+    assert shm.files() == [good]
+
+
+@pytest.mark.parametrize("length", [0, 100, 4096, 8192, SIZE - 1])
+def test_adopt_drops_what_is_cut_short(shm: Shm, length: int) -> None:
+    (name,) = _left(shm, header())
+    os.truncate(shm.inside / name, length)
+    slots = shm.open()
+    assert slots.adopt() == []
+    assert shm.files() == []
+
+
+def test_adopt_drops_what_is_damaged(shm: Shm) -> None:
+    (name,) = _left(shm, header())
+    path = shm.inside / name
+    path.write_bytes(bytes(SIZE))
+    slots = shm.open()
+    assert slots.adopt() == []
+    assert shm.files() == []
+
+
+def test_adopt_leaves_a_newer_ckptds_segment_alone(shm: Shm) -> None:
+    """FORMAT.md, section 0: "written by a newer ckptd", and nothing is changed."""
+    (name,) = _left(shm, header())
+    path = shm.inside / name
+    data = bytearray(path.read_bytes())
+    data[4096 + 8] = 2
+    path.write_bytes(data)
+    slots = shm.open()
+    assert slots.adopt() == []
+    assert shm.files() == [name]
+    assert path.read_bytes() == bytes(data)
+
+
+def test_adopt_leaves_foreign_names_untouched(shm: Shm) -> None:
+    (name,) = _left(shm, header())
+    content = (shm.inside / name).read_bytes()
+    strange = ["notes", "x.seg", STRANGE.upper(), STRANGE + ".tmp", STRANGE[1:], "." + STRANGE]
+    for other in strange:
+        (shm.inside / other).write_bytes(content)
+    slots = shm.open()
+    assert [slot.name for slot in slots.adopt()] == [name]
+    assert shm.files() == sorted([name, *strange])
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_adopt_leaves_what_is_no_file_alone(shm: Shm, kind: str) -> None:
+    (name,) = _left(shm, header())
+    path = shm.inside / STRANGE
+    if kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(name)
+    slots = shm.open()
+    assert [slot.name for slot in slots.adopt()] == [name]
+    assert shm.files() == sorted([name, STRANGE])
+
+
+def test_adopt_leaks_no_descriptor(shm: Shm) -> None:
+    _left(shm, header(boot_id=bytes(16)), header(1))
+    before = len(os.listdir("/proc/self/fd"))
+    slots = shm.open()
+    slots.adopt()
+    slots.close()
+    assert len(os.listdir("/proc/self/fd")) == before

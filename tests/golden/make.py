@@ -1,0 +1,264 @@
+"""Writes the golden files of format version 1: `python -m tests.golden.make` in the root of the repository.
+
+Run once for each version of a format; what is there is never overwritten, since files of that version are in the field. Everything that
+goes in is fixed and stands here, so that a test can compare every field.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import http
+import pathlib
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from crc32c import crc32c
+
+from ckptd.daemon import journal_file as jf
+from ckptd.daemon import records as r
+from ckptd.shared import messages as m
+from ckptd.shared.frames import encode as encode_frame
+from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
+from ckptd.shared.names import part_file
+from ckptd.shared.part import PartIndex
+from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, chunk_ranges, signature, with_values
+from ckptd.shared.request import Request
+from ckptd.shared.segment import CHECK_OFFSET, Extent, SegmentHeader, SlotState, encode_check
+from tests.shared.samples import encode_part
+from tests.shared.wire import MESSAGES
+
+PLACE = pathlib.Path(__file__).parent / "v1"
+NONCE, SALT, BOOT = bytes(range(16)), bytes(range(16, 32)), bytes(range(32, 48))
+WRITER = {"ckptd": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
+JOB, ATTEMPT, STEP, TAG = "gpt", 2, 1000, "step-00001000.a0002"
+SEGMENT_FILE = "000102030405060708090a0b0c0d0e0f.seg"
+PART_FILE = part_file(0, NONCE)
+
+METADATA = {
+    "model.phase": {"dtype": "complex128", "size": [1], "chunks": [[[0], [1]]]},
+    "model.weight": {"dtype": "float32", "size": [4, 3], "chunks": [[[0, 0], [2, 3]], [[2, 0], [2, 3]]]},
+}
+PLAN = Plan(
+    regions=[Region(0, 16, 16), Region(64, 16, 8), Region(128, 24, 4), Region(192, 10, 2), Region(256, 11, 1)],
+    items=[
+        Item("model.phase", "complex128", (1,), (0,), (1,), None, 0),
+        Item("optim.state.weight.step", "int64", (2,), (0,), (2,), None, 64),
+        Item("model.weight", "float32", (4, 3), (2, 0), (2, 3), (1, 2), 128, "cuda", True),
+        Item("model.norm", "bfloat16", (5,), (0,), (5,), None, 192, "cuda", True),
+        Item("model.empty", "float16", (0, 3), (0, 0), (0, 3), None, 202),
+        Item("~1", "uint8", (8,), (0,), (8,), None, 256),
+        Item("model.mask", "bool", (3,), (0,), (3,), None, 264),
+    ],
+    aliases=[
+        Alias("model.head", "~1", 0, "float32", (1,), (1,), True, "cpu"),
+        Alias("model.tail", "~1", 2, "int16", (2, 2), (1, 1), False, "cpu"),
+    ],
+    metadata=METADATA,
+    global_plan=hashlib.sha256(msgspec.msgpack.encode(METADATA)).digest(),
+    writer=WRITER,
+)
+"""One item of each element size, a shard with strides of its own, an empty tensor, a hidden storage with two views."""
+
+REQUEST = Request(tag=None, persist=True, metrics={"loss": 0.25, "scale": float("inf")}, user_content='{"epoch":3}', created=1767323045.5)
+SMALL_VALUES = msgspec.msgpack.encode({"state": {"weight": msgspec.msgpack.Ext(1, b"model.weight"), "epoch": 3}, "rng": None})
+VALUES = (320, len(SMALL_VALUES))
+
+
+def packed_slot() -> bytes:
+    """The tensors' bytes count up from 0; the mask is true, false, true; the values document is the last."""
+    slot, number = bytearray(VALUES[0] + VALUES[1]), 0
+    for region in PLAN.regions:
+        for at in range(region.offset, region.offset + region.length):
+            slot[at] = number & 0xFF
+            number += 1
+    slot[264:267] = b"\1\0\1"
+    slot[VALUES[0] :] = SMALL_VALUES
+    return bytes(slot)
+
+
+CRCS = [crc32c(packed_slot()[c.offset : c.offset + c.length]) for c in chunk_ranges(with_values(PLAN.regions, VALUES), MIN_CHUNK)]
+
+FILLING = SegmentHeader(
+    job=JOB, attempt=ATTEMPT, rank=0, world_size=2, slot=1, capacity=4000, chunk_size=MIN_CHUNK, generation=3, state=SlotState.FILLING,
+    step=STEP, boot_id=BOOT,
+)  # fmt: skip
+SEALED = FILLING.next(
+    SlotState.SEALED,
+    signature=signature(PLAN.encode()),
+    plan=Extent(512, len(PLAN.encode()), crc32c(PLAN.encode())),
+    request=Extent(2560, len(REQUEST.encode()), crc32c(REQUEST.encode())),
+    values=Extent(*VALUES, crc32c(SMALL_VALUES)),
+)
+
+
+def segment() -> bytes:
+    """Generation 3 was filling and stands in copy 1; generation 4 is sealed, and checked."""
+    data = bytearray(SEALED.file_length)
+    data[:4096], data[4096:8192] = SEALED.encode(), FILLING.encode()
+    check = encode_check(SEALED.generation, SEALED.chunk_size, CRCS)
+    data[CHECK_OFFSET : CHECK_OFFSET + len(check)] = check
+    for offset, content in ((0, packed_slot()), (SEALED.plan.offset, PLAN.encode()), (SEALED.request.offset, REQUEST.encode())):
+        data[SEALED.data_offset + offset : SEALED.data_offset + offset + len(content)] = content
+    return bytes(data)
+
+
+def _part() -> tuple[bytes, PartIndex]:
+    return encode_part(
+        packed_slot(), PLAN, VALUES, codec="raw", job=JOB, attempt=ATTEMPT, step=STEP, rank=0, world_size=2, tag=TAG, request=REQUEST,
+        nonce=NONCE,
+    )  # fmt: skip
+
+
+ZSTD_PLAN = Plan(
+    regions=[Region(0, 2000, 4)], items=[Item("zeros", "float32", (500,), (0,), (500,), None, 0)], aliases=[], metadata=None, writer=WRITER
+)
+ZSTD_SLOT = bytes(2048) + b"\x80"
+
+
+def zstd_part() -> bytes:
+    """A chunk that zstd shrinks, and one (the values) that it does not."""
+    data, _ = encode_part(ZSTD_SLOT, ZSTD_PLAN, (2048, 1), codec="zstd", step=None, tag="best.a0002", request=Request(tag="best"))
+    return data
+
+
+RAW_PART, RAW_INDEX = _part()
+MANIFEST = Manifest(
+    job=JOB, attempt=ATTEMPT, step=STEP, tag=TAG, seq=7, world_size=2, created="2026-01-02T03:04:05+00:00",
+    parts=[
+        PartEntry(
+            rank=0, file=PART_FILE, bytes=len(RAW_PART), raw_bytes=77 + VALUES[1], items=len(PLAN.items),
+            index_sha256=hashlib.sha256(RAW_INDEX.encode()).hexdigest(),
+        ),
+        PartEntry(rank=1, file=part_file(1, NONCE[::-1]), bytes=20480, raw_bytes=64, items=3, index_sha256="5a" * 32),
+    ],
+    metadata={"state_dict_metadata": METADATA, "planner_data": None}, metrics=plain_metrics(REQUEST.metrics), user_content={"epoch": 3},
+    writer={**WRITER, "codec": "raw"},
+)  # fmt: skip
+
+STATE = r.JournalState(
+    jobs={JOB: r.JobState(attempt=1, world_size=2, sealed_step=900, seq=6)},
+    staged={"gpt/step-00000900.a0001": {PART_FILE: None}},
+    retiring={"gpt/step-00000100.a0001": [PART_FILE]},
+)
+_PART: dict[str, Any] = {"job": JOB, "attempt": ATTEMPT, "step": STEP, "rank": 0, "tag": TAG, "file": PART_FILE}
+RECORDS: tuple[r.Record, ...] = (
+    r.Begun(job=JOB, attempt=ATTEMPT, world_size=2),
+    r.Sealed(
+        job=JOB, attempt=ATTEMPT, step=STEP, rank=0, world_size=2, tag=TAG, segment=SEGMENT_FILE, generation=4, persist=True
+    ),
+    r.Staging(**_PART),
+    r.PartDurable(**_PART, bytes=len(RAW_PART), index_sha256=MANIFEST.parts[0].index_sha256),
+    r.Committed(job=JOB, attempt=ATTEMPT, step=STEP, tag=TAG, seq=7),
+    r.Dropped(job=JOB, attempt=1, step=900, tag="step-00000900.a0001", reason="the daemon ended before it was committed"),
+    r.Retiring(job=JOB, tag="step-00000200.a0001", files=[PART_FILE]),
+    r.Retired(job=JOB, tag="step-00000200.a0001"),
+)  # fmt: skip
+JOURNAL_HEADER = jf.FileHeader(number=1, salt=SALT, previous_crc=0x11223344)
+
+
+def journal() -> bytes:
+    """A STATE, then one record of every type in two batches; not preallocated."""
+    data, crc = bytearray(JOURNAL_HEADER.encode()), JOURNAL_HEADER.crc
+    payloads = [(r.STATE, r.encode_state(STATE)), *map(r.encode, RECORDS)]
+    for sequence, (kind, payload) in enumerate(payloads, start=1):
+        durable = 0 if sequence == 1 else 1 if sequence <= 5 else 5
+        encoded, crc = jf.encode_record(SALT, crc, jf.RawRecord(kind, 0, sequence, durable, payload))
+        data += encoded
+    return bytes(data) + bytes(64)
+
+
+def tag_of(message: m.Request | m.Reply) -> str:
+    tag = type(message).__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag
+
+
+def files() -> dict[str, bytes]:
+    """All that comes out the same wherever it is made."""
+    return {
+        "segment.seg": segment(),
+        "part-raw.ckpt": RAW_PART,
+        "manifest.json": MANIFEST.encode(),
+        "journal.log": journal(),
+        "newest": f"{TAG}\n".encode(),
+        "plan.msgpack": PLAN.encode(),
+        "request.msgpack": REQUEST.encode(),
+        **{f"frames/{tag_of(message)}.frame": encode_frame(m.encode(message)) for message in MESSAGES},
+    }
+
+
+class Stateful:
+    """What `expand` below takes for an object with a state_dict."""
+
+
+def values() -> dict[str, Any]:
+    """A state with every type that the values document has a code for."""
+    import numpy as np
+    import torch
+
+    return {
+        "plain": [None, True, -1, 0.5, "text", b"bytes", 2**64 - 1, -(2**63)],
+        "tensor": torch.zeros(2),
+        "tuple": (1, "a", (2,)),
+        "set": {1, 2, 3},
+        "frozenset": frozenset(["a", "b"]),
+        "map": {0: "int", "0": "text", (1, 2): [3]},
+        "big": [2**64, -(2**63) - 1, 10**40],
+        "complex": complex(1.5, -0.0),
+        "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+        "scalar": np.float32(0.25),
+        "enum": http.HTTPStatus.NOT_FOUND,
+        "path": pathlib.PurePosixPath("/data/train"),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda:1"),
+        "size": torch.Size([2, 3]),
+        "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
+        "counter": collections.Counter({"x": 3}),
+        "deque": collections.deque([1, 2], maxlen=5),
+        "layout": torch.strided,
+        "bytearray": bytearray(b"\x00\xff"),
+        "object": Stateful(),
+    }
+
+
+def values_document() -> bytes:
+    from ckptd.agent.values import Packer
+
+    packer = Packer(lambda value, path: ("stateful", {"epoch": 3, "seen": (1, 2)}) if isinstance(value, Stateful) else None)
+    return packer.encode_map({"state": packer.pack(values(), ""), "rng": None})
+
+
+def write(place: pathlib.Path, contents: Mapping[str, bytes]) -> None:
+    """All of them, or none if one is there already. Raises FileExistsError."""
+    for name in contents:
+        if (place / name).exists():
+            raise FileExistsError(f"{place / name} is there: golden files are never overwritten")
+    for name, data in contents.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(place / name, "xb") as file:
+            file.write(data)
+
+
+def main() -> None:
+    write(PLACE, {**files(), "part-zstd.ckpt": zstd_part(), "values.msgpack": values_document()})
+
+
+def record_offsets(data: bytes) -> list[int]:
+    """Where the records of a journal begin; for those who want to show one."""
+    offsets, at = [], jf.HEADER_SIZE
+    while at + jf.RECORD_SIZE <= len(data) and data[at + 12]:
+        offsets.append(at)
+        (length,) = struct.unpack_from("<I", data, at + 4)
+        at += -(-(jf.RECORD_SIZE + length) // 8) * 8
+    return offsets
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except FileExistsError as error:
+        sys.exit(str(error))

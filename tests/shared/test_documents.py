@@ -1,0 +1,330 @@
+"""FORMAT.md and PROTOCOL.md against the code and the golden files: every dump is theirs, every type, field and code is mentioned."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+import ckptd.shared
+from ckptd.daemon import journal_file as jf
+from ckptd.daemon import records as r
+from ckptd.shared import binary, codec, errors, frames, names, part, plan, segment, session
+from ckptd.shared import messages as m
+from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.request import Request
+from tests.golden import make
+from tests.shared.wire import MESSAGES
+
+SHARED = Path(inspect.getfile(ckptd.shared)).parent
+FORMAT, PROTOCOL = ((SHARED / name).read_text() for name in ("FORMAT.md", "PROTOCOL.md"))
+RECORD_NAMES = {
+    1: "STATE", 2: "BEGUN", 3: "SEALED", 4: "STAGING", 5: "PART", 6: "COMMITTED", 7: "DROPPED", 8: "RETIRING", 9: "RETIRED",
+}  # fmt: skip
+NESTED = (2, 3, 4, 5, 7, 10, 11, 14, 15, 16, 17, 20)
+"""Extension types whose payload is msgpack again."""
+
+
+def section(document: str, number: int) -> str:
+    found = re.search(rf"^## {number}\. .*?(?=^## |\Z)", document, re.MULTILINE | re.DOTALL)
+    assert found is not None, f"there is no section {number}"
+    return found[0]
+
+
+def rows(text: str, header: str) -> list[list[str]]:
+    """The cells of the table whose header row begins so."""
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.strip().startswith(header))
+    found = []
+    for line in lines[start + 2 :]:
+        if not line.strip().startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip().strip("|").split("|")])
+    return found
+
+
+def code_names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# -- values as JSON
+
+
+def as_json(value: Any) -> Any:
+    """msgpack as JSON: bytes are `hex:...`, an extension is {"ext", "payload"}, a float that JSON cannot say is text."""
+    match value:
+        case bytes():
+            return f"hex:{value.hex()}"
+        case float() if not math.isfinite(value):
+            return str(value)
+        case dict():
+            return {key: as_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [as_json(item) for item in value]
+        case msgspec.msgpack.Ext():
+            return {"ext": value.code, "payload": payload_as_json(value.code, bytes(value.data))}
+    return value
+
+
+def payload_as_json(code: int, data: bytes) -> Any:
+    if code in NESTED:
+        return as_json(msgspec.msgpack.decode(data))
+    return data.decode() if code in (1, 6, 12, 13) else as_json(data)
+
+
+def matches(written: Any, actual: Any) -> bool:
+    """Equal, in the same order; `hex:00ff…` stands for bytes that begin so."""
+    if isinstance(written, str) and isinstance(actual, str) and written.startswith("hex:") and written.endswith("…"):
+        return len(written) > 12 and actual.startswith(written[:-1])
+    if isinstance(written, dict) and isinstance(actual, dict):
+        return list(written) == list(actual) and all(matches(written[key], actual[key]) for key in written)
+    if isinstance(written, list) and isinstance(actual, list):
+        return len(written) == len(actual) and all(map(matches, written, actual))
+    return type(written) is type(actual) and bool(written == actual)
+
+
+def test_abbreviations_match_what_begins_so() -> None:
+    assert matches({"a": ["hex:00112233…"]}, {"a": ["hex:0011223344"]})
+    assert not matches({"a": ["hex:00112244…"]}, {"a": ["hex:0011223344"]})
+    assert not matches({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    assert not matches("hex:00", "hex:0000")
+    assert not matches(1, True)
+
+
+# -- worked examples
+
+
+def blocks(text: str) -> Iterator[tuple[str, str, str]]:
+    """(kind, golden file that was named last, contents) of every fenced block."""
+    file = ""
+    for piece in re.finditer(r"^```(\w+)\n(.*?)^```$|`tests/golden/v1/([^`]+)`", text, re.MULTILINE | re.DOTALL):
+        if piece[3]:
+            file = piece[3]
+        else:
+            yield piece[1], file, piece[2]
+
+
+EXAMPLES = [(name, *block) for name, text in (("FORMAT", section(FORMAT, 8)), ("PROTOCOL", section(PROTOCOL, 5))) for block in blocks(text)]
+
+
+def _lines(contents: str) -> list[tuple[str, str]]:
+    """(first word, the rest) of every line that is no sentence; each such line has a sentence before it."""
+    lines = contents.splitlines()
+    found = []
+    for before, line in zip(["", *lines], lines, strict=False):
+        if not line.startswith("#"):
+            assert re.fullmatch(r"# [A-Z].*\.", before), f"a sentence is missing before {line[:40]!r}"
+            word, _, rest = line.partition(" ")
+            found.append((word, rest))
+    return found
+
+
+@pytest.mark.parametrize(("document", "kind", "file", "contents"), EXAMPLES, ids=lambda v: v[:24] if isinstance(v, str) else v)
+def test_every_example_is_in_its_golden_file(document: str, kind: str, file: str, contents: str) -> None:
+    assert file, "no golden file is named before this block"
+    if kind == "hex":
+        data, checked = (make.PLACE / file).read_bytes(), 0
+        for line in contents.splitlines():
+            found = re.fullmatch(r"([0-9a-f]{8})  ((?:[0-9a-f]{2} ){0,15}[0-9a-f]{2})(?: {2,}\S.*)?", line)
+            assert found is not None, line
+            expected, offset = bytes.fromhex(found[2]), int(found[1], 16)
+            assert data[offset : offset + len(expected)] == expected, line
+            checked += len(expected)
+        assert checked > 0
+    elif kind == "json":
+        assert matches(json.loads(contents), _golden_json(file))
+    elif kind == "text":
+        assert contents == (make.PLACE / file).read_text()
+    elif kind == "records":
+        scan = jf.scan((make.PLACE / file).read_bytes(), 1)
+        numbered = [(word, *rest.partition(" ")[::2]) for word, rest in _lines(contents)]
+        assert [(word, name) for word, name, _ in numbered] == [(str(record.type), RECORD_NAMES[record.type]) for record in scan.records]
+        for (_, _, text), record in zip(numbered, scan.records, strict=True):
+            assert matches(json.loads(text), as_json(msgspec.msgpack.decode(record.payload))), text
+    elif kind == "messages":
+        named = _lines(contents)
+        assert [word for word, _ in named] == [make.tag_of(message) for message in MESSAGES]
+        for word, text in named:
+            assert matches(json.loads(text), _golden_json(f"frames/{word}.frame")), text
+    else:
+        assert kind == "extensions"
+        payloads = _extensions((make.PLACE / file).read_bytes())
+        coded = _lines(contents)
+        assert [int(word) for word, _ in coded] == list(range(1, 21))
+        for word, text in coded:
+            assert any(matches(json.loads(text), payload_as_json(int(word), data)) for data in payloads[int(word)]), text
+
+
+def _golden_json(file: str) -> Any:
+    data = (make.PLACE / file).read_bytes()
+    if file.endswith(".frame"):
+        (data,) = frames.Decoder().feed(data)
+    if file.endswith(".ckpt"):
+        data = make.RAW_INDEX.encode()
+    return as_json(msgspec.msgpack.decode(data))
+
+
+def _extensions(document: bytes) -> dict[int, list[bytes]]:
+    found: dict[int, list[bytes]] = {}
+
+    def hook(code: int, data: memoryview) -> None:
+        found.setdefault(code, []).append(bytes(data))
+        if code in NESTED:
+            msgspec.msgpack.decode(bytes(data), ext_hook=hook)
+
+    msgspec.msgpack.decode(document, ext_hook=hook)
+    return found
+
+
+def test_every_golden_file_has_an_example() -> None:
+    shown = {file for _, _, file, _ in EXAMPLES}
+    golden = {str(path.relative_to(make.PLACE)) for path in make.PLACE.rglob("*") if path.is_file()}
+    assert shown >= {name for name in golden if not name.startswith("frames/")}
+    assert {(document, kind) for document, kind, _, _ in EXAMPLES} >= {
+        ("FORMAT", "hex"), ("FORMAT", "json"), ("FORMAT", "text"), ("FORMAT", "records"), ("FORMAT", "extensions"), ("PROTOCOL", "hex"),
+        ("PROTOCOL", "messages"),
+    }  # fmt: skip
+
+
+def test_names_in_the_examples() -> None:
+    assert f"`gpt/{names.tag_directory(1000, None, 2)}/{names.part_file(0, make.NONCE)}`" in section(FORMAT, 1)
+    assert f"`{names.tag_directory(1000, None, 2)}\\n`" in section(FORMAT, 5)
+    assert f"`{names.CONTROL}/{names.ATTEMPTS}/gpt/{names.attempt_file(2)}`" in section(FORMAT, 6)
+
+
+# -- FORMAT.md mentions everything
+
+
+@pytest.mark.parametrize("magic", [segment.SEGMENT_MAGIC, segment.CHECK_MAGIC, part.PART_MAGIC, part.END_MAGIC, jf.MAGIC])
+def test_magics(magic: bytes) -> None:
+    assert f"magic `{magic.decode()}`" in FORMAT
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6, 7])
+def test_headings_name_their_modules(number: int) -> None:
+    heading = section(FORMAT, number).splitlines()[0]
+    modules = [name for name in code_names(heading) if name.endswith(".py")]
+    assert modules
+    for module in modules:
+        assert (SHARED / module).is_file() or (SHARED.parent / module).is_file(), module
+
+
+def test_record_types() -> None:
+    table = {int(row[0]): (row[1], row[2].split(", ")) for row in rows(section(FORMAT, 7), "| type | name |")}
+    assert {number: name for number, (name, _) in table.items()} == RECORD_NAMES
+    assert table[r.STATE][1] == list(r.JournalState.__struct_fields__)
+    for number, cls in r.TYPES.items():
+        assert table[number][1] == list(cls.__struct_fields__), cls.__name__
+
+
+def test_extension_codes() -> None:
+    codes: list[int] = []
+    for row in rows(section(FORMAT, 3), "| code | what |"):
+        codes += [int(code) for code in row[0].split(",")]
+    source = ast.parse((SHARED.parent / "agent" / "values.py").read_text())
+    ranges = [
+        [ast.literal_eval(argument) for argument in node.value.args]
+        for node in ast.walk(source)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "range"
+    ]
+    assert sorted(codes) == [code for bounds in ranges for code in range(*bounds)] == list(range(1, 21))
+
+
+def test_keys_of_documents() -> None:
+    three = section(FORMAT, 3)
+    keys = [code_names(row[0]) for row in rows(three, "| key | value |")]
+    assert {key for row in keys for key in row} == set(plan.Plan.__struct_fields__)
+    fields = {
+        name: next(row[1] for row in rows(three, "| key | value |") if row[0] == f"`{name}`") for name in ("items", "aliases", "regions")
+    }
+    assert fields["items"].startswith(f"list of [{', '.join(plan.Item.__struct_fields__)}]")
+    assert fields["aliases"].startswith("list of [fqn, base, byte offset, dtype, size, stride, requires_grad, device]")
+    assert len(plan.Alias.__struct_fields__) == 8
+    assert fields["regions"].startswith("list of [offset, length, element size]")
+    index = [key for row in rows(three, "| index key | value |") for key in code_names(row[0])]
+    assert sorted(index) == sorted(part.PartIndex.__struct_fields__)
+    chunk = next(row[1] for row in rows(three, "| index key | value |") if row[0] == "`chunks`")
+    assert len(re.findall(r"\[(.*?)\]", chunk)[0].split(", ")) == len(part.Chunk.__struct_fields__)
+    request = next(line for line in three.split("\n\n") if line.startswith("**Request document**"))
+    assert code_names(request) == list(Request.__struct_fields__)
+    members = [key for row in rows(section(FORMAT, 4), "| member | value |") for key in code_names(row[0])]
+    assert sorted(members) == sorted([*Manifest.__struct_fields__, "sha256"])
+    assert members[-1] == "sha256"
+    parts = next(row[1] for row in rows(section(FORMAT, 4), "| member | value |") if row[0] == "`parts`")
+    assert parts.startswith("list of {" + ", ".join(PartEntry.__struct_fields__) + "}")
+
+
+def test_codecs() -> None:
+    assert f"{codec.RAW} `raw`; {codec.ZSTD} `zstd`" in section(FORMAT, 3)
+    assert codec.MAX_WINDOW == 8 << 20
+
+
+def test_limits() -> None:
+    assert f"{plan.MIN_CHUNK:,} to {plan.MAX_CHUNK:,}; {plan.DEFAULT_CHUNK:,} unless configured" in section(FORMAT, 3)
+    assert f"multiple of {plan.REGION_ALIGN} bytes" in section(FORMAT, 3)
+    assert f"next multiple of {binary.ALIGN}" in section(FORMAT, 0)
+    assert f"at most {jf.MAX_PAYLOAD:,}; of a STATE record {jf.MAX_STATE:,}" in section(FORMAT, 7)
+    assert jf.FILE_SIZE == 4 << 20
+    assert "preallocated to 4 MiB" in section(FORMAT, 7)
+    assert f"1 to {frames.MAX_FRAME:,}" in section(PROTOCOL, 1)
+    assert f"at most {session.MAX_UNDER_WAY} requests under way" in section(PROTOCOL, 2)
+    assert f"Version {session.MAX_VERSION}." in PROTOCOL
+
+
+def test_names_are_those_of_the_expression() -> None:
+    assert f"`^{names._NAME.pattern}$`" in section(FORMAT, 0)
+
+
+# -- PROTOCOL.md mentions everything
+
+
+def test_the_table_of_the_session() -> None:
+    table = {row[0]: (row[1], row[2]) for row in rows(section(PROTOCOL, 3), "| request | reply |")}
+    assert set(table) == {cls.__name__ for cls in session.REPLIES}
+    for cls, expected in session.REPLIES.items():
+        reply, states = table[cls.__name__]
+        replies = expected if isinstance(expected, tuple) else (expected,)
+        assert [word for word in re.findall(r"[A-Z]\w+", reply) if word != "Progress"] == [c.__name__ for c in replies]
+        assert states.split(", ") == [state.value for state, kind in session.REQUESTS if kind is cls]
+    assert {name for name, (reply, _) in table.items() if "descriptors" in reply} == {"Allocate", "Fetch"}
+
+
+def test_every_message_is_mentioned() -> None:
+    for cls in get_args(m.Message):
+        assert re.search(rf"\b{cls.__name__}\b", section(PROTOCOL, 3) + section(PROTOCOL, 4)), cls.__name__
+
+
+def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:
+    """Every error class that is named in a module of the daemon which answers clients, but for what its command line tells people."""
+    found: set[type[errors.CkptdError]] = set()
+    for module in ("server", "engine", "admission", "attempts", "saver", "slots", "pipeline", "journal"):
+        tree = ast.parse((SHARED.parent / "daemon" / f"{module}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                cls = getattr(errors, node.func.id, None)
+                if isinstance(cls, type) and issubclass(cls, errors.CkptdError):
+                    found.add(cls)
+    return found
+
+
+def test_every_error_code_on_the_wire_is_in_the_document_and_comes_back() -> None:
+    documented = [code for row in rows(section(PROTOCOL, 4), "| code |") for code in code_names(row[0])]
+    raised = _raised_by_the_daemon() | {
+        errors.InvalidName,
+        errors.IntegrityError,
+        errors.NewerFormat,
+    }  # the last by names, plan and segment
+    assert {errors.Busy, errors.Fenced, errors.QuotaExceeded, errors.SnapshotFailed} <= raised
+    assert {cls.code for cls in raised} | {"internal"} <= set(documented)
+    assert len(documented) == len(set(documented))
+    for code in documented:
+        assert errors.from_wire(code, "").code == code
+        assert type(errors.from_wire(code, "")) is not errors.ServiceError, code

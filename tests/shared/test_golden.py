@@ -1,0 +1,175 @@
+"""Files of format version 1, as they are in the field: read with the code of today, every field compared, and written again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ckptd.daemon import journal_file as jf
+from ckptd.daemon import records as r
+from ckptd.shared import codec, frames
+from ckptd.shared import messages as m
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.names import parse_part_file
+from ckptd.shared.part import Chunk, PartReader
+from ckptd.shared.plan import Plan
+from ckptd.shared.request import Request
+from ckptd.shared.scatter import scatter, verify
+from ckptd.shared.segment import SegmentHeader, read_check, read_document, read_header
+from ckptd.shared.storage import PosixStorage
+from tests.golden import make
+from tests.shared.wire import MESSAGES
+
+PLACE = make.PLACE
+
+
+@contextmanager
+def opened(name: str) -> Iterator[int]:
+    fd = os.open(PLACE / name, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read(name: str) -> bytes:
+    return (PLACE / name).read_bytes()
+
+
+def test_one_small_file_of_each_format() -> None:
+    found = {str(path.relative_to(PLACE)): path.stat().st_size for path in PLACE.rglob("*") if path.is_file()}
+    assert set(found) == {*make.files(), "part-zstd.ckpt", "values.msgpack"}
+    assert max(found.values()) <= 32768
+
+
+@pytest.mark.parametrize("name", make.files())
+def test_written_again_it_is_the_same(name: str) -> None:
+    assert make.files()[name] == read(name)
+
+
+def test_segment() -> None:
+    with opened("segment.seg") as fd:
+        header = read_header(fd)
+        assert header == make.SEALED
+        assert SegmentHeader.decode(os.pread(fd, 4096, 4096)) == make.FILLING
+        assert read_check(fd, header) == make.CRCS
+        assert read_check(fd, make.FILLING) is None
+        assert os.fstat(fd).st_size == header.file_length == 16384
+        assert Plan.decode(read_document(fd, header, header.plan, "plan")) == make.PLAN
+        assert Request.decode(read_document(fd, header, header.request, "request")) == make.REQUEST
+        assert read_document(fd, header, header.values, "values") == make.SMALL_VALUES
+        slot = make.packed_slot()
+        assert os.pread(fd, len(slot), header.data_offset) == slot
+
+
+def test_raw_part() -> None:
+    with opened("part-raw.ckpt") as fd:
+        reader = PartReader(fd, "p", make.MANIFEST.parts[0].index_sha256)
+        index = reader.index
+        assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == ("gpt", 2, 1000, 0, 2, make.TAG)
+        assert (index.values, index.chunk_size) == (make.VALUES, 65536)
+        assert index.signature == hashlib.sha256(index.plan).digest()
+        assert reader.plan == make.PLAN
+        assert Request.decode(index.request) == make.REQUEST
+        raw = [(0, 16, 16), (64, 16, 8), (128, 24, 4), (192, 10, 2), (256, 11, 1), (320, make.VALUES[1], 1)]
+        assert index.chunks == [
+            Chunk(offset, length, 4096 * number, length, codec.RAW, width, crc, crc)
+            for number, ((offset, length, width), crc) in enumerate(zip(raw, make.CRCS, strict=True), start=1)
+        ]
+        assert verify(reader) == make.MANIFEST.parts[0].raw_bytes
+        slot, found = make.packed_slot(), bytearray(384)
+        view = memoryview(found)
+        scatter(reader, [(offset, view[offset : offset + length]) for offset, length, _ in raw])
+        assert found[: len(slot)] == slot
+        assert os.pread(fd, 16, 16) == make.NONCE
+
+
+def test_zstd_part() -> None:
+    with opened("part-zstd.ckpt") as fd:
+        reader = PartReader(fd, "p")
+        index = reader.index
+        assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == ("gpt", 2, None, 0, 1, "best.a0002")
+        assert (reader.plan, Request.decode(index.request)) == (make.ZSTD_PLAN, Request(tag="best"))
+        assert [(c.codec, c.raw_length, c.element_size) for c in index.chunks] == [(codec.ZSTD, 2000, 4), (codec.RAW, 1, 1)]
+        assert index.chunks[0].stored_length < 50
+        found = bytearray(b"\xee" * 2000)
+        last = bytearray(1)
+        scatter(reader, [(0, memoryview(found)), (2048, memoryview(last))])
+        assert (bytes(found), bytes(last)) == (bytes(2000), b"\x80")
+
+
+def test_manifest() -> None:
+    manifest = Manifest.decode(read("manifest.json"))
+    assert manifest == make.MANIFEST
+    assert (manifest.format, manifest.version, manifest.features) == ("ckptd-manifest", 1, [])
+    assert [parse_part_file(part.file) for part in manifest.parts] == [(0, make.NONCE), (1, make.NONCE[::-1])]
+    assert manifest.metrics == {"loss": 0.25, "scale": "inf"}
+    assert manifest.parts[0].bytes == len(read("part-raw.ckpt"))
+
+
+def test_manifest_and_part_make_a_place_in_a_root(tmp_path: Path) -> None:
+    place = tmp_path / make.JOB / make.TAG
+    place.mkdir(parents=True)
+    (place / "manifest.json").write_bytes(read("manifest.json"))
+    (place / make.PART_FILE).write_bytes(read("part-raw.ckpt"))
+    (tmp_path / make.JOB / "newest").write_bytes(read("newest"))
+    storage = PosixStorage(tmp_path)
+    assert storage.read_newest(make.JOB) == make.TAG
+    part = storage.read_manifest(make.JOB, make.TAG).parts[0]
+    reader = storage.open_part(make.JOB, make.TAG, part.file, part.index_sha256)
+    try:
+        assert (verify(reader), len(reader.plan.items)) == (part.raw_bytes, part.items)
+    finally:
+        os.close(reader.fileno())
+
+
+@pytest.mark.parametrize("length", [0, jf.FILE_SIZE], ids=["as it is", "preallocated"])
+def test_journal(length: int) -> None:
+    scan = jf.scan(read("journal.log").ljust(length, b"\0"), 1)
+    assert scan.header == make.JOURNAL_HEADER
+    assert (scan.ending, scan.end) == (jf.Ending.CLEAN, len(read("journal.log")) - 64)
+    assert [(record.sequence, record.durable, record.flags) for record in scan.records] == [
+        (1, 0, 0), (2, 1, 0), (3, 1, 0), (4, 1, 0), (5, 1, 0), (6, 5, 0), (7, 5, 0), (8, 5, 0), (9, 5, 0),
+    ]  # fmt: skip
+    assert [record.type for record in scan.records] == [r.STATE, *r.TYPES]
+    state = r.decode_state(scan.records[0].payload)
+    assert state == make.STATE
+    records = [r.decode(record.type, record.payload) for record in scan.records[1:]]
+    assert tuple(records) == make.RECORDS
+    for record in records:
+        state.apply(record)
+    assert state == r.JournalState(
+        jobs={"gpt": r.JobState(attempt=2, world_size=2, sealed_step=1000, seq=7)},
+        staged={},
+        retiring={"gpt/step-00000100.a0001": [make.PART_FILE]},
+    )
+
+
+def test_documents() -> None:
+    assert Plan.decode(read("plan.msgpack")) == make.PLAN
+    assert Request.decode(read("request.msgpack")) == make.REQUEST
+    assert read("newest") == b"step-00001000.a0002\n"
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=make.tag_of)
+def test_frames(message: m.Message) -> None:
+    (payload,) = frames.Decoder().feed(read(f"frames/{make.tag_of(message)}.frame"))
+    assert m.decode(payload) == message
+
+
+def test_golden_files_are_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"old")
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        make.write(tmp_path, {"a": b"1", "b": b"2", "d/c": b"3"})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"b": b"old"}
+    make.write(tmp_path, {"a": b"1", "d/c": b"3"})
+    assert (tmp_path / "d" / "c").read_bytes() == b"3"
+    before = read("newest")
+    with pytest.raises(FileExistsError):
+        make.write(PLACE, {"newest": b"other"})
+    assert read("newest") == before

@@ -1,0 +1,206 @@
+"""The layering and the house rules, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ckptd.shared import failpoints
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("agent", "daemon", "shared")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/*.py"))
+MODULES = {f"ckptd.{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.').removesuffix('.__init__')}": path for path in FILES}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]:
+    """Full names of all that a file imports, wherever in it: modules, or what is taken out of them."""
+    for node in ast.walk(tree(path)) if nodes is None else nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def under(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def in_package(package: str) -> list[Path]:
+    return [path for path in FILES if path.relative_to(ROOT).parts[0] == package]
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert {package: bool(in_package(package)) for package in PACKAGES} == dict.fromkeys(PACKAGES, True)
+    assert "ckptd.shared.names" in MODULES
+    assert "ckptd.agent" in MODULES
+    assert "ckptd.shared.errors.IntegrityError" in set(imports(ROOT / "shared" / "part.py"))
+
+
+# -- layers
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("daemon", ("torch", "numpy", "ckptd.agent")),
+        ("shared", ("torch", "numpy", "asyncio", "uvloop", "ckptd.agent", "ckptd.daemon")),
+        ("agent", ("asyncio", "uvloop", "ckptd.daemon")),
+    ],
+)
+def test_layers(package: str, forbidden: tuple[str, ...]) -> None:
+    broken = [(path.name, name) for path in in_package(package) for name in imports(path) for other in forbidden if under(name, other)]
+    assert broken == []
+
+
+def loaded_after(statement: str) -> set[str]:
+    """What a fresh interpreter has in `sys.modules` after a statement."""
+    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=120, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [("daemon", ("torch", "numpy", "ckptd.agent")), ("shared", ("torch", "numpy", "asyncio", "uvloop", "ckptd.agent", "ckptd.daemon"))],
+)
+def test_layers_when_every_module_is_imported(package: str, forbidden: tuple[str, ...]) -> None:
+    modules = [name for name in MODULES if under(name, f"ckptd.{package}") and not name.endswith(".__main__")]
+    found = loaded_after(f"import {', '.join(modules)}")
+    assert set(modules) <= found
+    assert {name for name in found if any(under(name, other) for other in forbidden)} == set()
+
+
+# -- cycles
+
+
+def edges(package: str) -> dict[str, set[str]]:
+    """Who imports whom within a package. Imports inside functions count, but for the command line's."""
+    found: dict[str, set[str]] = {}
+    for name, path in MODULES.items():
+        if under(name, f"ckptd.{package}"):
+            nodes = _outside_functions(tree(path)) if path.name == "cli.py" else None
+            wanted = {what if what in MODULES else what.rpartition(".")[0] for what in imports(path, nodes)}
+            found[name] = {other for other in wanted if other in MODULES and under(other, f"ckptd.{package}")} - {name}
+    return found
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _outside_functions(child)
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Some cycle, or an empty list."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node in done:
+            return []
+        for other in sorted(graph[node]):
+            if found := visit(other, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(graph) if (found := visit(node, []))), [])
+
+
+def test_cycles_are_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert edges("shared")["ckptd.shared.part"] >= {"ckptd.shared.codec", "ckptd.shared.errors", "ckptd.shared.plan"}
+    assert edges("daemon")["ckptd.daemon.cli"] == {"ckptd.daemon.report"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_cycle(package: str) -> None:
+    assert cycle(edges(package)) == []
+
+
+def test_nothing_imports_the_command_line() -> None:
+    """Its imports inside functions are left out above; they can close no circle if nobody imports it."""
+    importers = [path.name for path in FILES if any(under(name, "ckptd.daemon.cli") for name in imports(path))]
+    assert importers == ["__main__.py"]
+
+
+# -- files
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_long_and_each_says_what_it_owns(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    assert ast.get_docstring(tree(path))
+
+
+# -- pickle
+
+
+def _calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled(path: Path) -> None:
+    assert not [name for name in imports(path) if name.split(".")[0] in ("pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal")]
+    for name, call in _calls(path):
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        if name == "torch.load":
+            assert ast.unparse(keywords["weights_only"]) == "True"
+        if name.endswith(("read_array", "write_array", "np.load", "np.save")):
+            assert ast.unparse(keywords["allow_pickle"]) == "False"
+        for keyword, value in keywords.items():
+            assert (keyword, ast.unparse(value)) not in (("weights_only", "False"), ("allow_pickle", "True"))
+        assert name not in ("eval", "exec", "compile")
+
+
+# -- failpoints
+
+
+def _passed() -> dict[str, list[str]]:
+    """Failpoint names by the files that pass them: called by name, or by the prefix that `fs.publish` takes."""
+    found: dict[str, list[str]] = {}
+    suffixes = re.findall(r'failpoint\(f"\{points\}(\.\w+)"\)', (ROOT / "shared" / "fs.py").read_text())
+    assert suffixes == [".written", ".synced", ".renamed"]
+    for path in FILES:
+        for name, call in _calls(path):
+            if name.endswith("failpoint") and call.args and isinstance(call.args[0], ast.Constant):
+                found.setdefault(str(call.args[0].value), []).append(str(path.relative_to(ROOT)))
+            for keyword in call.keywords:
+                if keyword.arg == "points" and isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, str):
+                    for suffix in suffixes:
+                        found.setdefault(keyword.value.value + suffix, []).append(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_every_failpoint_is_passed_and_every_one_passed_is_registered() -> None:
+    assert set(_passed()) == failpoints.NAMES
+
+
+def test_every_failpoint_is_passed_in_one_place() -> None:
+    assert {name: places for name, places in _passed().items() if len(places) > 1} == {}
+
+
+def test_failpoints_are_passed_by_those_whose_they_are() -> None:
+    for name, places in _passed().items():
+        assert (name in failpoints.AGENT) == places[0].startswith("agent/"), name
