@@ -32,7 +32,8 @@ FIND_SECONDS = 120.0  # a root with many checkpoints on a slow mount
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What came back. `step`: -1 if that checkpoint has none; `source`: "memory" or "storage"; `passed_over`: newer ones that were damaged, and why; `seconds`: time it took."""
+    """What came back. `step`: -1 if that checkpoint has none; `source`: "memory" or "storage"; `passed_over`: newer ones that were damaged,
+    and why; `seconds`: how long it took."""
 
     step: int
     attempt: int

@@ -67,7 +67,10 @@ def test_functions_need_nothing_but_a_root(private: Home) -> None:
 
 
 def test_it_outlives_its_trainer_and_is_started_again_when_killed(private: Home) -> None:
-    script = "import torch, os; from ckptd.agent import snapshot; snapshot({'w': torch.ones(5)}, step=3, persist=False).wait('sealed'); os.kill(os.getpid(), 9)"
+    script = (
+        "import torch, os; from ckptd.agent import snapshot\n"
+        "snapshot({'w': torch.ones(5)}, step=3, persist=False).wait('sealed'); os.kill(os.getpid(), 9)"
+    )
     result = subprocess.run([sys.executable, "-c", script], timeout=120, check=False)
     assert result.returncode == -9
     agent = Agent()

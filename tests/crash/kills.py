@@ -1,7 +1,7 @@
 """SIGKILLs at random microseconds of a running job, and a table of what they hit.
 
-`python -m tests.crash.kills --kills 50 --megabytes 256` (or `make kills KILLS=50`). Trainer, daemon or both die; the survivor goes on, the dead are
-started again, and every recovery must be bit-equal to what was captured at the step that it reports, and never older than
+`python -m tests.crash.kills --kills 50 --megabytes 256` (or `make kills KILLS=50`). Trainer, daemon or both die; the survivor goes on, the
+dead are started again, and every recovery must be bit-equal to what was captured at the step that it reports, and never older than
 what was acknowledged. The phase of a kill is read off the segment headers and the files that it left.
 """
 
@@ -158,7 +158,7 @@ def run(kills: int, megabytes: int, seed: int, *, most: int = 0) -> Result:
                 victim = VICTIMS[result.kills // len(PHASES) % len(VICTIMS)]
                 attempt = diary.newest("sealed")[0]
                 known = diary.newest("sealed")
-                _wait_for(lambda k=known: diary.newest("sealed") > k or not trainer.is_alive(), "snapshot")
+                _wait_for(lambda k=known, t=trainer: diary.newest("sealed") > k or not t.is_alive(), "snapshot")
                 assert trainer.is_alive(), f"the trainer ended by itself in attempt {attempt}"
                 _wait_for(lambda w=wanted: phase(place) == w, f"phase {wanted!r}")
                 time.sleep(chance.uniform(0, _LONGEST_WAIT[wanted]))

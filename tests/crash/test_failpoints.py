@@ -1,4 +1,4 @@
-"""A death at every named point, of the trainer or of the daemon; then a restart, and everything that was acknowledged is there, bit for bit.
+"""A death at every named point, of trainer or daemon; then a restart, and everything that was acknowledged is there, bit for bit.
 
 Each point is tried alone, and again with a second death during the recovery from the first.
 """

@@ -22,8 +22,13 @@ NOTHING: dict[str, str] = {}
 def ckptd(*arguments: object, environment: dict[str, str] = NOTHING) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("CKPTD_", "XDG_RUNTIME"))}
     return subprocess.run(
-        [sys.executable, "-m", "ckptd.daemon", *map(str, arguments)], env={**clean, **environment}, capture_output=True, text=True, timeout=120, check=False
-    )  # fmt: skip
+        [sys.executable, "-m", "ckptd.daemon", *map(str, arguments)],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -192,7 +197,8 @@ def test_socket_activation(place: Home) -> None:
     listener.listen()
     script = (
         "import os, sys; os.dup2(int(sys.argv[1]), 3); os.environ['LISTEN_PID'] = str(os.getpid()); os.environ['LISTEN_FDS'] = '1';"
-        f"os.execv(sys.executable, [sys.executable, '-m', 'ckptd.daemon', 'run', '--root', {str(place.root)!r}, '--socket', {str(place.socket)!r}])"
+        "os.execv(sys.executable, [sys.executable, '-m', 'ckptd.daemon', 'run', "
+        f"'--root', {str(place.root)!r}, '--socket', {str(place.socket)!r}])"
     )
     with place.log.open("ab") as log:
         daemon = subprocess.Popen([sys.executable, "-c", script, str(listener.fileno())], pass_fds=[listener.fileno()], stderr=log)

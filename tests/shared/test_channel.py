@@ -202,10 +202,11 @@ def test_an_error_for_a_greeting_is_raised(place: Path, code: str, error: type[E
 
 
 def test_a_peer_that_speaks_something_else(place: Path) -> None:
-    with (
-        daemon(place, lambda peer: (peer.socket.recv(65536), peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n"))),
-        pytest.raises(ProtocolError),
-    ):
+    def play(peer: Daemon) -> None:
+        peer.socket.recv(65536)
+        peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+    with daemon(place, play), pytest.raises(ProtocolError):
         Channel(place, TIMEOUT)
 
 
