@@ -1,7 +1,7 @@
 """How long training is held by one save, and how long the save takes: ckptd beside torch's own ways, in one process, on the same bytes.
 
-`python -m benchmarks.snapshot [--megabytes N] [--rounds N]`. State: fp32 weights and two Adam moments, normally distributed, in 384 tensors.
-"held": until the call returns. "total": until the bytes are safe, as each of them understands it: ckptd is durable (fsync, manifest, directory
+`python -m benchmarks.snapshot [--megabytes N] [--rounds N]`. State: fp32 weights and two Adam moments, normally distributed, 384 tensors.
+"held": until the call returns. "total": until the bytes are safe, as each understands it: ckptd is durable (fsync, manifest, directory
 fsync), DCP has synced its files, torch.save has written and synced one.
 Rounds are interleaved, since the machine's speed drifts.
 """

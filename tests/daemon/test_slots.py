@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -29,6 +30,12 @@ STRANGE = "0123456789abcdef0123456789abcdef.seg"
 def header(slot: int = 0, **changes: Any) -> SegmentHeader:
     fields: dict[str, Any] = {"job": "gpt", "attempt": 2, "rank": 0, "world_size": 2, "capacity": 1000, "chunk_size": MIN_CHUNK, **changes}
     return SegmentHeader(slot=slot, **fields)
+
+
+def open_descriptors() -> int:
+    """Of this process, once nothing waits to be collected."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
 
 
 class Shm:
@@ -185,11 +192,11 @@ def test_a_full_tmpfs_leaves_nothing_behind(shm: Shm, number: int) -> None:
 
     fs = Full()
     slots = shm.open(fs=fs)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(SharedMemoryFull, match=rf"no room for a slot of 0\.0 MB in {shm.path}: .* are free"):
         slots.create(header())
     assert (shm.files(), slots.used, slots.slots) == ([], 0, {})
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     fs.full = False
     slots.create(header())
     assert slots.used == SIZE
@@ -239,12 +246,12 @@ def test_a_segment_that_is_not_there_any_more_is_lost(shm: Shm, how: str) -> Non
         path.symlink_to(shm.path / "old")
     else:
         path.unlink()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for write in (False, True):
         with pytest.raises(NotFound, match=f"segment {made.name} has been re(mov|plac)ed"):
             slots.open_again(made, write=write)
     assert slots.is_held(made) is False
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     assert read_header(made.fd) == header()  # the daemon's own descriptor still has it
 
 
@@ -252,17 +259,17 @@ def test_a_segment_is_held_while_its_trainer_lives(shm: Shm) -> None:
     slots = shm.open()
     made, other = slots.create(header()), slots.create(header(1))
     assert slots.is_held(made) is False
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with trainer(shm.inside / made.name) as process:
-        opened = len(os.listdir("/proc/self/fd"))
+        opened = open_descriptors()
         assert slots.is_held(made) is True
         assert slots.is_held(made) is True
         assert slots.is_held(other) is False
-        assert len(os.listdir("/proc/self/fd")) == opened
+        assert open_descriptors() == opened
         process.kill()
         process.wait()
         assert slots.is_held(made) is False
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_looking_leaves_no_lock(shm: Shm) -> None:
@@ -462,8 +469,8 @@ def test_adopt_leaves_what_is_no_file_alone(shm: Shm, kind: str) -> None:
 
 def test_adopt_leaks_no_descriptor(shm: Shm) -> None:
     _left(shm, header(boot_id=bytes(16)), header(1))
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     slots = shm.open()
     slots.adopt()
     slots.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
