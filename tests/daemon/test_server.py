@@ -257,3 +257,26 @@ def test_a_huge_name_in_a_foreign_manifest_does_not_silence_recover(daemon: Daem
 def running_again(daemon: Daemon) -> Any:
     daemon.stop()
     return running(daemon.home)
+
+
+def test_another_user_is_refused(daemon: Daemon) -> None:
+    if os.getuid():
+        pytest.skip("becoming another user needs root")  # the modes of socket and directory keep others out anyway
+    os.chmod(daemon.home.path, 0o755)
+    os.chmod(daemon.home.socket, 0o666)
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            with connect(daemon) as client:
+                (answer,) = answers(client)
+                os.write(tells, answer.code.encode())
+        finally:
+            os._exit(0)
+    os.close(tells)
+    os.waitpid(child, 0)
+    with open(told, "rb") as words:
+        assert words.read() == b"forbidden"
+    still_serves(daemon)
