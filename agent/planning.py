@@ -113,7 +113,7 @@ def structure(tensors: dict[str, torch.Tensor]) -> Structure:
     for name, tensor in tensors.items():
         try:
             pointer = tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError):  # what torch raises for tensors without a storage: sparse, nested
             check_tensor(name, tensor)
             raise
         number = storages.setdefault(pointer, len(storages))
