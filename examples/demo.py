@@ -40,6 +40,8 @@ ARGUMENTS = f"--steps {STEPS} --every {EVERY} --batch 4 --context 96".split()  #
 SETTINGS = {
     "CKPTD_KEEP_LAST": "3",  # ten checkpoints of 120 MB, the default, would be much for a demo
     "OMP_WAIT_POLICY": "passive",  # on two busy cores, threads that spin made a step take 1.8 to 3.4 s instead of 0.7 to 0.9 s
+    "MKL_DYNAMIC": "FALSE",  # else the matrix products may take fewer threads on a busy machine, and round the last bit otherwise
+    "MKL_CBWR": "AUTO,STRICT",  # nor may a buffer's alignment matter (oneMKL, "Getting Reproducible Results with Conditional NR")
 }
 NOT_FOR_THE_TRAINER = ("CKPTD_ROOT", "CKPTD_SOCKET", "CKPTD_JOB", "CKPTD_CONFIG")
 RECOVERED = re.compile(r"^recovered step (\d+) of attempt (\d+) from (\w+) in ([\d.]+) s$", re.MULTILINE)
