@@ -9,11 +9,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from ckptd.daemon.catalog import Job, Key
+from ckptd.daemon.catalog import Job, Key, Snapshot
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SharedMemoryFull
+from ckptd.shared.lifecycle import State
 from ckptd.shared.messages import Progress
-from ckptd.shared.segment import SegmentHeader
+from ckptd.shared.segment import SegmentHeader, SlotState
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +34,16 @@ class Owner:
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """Whether a step is taken, and which ranks have asked; one that asks again begins a new one."""
+    """Why a step is not taken ("" if it is), and which ranks have asked; one that asks again begins a new one."""
 
-    task: asyncio.Task[bool]
+    task: asyncio.Task[str]
     asked: set[int]
+
+
+def ranks(numbers: list[int]) -> str:
+    """ "rank 2", "ranks 1, 2", or the first few of many."""
+    shown = ", ".join(str(number) for number in numbers[:8]) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) != 1 else ''} {shown}"
 
 
 class Admission:
@@ -51,6 +58,7 @@ class Admission:
         self._outgrown: set[str] = set()  # segments to unlink, not to reuse, once they are free
         self._changed = asyncio.Event()
         self._decisions: dict[tuple[str, Key], Decision] = {}
+        self._stuck: dict[str, Key] = {}  # the incomplete snapshot that a decision has waited for in vain
 
     async def allocate(self, owner: Owner, capacity: int, count: int, make_room: Callable[[], bool]) -> list[Slot]:
         """New segments in place of those that the rank has; busy ones go when they are free.
@@ -99,8 +107,8 @@ class Admission:
         elif slot.name in self._slots.slots:
             self._slots.release(slot)
 
-    async def acquire(self, owner: Owner, job: Job, key: Key, wait: float) -> Slot | None:
-        """A free slot, or None if the decision for this step is to skip it. The caller then calls `occupy`."""
+    async def acquire(self, owner: Owner, job: Job, key: Key, wait: float) -> Slot | str:
+        """A free slot, or why this step is skipped. The caller then calls `occupy`."""
         if not self._usable(owner):
             raise NotFound("this rank has no slots: allocate some first")
         decision = self._decisions.get((job.name, key))
@@ -108,25 +116,50 @@ class Admission:
             task = asyncio.create_task(self._decide(job, owner.attempt, wait))
             decision = self._decisions[job.name, key] = Decision(task, set())
         decision.asked.add(owner.rank)
-        go_on = await asyncio.shield(decision.task)
+        refusal = await asyncio.shield(decision.task)
         self._decisions = {k: d for k, d in self._decisions.items() if k[0] != job.name or k[1] >= key}
-        return self._free_slot(owner) if go_on else None
+        return refusal or self._free_slot(owner) or "every slot is still being saved"
 
-    async def _decide(self, job: Job, attempt: int, wait: float) -> bool:
-        """Whether all local ranks have a free slot within `wait` seconds: once a step, the same for all."""
-
-        def ready() -> bool:
-            local = [o for o in self._owners.values() if (o.job, o.attempt) == (job.name, attempt)]
-            return all(self._free_slot(o) for o in local)
-
+    async def _decide(self, job: Job, attempt: int, wait: float) -> str:
+        """Why not all local ranks have a free slot within `wait` seconds: once a step, the same for all. A rank that is late is waited for
+        once, not at every step."""
         try:
             async with asyncio.timeout(wait):
-                while not ready():
+                while blocked := self._blocked(job, attempt):
+                    if self._stuck.get(job.name) in blocked:
+                        return self._why(job, blocked)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            return False
-        return True
+            return self._why(job, self._blocked(job, attempt))
+        self._stuck.pop(job.name, None)
+        return ""
+
+    def _blocked(self, job: Job, attempt: int) -> list[Key]:
+        """What is in the slots of local ranks that have none free; (attempt, -1) for a rank that has no slots yet."""
+        keys: set[Key] = set()
+        for owner in self._owners.values():
+            if (owner.job, owner.attempt) == (job.name, attempt) and self._free_slot(owner) is None:
+                keys |= {self.busy[slot.name] for slot in self._usable(owner)} or {(attempt, -1)}
+        return sorted(keys)
+
+    def _why(self, job: Job, blocked: list[Key]) -> str:
+        for key in blocked:
+            snapshot = job.snapshots.get(key)
+            if snapshot is not None and snapshot.state is State.FILLING and (late := self._late(snapshot)):
+                self._stuck[job.name] = key
+                return f"{ranks(late)} {'has' if len(late) == 1 else 'have'} not sealed step {key[1]} yet"
+        if any(step < 0 for _, step in blocked):
+            return "another rank has no slots yet"
+        return "every slot is still being saved"
+
+    def _late(self, snapshot: Snapshot) -> list[int]:
+        """Ranks that have not sealed it, but for those whose seal is being read."""
+        slots = [
+            slot for slot in self._slots.slots.values() if slot.header.job == snapshot.job and self.busy.get(slot.name) == snapshot.key
+        ]
+        under_way = {slot.header.rank for slot in slots if slot.refresh().state is SlotState.SEALED}
+        return [rank for rank in snapshot.missing if rank not in under_way]
 
     def _usable(self, owner: Owner) -> list[Slot]:
         return [s for s in self._slots.of(*owner.identity) if s.name not in self._outgrown]

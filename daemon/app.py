@@ -71,7 +71,7 @@ class App:
             self.orphans = Orphans(engine, config.memory_ttl)
             self.saver = engine.saver = Saver(
                 config, self.catalog, slots, self.journal, storage, pipeline,
-                tell=engine.tell, settled=self._settled,
+                counters=engine.steps.counters, tell=engine.steps.tell, settled=self._settled,
             )  # fmt: skip
             self.engine = engine
             self.journal.on_broken = self._end
@@ -136,7 +136,7 @@ class App:
             self._stop.set()
 
     def _settled(self, job: Job) -> None:
-        self.engine.release_settled(job)
+        self.engine.steps.release_settled(job)
         if not self.orphans.has_timer(job.name):
             self.orphans.start_timer(job)
         self._consider_leaving()

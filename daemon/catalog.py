@@ -18,6 +18,7 @@ log = logging.getLogger("ckptd.catalog")
 
 Key = tuple[int, int]
 """(attempt, step)."""
+_REMEMBERED = 64  # steps that were given up, so that a late rank is told why
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,7 @@ class Shard:
     segment: str
     generation: int
     signature: bytes
+    global_plan: bytes = b""
     checked: bool = False
     part: PartEntry | None = None
 
@@ -65,6 +67,11 @@ class Snapshot:
     def complete(self) -> bool:
         """Sealed by all ranks."""
         return len(self.shards) == self.world_size
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not sealed it."""
+        return [rank for rank in range(self.world_size) if rank not in self.shards]
 
     @property
     def in_memory(self) -> bool:
@@ -105,7 +112,10 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Job:
-    """`attempt`: the newest one claimed; only it may seal. `damaged`: tags whose manifest could not be read, with the reason."""
+    """`attempt`: the newest one claimed; only it may seal. `damaged`: tags whose manifest could not be read, with the reason.
+
+    `given_up`: code and reason of steps that failed before all ranks had sealed them; `gone`: ranks of `attempt` that "ended" or "closed".
+    """
 
     name: str
     attempt: int = 0
@@ -115,6 +125,8 @@ class Job:
     damaged: dict[str, str] = field(default_factory=dict)
     retiring: set[str] = field(default_factory=set)
     seq: int = 0
+    given_up: dict[Key, tuple[str, str]] = field(default_factory=dict)
+    gone: dict[int, str] = field(default_factory=dict)
 
     def newest_checkpoint(self) -> Checkpoint | None:
         return max(self.live_checkpoints(), key=lambda c: c.order, default=None)
@@ -131,6 +143,11 @@ class Job:
     def commit(self, checkpoint: Checkpoint) -> None:
         self.checkpoints[checkpoint.tag] = checkpoint
         self.seq = max(self.seq, checkpoint.seq)
+
+    def give_up(self, key: Key, code: str, reason: str) -> None:
+        self.given_up[key] = (code, reason)
+        while len(self.given_up) > _REMEMBERED:
+            self.given_up.pop(next(iter(self.given_up)))
 
     def releasable(self) -> list[Snapshot]:
         """Snapshots whose slots may be reused: a newer one is sealed by all ranks, and nothing more is to come of this one."""

@@ -43,6 +43,8 @@ class Config:
     """Checkpoints of a job to keep, the newest; 0 keeps all. Those with a tag of their own are never deleted."""
     stall_budget: float = 10.0
     """Seconds that `snapshot(on_busy="wait")` may hold the training."""
+    rank_timeout: float = 60.0
+    """Seconds from the first rank's call until a step that another rank has not sealed is given up."""
     threads: int = 0
     """Worker threads for checksums, compression and writing; 0 means one for each CPU, 8 at most."""
     memory_budget: int = 128 << 20
@@ -78,7 +80,7 @@ class Config:
         _require(0 <= self.threads <= 256, "threads", self.threads, "0 (automatic) to 256")
         _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level, "debug, info, warning or error")
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
-        for name in ("shm_quota", "memory_ttl", "stall_budget", "idle_timeout"):
+        for name in ("shm_quota", "memory_ttl", "stall_budget", "rank_timeout", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         if self.threads == 0:
             object.__setattr__(self, "threads", min(8, len(os.sched_getaffinity(0))))

@@ -20,8 +20,19 @@ from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slot, Slots
+from ckptd.daemon.steps import Steps
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, Fenced, InvalidRequest, NotFound, SnapshotFailed, StorageError
+from ckptd.shared.errors import (
+    AlreadyExists,
+    Busy,
+    CkptdError,
+    Fenced,
+    InvalidRequest,
+    NotFound,
+    SnapshotFailed,
+    StorageError,
+    from_wire,
+)
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event, State
 from ckptd.shared.messages import Progress
@@ -44,6 +55,7 @@ class Engine:
         self._begin_lock = asyncio.Lock()
         self.stopping = False  # set once: nothing new is begun, what is sealed is still taken
         self.admission = Admission(slots, self.owners, config.chunk_size, pipeline.run)
+        self.steps = Steps(catalog, self.owners, self.admission, config.rank_timeout)
 
     # -- ranks come
 
@@ -66,6 +78,7 @@ class Engine:
                     if slot.header.job == job_name:
                         await self.note_untold(slot)  # sealed before this attempt began, and nobody has said so yet
                 job.attempt, job.world_size = attempt, world_size
+                job.gone.clear()
                 self._retire_older(job)
             elif attempt != job.attempt:
                 raise Fenced(f"attempt {attempt} of job {job_name!r} is over: attempt {job.attempt} has begun; this trainer is to end")
@@ -73,6 +86,7 @@ class Engine:
                 raise InvalidRequest(f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, not {world_size}")
         owner = Owner(job_name, attempt, rank, world_size, notify)
         self.owners[owner.identity] = owner
+        job.gone.pop(rank, None)
         for slot in self.slots.of(*owner.identity):  # given up while the daemon was away
             if slot.name in self.admission.busy and slot.refresh().state is SlotState.FREE:
                 self.abandon(owner, slot.name)
@@ -81,11 +95,11 @@ class Engine:
     def _retire_older(self, job: Job) -> None:
         """A new attempt begins: of the older ones only what all ranks have sealed may go on."""
         for identity in [i for i in self.owners if i[0] == job.name and i[1] < job.attempt]:
-            self.bury(self.owners.pop(identity))
+            self.steps.bury(self.owners.pop(identity), "ended")
         for snapshot in list(job.snapshots.values()):
             if snapshot.attempt < job.attempt and not snapshot.complete:
-                self._give_up(job, snapshot, "a newer attempt of the job has begun")
-        self.release_settled(job)
+                self.steps.give_up(job, snapshot.key, SnapshotFailed("a newer attempt of the job has begun"))
+        self.steps.release_settled(job)
 
     # -- slots
 
@@ -99,45 +113,43 @@ class Engine:
         """Under pressure a dead attempt's copy in memory goes, if storage has it."""
         gone = [s for s in job.snapshots.values() if s.attempt < job.attempt and s.state is State.DURABLE and not s.holds]
         for snapshot in gone:
-            self.release(job, snapshot)
+            self.steps.release(job, snapshot)
         return bool(gone)
 
-    async def acquire(self, owner: Owner, step: int, tag: str | None, wait: float) -> Slot | None:
-        """A free slot for a snapshot of `step`; None if this step is skipped."""
+    def plan(self, owner: Owner, step: int, why: str) -> None:
+        """The rank plans this step anew. Raises StructureChanged if others have gone on with the plan they had."""
         self._check_current(owner)
         job, key = self.catalog.job(owner.job), (owner.attempt, step)
         self._check_step(job, owner, step)
-        if tag is not None:
-            names.check_user_tag(tag)
-            directory = names.tag_directory(None, tag, owner.attempt)
-            if directory in job.checkpoints or any(s.tag == directory and s.key != key for s in job.snapshots.values()):
-                raise AlreadyExists(f"tag {tag!r} is taken in attempt {owner.attempt} of job {job.name!r}; choose another")
+        self.steps.plan(job, owner, key, why)
+
+    async def acquire(self, owner: Owner, step: int, tag: str | None, wait: float) -> Slot | str:
+        """A free slot for a snapshot of `step`, or why this step is skipped."""
+        self._check_current(owner)
+        job, key = self.catalog.job(owner.job), (owner.attempt, step)
+        self._check_step(job, owner, step)
+        directory = names.tag_directory(step, names.check_user_tag(tag) if tag is not None else None, owner.attempt)
+        if tag is not None and (directory in job.checkpoints or any(s.tag == directory and s.key != key for s in job.snapshots.values())):
+            raise AlreadyExists(f"tag {tag!r} is taken in attempt {owner.attempt} of job {job.name!r}; choose another")
         self._check_not_stopping()
+        self.steps.take(job, owner, key, directory)
         slot = await self.admission.acquire(owner, job, key, wait)
         self._check_not_stopping()
         self._check_current(owner)
-        if slot is None:
-            self.saver.counters["skipped"] += 1
-            return None
+        if isinstance(slot, str):
+            self.steps.counters["skipped"] += 1
+            self.steps.settle(job, key)
+            return slot
+        self._check_step(job, owner, step)
         if key not in job.snapshots:
-            directory = names.tag_directory(step, tag, owner.attempt)
             job.snapshots[key] = Snapshot(job.name, owner.attempt, step, directory, owner.world_size, persist=True)
         self.admission.occupy(slot, key)
         return slot
 
     def _check_step(self, job: Job, owner: Owner, step: int) -> None:
-        known = job.snapshots.get((owner.attempt, step))
-        if known is not None and known.state is State.FILLING and owner.rank not in known.shards:
-            return
         journaled = self._journal.state.jobs.get(job.name)
-        last = max((s.step for s in job.snapshots.values() if s.attempt == owner.attempt), default=-1)
-        if journaled is not None and journaled.attempt == owner.attempt:
-            last = max(last, journaled.sealed_step)
-        if step <= last:
-            raise InvalidRequest(
-                f"step {step} does not follow step {last}, the last of attempt {owner.attempt}: "
-                "steps only rise within an attempt; recover() to go back"
-            )
+        known = journaled is not None and journaled.attempt == owner.attempt
+        self.steps.check(job, owner, step, journaled.sealed_step if journaled is not None and known else -1)
 
     # -- seals
 
@@ -160,7 +172,7 @@ class Engine:
                 raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {step}")
             snapshot = await self.note_seal(slot)
         if snapshot.state is State.FAILED:
-            self.tell(snapshot)
+            self.steps.tell(snapshot)
         return job.is_durable(attempt, step)
 
     async def note_untold(self, slot: Slot) -> bool:
@@ -188,13 +200,15 @@ class Engine:
         try:
             with slot.pinned() as fd:
                 sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
+            if key in job.given_up:
+                raise from_wire(*job.given_up[key])
             tag = names.tag_directory(header.step, names.check_user_tag(sealed.request.tag) if sealed.request.tag else None, header.attempt)
             if tag in job.checkpoints and not job.is_durable(*key):
                 raise AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another")
+            self.steps.check_tag(job, key, tag, header.rank)
+            self.steps.check_plan(job, key, header.rank, sealed.plan.global_plan)
         except CkptdError as error:
-            begun = job.snapshots.get(key)
-            if begun is not None and begun.state is State.FILLING:
-                self._give_up(job, begun, str(error))
+            self.steps.give_up(job, key, error)
             self.admission.vacate(slot)
             raise
         snapshot = job.snapshots.get(key)
@@ -203,15 +217,21 @@ class Engine:
         snapshot.tag, snapshot.persist = tag, snapshot.persist and sealed.request.persist
         await self._journal_seal(header, tag, slot.name, persist=sealed.request.persist)
         failpoint("seal.journaled")
-        snapshot.shards[header.rank] = Shard(header.rank, slot.name, header.generation, header.signature)
-        if snapshot.complete and snapshot.state is State.FILLING:
+        if snapshot.state is State.RELEASED:  # given up while it was journaled
+            self.admission.vacate(slot)
+            raise from_wire(*job.given_up.get(key, ("snapshot-failed", snapshot.reason)))
+        snapshot.shards[header.rank] = Shard(header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan)
+        if not snapshot.complete:
+            self.steps.expect(job, key)
+        elif snapshot.state is State.FILLING:
+            self.steps.settle(job, key)
             snapshot.move(Event.SEAL)
-            self.saver.counters["sealed"] += 1
+            self.steps.counters["sealed"] += 1
             if job.is_durable(*key):
                 snapshot.move(Event.COMMIT)
             else:
                 self.saver.start(snapshot)
-            self.release_settled(job)
+            self.steps.release_settled(job)
         return snapshot
 
     async def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
@@ -228,8 +248,16 @@ class Engine:
         except StorageError as error:
             log.warning("snapshot %s/%s is not journaled: %s", header.job, tag, error)
 
+    def pass_over(self, owner: Owner, step: int, reason: str) -> None:
+        """This rank cannot take the step, so no rank can."""
+        self._check_current(owner)
+        job, key = self.catalog.job(owner.job), (owner.attempt, step)
+        known = job.snapshots.get(key)
+        if known is None or (known.state is State.FILLING and owner.rank not in known.shards):
+            self.steps.give_up(job, key, SnapshotFailed(f"rank {owner.rank}: {reason}"))
+
     def abandon(self, owner: Owner, segment: str) -> None:
-        """The copy failed on the trainer's side."""
+        """A granted slot that will not be sealed."""
         slot = self.slots.get(segment)
         if slot.owner != owner.identity:
             raise NotFound(f"segment {segment[:8]} is not this rank's")
@@ -238,35 +266,7 @@ class Engine:
         if snapshot is None:
             self.admission.vacate(slot)
         elif snapshot.state is State.FILLING:
-            self._give_up(job, snapshot, "the trainer could not copy it")
-
-    def _give_up(self, job: Job, snapshot: Snapshot, reason: str) -> None:
-        """A snapshot that will never be complete: its slots are free again."""
-        snapshot.reason = reason
-        snapshot.move(Event.FAIL)
-        self.saver.counters["failed"] += 1
-        self.tell(snapshot)
-        self.release(job, snapshot)
-
-    # -- release
-
-    def release_settled(self, job: Job) -> None:
-        """Free every slot that a newer seal has made superfluous."""
-        for snapshot in job.releasable():
-            self.release(job, snapshot)
-
-    def release(self, job: Job, snapshot: Snapshot) -> None:
-        snapshot.move(Event.RELEASE)
-        job.snapshots.pop(snapshot.key, None)
-        self.admission.vacate_snapshot(job.name, snapshot.key)
-
-    def bury(self, owner: Owner) -> None:
-        """An owner is no more: what it was filling will never be sealed, and its free slots go."""
-        job = self.catalog.job(owner.job)
-        for snapshot in list(job.snapshots.values()):
-            if snapshot.attempt == owner.attempt and snapshot.state is State.FILLING and owner.rank not in snapshot.shards:
-                self._give_up(job, snapshot, f"rank {owner.rank} ended before it was sealed")
-        self.admission.drop_idle(owner)
+            self.steps.give_up(job, snapshot.key, SnapshotFailed(f"rank {owner.rank} could not copy it"))
 
     # -- what clients want to know
 
@@ -274,6 +274,7 @@ class Engine:
         """Make the newest sealed snapshot durable. Raises SnapshotFailed if it cannot be."""
         self._check_current(owner)
         job = self.catalog.job(owner.job)
+        await self.steps.sealed_by_all(job, owner)
         newest = job.newest_in_memory()
         if newest is None or newest.attempt != owner.attempt or newest.state is State.DURABLE:
             return
@@ -303,28 +304,18 @@ class Engine:
             raise
         return opened
 
-    def tell(self, snapshot: Snapshot) -> None:
-        """Progress to every rank of the snapshot that is connected."""
-        message = Progress(
-            re=0, attempt=snapshot.attempt, step=snapshot.step, state="durable" if snapshot.state is State.DURABLE else "failed",
-            reason=snapshot.reason, code=snapshot.code,
-        )  # fmt: skip
-        for owner in self.owners.values():
-            if owner.job == snapshot.job and owner.notify is not None:  # whoever went back still waits for what he left
-                owner.notify(message)
-
     # -- ranks go
 
     def detach(self, owner: Owner) -> None:
         """A proper end: its slots are free at once."""
         self.owners.pop(owner.identity, None)
-        self.bury(owner)
+        self.steps.bury(owner, "closed")
         job = self.catalog.job(owner.job)
         for snapshot in list(job.snapshots.values()):
             if snapshot.attempt == owner.attempt:
                 snapshot.unwanted = True
                 if job.is_settled(snapshot):
-                    self.release(job, snapshot)
+                    self.steps.release(job, snapshot)
 
     def _check_not_stopping(self) -> None:
         if self.stopping:

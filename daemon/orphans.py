@@ -86,9 +86,9 @@ class Orphans:
         for slot in engine.slots.of(*owner.identity):
             if not await engine.note_untold(slot):
                 engine.admission.vacate(slot)
-        engine.bury(owner)
+        engine.steps.bury(owner, "ended")
         self._save_owed(job)
-        engine.release_settled(job)
+        engine.steps.release_settled(job)
         self.start_timer(job)
 
     def _save_owed(self, job: Job) -> None:
@@ -119,7 +119,7 @@ class Orphans:
         self._timers.pop(job.name, None)
         for snapshot in list(job.snapshots.values()):
             if snapshot.state is State.DURABLE and not snapshot.holds:
-                self._engine.release(job, snapshot)
+                self._engine.steps.release(job, snapshot)
         self._save_owed(job)
         self.start_timer(job)
         self.changed()
@@ -159,7 +159,7 @@ class Orphans:
             if slot.owner not in engine.owners and slot.name not in engine.admission.busy:
                 engine.slots.release(slot)
         for job in engine.catalog.jobs.values():
-            engine.release_settled(job)
+            engine.steps.release_settled(job)
             self.start_timer(job)
 
     async def _watch(self) -> None:
@@ -180,6 +180,7 @@ class Orphans:
         for job in self._engine.catalog.jobs.values():
             self._save_owed(job)
         await self._engine.saver.drain()
+        self._engine.steps.close()
         for name in list(self._timers):
             self.cancel_timer(name)
         for identity in list(self._guards):

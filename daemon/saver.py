@@ -50,6 +50,7 @@ class Saver:
         storage: PosixStorage,
         pipeline: Pipeline,
         *,
+        counters: Counter[str],
         tell: Callable[[Snapshot], None],
         settled: Callable[[Job], None],
     ) -> None:
@@ -59,7 +60,7 @@ class Saver:
         self._codec = codec.encoder(config.codec)
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
-        self.counters: Counter[str] = Counter()
+        self.counters = counters
         self.persist_seconds = 0.0
 
     @property

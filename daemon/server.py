@@ -188,15 +188,20 @@ class Connection:
         match request:
             case m.Allocate():
                 return self._pass_on(request.id, await engine.allocate(owner, request.capacity, request.count))
+            case m.Plan():
+                engine.plan(owner, request.step, request.why)
             case m.Acquire():
                 slot = await engine.acquire(owner, request.step, request.name, request.wait)
-                if slot is None:
-                    return m.Refused(re=request.id, reason="every slot is still being saved"), ()
+                if isinstance(slot, str):
+                    return m.Refused(re=request.id, reason=slot), ()
                 return m.Granted(re=request.id, segment=slot.name), ()
             case m.Seal():
                 return m.Sealed(re=request.id, durable=await engine.seal(owner, request.segment, request.attempt, request.step)), ()
             case m.Abandon():
-                engine.abandon(owner, request.segment)
+                if request.step is not None:
+                    engine.pass_over(owner, request.step, request.reason)
+                if request.segment:
+                    engine.abandon(owner, request.segment)
             case m.Persist():
                 await engine.persist(owner)
             case m.Find():

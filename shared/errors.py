@@ -23,6 +23,7 @@
         ├── Fenced                a newer attempt of the job has begun
         ├── Busy                  retry helps
         ├── SnapshotFailed        what `Pending.wait` raises when the state asked for cannot come any more
+        │   └── StructureChanged  on some ranks only; every rank plans anew at the next snapshot
         ├── RecoveryFailed        checkpoints exist and none could be loaded
         └── InternalError         a bug in ckptd
 
@@ -155,6 +156,13 @@ class SnapshotFailed(ServiceError):
     code = "snapshot-failed"
 
 
+class StructureChanged(SnapshotFailed):
+    """On some ranks only: they cannot plan together with those that kept their plan."""
+
+    code = "structure-changed"
+    retry = True
+
+
 class RecoveryFailed(ServiceError):
     """`overwritten`: whether bytes had already been written into the caller's state."""
 
@@ -173,7 +181,7 @@ _ON_THE_WIRE: dict[str, type[CkptdError]] = {
     cls.code: cls
     for cls in (
         InvalidRequest, AlreadyExists, NotFound, QuotaExceeded, StorageError, SharedMemoryFull, IntegrityError,
-        ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError, NewerFormat, SnapshotFailed,
+        ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError, NewerFormat, SnapshotFailed, StructureChanged,
     )
 }  # fmt: skip
 

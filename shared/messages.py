@@ -81,6 +81,11 @@ class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
     segments: list[HeldSegment]
 
 
+class Plan(Request, frozen=True, kw_only=True, tag="plan"):
+    step: Step
+    why: Annotated[str, msgspec.Meta(max_length=65536)] = ""
+
+
 class Acquire(Request, frozen=True, kw_only=True, tag="acquire"):
     step: Step
     name: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
@@ -108,7 +113,11 @@ class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):
 
 
 class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
-    segment: Name
+    """A slot that will not be sealed, or a step that this rank cannot take."""
+
+    segment: Name = ""
+    step: Step | None = None
+    reason: Annotated[str, msgspec.Meta(max_length=65536)] = ""
 
 
 class Persist(Request, frozen=True, kw_only=True, tag="persist"):
@@ -167,7 +176,7 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 
 
 Message = (
-    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Acquire | Granted | Refused | Seal | Sealed
+    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Plan | Acquire | Granted | Refused | Seal | Sealed
     | Abandon | Persist | Find | Found | Fetch | Fetched | Detach | Done | Progress | Error
 )  # fmt: skip
 

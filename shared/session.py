@@ -44,7 +44,7 @@ REQUESTS: dict[tuple[State, type[m.Request]], State] = {
     (State.ATTACHED, m.Begin): State.BEGINNING,  # a rank that went back begins the next attempt
     **{
         (_A, request): _A
-        for request in (m.Status, m.Allocate, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch)
+        for request in (m.Status, m.Allocate, m.Plan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch)
     },
     (_A, m.Detach): State.LEAVING,
 }  # fmt: skip
@@ -55,6 +55,7 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Status: m.StatusReport,
     m.Begin: m.Began,
     m.Allocate: m.Segments,
+    m.Plan: m.Done,
     m.Acquire: (m.Granted, m.Refused),
     m.Seal: m.Sealed,
     m.Abandon: m.Done,

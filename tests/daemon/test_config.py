@@ -30,7 +30,8 @@ def test_defaults() -> None:
     config = load(ROOT, {}, None)
     assert dataclasses.asdict(config) | {"threads": 0} == {
         "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0,
-        "memory_ttl": 900.0, "keep_last": 10, "stall_budget": 10.0, "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
+        "memory_ttl": 900.0, "keep_last": 10, "stall_budget": 10.0, "rank_timeout": 60.0,
+        "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
         "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_level": "info",
     }  # fmt: skip
 
@@ -64,6 +65,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "memory_ttl": ("2.5", "2.5", 2.5),
     "keep_last": ("7", "7", 7),
     "stall_budget": ("3", "3", 3.0),
+    "rank_timeout": ("7", "7", 7.0),
     "threads": ("9", "9", 9),
     "memory_budget": ('"1Gi"', "1Gi", 1 << 30),
     "chunk_size": ("65536", "64Ki", 65536),
@@ -218,6 +220,7 @@ def test_what_is_no_size(text: str) -> None:
         ("shm_quota", [0, 1 << 50], [-1]),
         ("memory_ttl", [0.0, 1e9], [-0.1, float("nan")]),
         ("stall_budget", [0.0, 60.0], [-1.0, float("nan")]),
+        ("rank_timeout", [0.0, 60.0], [-1.0, float("nan")]),
         ("max_connections", [1, 10**6], [-1]),
         ("idle_timeout", [0.0, 0.1], [-1.0, float("nan")]),
     ],

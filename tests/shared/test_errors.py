@@ -71,7 +71,7 @@ def test_a_storage_error_without_a_number() -> None:
 
 
 def test_whose_fault_and_whether_a_retry_helps() -> None:
-    assert {cls for cls in _classes() if cls.retry} == {e.StorageError, e.SharedMemoryFull, e.DaemonUnreachable, e.Busy}
+    assert {cls for cls in _classes() if cls.retry} == {e.StorageError, e.SharedMemoryFull, e.DaemonUnreachable, e.Busy, e.StructureChanged}
     for name, builtin in (
         ("InvalidName", ValueError),
         ("InvalidRequest", ValueError),

@@ -70,7 +70,10 @@ def test_the_table_is_the_one_of_the_document() -> None:
         (State.GREETED, "Status", State.GREETED),
         (State.GREETED, "Begin", State.BEGINNING),
         (State.ATTACHED, "Begin", State.BEGINNING),
-        *((State.ATTACHED, n, State.ATTACHED) for n in ("Status", "Allocate", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch")),
+        *(
+            (State.ATTACHED, n, State.ATTACHED)
+            for n in ("Status", "Allocate", "Plan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch")
+        ),
         (State.ATTACHED, "Detach", State.LEAVING),
     }
 
@@ -173,6 +176,7 @@ def test_answers_lead_where_the_document_says() -> None:
     }
     assert {cls.__name__: [c.__name__ for c in (r if isinstance(r, tuple) else (r,))] for cls, r in REPLIES.items()} == {
         "Hello": ["Welcome"], "Status": ["StatusReport"], "Begin": ["Began"], "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"],
+        "Plan": ["Done"],
         "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"], "Fetch": ["Fetched"], "Detach": ["Done"],
     }  # fmt: skip
 
