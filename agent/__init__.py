@@ -1,4 +1,5 @@
-"""What a training script uses: `snapshot` and `recover`, and the `Agent` behind them; `Checkpoint` reads without a daemon.
+"""What a training script uses: `snapshot` and `recover`, `per_rank` for values that are a rank's own, the `Agent` behind
+them; `Checkpoint` reads without a daemon.
 
 recovered = recover({"model": model, "optim": optimizer})
 for step in range(recovered.step + 1 if recovered else 0, steps):
@@ -17,9 +18,11 @@ from ckptd.agent.agent import CLOSE_SECONDS, Agent
 from ckptd.agent.checkpoint import Checkpoint
 from ckptd.agent.pending import Pending
 from ckptd.agent.recovery import Recovered
+from ckptd.agent.restore import OnReshape
+from ckptd.agent.values import per_rank
 from ckptd.shared.errors import CkptdError
 
-__all__ = ["Agent", "Checkpoint", "CkptdError", "Pending", "Recovered", "close", "recover", "snapshot"]
+__all__ = ["Agent", "Checkpoint", "CkptdError", "Pending", "Recovered", "close", "per_rank", "recover", "snapshot"]
 
 _default: Agent | None = None
 _lock = threading.Lock()
@@ -54,9 +57,9 @@ def snapshot(
     return agent.snapshot(state, step=step, tag=tag, persist=persist, on_busy=on_busy, metrics=metrics, user_content=user_content, rng=rng)
 
 
-def recover(state: Any, *, step: int | None = None, strict: bool = True) -> Recovered | None:
+def recover(state: Any, *, step: int | None = None, strict: bool = True, on_reshape: OnReshape | None = None) -> Recovered | None:
     """`Agent.recover` of this process's agent."""
-    return _agent().recover(state, step=step, strict=strict)
+    return _agent().recover(state, step=step, strict=strict, on_reshape=on_reshape)
 
 
 def close(timeout: float = CLOSE_SECONDS) -> None:

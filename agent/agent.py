@@ -14,20 +14,31 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+import torch.distributed
 
-from ckptd.agent import recovery
-from ckptd.agent.arguments import job_name, make_request, rank_and_world_size
+from ckptd.agent.arguments import job_name, make_request, ranks_of
 from ckptd.agent.capture import capture, optimizer_bytes_to_come
 from ckptd.agent.client import Client
 from ckptd.agent.launch import find_place
+from ckptd.agent.layouts import Layouts
+from ckptd.agent.meeting import begin
 from ckptd.agent.pending import Pending
-from ckptd.agent.planning import Layout, Structure, make_layout, sources, structure
-from ckptd.agent.preparation import Preparation
-from ckptd.agent.recovery import Recovered
+from ckptd.agent.planning import sources
+from ckptd.agent.recovery import Recovered, Recovery
+from ckptd.agent.restore import OnReshape
+from ckptd.agent.slots import Slots
 from ckptd.agent.staging import Documents, MappedSlot
 from ckptd.shared import messages as m
-from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, from_wire
+from ckptd.shared.errors import (
+    Busy,
+    CkptdError,
+    DaemonUnreachable,
+    InternalError,
+    InvalidRequest,
+    SnapshotFailed,
+    StructureChanged,
+    from_wire,
+)
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event
 from ckptd.shared.request import Request
@@ -38,7 +49,7 @@ CALL_SECONDS = 30.0
 GRACE_SECONDS = 2.0  # beyond its budget that a daemon may take to say that there is no slot
 CLOSE_SECONDS = 600.0
 _AGAIN_SECONDS = 0.05
-_SLACK = 1 << 16
+MOST_REASON = 4096
 
 
 class Agent:
@@ -47,26 +58,36 @@ class Agent:
     job: name of the training run; else CKPTD_JOB, else "default" with a private daemon only.
     socket: the daemon's; else CKPTD_SOCKET, else the default places, else a private daemon is started.
     root: directory of the checkpoints, for a private daemon; else CKPTD_ROOT.
+    process_group: the ranks of this job, all on one node; else the default group, or one rank if there is none. Every rank makes its agent,
+    and calls `snapshot`, `recover` and `close`, like the others.
     Raises DaemonUnreachable, InvalidName, InvalidRequest, StorageError.
     """
 
     def __init__(
-        self, job: str | None = None, *, socket: str | os.PathLike[str] | None = None, root: str | os.PathLike[str] | None = None
+        self,
+        job: str | None = None,
+        *,
+        socket: str | os.PathLike[str] | None = None,
+        root: str | os.PathLike[str] | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.world_size = rank_and_world_size()
-        place = find_place(socket, root)
+        self._ranks = ranks_of(process_group)
+        self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
         self._lock = threading.RLock()
-        self._slots: dict[str, MappedSlot] = {}
-        self._layout: tuple[Structure, Layout] | None = None
         self._pending: dict[tuple[int, int], Pending] = {}
-        self._preparing: Preparation | None = None
         self._closed = False
         self.attempt = 0
         self.last_step = -1
-        self._client = Client(place, resume=self._resume, news=self._news, lost=self._fenced, late=self._late)
+        self._recoveries = 0
         try:
-            self.job = job_name(job, private=self._client.welcome.private)
-            self._begin()
+            place = find_place(socket, root)
+            self._client = Client(place, resume=self._resume, news=self._news, lost=self._fenced, late=self._late)
+        except CkptdError as error:
+            begin(self._ranks, error)
+            raise
+        self._layouts, self._slots = Layouts(self._client, self._ranks), Slots(self._client)
+        try:
+            self._begin(job)
         except BaseException:
             self._client.close()
             raise
@@ -81,12 +102,14 @@ class Agent:
         state = "closed" if self._closed else "connected" if self._client.connected else "without a daemon"
         return f"<Agent {self.job} attempt {self.attempt} rank {self.rank} of {self.world_size}, {state}>"
 
-    def _begin(self) -> None:
-        """Claim the next attempt. Steps start over; slots of the attempt before are gone."""
-        began, _ = self._client.call(
-            lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size), m.Began, CALL_SECONDS
-        )
-        self.attempt, self.last_step = began.attempt, -1
+    def _begin(self, job: str | None) -> None:
+        """Begin the next attempt with the other ranks. Steps start over; slots of the attempt before are gone."""
+        try:
+            self.job = job_name(job, private=self._client.welcome.private)
+        except CkptdError as error:
+            begin(self._ranks, error)
+            raise
+        self.attempt, self.last_step = begin(self._ranks, None, self._client, self.job), -1
         failpoint("agent.begun")
 
     # -- saving
@@ -118,12 +141,23 @@ class Agent:
                 request = make_request(step, tag, persist, on_busy, metrics, user_content)
                 self._snapshot(pending, state, request, on_busy, rng)
         except CkptdError as error:
-            pending.fail(error)
+            self._fail(pending, error)
         except Exception as error:
             log.exception("snapshot of step %s", step)
-            pending.fail(InternalError(f"snapshot of step {step}: {error!r}"))
+            self._fail(pending, InternalError(f"snapshot of step {step}: {error!r}"))
         pending.stall = time.perf_counter() - begun
         return pending
+
+    def _fail(self, pending: Pending, error: CkptdError) -> None:
+        pending.fail(error)
+        self._pass_over(pending, error)
+
+    def _pass_over(self, pending: Pending, reason: CkptdError) -> None:
+        """What this rank has not, no rank has: the others need not wait for it."""
+        if self._pending.get((pending.attempt, pending.step)) is pending:
+            del self._pending[pending.attempt, pending.step]
+        if self.world_size > 1 and pending.step >= 0 and not self._closed:
+            self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=str(reason)[:MOST_REASON]), lambda _: None)
 
     def _snapshot(self, pending: Pending, state: Any, request: Request, on_busy: str, rng: bool) -> None:
         self._check_open()
@@ -131,40 +165,40 @@ class Agent:
         deadline = time.monotonic() + budget
         if not self._client.wait_connected(budget):
             raise DaemonUnreachable("the daemon is gone; training goes on, and snapshots resume when it is back")
-        captured = capture(state, rng=rng)
-        layout = self._layout_of(captured.tensors)
+        if pending.step <= self.last_step:
+            raise InvalidRequest(
+                f"step {pending.step} does not follow step {self.last_step}, the last of attempt {self.attempt}: "
+                "steps only rise within an attempt; recover() to go back"
+            )
+        self._pending[pending.attempt, pending.step] = pending
+        captured = capture(state, rng=rng, rank=self.rank)
+        layout = self._layouts.layout(captured, state, pending, deadline)
         documents = Documents(captured.values, request.encode())
-        if not self._ensure_slots(documents.capacity(layout), deadline):
+        if not self._slots.ensure(documents.capacity(layout), deadline):
             pending.skip("the slots in shared memory are still being made; a later snapshot will find them")
+            self._pass_over(pending, pending.why)
             return
         slot = self._acquire(pending, request.tag, deadline)
         if slot is None:
+            self._pending.pop((pending.attempt, pending.step), None)
             return
         for old in [p for p in self._pending.values() if p.segment == slot.name and not p.persist]:
             del self._pending[old.attempt, old.step]
             old.supersede()
-        pending.move(Event.GRANT)
-        failpoint("agent.granted")
         pending.segment = slot.name
-        self._pending[pending.attempt, pending.step] = pending
         try:
+            pending.move(Event.GRANT)
+            failpoint("agent.granted")
             slot.fill(sources(captured.tensors, layout.plan), layout, pending.step)
             pending.move(Event.STAGE)
             slot.seal(layout, documents)
             pending.move(Event.SEAL)
             self.last_step = pending.step
         except BaseException:
-            self._pending.pop((pending.attempt, pending.step), None)
             self._abandon(slot)
             raise
         self._hand_over(pending)
         failpoint("agent.handed_over")
-
-    def _layout_of(self, tensors: dict[str, torch.Tensor]) -> Layout:
-        found = structure(tensors)
-        if self._layout is None or self._layout[0] != found:
-            self._layout = (found, make_layout(tensors))
-        return self._layout[1]
 
     def _acquire(self, pending: Pending, tag: str | None, deadline: float) -> MappedSlot | None:
         """A free slot, or None: then the pending is skipped. After a lost connection, or from a daemon that stops, asks again."""
@@ -179,9 +213,7 @@ class Agent:
                     raise
                 continue
             if isinstance(reply, m.Granted):
-                if reply.segment not in self._slots:
-                    raise InternalError(f"the daemon granted a segment that this rank has not mapped: {reply.segment[:8]}")
-                return self._slots[reply.segment]
+                return self._slots.get(reply.segment)
             assert isinstance(reply, m.Refused)
             pending.skip(f"{reply.reason} (waited {time.monotonic() - begun:.1f} s)")
             return None
@@ -209,6 +241,8 @@ class Agent:
 
     def _news(self, progress: m.Progress) -> None:
         pending = self._pending.get((progress.attempt, progress.step))
+        if progress.code == StructureChanged.code:
+            self._layouts.plan_anew()
         if pending is not None:
             self._finish(pending, None if progress.state == "durable" else from_wire(progress.code or "snapshot-failed", progress.reason))
 
@@ -235,40 +269,17 @@ class Agent:
         """
         with self._lock:
             self._check_open()
-            captured = capture(state, rng=True)
-            capacity = Documents(captured.values, b"").capacity(make_layout(captured.tensors)) + optimizer_bytes_to_come(state)
-            if self._preparing is not None and not self._preparing.wait(self._client.welcome.stall_budget):
-                return
-            if self._room() < capacity:
-                self._prepare_slots(capacity)
-
-    def _room(self) -> int:
-        return min((slot.capacity for slot in self._slots.values()), default=-1)
-
-    def _ensure_slots(self, needed: int, deadline: float) -> bool:
-        """Slots for `needed` bytes by `deadline`; False if that takes longer: it goes on in the background, for a later snapshot."""
-        preparing = self._preparing
-        if preparing is None or preparing.allocated.is_set():
-            if self._room() >= needed:
-                return True
-            preparing = self._prepare_slots(needed)
-        if not preparing.wait(deadline - time.monotonic()):
-            return False
-        if preparing.error is not None:
-            raise preparing.error
-        return self._room() >= needed or self._ensure_slots(needed, deadline)
-
-    def _prepare_slots(self, needed: int) -> Preparation:
-        """Some room to spare, since plain values may grow from step to step."""
-        self._preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots)
-        return self._preparing
+            captured = capture(state, rng=True, rank=self.rank)
+            capacity = self._layouts.estimate(captured) + len(captured.values) + optimizer_bytes_to_come(state)
+            self._slots.prepare(capacity)
 
     # -- going back
 
-    def recover(self, state: Any, *, step: int | None = None, strict: bool = True) -> Recovered | None:
+    def recover(self, state: Any, *, step: int | None = None, strict: bool = True, on_reshape: OnReshape | None = None) -> Recovered | None:
         """Bring the newest complete state back into `state`, from memory or storage; None if nothing was ever saved.
 
-        step: that step only. strict: False lets keys be missing on either side.
+        step: that step only. strict: False lets keys be missing on either side. on_reshape: on another number of ranks than it was saved
+        on, called with the key of each `per_rank` value and the list of what all ranks had; returns this rank's.
         Everything is compared before the first byte is written. Raises StructureMismatch, NotFound (for a `step` that is not there),
         RecoveryFailed, StorageError, DaemonUnreachable.
         """
@@ -277,11 +288,15 @@ class Agent:
             if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
                 raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
             self._client.wait_connected(self._client.welcome.stall_budget)
-            recovered = recovery.recover(self._client, self.job, state, step=step, strict=strict)
-            if recovered is not None and recovered.step < self.last_step:
-                self._settle_slots()
-                self._begin()  # the daemon takes this attempt's slots back, and saves what is owed of it
-                self._drop_slots()
+            self._recoveries += 1
+            topic = f"recover/{self.attempt}/{self._recoveries}"
+            recovery = Recovery(self._client, self._ranks, self.job, topic, strict=strict, on_reshape=on_reshape)
+            recovered = recovery.run(state, step=step, last_step=self.last_step)
+            if recovered is not None and recovered.step < recovery.last_step:
+                self._slots.settle()
+                self._begin(self.job)  # the daemon takes this attempt's slots back, and saves what is owed of it
+                self._slots.drop()
+                self._layouts.plan_anew()
             try:
                 self.prepare(state)
             except CkptdError as error:
@@ -297,10 +312,7 @@ class Agent:
         began, _ = self._client.call(
             lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt), m.Began, CALL_SECONDS
         )
-        held = {segment.segment for segment in began.held}
-        for name in [name for name in self._slots if name not in held]:
-            log.warning("a slot is gone from shared memory: what was only there is lost")
-            self._slots.pop(name).close_descriptors()
+        self._slots.keep({segment.segment for segment in began.held})
         for pending in list(self._pending.values()):
             if pending.state == "sealed":
                 self._hand_over(pending)
@@ -322,7 +334,7 @@ class Agent:
         with self._lock:
             if self._closed:
                 return
-            self._settle_slots()
+            self._slots.settle()
             try:
                 if not self._client.wait_connected(self._client.welcome.stall_budget):
                     raise DaemonUnreachable(
@@ -333,19 +345,9 @@ class Agent:
             finally:
                 self._closed = True
                 self._client.close()
-                self._drop_slots()
+                self._slots.drop()
                 for pending in list(self._pending.values()):
                     self._finish(pending, SnapshotFailed("the agent was closed first"))
-
-    def _settle_slots(self) -> None:
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
-
-    def _drop_slots(self) -> None:
-        for slot in self._slots.values():
-            slot.forget()
-        self._slots.clear()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -355,8 +357,7 @@ class Agent:
         """In a forked child: neither the parent's connection nor its locks may live on in here."""
         self._closed = True
         self._client.forget()
-        for slot in self._slots.values():
-            slot.close_descriptors()
+        self._slots.forget()
 
 
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()

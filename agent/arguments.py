@@ -8,8 +8,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
+from ckptd.agent.exchange import Alone, Exchange, Ranks
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.names import check_name, check_user_tag
 from ckptd.shared.request import MAX_REQUEST, Request
@@ -24,13 +26,19 @@ def job_name(job: str | None, *, private: bool) -> str:
     raise InvalidRequest("this daemon serves several jobs: say which one this is with CKPTD_JOB or Agent(job=...)")
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world_size = torch.distributed.get_world_size()
-    if world_size > 1:
-        raise InvalidRequest(f"this version of ckptd saves jobs of one rank, and this one has {world_size}")
-    return 0, 1
+def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
+    """Who this rank is among those of the process group (else the default one), and how it talks to them."""
+    if not dist.is_available() or not dist.is_initialized():
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1:
+            raise InvalidRequest(f"this job has {world_size} ranks: call torch.distributed.init_process_group() before ckptd")
+        return Alone()
+    group = process_group or dist.group.WORLD
+    if group is None or dist.get_rank(group) < 0:
+        raise InvalidRequest("this rank is not in the process group that the agent was given")
+    if dist.get_world_size(group) == 1:
+        return Alone()
+    return Exchange(_get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group))
 
 
 def make_request(step: Any, tag: Any, persist: bool, on_busy: str, metrics: Mapping[str, float] | None, user_content: Any) -> Request:

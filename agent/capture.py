@@ -11,17 +11,21 @@ import re
 import struct
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
-from ckptd.agent.values import Packer
+from ckptd.agent.values import Packer, PerRank
 from ckptd.shared.errors import UnsavableValue
 
 T = TypeVar("T")
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _ITEM_OVERHEAD = 512  # bytes in plan and metadata for one more tensor, rounded up
 _PYTHON_RNG = struct.Struct("<625I")
 
@@ -34,25 +38,26 @@ class Captured:
     tensors: dict[str, torch.Tensor]
 
 
-def capture(state: Any, *, rng: bool) -> Captured:
+def capture(state: Any, *, rng: bool, rank: int = 0) -> Captured:
     """Raises UnsavableValue naming the key of what could not be brought back."""
     names = parameter_names(state)
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
         return expand_object(value, names)
 
-    packer = Packer(expand)
+    packer = Packer(expand, rank)
     tree = packer.pack(state, "")
     values = packer.encode_map({"state": tree, "rng": packer.pack(rng_state() if rng else None, "rng")})
     return Captured(values, packer.tensors)
 
 
-def expand_object(value: Any, names: dict[int, str]) -> tuple[str, Any] | None:
+def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
     """(kind, plain tree) of a module, an optimizer or anything else with a state_dict; None of the rest."""
     if isinstance(value, torch.nn.Module):
         return "module", module_state(value)
     if isinstance(value, torch.optim.Optimizer):
-        return "optimizer", optimizer_state(value, names)
+        root = names.flattened_by(value)
+        return "optimizer", optimizer_state(value, names) if root is None else flattened_optimizer_state(value, root)
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "stateful", value.state_dict()
     return None
@@ -71,11 +76,24 @@ def canonical(name: str) -> str:
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` under canonical names."""
+    """`module.state_dict()` under canonical names; of FullyShardedDataParallel (FSDP1) each rank's shards, by DCP's own means."""
+    if flattens(module):
+        return get_model_state_dict(module)
     return {canonical(name): value for name, value in unwrapped(module).state_dict().items()}
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+def flattens(module: torch.nn.Module) -> bool:
+    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+
+
+def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
+    """Of an optimizer over FSDP1's parameters. Without a state it is captured as empty: DCP would have it take a step."""
+    if optimizer.state:
+        return get_optimizer_state_dict(root, optimizer)
+    return {"state": {}, "param_groups": [{**group, "params": []} for group in optimizer.param_groups]}
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
     """`optimizer.state_dict()` with names in place of its integers, in DCP's form: {"state": {fqn: ...}, "param_groups": [...]}.
 
     Parameters that belong to no module of the state keep their integers (all of them, or the names would mix).
@@ -89,12 +107,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
     }
 
 
-def parameter_keys(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> list[Any]:
+def parameter_keys(optimizer: torch.optim.Optimizer, names: Names) -> list[Any]:
     """What each parameter is called, by the number that `state_dict()` gives it: its place over all groups."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names for parameter in parameters):
+    if any(id(parameter) not in names.of for parameter in parameters):
         return list(range(len(parameters)))
-    return [names[id(parameter)] for parameter in parameters]
+    return [names.of[id(parameter)] for parameter in parameters]
 
 
 def optimizer_bytes_to_come(state: Any) -> int:
@@ -107,10 +125,34 @@ def optimizer_bytes_to_come(state: Any) -> int:
     return total
 
 
-def parameter_names(state: Any) -> dict[int, str]:
-    """{id(parameter): name} over all modules in the state; a name that two modules share is told apart by the module's own key."""
+@dataclass(frozen=True, slots=True)
+class Names:
+    """`of`: id(parameter) -> name; `flattened`: id(parameter) -> the module under which FSDP1 has flattened it."""
+
+    of: dict[int, str] = field(default_factory=dict)
+    flattened: dict[int, torch.nn.Module] = field(default_factory=dict)
+
+    def flattened_by(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return next((self.flattened[id(parameter)] for parameter in parameters if id(parameter) in self.flattened), None)
+
+
+def buffer_names(state: Any) -> list[str]:
+    """The keys of all modules' buffers."""
+    return [
+        f"{path}.{canonical(name)}" if path else canonical(name)
+        for path, module in _find(state, "", torch.nn.Module)
+        for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)
+    ]
+
+
+def parameter_names(state: Any) -> Names:
+    """Over all modules in the state; a name that two modules share is told apart by the module's own key."""
     found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+    flattened: dict[int, torch.nn.Module] = {}
     for path, module in _find(state, "", torch.nn.Module):
+        if flattens(module):
+            flattened |= {id(parameter): module for parameter in module.parameters()}
         for name, parameter in unwrapped(module).named_parameters():
             entries = found.setdefault(canonical(name), [])
             if all(known is not parameter for _, known in entries):
@@ -119,11 +161,13 @@ def parameter_names(state: Any) -> dict[int, str]:
     for name, entries in found.items():
         for path, parameter in entries:
             names.setdefault(id(parameter), name if len(entries) == 1 else f"{path}.{name}")
-    return names
+    return Names(names, flattened)
 
 
 def _find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
     """Objects of `kind` in the containers of a state, with their keys."""
+    if isinstance(state, PerRank):
+        state = state.value
     if isinstance(state, kind):
         yield path, state
     elif isinstance(state, dict):
@@ -169,7 +213,17 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as bytes can say it. Raises UnsavableValue for sparse, quantized, nested, meta and foreign tensors."""
+    """The tensor as bytes can say it, or the sharded tensor itself. Raises UnsavableValue for sparse, quantized, nested, meta and foreign
+    tensors, and for those of which every rank holds a summand."""
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise UnsavableValue(f"{name}: a DTensor placed {tensor.placements} holds summands, not values; redistribute() it first")
+        check_tensor(name, tensor._local_tensor)
+        return tensor
+    if isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            check_tensor(name, shard.tensor.detach())
+        return tensor
     kind = type(tensor)
     problem = None
     if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):

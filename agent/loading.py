@@ -6,7 +6,6 @@ verified bytes only, and dtypes and shapes are as planned before the first byte 
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ckptd.agent.planning import as_integer, dtype_of
+from ckptd.agent.planning import as_integer, dtype_of, memory
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import HIDDEN, ITEM_SIZES, Alias, Item
@@ -214,13 +213,6 @@ def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:
     if target.dtype == source.dtype and target.dtype.itemsize == 1 and target.dtype is not torch.bool:
         target, source = as_integer(target), as_integer(source)
     target.copy_(source)
-
-
-def memory(tensor: torch.Tensor, length: int) -> memoryview:
-    """The bytes of a dense CPU tensor, writable. The caller keeps the tensor."""
-    if length == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
 
 
 def _same_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:

@@ -79,8 +79,15 @@ class Pending:
 
     # For the agent alone.
 
+    @property
+    def why(self) -> CkptdError:
+        return self.error or SnapshotFailed(f"step {self.step} is {self.state}")
+
     def move(self, event: Event) -> None:
+        """Raises the reason if it has failed meanwhile: another rank could not take it."""
         with self._changed:
+            if self._state is State.FAILED:
+                raise self.why
             after = step(self._state, event)
             log.debug("snapshot %d: %s -> %s", self.step, self._state.value, after.value)
             self._state = after

@@ -1,24 +1,27 @@
-"""From named tensors to a plan: DCP's SavePlan, and where each of its items lies in the packed slot.
+"""What this rank could write, and where each item that it does write lies in its packed slot.
 
-A `Layout` is kept while the structure stays the same (names, dtypes, shapes, strides, who shares storage with whom); the sources are looked
-up anew at each snapshot, since storages move. Tensors that overlap in one storage are stored once: the widest as an item, the
-others as aliases; where none covers the rest, the storage's range becomes a hidden item.
+A `Layout` is kept while the structure stays the same (names, dtypes, shapes, strides, placements, who shares storage with whom);
+the sources are looked up anew at each snapshot, since storages move. Tensors that overlap in one storage are stored once: the widest as an
+item, the others as aliases; where none covers the rest, the storage's range becomes a hidden item. Who writes what is `global_plan.py`'s.
 """
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
 import platform
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
+from crc32c import crc32c
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
 from ckptd.agent.capture import check_tensor
 from ckptd.shared import __version__
@@ -30,7 +33,7 @@ Structure = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`document` is the encoded `plan`, `signature` its sha256; `order` names the items' sources, in the order of the plan's items."""
+    """`document` is the encoded `plan`, `signature` its sha256."""
 
     plan: Plan
     document: bytes
@@ -53,8 +56,10 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_DIGESTED = 1 << 22  # bytes at once; in 64-bit words they take eight times that on the device
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SIZELESS = re.compile(r"u?int[1-7]|bits\w+")  # torch 2.13's planner cannot tell how large their elements are
+_SIZELESS = re.compile(r"u?int[1-7]|bits\w+")
 
 
 def as_integer(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,8 +67,13 @@ def as_integer(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_AS_INTEGER[tensor.element_size()])
 
 
+def sizeless(dtype: str) -> bool:
+    """Whether torch's planner cannot tell how large an element is."""
+    return _SIZELESS.fullmatch(dtype) is not None
+
+
 def _sizeable(tensor: torch.Tensor) -> torch.Tensor:
-    return as_integer(tensor) if _SIZELESS.fullmatch(dtype_name(tensor.dtype)) else tensor
+    return as_integer(tensor) if sizeless(dtype_name(tensor.dtype)) else tensor
 
 
 @dataclass(slots=True)
@@ -105,30 +115,119 @@ def _clusters(tensors: dict[str, torch.Tensor]) -> list[_Cluster]:
     return [cluster for cluster in found if len(cluster.members) > 1]
 
 
+Key = tuple[str, tuple[int, ...]]
+"""An item's fqn, and its offsets in the whole tensor."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One item that this rank could write: its shard of `fqn`, as `shared.plan.Item` has it. `replicated`: other ranks may have it too;
+    `digest`: of its bytes, where ranks are to compare them; `buffer`: of a module."""
+
+    fqn: str
+    dtype: str
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    device: str
+    requires_grad: bool
+    replicated: bool = True
+    buffer: bool = False
+    digest: bytes = b""
+
+    @property
+    def key(self) -> Key:
+        return self.fqn, self.offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """All that this rank could write."""
+
+    rows: list[Row]
+    aliases: list[Alias] = field(default_factory=list)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes that this rank holds of a tensor; of a ShardedTensor its first shard's."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    if isinstance(tensor, ShardedTensor):
+        return tensor.local_shards()[0].tensor if tensor.local_shards() else torch.empty(0, dtype=tensor.dtype)
+    return tensor
+
+
+def _placement(tensor: torch.Tensor) -> object:
+    if isinstance(tensor, DTensor):
+        return tensor._spec.mesh, tensor._spec.placements, tensor._spec.shape
+    if isinstance(tensor, ShardedTensor):
+        return [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in tensor.local_shards()]
+    return None
+
+
 def structure(tensors: dict[str, torch.Tensor]) -> Structure:
     """What a layout depends on; equal structures may share one. Addresses count only in so far as tensors share a storage."""
     storages: dict[int, int] = {}
     shared = False
     rows: list[tuple[object, ...]] = []
     for name, tensor in tensors.items():
+        kind = type(tensor)
+        local = tensor if kind in _PLAIN else local_part(tensor)
         try:
-            pointer = tensor.untyped_storage().data_ptr()
+            pointer = local.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # what torch raises for tensors without a storage: sparse, nested
             check_tensor(name, tensor)
             raise
         number = storages.setdefault(pointer, len(storages))
         shared = shared or number != len(rows)
-        lazy = tensor.is_conj() or tensor.is_neg()
+        lazy = local.is_conj() or local.is_neg()
+        placement = None if kind in _PLAIN else _placement(tensor)
         rows.append(
-            (name, type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, tensor.requires_grad, lazy, number)
+            (name, kind, local.dtype, local.shape, local.stride(), local.device.type, tensor.requires_grad, lazy, number, placement)
         )
-    offsets = tuple(tensor.storage_offset() for tensor in tensors.values()) if shared else ()
+    offsets = tuple(local_part(tensor).storage_offset() for tensor in tensors.values()) if shared else ()
     return (tuple(rows), offsets)
+
+
+def difference(before: Structure | None, after: Structure) -> str:
+    """What has changed, in words, by the first tensor that differs."""
+    if before is None:
+        return "it has no plan yet"
+    old, new = ({row[0]: row for row in found[0]} for found in (before, after))
+    for name in [*new, *old]:
+        if name not in old:
+            return f"{name} is new"
+        if name not in new:
+            return f"{name} is gone"
+        if old[name][2:4] != new[name][2:4]:
+            return f"{name} was {_describe(old[name])} and is {_describe(new[name])}"
+        if old[name] != new[name]:
+            return f"{name} has another layout, placement or storage"
+    return "tensors share storage in another way"
+
+
+def _describe(row: tuple[Any, ...]) -> str:
+    return f"{dtype_name(row[2])} {list(row[3])}"
 
 
 def sources(tensors: dict[str, torch.Tensor], plan: Plan) -> list[torch.Tensor]:
     """The live tensor behind each item of the plan, in its order."""
-    return [tensors[item.fqn] if item.fqn in tensors else _hidden(tensors, plan, item) for item in plan.items]
+    found = []
+    for item in plan.items:
+        tensor = tensors.get(item.fqn)
+        if tensor is None:
+            tensor = _hidden(tensors, plan, item)
+        elif isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        elif isinstance(tensor, ShardedTensor):
+            tensor = _shard(tensor, item.offsets)
+        found.append(tensor)
+    return found
+
+
+def _shard(tensor: ShardedTensor, offsets: tuple[int, ...]) -> torch.Tensor:
+    found: torch.Tensor = next(s.tensor for s in tensor.local_shards() if tuple(s.metadata.shard_offsets) == offsets)
+    return found.detach()
 
 
 def _hidden(tensors: dict[str, torch.Tensor], plan: Plan, item: Item) -> torch.Tensor:
@@ -138,58 +237,95 @@ def _hidden(tensors: dict[str, torch.Tensor], plan: Plan, item: Item) -> torch.T
     return torch.empty(0, dtype=torch.uint8, device=member.device).set_(member.untyped_storage(), offset, (item.length,), (1,))
 
 
-def make_layout(tensors: dict[str, torch.Tensor], *, coordinator: bool = True) -> Layout:
-    """Plan and lay out. Raises UnsavableValue naming a tensor that cannot be saved."""
+def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (), compare: bool = False) -> Local:
+    """DCP's local plan, with what a slot needs to know beside it. `compare`: replicated tensors get a digest of their bytes.
+
+    Raises UnsavableValue naming a tensor that cannot be saved.
+    """
     tensors = {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
+    plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in _PLAIN}
     for name, tensor in tensors.items():
         if name.startswith(HIDDEN):
             raise UnsavableValue(f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages")
         if dtype_name(tensor.dtype) not in ITEM_SIZES:
             raise UnsavableValue(f"{name}: tensors of dtype {tensor.dtype} cannot be saved by this version")
-    aliases, hidden = _aliases(tensors)
-    names = {alias.fqn for alias in aliases}
+    aliases, hidden = _aliases(plain)
+    names, of_modules = {alias.fqn for alias in aliases}, set(buffers)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({name: _sizeable(tensor) for name, tensor in tensors.items()}, is_coordinator=coordinator)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    final = planner.finish_plan(plans[0])
-    rows: list[_Row] = [_row(write, tensors[write.index.fqn]) for write in final.items if write.index.fqn not in names]
-    rows += [(name, "uint8", (length,), (0,), (length,), None, device, False) for name, length, device in hidden]
+    planner.set_up_planner({name: _sizeable(tensor) for name, tensor in tensors.items() if name not in names}, is_coordinator=False)
+    rows = []
+    for write in planner.create_local_plan().items:
+        tensor = tensors[write.index.fqn]
+        local = tensor
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
+        elif isinstance(tensor, ShardedTensor):
+            local = _shard(tensor, tuple(write.index.offset or ()))
+        if local.numel() or not tensor.numel():
+            rows.append(_row(write, tensor, local, buffer=write.index.fqn in of_modules, compare=compare))
+    for name, length, device in hidden:
+        rows.append(Row(name, "uint8", (length,), (0,), (length,), None, device, False))
+    return Local(rows, aliases)
+
+
+def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer: bool, compare: bool) -> Row:
+    data = write.tensor_data
+    assert data is not None
+    sizes = tuple(data.chunk.sizes)
+    dense = not local.is_contiguous() and is_dense(sizes, local.stride())
+    replicated = any(p.is_replicate() for p in tensor.placements) if isinstance(tensor, DTensor) else not isinstance(tensor, ShardedTensor)
+    return Row(
+        write.index.fqn, dtype_name(local.dtype), tuple(data.size), tuple(data.chunk.offsets), sizes,
+        tuple(local.stride()) if dense else None, local.device.type, tensor.requires_grad,
+        replicated, buffer, digest(local) if compare and replicated and not buffer else b"",
+    )  # fmt: skip
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """8 bytes that tell replicas apart: a crc32c on the CPU; on an accelerator a sum of the bytes, weighted by their places."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if tensor.device.type == "cpu":
+        return crc32c(memory(flat, flat.numel())).to_bytes(8, "little")
+    total = 0
+    for at in range(0, flat.numel(), _DIGESTED):
+        words = flat[at : at + _DIGESTED].to(torch.int64)
+        places = torch.arange(at, at + len(words), device=flat.device) * 2 + 1
+        total += int(((words + 1) * places * places).sum())
+    return (total % (1 << 64)).to_bytes(8, "little")
+
+
+def memory(tensor: torch.Tensor, length: int) -> memoryview:
+    """The bytes of a dense CPU tensor, writable. The caller keeps the tensor."""
+    if length == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
+
+
+def lay_out(local: Local, kept: Iterable[int], *, aliases: set[str], metadata: dict[str, Any] | None, global_plan: bytes) -> Layout:
+    """The plan of the rows that this rank writes (`kept`, by number), and of the aliases among `aliases` that lie in them."""
+    rows = [local.rows[number] for number in kept]
+    names = {row.fqn for row in rows}
     regions, items = _place(rows)
-    described = _metadata(metadata, tensors)
     plan = Plan(
         regions=regions,
         items=items,
-        aliases=aliases,
-        metadata=described if coordinator else None,
-        global_plan=hashlib.sha256(msgspec.msgpack.encode(described)).digest(),
+        aliases=[alias for alias in local.aliases if alias.base in names and alias.fqn in aliases],
+        metadata=metadata,
+        global_plan=global_plan,
         writer={"ckptd": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
     )
     document = plan.encode()
     return Layout(plan, document, signature(document))
 
 
-_Row = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, str, bool]
-
-
-def _row(write: WriteItem, tensor: torch.Tensor) -> _Row:
-    data = write.tensor_data
-    assert data is not None
-    sizes = tuple(data.chunk.sizes)
-    dense = not tensor.is_contiguous() and is_dense(sizes, tensor.stride())
-    return (
-        write.index.fqn, dtype_name(tensor.dtype), tuple(data.size), tuple(data.chunk.offsets), sizes,
-        tuple(tensor.stride()) if dense else None, tensor.device.type, tensor.requires_grad,
-    )  # fmt: skip
-
-
-def _place(rows: list[_Row]) -> tuple[list[Region], list[Item]]:
+def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:
     regions, items, position = [], [], 0
     for width in ELEMENT_SIZES:
         start = align_region(position)
         end = start
-        for name, dtype, size, offsets, sizes, stride, device, grad in rows:
-            if ITEM_SIZES[dtype] == width:
-                item = Item(name, dtype, size, offsets, sizes, stride, end, device, grad)
+        for row in rows:
+            if ITEM_SIZES[row.dtype] == width:
+                item = Item(row.fqn, row.dtype, row.size, row.offsets, row.sizes, row.stride, end, row.device, row.requires_grad)
                 items.append(item)
                 end += item.length
         if end > start:
@@ -227,16 +363,3 @@ def _covers(tensor: torch.Tensor, cluster: _Cluster) -> bool:
 
 def _aligned(cluster: _Cluster, members: list[torch.Tensor]) -> bool:
     return all((member.data_ptr() - cluster.start) % member.element_size() == 0 for member in members)
-
-
-def _metadata(metadata: Metadata, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """DCP's state_dict_metadata as plain data."""
-    described = {}
-    for fqn, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        described[fqn] = {
-            "dtype": dtype_name(tensors[fqn].dtype) if fqn in tensors else dtype_name(entry.properties.dtype),
-            "size": list(entry.size),
-            "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
-        }
-    return described

@@ -1,33 +1,38 @@
 """Which snapshot comes back, from which tier, and its way into the caller's state.
 
-Candidates are tried best first: highest (attempt, step), memory before storage. Structure is compared before the first byte is written;
-damage found later goes on to the next candidate, which overwrites every item. RNG states are set last.
+Candidates that all ranks can get are tried best first: highest (attempt, step), memory before storage. Structure is compared
+before the first byte is written; damage found later goes on to the next candidate, which overwrites every item. RNG states are set last.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from ckptd.agent import values
 from ckptd.agent.capture import set_rng_state
 from ckptd.agent.client import Client
+from ckptd.agent.exchange import Ranks
 from ckptd.agent.loading import load, materialize
-from ckptd.agent.restore import Binding
+from ckptd.agent.merge import merge
+from ckptd.agent.restore import Binding, OnReshape, mismatch
 from ckptd.agent.sources import Opened, open_memory, open_storage
 from ckptd.shared import messages as m
-from ckptd.shared.errors import IntegrityError, NotFound, RecoveryFailed
+from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, NotFound, RecoveryFailed
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.storage import PosixStorage
 
 log = logging.getLogger("ckptd.agent")
 
 FIND_SECONDS = 120.0  # a root with many checkpoints on a slow mount
+RANKS_SECONDS = 600.0  # that one rank may come to the same point, or be done with its loading, after another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,78 +50,144 @@ class Recovered:
     passed_over: list[str] = field(default_factory=list)
 
 
-def recover(client: Client, job: str, state: Any, *, step: int | None, strict: bool) -> Recovered | None:
-    """See `Agent.recover`."""
-    begun = time.monotonic()
-    found, _ = client.call(lambda n: m.Find(id=n, step=step), m.Found, FIND_SECONDS)
-    failpoint("agent.recover.found")
-    passed_over = list(found.damaged)
-    overwritten = False
-    for candidate in found.candidates:
-        where = f"{job}/{candidate.tag} in {candidate.source}"
+class Recovery:
+    """One call of `Agent.recover`, on all ranks: each step of it is taken by every rank, and then every rank hears what came of it on all,
+    so that all come to the same decisions. `topic` is this call's own."""
+
+    def __init__(self, client: Client, ranks: Ranks, job: str, topic: str, *, strict: bool, on_reshape: OnReshape | None) -> None:
+        self._client, self._ranks, self._job, self._topic = client, ranks, job, topic
+        self._strict, self._on_reshape = strict, on_reshape
+        self.last_step = -1
+        """The highest that any rank has captured in this attempt; known once `run` has begun."""
+
+    def run(self, state: Any, *, step: int | None, last_step: int) -> Recovered | None:
+        """See `Agent.recover`."""
+        begun = time.monotonic()
+        said = self._all("find", lambda: self._find(step, last_step))
+        self.last_step = max(found["last_step"] for found in said)
+        candidates = [m.Candidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
+        passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
+        overwritten = False
+        for number, candidate in enumerate(candidates):
+            where = f"{self._job}/{candidate.tag} in {candidate.source}"
+            attempt = _Attempt(self._client, self._ranks, self._job, candidate, strict=self._strict, on_reshape=self._on_reshape)
+            try:
+                said = self._all(f"{number}/open", lambda: attempt.open(state))  # noqa: B023 (called at once)
+                damage = _damage(said)
+                if not damage:
+                    self._check_unused(said)
+                    failpoint("agent.recover.opened")
+                    said = self._all(f"{number}/load", attempt.load)
+                    damage = _damage(said)
+                    overwritten = overwritten or any(found["writing"] for found in said)
+            finally:
+                attempt.close()
+            if damage:
+                log.error("%s is passed over: %s", where, damage)
+                passed_over.append(f"{where}: {damage}")
+                continue
+            failpoint("agent.recover.loaded")
+            seconds = time.monotonic() - begun
+            log.info("recovered %s in %.2f s", where, seconds)
+            return attempt.recovered(seconds, passed_over)
+        if passed_over:
+            after = "; the state is partly overwritten: build it anew before training" if overwritten else "; the state is as it was"
+            raise RecoveryFailed(
+                f"no sound checkpoint of job {self._job!r} is left: {'; '.join(passed_over)}{after}", overwritten=overwritten
+            )
+        if step is not None:
+            raise NotFound(f"job {self._job!r} has no checkpoint of step {step}")
+        return None
+
+    def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
+        found, _ = self._client.call(lambda n: m.Find(id=n, step=step), m.Found, FIND_SECONDS)
+        failpoint("agent.recover.found")
+        return {"candidates": [msgspec.to_builtins(c) for c in found.candidates], "damaged": found.damaged, "last_step": last_step}
+
+    def _check_unused(self, said: list[dict[str, Any]]) -> None:
+        """What is in the checkpoint must have a place on some rank."""
+        nowhere = [key for key in said[0]["unused"] if all(key in found["unused"] for found in said)]
+        if nowhere and self._strict:
+            raise mismatch(nowhere)
+
+    def _all(self, topic: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What came of `work` on each rank. One rank's error is an error on all."""
+        failure: Exception | None = None
+        mine: bytes | CkptdError
         try:
-            opened = _open(client, job, candidate)
-        except (IntegrityError, NotFound, OSError) as error:
-            log.warning("%s is passed over: %s", where, error)
-            passed_over.append(f"{where}: {error}")
-            continue
-        failpoint("agent.recover.opened")
-        attempt = _Attempt(opened, state, strict=strict)
+            mine = msgspec.msgpack.encode(work())
+        except CkptdError as error:
+            mine = failure = error
+        except Exception as error:
+            failure, mine = error, InternalError(f"{type(error).__name__}: {error}")
         try:
-            if candidate.source == "memory":
-                opened.verify()  # cheap there, and then nothing is overwritten in vain
-            attempt.prepare()
-            attempt.load()
-        except (IntegrityError, OSError) as error:
-            overwritten = overwritten or attempt.writing
-            log.error("%s is damaged and passed over: %s", where, error)
-            passed_over.append(f"{where}: {error}")
-            continue
-        finally:
-            opened.close()
-        failpoint("agent.recover.loaded")
-        log.info("recovered %s in %.2f s", where, time.monotonic() - begun)
-        return Recovered(
-            step=-1 if candidate.step is None else candidate.step,
-            attempt=candidate.attempt, tag=candidate.tag, source=candidate.source, metrics=opened.metrics,
-            user_content=opened.user_content, seconds=time.monotonic() - begun, passed_over=passed_over,
-        )  # fmt: skip
-    if passed_over:
-        after = "; the state is partly overwritten: build it anew before training" if overwritten else "; the state is as it was"
-        raise RecoveryFailed(f"no sound checkpoint of job {job!r} is left: {'; '.join(passed_over)}{after}", overwritten=overwritten)
-    if step is not None:
-        raise NotFound(f"job {job!r} has no checkpoint of step {step}")
-    return None
+            heard = self._ranks.round(
+                f"{self._topic}/{topic}", mine, lambda said: [msgspec.msgpack.encode(said)] * len(said), RANKS_SECONDS
+            )
+        except CkptdError:
+            if failure is not None:
+                raise failure from None
+            raise
+        said: list[dict[str, Any]] = [msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard, type=list[bytes])]
+        return said
 
 
-def _open(client: Client, job: str, candidate: m.Candidate) -> Opened:
-    if candidate.source == "memory":
-        assert candidate.step is not None
-        step = candidate.step
-        _, descriptors = client.call(lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step), m.Fetched, FIND_SECONDS)
-        return open_memory(descriptors, candidate.attempt, step, candidate.tag)
-    return open_storage(PosixStorage(Path(client.welcome.root)), job, candidate.tag)
+def _damage(said: list[dict[str, Any]]) -> str:
+    return "; ".join(dict.fromkeys(found["damaged"] for found in said if found["damaged"]))
 
 
 class _Attempt:
-    """One candidate on its way into the state. `writing`: whether the state may have changed."""
+    """One candidate on its way into the state of this rank: `open`, `load`, `close`."""
 
-    def __init__(self, opened: Opened, state: Any, *, strict: bool) -> None:
-        self._opened, self._state, self._strict = opened, state, strict
-        self.writing = False
+    def __init__(
+        self, client: Client, ranks: Ranks, job: str, candidate: m.Candidate, *, strict: bool, on_reshape: OnReshape | None
+    ) -> None:
+        self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
+        self._strict, self._on_reshape = strict, on_reshape
+        self._opened: Opened | None = None
+        self._rng: dict[str, Any] | None = None
 
-    def prepare(self) -> None:
-        """Raises StructureMismatch, having written nothing."""
-        document = values.decode(self._opened.values())
-        self._rng = document.get("rng")
-        self._binding = Binding(self._state, document["state"], self._opened.saved, strict=self._strict)
+    def open(self, state: Any) -> dict[str, Any]:
+        """Compare, and write nothing. Raises StructureMismatch."""
+        try:
+            opened = self._opened = self._open()
+            if self._candidate.source == "memory":  # cheap there, each rank its share, and then nothing is overwritten in vain
+                opened.verify(opened.sources[self._ranks.rank :: self._ranks.world_size])
+            documents = [values.decode(opened.values(rank)) for rank in range(len(opened.sources))]
+        except (IntegrityError, NotFound, OSError) as error:
+            return {"damaged": str(error), "unused": []}
+        own = self._ranks.rank if len(documents) == self._ranks.world_size else None
+        if own is not None:
+            self._rng = documents[own].get("rng")
+        elif any(document.get("rng") for document in documents):
+            log.warning(
+                "random generators are left as they are: they were saved on %d ranks, and this job has %d",
+                len(documents), self._ranks.world_size,
+            )  # fmt: skip
+        tree = merge([document["state"] for document in documents], own)
+        self._binding = Binding(state, tree, opened.saved, strict=self._strict, on_reshape=self._on_reshape)
+        return {"damaged": "", "unused": self._binding.unused}
 
-    def load(self) -> None:
+    def _open(self) -> Opened:
+        candidate = self._candidate
+        if candidate.source == "memory":
+            assert candidate.step is not None
+            step = candidate.step
+            _, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step), m.Fetched, FIND_SECONDS)
+            return open_memory(descriptors, candidate.attempt, step, candidate.tag)
+        return open_storage(PosixStorage(Path(self._client.welcome.root)), self._job, candidate.tag)
+
+    def load(self) -> dict[str, Any]:
+        writing = False
+        assert self._opened is not None
         binding, saved = self._binding, self._opened.saved
-        fresh = materialize(saved, [name for name in binding.fresh if name not in binding.in_place])
-        failpoint("agent.recover.loading")
-        self.writing = True
-        load(saved, binding.in_place)
+        try:
+            fresh = materialize(saved, [name for name in binding.fresh if name not in binding.in_place])
+            failpoint("agent.recover.loading")
+            writing = True
+            load(saved, binding.in_place)
+        except (IntegrityError, OSError) as error:
+            return {"damaged": str(error), "writing": writing}
 
         def resolve(name: str) -> torch.Tensor:
             tensor = fresh.get(name)
@@ -128,3 +199,16 @@ class _Attempt:
         binding.finish(resolve)
         if self._rng is not None:
             set_rng_state(self._rng)
+        return {"damaged": "", "writing": True}
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+
+    def recovered(self, seconds: float, passed_over: list[str]) -> Recovered:
+        candidate, opened = self._candidate, self._opened
+        assert opened is not None
+        return Recovered(
+            step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt, tag=candidate.tag, source=candidate.source,
+            metrics=opened.metrics, user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
+        )  # fmt: skip

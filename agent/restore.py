@@ -10,31 +10,45 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
 
-from ckptd.agent.capture import canonical, expand_object, parameter_keys, parameter_names, unwrapped
+from ckptd.agent.capture import Names, canonical, expand_object, flattens, parameter_keys, parameter_names, unwrapped
 from ckptd.agent.loading import Saved
-from ckptd.agent.values import ObjectNode, Packer, TensorRef
+from ckptd.agent.merge import OfRanks
+from ckptd.agent.planning import dtype_of, local_part
+from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef, filled, tensor_names
 from ckptd.shared.errors import StructureMismatch
 
 Resolve = Callable[[str], torch.Tensor]
+OnReshape = Callable[[str, list[Any]], Any]
+"""Given the key of a `per_rank` value and that of every rank it was saved on, this rank's."""
 _KEEP = object()
 _Value = Callable[[Resolve], Any]
 """Makes the value for a place in the caller's state; `_KEEP` where the object there was changed itself."""
 
 
 class Binding:
-    """`in_place`: name -> destination; `fresh`: names of tensors to make, with the device each belongs on."""
+    """`in_place`: name -> destination; `fresh`: names of tensors to make, with the device each belongs on; `unused`: keys of the checkpoint
+    that have no place in the state. Raises StructureMismatch."""
 
-    def __init__(self, state: Any, tree: Any, saved: Saved, *, strict: bool) -> None:
+    def __init__(self, state: Any, tree: Any, saved: Saved, *, strict: bool, on_reshape: OnReshape | None = None) -> None:
         self.in_place: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.device] = {}
-        self._saved, self._strict = saved, strict
+        self.unused: list[str] = []
+        self._saved, self._strict, self._on_reshape = saved, strict, on_reshape
         self._names = parameter_names(state)
         self._problems: list[str] = []
         value = self._bind(state, tree, "")
         if self._problems:
-            more = f" (and {len(self._problems) - 1} more differences)" if len(self._problems) > 1 else ""
-            raise StructureMismatch(f"{self._problems[0]}{more}; nothing was written")
+            raise mismatch(self._problems)
         self._value = value
 
     def finish(self, resolve: Resolve) -> None:
@@ -45,13 +59,17 @@ class Binding:
     # -- one method for each kind of destination
 
     def _bind(self, place: Any, saved: Any, path: str) -> _Value:
+        if isinstance(saved, OfRanks):
+            return self._of_ranks(place, saved, path)
+        if isinstance(place, PerRank):
+            return self._put_plainly(place.value, self._bind(place.value, saved, path))
         if isinstance(place, torch.nn.Module):
             return self._module(place, saved, path)
         if isinstance(place, torch.optim.Optimizer):
             return self._optimizer(place, saved, path)
         if isinstance(place, torch.Tensor):
             return self._tensor(place, saved, path)
-        if type(place) is not dict and (expanded := expand_object(place, {})) is not None:
+        if type(place) is not dict and (expanded := expand_object(place, Names())) is not None:
             return self._stateful(place, expanded[1], saved, path)
         if isinstance(saved, ObjectNode):
             saved = saved.tree
@@ -62,6 +80,42 @@ class Binding:
         if type(place) is tuple:
             return self._tuple(place, saved, path)
         return self._fresh(saved)
+
+    def _of_ranks(self, place: Any, saved: OfRanks, path: str) -> _Value:
+        inner = place.value if isinstance(place, PerRank) else place
+        if saved.own is not None:
+            return self._put_plainly(inner, self._bind(inner, saved.values[saved.own], path))
+        on_reshape = self._on_reshape
+        if on_reshape is None:
+            self._problems.append(
+                f"{path} is each rank's own and was saved on {len(saved.values)} ranks, of which this is none: recover on as many "
+                "ranks, or give recover() a function on_reshape(key, values) that makes this rank's value"
+            )
+            return lambda resolve: _KEEP
+        fresh = self._fresh(saved.values)
+
+        def put(resolve: Resolve) -> Any:
+            made = on_reshape(path, fresh(resolve))
+            if isinstance(inner, dict) and isinstance(made, dict):
+                inner.clear()
+                inner.update(made)
+                return inner
+            if not isinstance(inner, type) and callable(getattr(inner, "load_state_dict", None)):
+                inner.load_state_dict(made)
+                return inner
+            return made
+
+        return put
+
+    @staticmethod
+    def _put_plainly(inner: Any, value: _Value) -> _Value:
+        """The mark goes: the caller finds the value itself in its place."""
+
+        def put(resolve: Resolve) -> Any:
+            made = value(resolve)
+            return inner if made is _KEEP else made
+
+        return put
 
     def _differs(self, path: str, saved: Any, expected: str) -> _Value:
         found = "a tensor" if isinstance(saved, TensorRef) else "an object" if isinstance(saved, ObjectNode) else type(saved).__name__
@@ -74,12 +128,12 @@ class Binding:
         size = tuple(self._saved.describe(saved.fqn).size)
         if tuple(place.shape) != size:
             self._problems.append(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}")
-        elif any(n > 1 and stride == 0 for n, stride in zip(place.shape, place.stride(), strict=True)):
+        elif any(n > 1 and stride == 0 for n, stride in zip(local_part(place).shape, local_part(place).stride(), strict=True)):
             self._problems.append(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
         elif place.is_meta:
             self._problems.append(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
         else:
-            self.in_place[saved.fqn] = place.detach()
+            self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
         return lambda resolve: _KEEP
 
     def _dict(self, place: dict[Any, Any], saved: Any, path: str) -> _Value:
@@ -107,7 +161,7 @@ class Binding:
     def _list(self, place: list[Any], saved: Any, path: str) -> _Value:
         if not isinstance(saved, list):
             return self._differs(path, saved, "a list")
-        if not any(isinstance(item, (torch.Tensor, dict, list, tuple)) or expand_object(item, {}) is not None for item in place):
+        if not any(isinstance(item, (torch.Tensor, dict, list, tuple)) or expand_object(item, Names()) is not None for item in place):
             fresh = self._fresh(saved)  # plain values, or nothing yet: a history may be of any length
 
             def take(resolve: Resolve) -> Any:
@@ -148,7 +202,7 @@ class Binding:
     def _stateful(self, place: Any, template: Any, saved: Any, path: str) -> _Value:
         """Anything with load_state_dict: it gets all of the saved state, each tensor where its own of that name is."""
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
-        packer = Packer(lambda value, _: expand_object(value, {}))
+        packer = Packer(lambda value, _: expand_object(value, Names()))
         packer.pack(template, path)
         for name in tensor_names(tree):
             self.fresh[name] = packer.tensors[name].device if name in packer.tensors else torch.device("cpu")
@@ -163,8 +217,8 @@ class Binding:
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
         if not isinstance(tree, dict):
             return self._differs(path, saved, "a module")
-        module = unwrapped(place)
-        own = module.state_dict()
+        module, flat = unwrapped(place), flattens(place)
+        own = get_model_state_dict(place) if flat else module.state_dict()
         raw_names = {canonical(name): name for name in own}
         tree = {canonical(name): value for name, value in tree.items()}
         self._compare(list(tree), list(raw_names), path)
@@ -174,7 +228,11 @@ class Binding:
             for raw, value in values.items():
                 if (made := value(resolve)) is not _KEEP:
                     own[raw] = made
-            module.load_state_dict({raw: own[raw] for raw in values}, strict=False)  # hooks and extra state; names are compared
+            found = {raw: own[raw] for raw in values}  # hooks and extra state; names are compared
+            if flat:
+                set_model_state_dict(place, found, options=StateDictOptions(strict=False))
+            else:
+                module.load_state_dict(found, strict=False)
             return _KEEP
 
         return put
@@ -183,18 +241,17 @@ class Binding:
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
         if not isinstance(tree, dict) or not {"state", "param_groups"} <= set(tree):
             return self._differs(path, saved, "an optimizer")
+        if (root := self._names.flattened_by(place)) is not None:
+            return self._flattened_optimizer(place, root, tree, path)
         parameters = [parameter for group in place.param_groups for parameter in group["params"]]
         keys = parameter_keys(place, self._names)
         if all(type(name) is int for group in tree["param_groups"] for name in group["params"]):
             keys = list(range(len(parameters)))
-        groups, own, position = tree["param_groups"], [], 0
+        own, position = [], 0
         for group in place.param_groups:
             own.append(keys[position : position + len(group["params"])])
             position += len(group["params"])
-        if len(groups) != len(own):
-            self._problems.append(f"{path}: the checkpoint has {len(groups)} parameter groups, the optimizer {len(own)}")
-        for n, (theirs, ours) in enumerate(zip(groups, own, strict=False)):
-            self._compare(theirs["params"], ours, f"{path}.param_groups.{n}.params")
+        settings = self._settings(tree["param_groups"], own, path)
         if self._problems:
             return lambda resolve: _KEEP
         parameter_of = dict(zip(keys, parameters, strict=True))
@@ -202,8 +259,8 @@ class Binding:
         for key, entry in tree["state"].items():
             if key in parameter_of:
                 values[key] = self._optimizer_entry(place, parameter_of[key], entry, f"{path}.state.{key}")
-        group_values = [{k: self._group_value(g.get(k), v, f"{path}.param_groups.{n}.{k}") for k, v in t.items() if k != "params"}
-                        for n, (g, t) in enumerate(zip(place.param_groups, groups, strict=True))]  # fmt: skip
+        group_values = [{k: self._group_value(g.get(k), v, f"{path}.param_groups.{n}.{k}") for k, v in found.items() if k != "params"}
+                        for n, (g, found) in enumerate(zip(place.param_groups, settings, strict=True))]  # fmt: skip
 
         def put(resolve: Resolve) -> Any:
             for group, group_entries in zip(place.param_groups, group_values, strict=True):
@@ -222,6 +279,40 @@ class Binding:
 
         return put
 
+    def _settings(self, saved: list[dict[str, Any]], own: list[list[Any]], path: str) -> list[dict[str, Any]]:
+        """For each of the optimizer's groups what its parameters were saved with, whatever groups they were in."""
+        group_of = {name: group for group in saved for name in group["params"]}
+        self._compare(list(group_of), [name for names in own for name in names], f"{path}.param_groups")
+        found = []
+        for number, names in enumerate(own):
+            groups = [group_of[name] for name in names if name in group_of] or saved[number : number + 1]
+            plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            if any(other != plain[0] for other in plain):
+                self._problems.append(
+                    f"{path}.param_groups.{number}: the checkpoint has its parameters in groups of other settings "
+                    f"(it has {len(saved)} groups, the optimizer {len(own)})"
+                )
+            found.append(plain[0] if plain else {})
+        return found
+
+    def _flattened_optimizer(self, place: torch.optim.Optimizer, root: torch.nn.Module, tree: dict[str, Any], path: str) -> _Value:
+        """FSDP1: DCP brings the state into its flat parameters."""
+        if not tree["state"]:
+            return lambda resolve: _KEEP
+        own = get_optimizer_state_dict(root, place)
+        groups: list[dict[str, Any]] = own["param_groups"]  # type: ignore[assignment]
+        settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
+        state = self._dict(own["state"], tree["state"], f"{path}.state")  # type: ignore[arg-type]
+
+        def put(resolve: Resolve) -> Any:
+            state(resolve)
+            for group, found in zip(groups, settings, strict=True):
+                group.update(filled(found, resolve))
+            set_optimizer_state_dict(root, place, own)
+            return _KEEP
+
+        return put
+
     def _optimizer_entry(self, place: torch.optim.Optimizer, parameter: torch.Tensor, entry: Any, path: str) -> dict[str, _Value]:
         """In place where the optimizer has such a tensor already; else made where torch's own load_state_dict would put it."""
         if not isinstance(entry, dict):
@@ -230,14 +321,25 @@ class Binding:
         values: dict[str, _Value] = {}
         for name, saved in entry.items():
             own = mine.get(name)
-            if isinstance(saved, TensorRef) and isinstance(own, torch.Tensor):
+            if isinstance(saved, TensorRef):
                 described = self._saved.describe(saved.fqn)
-                if tuple(own.shape) == tuple(described.size) and str(own.dtype) == f"torch.{described.dtype}":
+                fits = (
+                    isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype_of(described.dtype)
+                )
+                if fits:
                     values[name] = self._tensor(own, saved, f"{path}.{name}")
+                    continue
+                if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
+                    values[name] = self._like(parameter, saved, dtype_of(described.dtype))
                     continue
             on_cpu = name == "step" and not _steps_on_device(place, parameter)
             values[name] = self._fresh(saved, torch.device("cpu") if on_cpu else parameter.device)
         return values
+
+    def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype) -> _Value:
+        """State of a sharded parameter that the optimizer does not have yet: sharded in the same way."""
+        made = self.in_place[saved.fqn] = torch.empty_like(parameter.detach(), dtype=dtype)
+        return lambda resolve: made
 
     def _group_value(self, own: Any, saved: Any, path: str) -> _Value:
         if isinstance(own, torch.Tensor) and isinstance(saved, TensorRef):
@@ -250,7 +352,12 @@ class Binding:
         known, wanted = set(theirs), set(ours)
         prefix = f"{path}." if path else ""
         self._problems += [f"key {prefix}{key} is in the state and not in the checkpoint" for key in ours if key not in known]
-        self._problems += [f"key {prefix}{key} is in the checkpoint and not in the state" for key in theirs if key not in wanted]
+        self.unused += [f"key {prefix}{key} is in the checkpoint and not in the state" for key in theirs if key not in wanted]
+
+
+def mismatch(problems: list[str]) -> StructureMismatch:
+    more = f" (and {len(problems) - 1} more differences)" if len(problems) > 1 else ""
+    return StructureMismatch(f"{problems[0]}{more}; nothing was written")
 
 
 def _steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -265,35 +372,3 @@ def _tell(place: torch.optim.Optimizer) -> None:
         place.__setstate__({"state": place.state, "param_groups": place.param_groups})
     else:
         place.load_state_dict(place.state_dict())
-
-
-def tensor_names(tree: Any) -> list[str]:
-    """Names of all tensors in a decoded tree."""
-    if isinstance(tree, TensorRef):
-        return [tree.fqn]
-    if isinstance(tree, ObjectNode):
-        return tensor_names(tree.tree)
-    if isinstance(tree, dict):
-        return [name for value in tree.values() for name in tensor_names(value)]
-    if isinstance(tree, (list, tuple, set, frozenset)) or type(tree).__name__ == "deque":
-        return [name for value in tree for name in tensor_names(value)]
-    return []
-
-
-def filled(tree: Any, resolve: Resolve) -> Any:
-    """A decoded tree with its tensors in place of their names; containers keep their types."""
-    if isinstance(tree, TensorRef):
-        return resolve(tree.fqn)
-    if isinstance(tree, ObjectNode):
-        return filled(tree.tree, resolve)
-    if isinstance(tree, dict) and tensor_names(tree):
-        made = type(tree)()
-        made.update({key: filled(value, resolve) for key, value in tree.items()})
-        return made
-    if type(tree) is list:
-        return [filled(value, resolve) for value in tree]
-    if isinstance(tree, (tuple, set, frozenset)) and tensor_names(tree):
-        return type(tree)(filled(value, resolve) for value in tree)
-    if type(tree).__name__ == "deque" and tensor_names(tree):
-        return type(tree)((filled(value, resolve) for value in tree), tree.maxlen)
-    return tree

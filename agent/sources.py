@@ -68,9 +68,9 @@ class Opened:
         scatter(source, [(offset, memoryview(document))])
         return bytes(document)
 
-    def verify(self) -> int:
-        """Read every chunk; returns raw bytes. Raises IntegrityError, OSError."""
-        return sum(verify(source) for source in self.sources)
+    def verify(self, sources: Sequence[ChunkSource] | None = None) -> int:
+        """Read every chunk, of all sources or of some; returns raw bytes. Raises IntegrityError, OSError."""
+        return sum(verify(source) for source in (self.sources if sources is None else sources))
 
     def close(self) -> None:
         while self.descriptors:

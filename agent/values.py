@@ -23,7 +23,7 @@ from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 
 Ext = msgspec.msgpack.Ext
 TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)
-ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT = range(15, 21)
+ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK = range(15, 22)
 
 _PLAIN = {type(None), bool, float, str, bytes}
 _PATHS: dict[str, type[pathlib.PurePath]] = {
@@ -46,6 +46,21 @@ class ObjectNode:
     tree: Any
 
 
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A value of this rank's own; made by `per_rank`. In a decoded tree, that of the rank whose document it is."""
+
+    value: Any
+
+
+def per_rank(value: Any) -> Any:
+    """Mark a value in the state as this rank's own, like the position of its data loader: each rank gets its own back.
+
+    On another number of ranks `recover()` refuses it by name, or hands the values of all ranks to `on_reshape=`.
+    """
+    return PerRank(value)
+
+
 def _encode(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
@@ -56,8 +71,9 @@ class Packer:
     `expand`, if given, is asked about every value of a type that is not known here, and returns (kind, plain tree) or None.
     """
 
-    def __init__(self, expand: Callable[[Any, str], tuple[str, Any] | None] | None = None) -> None:
+    def __init__(self, expand: Callable[[Any, str], tuple[str, Any] | None] | None = None, rank: int = 0) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self._rank = rank
         self._expand = expand
 
     def encode(self, value: Any, prefix: str = "") -> bytes:
@@ -116,6 +132,8 @@ class Packer:
             raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot say: {text[:40]!r}") from None
 
     def _other(self, value: Any, kind: type, path: str) -> Any:
+        if kind is PerRank:
+            return Ext(PER_RANK, _encode(self.pack(value.value, f"{path}@{self._rank}")))
         if kind is tuple:
             return Ext(TUPLE, self._children(value, path))
         if kind is torch.Size:
@@ -191,6 +209,8 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
         if code == OBJECT:
             kind, tree = msgspec.msgpack.decode(data, ext_hook=hook)
             return ObjectNode(kind, tree) if objects else tree
+        if code == PER_RANK:
+            return PerRank(msgspec.msgpack.decode(data, ext_hook=hook)) if objects else msgspec.msgpack.decode(data, ext_hook=hook)
         if code in _BY_ITEMS:
             return _BY_ITEMS[code](msgspec.msgpack.decode(data, ext_hook=hook))
         if code in _BY_BYTES:
@@ -252,3 +272,35 @@ _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     TORCH: lambda data: torch.load(io.BytesIO(data), weights_only=True),
     BYTEARRAY: bytearray,
 }
+
+
+def tensor_names(tree: Any) -> list[str]:
+    """Names of all tensors in a decoded tree."""
+    if isinstance(tree, TensorRef):
+        return [tree.fqn]
+    if isinstance(tree, (ObjectNode, PerRank)):
+        return tensor_names(tree.tree if isinstance(tree, ObjectNode) else tree.value)
+    if isinstance(tree, dict):
+        return [name for value in tree.values() for name in tensor_names(value)]
+    if isinstance(tree, (list, tuple, set, frozenset)) or type(tree).__name__ == "deque":
+        return [name for value in tree for name in tensor_names(value)]
+    return []
+
+
+def filled(tree: Any, resolve: Callable[[str], Any]) -> Any:
+    """A decoded tree with its tensors in place of their names; containers keep their types."""
+    if isinstance(tree, TensorRef):
+        return resolve(tree.fqn)
+    if isinstance(tree, (ObjectNode, PerRank)):
+        return filled(tree.tree if isinstance(tree, ObjectNode) else tree.value, resolve)
+    if isinstance(tree, dict) and tensor_names(tree):
+        made = type(tree)()
+        made.update({key: filled(value, resolve) for key, value in tree.items()})
+        return made
+    if type(tree) is list:
+        return [filled(value, resolve) for value in tree]
+    if isinstance(tree, (tuple, set, frozenset)) and tensor_names(tree):
+        return type(tree)(filled(value, resolve) for value in tree)
+    if type(tree).__name__ == "deque" and tensor_names(tree):
+        return type(tree)((filled(value, resolve) for value in tree), tree.maxlen)
+    return tree

@@ -182,10 +182,11 @@ _ON_THE_WIRE: dict[str, type[CkptdError]] = {
     for cls in (
         InvalidRequest, AlreadyExists, NotFound, QuotaExceeded, StorageError, SharedMemoryFull, IntegrityError,
         ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError, NewerFormat, SnapshotFailed, StructureChanged,
+        UnsavableValue, StructureMismatch, DaemonUnreachable, RecoveryFailed,
     )
 }  # fmt: skip
 
 
 def from_wire(code: str, message: str) -> CkptdError:
-    """The exception for an Error message; a code from a newer daemon becomes a plain ServiceError."""
+    """The exception for an Error message, or for what another rank says; a code from a newer daemon becomes a plain ServiceError."""
     return _ON_THE_WIRE.get(code, ServiceError)(message)

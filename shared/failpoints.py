@@ -20,6 +20,7 @@ from dataclasses import dataclass
 AGENT = (
     "agent.begun",
     "agent.allocated",
+    "agent.planning",
     "agent.granted",
     "agent.filling",
     "agent.copying",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent.loading import memory
+from ckptd.agent.planning import memory
 from ckptd.shared import errors
 from tests.support.daemons import Daemon
 

@@ -1,0 +1,156 @@
+"""Rounds over the job's own store: every rank says something, rank 0 decides, every rank hears its answer or the same error.
+
+No collective and no process group is used, so that it works while the trainer's groups are busy or broken. The store is a clone: a wait on
+the trainer's own client would hold up its other users. Every wait has a deadline, and one rank's failure is an error on all, as a value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import msgspec
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
+
+_PIECE = 4 << 20  # the store's server takes values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between looks; a `wait` that times out prints warnings, and cannot be called off
+_GRACE_SECONDS = 2.0  # for rank 0's word that somebody was late to reach the others
+
+
+class Alone:
+    """A job of one rank: there is nobody to agree with."""
+
+    rank, world_size, operations = 0, 1, 0
+
+    def round(
+        self,
+        topic: str,
+        mine: bytes | CkptdError,
+        decide: Callable[[list[bytes]], list[bytes]],
+        seconds: float,
+        unwanted: Callable[[], CkptdError | None] = lambda: None,
+    ) -> bytes:
+        """As `Exchange.round`, at once."""
+        if isinstance(mine, CkptdError):
+            raise mine
+        return decide([mine])[0]
+
+
+class Exchange:
+    """`operations` counts what was asked of the store. Every rank must come to the same rounds, in any order."""
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.operations = 0
+        self._store = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
+
+    def round(
+        self,
+        topic: str,
+        mine: bytes | CkptdError,
+        decide: Callable[[list[bytes]], list[bytes]],
+        seconds: float,
+        unwanted: Callable[[], CkptdError | None] = lambda: None,
+    ) -> bytes:
+        """Every rank gives `mine`; `decide` runs on rank 0 alone, and gives one answer for each rank.
+
+        An error in the place of `mine`, or raised by `decide`, is raised on all ranks. Raises SnapshotFailed naming who was late after
+        `seconds`, and what `unwanted` returns as soon as it does.
+        """
+        try:
+            return _decode(self._round(topic, mine, decide, seconds, unwanted))
+        except RuntimeError as error:  # torch's, of a server that is gone
+            raise SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}") from None
+
+    def _round(
+        self,
+        topic: str,
+        mine: bytes | CkptdError,
+        decide: Callable[[list[bytes]], list[bytes]],
+        seconds: float,
+        unwanted: Callable[[], CkptdError | None],
+    ) -> bytes:
+        deadline = time.monotonic() + seconds
+        if self.rank == 0:
+            answers = self._decide(topic, mine, decide, deadline, unwanted)
+            for rank in range(1, self.world_size):
+                self._put(f"{topic}/to/{rank}", answers[rank])
+            return answers[0]
+        self._put(f"{topic}/from/{self.rank}", _encode(mine))
+        found = self._take(f"{topic}/to/{self.rank}", deadline + _GRACE_SECONDS, unwanted)
+        if found is None:
+            raise SnapshotFailed(f"rank 0 has not answered within {seconds:.0f} s")
+        return found
+
+    def _decide(
+        self,
+        topic: str,
+        mine: bytes | CkptdError,
+        decide: Callable[[list[bytes]], list[bytes]],
+        deadline: float,
+        unwanted: Callable[[], CkptdError | None],
+    ) -> list[bytes]:
+        try:
+            said: list[bytes] = []
+            late: list[int] = []
+            begun = time.monotonic()
+            for rank in range(self.world_size):
+                found = _encode(mine) if rank == 0 else self._take(f"{topic}/from/{rank}", deadline, unwanted)
+                if found is None:
+                    late.append(rank)
+                else:
+                    said.append(_decode(found, rank))
+            if late:
+                raise SnapshotFailed(f"rank {', '.join(map(str, late[:8]))} has not come within {time.monotonic() - begun:.0f} s")
+            return [_encode(answer) for answer in decide(said)]
+        except CkptdError as error:
+            return [_encode(error)] * self.world_size
+
+    def _put(self, key: str, value: bytes) -> None:
+        pieces = [value[at : at + _PIECE] for at in range(0, len(value), _PIECE)] or [b""]
+        for number in reversed(range(len(pieces))):  # the first says how many there are, and is waited for
+            head = len(pieces).to_bytes(4, "little") if number == 0 else b""
+            self.operations += 1
+            self._store.set(f"{key}/{number}", head + pieces[number])  # type: ignore[arg-type]
+
+    def _take(self, key: str, deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
+        """The value, which is then gone from the store; None after the deadline."""
+        pause = _FIRST_LOOK
+        while not self._there(f"{key}/0"):
+            if (error := unwanted()) is not None:
+                raise error
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK)
+        first = self._get(f"{key}/0")
+        return first[4:] + b"".join(self._get(f"{key}/{number}") for number in range(1, int.from_bytes(first[:4], "little")))
+
+    def _there(self, key: str) -> bool:
+        self.operations += 1
+        return bool(self._store.check([key]))
+
+    def _get(self, key: str) -> bytes:
+        self.operations += 2
+        value: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return value
+
+
+def _encode(said: bytes | CkptdError) -> bytes:
+    if isinstance(said, CkptdError):
+        return msgspec.msgpack.encode((said.code, str(said), b""))
+    return msgspec.msgpack.encode(("", "", said))
+
+
+def _decode(data: bytes, rank: int | None = None) -> bytes:
+    """Raises what the other side has said; `rank` names who it was."""
+    code, reason, value = msgspec.msgpack.decode(data, type=tuple[str, str, bytes])
+    if code:
+        raise from_wire(code, reason if rank is None else f"rank {rank}: {reason}")
+    return value
+
+
+Ranks = Alone | Exchange

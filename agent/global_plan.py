@@ -1,0 +1,148 @@
+"""Who writes what: the plan that all ranks share, made on rank 0 from what each could write.
+
+DCP's planner decides (`create_global_plan`: what several ranks hold is written once, balanced by bytes). Before it does, what ranks say is
+compared: dtypes and shapes, the bytes of replicated tensors, plain values. A difference is named by key and rank, and fails the snapshot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from ckptd.agent.planning import Key, Layout, Local, Row, dtype_of, lay_out, sizeless
+from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.plan import HIDDEN
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What one rank could write, as it travels to rank 0. `aliases`: (fqn, dtype, size); `values`: a digest of each plain value, by key."""
+
+    rows: list[Row]
+    aliases: list[tuple[str, str, tuple[int, ...]]]
+    values: dict[str, bytes] = {}
+
+    @classmethod
+    def of(cls, local: Local, values: dict[str, bytes]) -> Offer:
+        return cls(local.rows, [(alias.fqn, alias.dtype, tuple(alias.size)) for alias in local.aliases], values)
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What one rank is to write: numbers of its rows, and fqns of its aliases. `metadata` is rank 0's alone."""
+
+    rows: list[int]
+    aliases: list[str]
+    global_plan: bytes
+    metadata: dict[str, Any] | None = None
+
+    def lay_out(self, local: Local) -> Layout:
+        return lay_out(local, self.rows, aliases=set(self.aliases), metadata=self.metadata, global_plan=self.global_plan)
+
+
+def share_out(offers: list[Offer]) -> list[Share]:
+    """One share for each rank. Raises UnsavableValue naming key and ranks."""
+    _compare_values(offers)
+    _compare_rows(offers)
+    items = {row.fqn for offer in offers for row in offer.rows}
+    plans = [_save_plan(rows) for rows in _without_copies_of_buffers(offers)]
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({}, is_coordinator=True)
+    try:
+        finished, _ = planner.create_global_plan(plans)
+    except ValueError as error:
+        raise UnsavableValue(f"the shards of all ranks do not make whole tensors: {error}") from None
+    metadata = _metadata(offers)
+    kept: list[list[int]] = []
+    for offer, plan in zip(offers, finished, strict=True):
+        wanted = {(write.index.fqn, tuple(write.index.offset or ())) for write in plan.items}
+        kept.append([number for number, row in enumerate(offer.rows) if row.key in wanted])
+    global_plan = hashlib.sha256(msgspec.msgpack.encode([metadata, kept])).digest()
+    return [
+        Share(rows, [name for name, _, _ in offer.aliases if name not in items], global_plan, metadata if rank == 0 else None)
+        for rank, (offer, rows) in enumerate(zip(offers, kept, strict=True))
+    ]
+
+
+def _compare_values(offers: list[Offer]) -> None:
+    first: dict[str, tuple[int, bytes]] = {}
+    for rank, offer in enumerate(offers):
+        for key, found in offer.values.items():
+            other, expected = first.setdefault(key, (rank, found))
+            if found != expected:
+                raise UnsavableValue(
+                    f"{key} differs between ranks {other} and {rank}: make it the same, or mark it as each rank's own with per_rank(...)"
+                )
+
+
+def _compare_rows(offers: list[Offer]) -> None:
+    shapes: dict[str, tuple[int, str, tuple[int, ...]]] = {}
+    copies: dict[Key, tuple[int, bytes]] = {}
+    covered: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+    for rank, offer in enumerate(offers):
+        described = [(row.fqn, row.dtype, row.size) for row in offer.rows] + offer.aliases
+        for fqn, dtype, size in described:
+            other, *expected = shapes.setdefault(fqn, (rank, dtype, size))
+            if [dtype, size] != expected:
+                raise UnsavableValue(
+                    f"{fqn} is {expected[0]} {list(expected[1])} on rank {other} and {dtype} {list(size)} on rank {rank}: a tensor "
+                    "is the same on all ranks, a shard of one (a DTensor), or each rank's own (per_rank)"
+                )
+        for row in offer.rows:
+            covered[row.fqn][row.offsets] = math.prod(row.sizes)
+            if row.digest:
+                other, bytes_there = copies.setdefault(row.key, (rank, row.digest))
+                if row.digest != bytes_there:
+                    raise UnsavableValue(
+                        f"{row.fqn} differs between ranks {other} and {rank}, and is no shard of one tensor: make it a DTensor, or mark "
+                        "it as each rank's own with per_rank(...)"
+                    )
+    for fqn, parts in covered.items():
+        if sum(parts.values()) != math.prod(shapes[fqn][2]):
+            raise UnsavableValue(f"{fqn}: the shards of all ranks hold {sum(parts.values())} of its {math.prod(shapes[fqn][2])} elements")
+
+
+def _without_copies_of_buffers(offers: list[Offer]) -> Iterable[list[Row]]:
+    """Buffers of modules are those of the lowest rank that has them, as DistributedDataParallel has it: the others' may differ."""
+    taken: set[Key] = set()
+    for offer in offers:
+        yield [row for row in offer.rows if not (row.buffer and row.key in taken)]
+        taken |= {row.key for row in offer.rows if row.buffer}
+
+
+def _save_plan(rows: list[Row]) -> SavePlan:
+    return SavePlan([
+        WriteItem(
+            index=MetadataIndex(row.fqn, torch.Size(row.offsets)),
+            type=WriteItemType.TENSOR if row.sizes == row.size else WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes)),
+                properties=TensorProperties(dtype=torch.uint8 if sizeless(row.dtype) else dtype_of(row.dtype)),
+                size=torch.Size(row.size),
+            ),
+        )
+        for row in rows
+    ])  # fmt: skip
+
+
+def _metadata(offers: list[Offer]) -> dict[str, Any]:
+    """DCP's state_dict_metadata as plain data."""
+    described: dict[str, Any] = {}
+    for offer in offers:
+        for row in offer.rows:
+            if not row.fqn.startswith(HIDDEN):
+                entry = described.setdefault(row.fqn, {"dtype": row.dtype, "size": list(row.size), "chunks": []})
+                chunk = [list(row.offsets), list(row.sizes)]
+                if chunk not in entry["chunks"]:
+                    entry["chunks"].append(chunk)
+    for offer in offers:
+        for fqn, dtype, size in offer.aliases:
+            described.setdefault(fqn, {"dtype": dtype, "size": list(size), "chunks": [[[0] * len(size), list(size)]]})
+    return described

@@ -1,0 +1,97 @@
+"""The layout in force: kept while this rank's structure stays the same, made together with the other ranks when it changes.
+
+While it is kept nothing is exchanged. A rank that plans anew first tells the daemon: if others have gone on with the plan they had, the
+step fails on all, and every rank plans anew at the next.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import msgspec
+
+from ckptd.agent import values
+from ckptd.agent.capture import Captured, buffer_names
+from ckptd.agent.client import Client
+from ckptd.agent.exchange import Ranks
+from ckptd.agent.global_plan import Offer, Share, share_out
+from ckptd.agent.merge import value_digests
+from ckptd.agent.pending import Pending
+from ckptd.agent.planning import Layout, Local, Structure, difference, plan_locally, structure
+from ckptd.shared import messages as m
+from ckptd.shared.errors import CkptdError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.plan import ITEM_SIZES
+
+TELL_SECONDS = 5.0  # for the daemon to take note
+_ITEM_BYTES = 300  # in plan and metadata, of one item; an estimate
+
+
+class Layouts:
+    """`made`: how often ranks have planned."""
+
+    def __init__(self, client: Client, ranks: Ranks) -> None:
+        self.made = 0
+        self._client, self._ranks = client, ranks
+        self._kept: tuple[Structure, Layout] | None = None
+        self._wanted = 1
+        self._has = 0
+
+    def plan_anew(self) -> None:
+        """At the next snapshot, whatever the structure. From any thread."""
+        self._wanted += 1
+
+    def layout(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
+        """Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come until `deadline` (monotonic seconds)."""
+        found = structure(captured.tensors)
+        if self._kept is not None and self._kept[0] == found and self._has == self._wanted:
+            return self._kept[1]
+        wanted = self._wanted = self._wanted + 1  # until this has succeeded
+        if self._ranks.world_size > 1:
+            why = difference(self._kept[0] if self._kept is not None else None, found) if self._has else "it has no plan yet"
+            self._client.call(lambda n: m.Plan(id=n, step=pending.step, why=why), m.Done, TELL_SECONDS)
+        layout = self._plan(captured, state, pending, deadline)
+        self._kept, self._has = (found, layout), wanted
+        self.made += 1
+        return layout
+
+    def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
+        local = Local([])
+        mine: bytes | CkptdError
+        try:
+            local, offer = self._offer(captured, state)
+            mine = msgspec.msgpack.encode(offer)
+        except CkptdError as error:
+            mine = error
+        failpoint("agent.planning")
+        answer = self._ranks.round(
+            f"plan/{pending.attempt}/{pending.step}", mine, _decide, max(0.0, deadline - time.monotonic()), lambda: pending.error
+        )
+        return msgspec.msgpack.decode(answer, type=Share).lay_out(local)
+
+    def _offer(self, captured: Captured, state: Any) -> tuple[Local, Offer]:
+        if self._ranks.world_size == 1:
+            local = plan_locally(captured.tensors)
+            return local, Offer.of(local, {})
+        digests = value_digests(values.decode(captured.values)["state"])
+        local = plan_locally(captured.tensors, buffers=buffer_names(state), compare=True)
+        return local, Offer.of(local, digests)
+
+    def estimate(self, captured: Captured) -> int:
+        """Bytes of tensors and plan that this rank will write, more or less: what others may have too is shared out."""
+        local = plan_locally(captured.tensors)
+        own = shared = largest = 0
+        for row in local.rows:
+            length = ITEM_SIZES[row.dtype] * math.prod(row.sizes)
+            if row.replicated:
+                shared, largest = shared + length, max(largest, length)
+            else:
+                own += length
+        world_size = self._ranks.world_size
+        return own + (shared if world_size == 1 else shared // world_size + largest) + _ITEM_BYTES * len(local.rows)
+
+
+def _decide(said: list[bytes]) -> list[bytes]:
+    return [msgspec.msgpack.encode(share) for share in share_out([msgspec.msgpack.decode(one, type=Offer) for one in said])]

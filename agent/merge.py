@@ -1,0 +1,111 @@
+"""The plain values of several ranks: digests to compare them by when ranks plan, and one tree of them all for another set of ranks.
+
+Ranks may hold different keys (the stages of a pipeline): the merged tree has them all. What several ranks hold was equal when it was
+planned. Parameter groups of optimizers are told apart by the parameters in them, never by their number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef
+from ckptd.shared.errors import UnsavableValue
+
+
+@dataclass(frozen=True, slots=True)
+class OfRanks:
+    """Stands in a merged tree for a `per_rank` value: that of each rank which has one, in their order. `own`: this rank's among them, if it
+    is known which that is."""
+
+    values: list[Any]
+    own: int | None
+
+
+def value_digests(tree: Any) -> dict[str, bytes]:
+    """8 bytes for every plain value that ranks share, by key. Raises UnsavableValue for an optimizer that numbers its parameters."""
+    return {key: hashlib.blake2b(Packer().encode(value), digest_size=8).digest() for key, value in _shared(tree, "")}
+
+
+def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    prefix = f"{path}." if path else ""
+    if isinstance(tree, (TensorRef, PerRank)):
+        return
+    if isinstance(tree, ObjectNode):
+        yield from _shared(tree.tree, path)
+    elif is_optimizer(tree):
+        for group in tree["param_groups"]:
+            if any(type(name) is int for name in group["params"]):
+                raise UnsavableValue(
+                    f"{path or 'the state'}: an optimizer's parameters are numbered on each rank by itself, so that ranks would mix them "
+                    "up: give the optimizer itself together with the module that holds its parameters"
+                )
+            settings = {key: value for key, value in group.items() if key != "params"}
+            yield from ((f"{prefix}param_groups.{name}", _without_tensors(settings)) for name in group["params"])
+        yield from _shared({key: value for key, value in tree.items() if key != "param_groups"}, path)
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _shared(value, f"{prefix}{key}")
+    elif isinstance(tree, (list, tuple)) and any(isinstance(item, _NESTED) for item in tree):
+        for number, value in enumerate(tree):
+            yield from _shared(value, f"{prefix}{number}")
+    else:
+        yield path, tree
+
+
+_NESTED = (TensorRef, PerRank, ObjectNode, dict, list, tuple)
+
+
+def _without_tensors(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if not isinstance(value, TensorRef)}
+
+
+def is_optimizer(tree: Any) -> bool:
+    """Whether it has the form of an optimizer's state dict, torch's own or DCP's."""
+    groups = tree.get("param_groups") if isinstance(tree, dict) and "state" in tree else None
+    return isinstance(groups, list) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+
+
+def merge(trees: Sequence[Any], own: int | None = None) -> Any:
+    """One tree of the trees of all ranks. What is held by several comes from rank `own`, if given, else from the lowest that has it."""
+    order = list(range(len(trees)))
+    if own is not None:
+        order.insert(0, order.pop(own))
+    return _merge([(rank, trees[rank]) for rank in order], own)
+
+
+def _merge(held: list[tuple[int, Any]], own: int | None) -> Any:
+    _, first = held[0]
+    if isinstance(first, PerRank):
+        of_ranks = sorted(((rank, value.value) for rank, value in held if isinstance(value, PerRank)), key=lambda pair: pair[0])
+        return OfRanks([value for _, value in of_ranks], next((n for n, (rank, _) in enumerate(of_ranks) if rank == own), None))
+    if isinstance(first, ObjectNode):
+        return ObjectNode(first.kind, _merge([(rank, value.tree) for rank, value in held if isinstance(value, ObjectNode)], own))
+    if is_optimizer(first):
+        return _merge_optimizers([(rank, value) for rank, value in held if is_optimizer(value)], own)
+    if isinstance(first, dict):
+        made = type(first)()
+        keys = {key: None for _, value in held if isinstance(value, dict) for key in value}
+        for key in keys:
+            made[key] = _merge([(rank, value[key]) for rank, value in held if isinstance(value, dict) and key in value], own)
+        return made
+    if isinstance(first, (list, tuple)) and type(first) in (list, tuple) and any(isinstance(item, _NESTED) for item in first):
+        alike = [(rank, value) for rank, value in held if type(value) is type(first) and len(value) == len(first)]
+        return type(first)(_merge([(rank, value[n]) for rank, value in alike], own) for n in range(len(first)))
+    return first
+
+
+def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None) -> dict[str, Any]:
+    """Every parameter stands in one group, with the settings that it had."""
+    seen: set[Any] = set()
+    groups: list[dict[str, Any]] = []
+    for _, optimizer in held:
+        for group in optimizer["param_groups"]:
+            fresh = [name for name in group["params"] if name not in seen]
+            seen.update(fresh)
+            if fresh or not group["params"]:
+                groups.append({**group, "params": fresh})
+    rest = [(rank, {key: value for key, value in optimizer.items() if key != "param_groups"}) for rank, optimizer in held]
+    return {**_merge(rest, own), "param_groups": groups}

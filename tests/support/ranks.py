@@ -1,0 +1,98 @@
+"""Rank processes for tests: forked from a server that has torch loaded, in one gloo group, told what to do over pipes.
+
+A function given to `call` runs on every rank with its own arguments; what it keeps between calls it keeps in `HERE`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckptd.shared import failpoints
+from tests.support import trainers
+
+HERE: dict[str, Any] = {}
+"""A rank's own, for as long as it lives."""
+_groups = itertools.count()
+
+
+class RankFailed(Exception):
+    """Rank and traceback of what a function raised there."""
+
+
+class Ranks:
+    """`world_size` processes, running. Use in a `with`: they are killed at the end."""
+
+    def __init__(self, world_size: int, *, armed: dict[int, str] | None = None) -> None:
+        self.world_size = world_size
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self.processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        for rank in range(world_size):
+            ours, theirs = trainers.context().Pipe()
+            arguments = (rank, world_size, self._store.port, theirs, (armed or {}).get(rank, ""))
+            process = trainers.context().Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes.append(ours)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for rank in range(self.world_size):
+            self.kill(rank)
+
+    def begin(self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None) -> None:
+        """Have it run, on all ranks or on some; `results` collects."""
+        for rank in range(self.world_size) if only is None else only:
+            self._pipes[rank].send((function, arguments))
+
+    def results(self, *, only: Sequence[int] | None = None, timeout: float = 120.0) -> list[Any]:
+        """What `begin` came to, by rank. Raises RankFailed, TimeoutError, EOFError for a rank that is dead."""
+        found = []
+        for rank in range(self.world_size) if only is None else only:
+            if not self._pipes[rank].poll(timeout):
+                raise TimeoutError(f"rank {rank} has not answered within {timeout} s")
+            ok, value = self._pipes[rank].recv()
+            if not ok:
+                raise RankFailed(f"rank {rank}:\n{value}")
+            found.append(value)
+        return found
+
+    def call(self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None, timeout: float = 120.0) -> list[Any]:
+        self.begin(function, *arguments, only=only)
+        return self.results(only=only, timeout=timeout)
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self.processes[rank].join()
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, armed: str) -> None:
+    torch.set_num_threads(1)
+    failpoints.arm(armed)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*arguments))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
