@@ -17,15 +17,16 @@ from typing import Any
 import torch.distributed
 
 from ckptd.agent.arguments import job_name, make_request, ranks_of
-from ckptd.agent.capture import capture, optimizer_bytes_to_come
+from ckptd.agent.capture import capture, modules_of, optimizer_bytes_to_come
 from ckptd.agent.client import Client
 from ckptd.agent.launch import find_place
 from ckptd.agent.layouts import Layouts
 from ckptd.agent.meeting import begin
 from ckptd.agent.pending import Pending
-from ckptd.agent.planning import sources
+from ckptd.agent.planning import Layout
 from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
+from ckptd.agent.sealing import Sealing
 from ckptd.agent.slots import Slots
 from ckptd.agent.staging import Documents, MappedSlot
 from ckptd.shared import messages as m
@@ -79,6 +80,7 @@ class Agent:
         self.attempt = 0
         self.last_step = -1
         self._recoveries = 0
+        self._sealing = Sealing()
         try:
             place = find_place(socket, root)
             self._client = Client(place, resume=self._resume, news=self._news, lost=self._fenced, late=self._late)
@@ -172,7 +174,7 @@ class Agent:
             )
         self._pending[pending.attempt, pending.step] = pending
         captured = capture(state, rng=rng, rank=self.rank)
-        layout = self._layouts.layout(captured, state, pending, deadline)
+        layout, sources = self._layouts.layout(captured, state, pending, deadline)
         documents = Documents(captured.values, request.encode())
         if not self._slots.ensure(documents.capacity(layout), deadline):
             pending.skip("the slots in shared memory are still being made; a later snapshot will find them")
@@ -189,16 +191,33 @@ class Agent:
         try:
             pending.move(Event.GRANT)
             failpoint("agent.granted")
-            slot.fill(sources(captured.tensors, layout.plan), layout, pending.step)
-            pending.move(Event.STAGE)
-            slot.seal(layout, documents)
-            pending.move(Event.SEAL)
-            self.last_step = pending.step
+            transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealing.carry(to, of, modules_of(state)))
+            if transfer is None:
+                self._seal(pending, slot, layout, documents)
         except BaseException:
             self._abandon(slot)
             raise
+        self.last_step = pending.step
+        if transfer is not None:
+            self._sealing.later(
+                transfer, lambda: self._seal(pending, slot, layout, documents), lambda error: self._not_sealed(pending, slot, error)
+            )
+
+    def _seal(self, pending: Pending, slot: MappedSlot, layout: Layout, documents: Documents) -> None:
+        pending.move(Event.STAGE)
+        slot.seal(layout, documents)
+        pending.move(Event.SEAL)
         self._hand_over(pending)
         failpoint("agent.handed_over")
+
+    def _not_sealed(self, pending: Pending, slot: MappedSlot, error: Exception) -> None:
+        self._abandon(slot)
+        self._fail(pending, error if isinstance(error, CkptdError) else InternalError(f"snapshot of step {pending.step}: {error!r}"))
+
+    def _settle(self) -> None:
+        """Until nothing is under way on other threads."""
+        self._sealing.settle()
+        self._slots.settle()
 
     def _acquire(self, pending: Pending, tag: str | None, deadline: float) -> MappedSlot | None:
         """A free slot, or None: then the pending is skipped. After a lost connection, or from a daemon that stops, asks again."""
@@ -293,7 +312,7 @@ class Agent:
             recovery = Recovery(self._client, self._ranks, self.job, topic, strict=strict, on_reshape=on_reshape)
             recovered = recovery.run(state, step=step, last_step=self.last_step)
             if recovered is not None and recovered.step < recovery.last_step:
-                self._slots.settle()
+                self._settle()
                 self._begin(self.job)  # the daemon takes this attempt's slots back, and saves what is owed of it
                 self._slots.drop()
                 self._layouts.plan_anew()
@@ -334,7 +353,7 @@ class Agent:
         with self._lock:
             if self._closed:
                 return
-            self._slots.settle()
+            self._settle()
             try:
                 if not self._client.wait_connected(self._client.welcome.stall_budget):
                     raise DaemonUnreachable(
@@ -344,6 +363,7 @@ class Agent:
                 self._client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
             finally:
                 self._closed = True
+                self._sealing.close()
                 self._client.close()
                 self._slots.drop()
                 for pending in list(self._pending.values()):

@@ -12,6 +12,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+@lru_cache(maxsize=1 << 18)
 def canonical(name: str) -> str:
     """A parameter's name without what torch.compile and activation checkpointing put into it."""
     return _WRAPPERS.sub("", name)
@@ -162,6 +164,10 @@ def parameter_names(state: Any) -> Names:
         for path, parameter in entries:
             names.setdefault(id(parameter), name if len(entries) == 1 else f"{path}.{name}")
     return Names(names, flattened)
+
+
+def modules_of(state: Any) -> list[torch.nn.Module]:
+    return [module for _, module in _find(state, "", torch.nn.Module)]
 
 
 def _find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:

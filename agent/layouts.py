@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import torch
 
 from ckptd.agent import values
 from ckptd.agent.capture import Captured, buffer_names
@@ -19,7 +21,7 @@ from ckptd.agent.exchange import Ranks
 from ckptd.agent.global_plan import Offer, Share, share_out
 from ckptd.agent.merge import value_digests
 from ckptd.agent.pending import Pending
-from ckptd.agent.planning import Layout, Local, Structure, difference, plan_locally, structure
+from ckptd.agent.planning import Layout, Local, Sources, Structure, difference, plan_locally, sharing
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
@@ -35,7 +37,7 @@ class Layouts:
     def __init__(self, client: Client, ranks: Ranks) -> None:
         self.made = 0
         self._client, self._ranks = client, ranks
-        self._kept: tuple[Structure, Layout] | None = None
+        self._kept: tuple[Structure, Layout, Sources] | None = None
         self._wanted = 1
         self._has = 0
 
@@ -43,19 +45,25 @@ class Layouts:
         """At the next snapshot, whatever the structure. From any thread."""
         self._wanted += 1
 
-    def layout(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
-        """Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come until `deadline` (monotonic seconds)."""
-        found = structure(captured.tensors)
-        if self._kept is not None and self._kept[0] == found and self._has == self._wanted:
-            return self._kept[1]
+    def layout(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> tuple[Layout, list[torch.Tensor]]:
+        """The layout, and the live tensor behind each of its items.
+
+        Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come until `deadline` (monotonic seconds).
+        """
+        found, parts = Structure.of(captured.tensors)
+        if self._kept is not None and self._has == self._wanted and found.same_as(self._kept[0], parts):
+            before, layout, sources = self._kept
+            self._kept = replace(before, addresses=found.addresses), layout, sources
+            return layout, sources.of(parts, captured.tensors)
         wanted = self._wanted = self._wanted + 1  # until this has succeeded
         if self._ranks.world_size > 1:
             why = difference(self._kept[0] if self._kept is not None else None, found) if self._has else "it has no plan yet"
             self._client.call(lambda n: m.Plan(id=n, step=pending.step, why=why), m.Done, TELL_SECONDS)
         layout = self._plan(captured, state, pending, deadline)
-        self._kept, self._has = (found, layout), wanted
+        sources = Sources(found, captured.tensors, layout.plan)
+        self._kept, self._has = (replace(found, sharing=sharing(parts)), layout, sources), wanted
         self.made += 1
-        return layout
+        return layout, sources.of(parts, captured.tensors)
 
     def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
         local = Local([])

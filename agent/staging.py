@@ -11,10 +11,15 @@ import fcntl
 import logging
 import mmap
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
+from ckptd.agent.fences import Transfer
+from ckptd.agent.lanes import lock_pages, unlock_pages
 from ckptd.agent.planning import Layout, as_integer, dtype_of
 from ckptd.shared.errors import QuotaExceeded
 from ckptd.shared.failpoints import failpoint
@@ -23,12 +28,14 @@ from ckptd.shared.segment import SegmentHeader, SlotState, read_header, write_do
 
 log = logging.getLogger("ckptd.agent")
 
+Carry = Callable[[list[torch.Tensor], list[torch.Tensor]], Transfer]
+"""Begins copies from accelerators: targets, sources."""
 MADV_POPULATE_WRITE = 23  # linux/mman.h, 5.14
 _PIECE = 64 << 20
-_COPYABLE = {
+_COPYABLE = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool, torch.complex64, torch.complex128,
-}  # fmt: skip
+})  # fmt: skip
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -63,6 +70,8 @@ class MappedSlot:
         mapped.madvise(mmap.MADV_DONTFORK)  # a data loader's worker must not keep the pages of a slot that is gone
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)
         self._views: tuple[bytes, list[torch.Tensor]] = (b"", [])
+        self._elsewhere: list[int] = []  # numbers of the items that are on accelerators
+        self._locking, self._locked_at, self._forgotten = threading.Lock(), 0, False
 
     def __repr__(self) -> str:
         return f"<MappedSlot {self.name[:8]} {self.header.state.name} step {self.header.step}>"
@@ -80,20 +89,33 @@ class MappedSlot:
         for offset in range(0, length, _PIECE):
             if _libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(min(_PIECE, length - offset)), MADV_POPULATE_WRITE):
                 log.debug("pages of a slot could not be mapped ahead: %s", os.strerror(ctypes.get_errno()))
-                return
+                break
+        with self._locking:
+            if not self._forgotten and lock_pages(start, length):
+                self._locked_at = start
 
-    def fill(self, sources: list[torch.Tensor], layout: Layout, step: int) -> None:
-        """Copy all sources; when this returns they may change."""
+    def fill(self, sources: list[torch.Tensor], layout: Layout, step: int, carry: Carry) -> Transfer | None:
+        """Copy all sources; when this returns they may change. What is on accelerators `carry` takes: it is there once that is finished."""
         write_header(self._fd, header := self.header.next(SlotState.FILLING, step=step))
         self.header = header
         failpoint("agent.filling")
-        targets = self._targets(layout)
+        targets, transfer = self._targets(layout), None
+        if self._elsewhere:
+            transfer = carry(*_integers([targets[n] for n in self._elsewhere], [sources[n] for n in self._elsewhere]))
+            here = [n for n, item in enumerate(layout.plan.items) if item.device == "cpu"]
+            targets, sources = [targets[n] for n in here], [sources[n] for n in here]
         half = len(targets) // 2
-        with torch.no_grad():
-            _copy(targets[:half], sources[:half])
-            failpoint("agent.copying")
-            _copy(targets[half:], sources[half:])
+        try:
+            with torch.no_grad():
+                _copy(targets[:half], sources[:half])
+                failpoint("agent.copying")
+                _copy(targets[half:], sources[half:])
+        except BaseException:
+            if transfer is not None:
+                transfer.wait()
+            raise
         failpoint("agent.copied")
+        return transfer
 
     def seal(self, layout: Layout, documents: Documents) -> None:
         """Write the documents, then the header that says so. Raises QuotaExceeded if they do not fit any more."""
@@ -121,6 +143,7 @@ class MappedSlot:
     def _targets(self, layout: Layout) -> list[torch.Tensor]:
         if self._views[0] != layout.signature:
             self._views = (layout.signature, [self._view(item) for item in layout.plan.items])
+            self._elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
         return self._views[1]
 
     def _view(self, item: Item) -> torch.Tensor:
@@ -128,7 +151,12 @@ class MappedSlot:
         return flat.as_strided(item.sizes, item.stride) if item.stride is not None else flat.view(item.sizes)
 
     def forget(self) -> None:
-        """Let go of the mapping's views and of the lock. The pages go when the last view does."""
+        """Let go of the mapping's views and of the lock. The pages go when the last view does. No copy may be under way."""
+        with self._locking:
+            self._forgotten = True
+            if self._locked_at:
+                unlock_pages(self._locked_at)
+                self._locked_at = 0
         self._views = (b"", [])
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.close_descriptors()
@@ -141,8 +169,14 @@ class MappedSlot:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """One batched call; dtypes that torch cannot copy (sub-byte, some floats) go as integers of their size."""
-    if not targets:
-        return
-    pairs = [(t, s) if t.dtype in _COPYABLE else (as_integer(t), as_integer(s)) for t, s in zip(targets, sources, strict=True)]
-    torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+    """One batched call."""
+    if targets:
+        torch._foreach_copy_(*_integers(targets, sources))
+
+
+def _integers(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Dtypes that torch cannot copy (sub-byte, some floats) go as integers of their size."""
+    if not _COPYABLE.issuperset(map(attrgetter("dtype"), targets)):
+        pairs = [(t, s) if t.dtype in _COPYABLE else (as_integer(t), as_integer(s)) for t, s in zip(targets, sources, strict=True)]
+        targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
+    return targets, sources

@@ -14,10 +14,12 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 
@@ -26,6 +28,8 @@ TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH,
 ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK = range(15, 22)
 
 _PLAIN = {type(None), bool, float, str, bytes}
+_TEXT = frozenset({str})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.Path, pathlib.PurePath)
 }
@@ -63,6 +67,11 @@ def per_rank(value: Any) -> Any:
 
 def _encode(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
+
+
+@lru_cache(maxsize=1 << 18)
+def _reference(name: str) -> Ext:
+    return Ext(TENSOR, name.encode())
 
 
 class Packer:
@@ -108,18 +117,26 @@ class Packer:
                 number += 1
             name = f"{name}#{number}"
         self.tensors[name] = value
-        return Ext(TENSOR, name.encode())
+        return _reference(name)
 
     def _children(self, values: Iterable[Any], path: str) -> bytes:
         return _encode([self.pack(item, f"{path}.{n}" if path else str(n)) for n, item in enumerate(values)])
 
     def _dict(self, value: dict[Any, Any], path: str) -> Any:
         prefix = f"{path}." if path else ""
-        for key in value:
-            if type(key) is not str:
-                return Ext(MAP, self._pairs(value, path))
-            self._check_text(key, path)
-        return {key: self.pack(item, prefix + key) for key, item in value.items()}
+        if not _TEXT.issuperset(map(type, value)):
+            return Ext(MAP, self._pairs(value, path))
+        packed, tensors = {}, self.tensors
+        for key, item in value.items():
+            if not key.isascii():
+                self._check_text(key, path)
+            name = prefix + key
+            if type(item) in _TENSORS and name not in tensors and name:  # most of any state: in one go
+                tensors[name] = item
+                packed[key] = _reference(name)
+            else:
+                packed[key] = self.pack(item, name)
+        return packed
 
     def _pairs(self, value: dict[Any, Any], path: str) -> bytes:
         prefix = f"{path}." if path else ""

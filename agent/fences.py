@@ -1,0 +1,161 @@
+"""The order between copies from accelerators and what the training does next: a snapshot is never torn and never stale.
+
+Every source is either held back at once (the caller's stream waits for its copy) or, where it belongs to an optimizer, as late as that
+optimizer's next step: until then nothing writes to it, and the copy overlaps with forward and backward. That nothing did is checked, by the
+tensors' version counters: if something else has written, the snapshot fails, and from then on everything is held back at once.
+Only streams wait, never the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckptd.agent.lanes import Lane, Mark, StreamLane, capturing
+from ckptd.shared.errors import SnapshotFailed
+
+log = logging.getLogger("ckptd.agent")
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Copies under way. `sources` are kept alive until they are done; `versions`: of those that are held back late."""
+
+    marks: list[tuple[Lane, Mark]] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+    late: list[tuple[Lane, Mark]] = field(default_factory=list)
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    torn: bool = False
+
+    def wait(self) -> None:
+        """Until every copy is done."""
+        for _, mark in self.marks:
+            mark.synchronize()
+
+
+class Fences:
+    """One per agent. `start` a transfer, `finish` it on another thread; the hooks do the rest. `close` takes them away."""
+
+    def __init__(self, lane_of: Callable[[torch.device], Lane] = StreamLane, is_capturing: Callable[[], bool] = capturing) -> None:
+        self._lane_of, self._capturing = lane_of, is_capturing
+        self._lanes: dict[torch.device, Lane] = {}
+        self._under_way: list[Transfer] = []
+        self._lock = threading.Lock()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._graphed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._modules: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._may_wait = True
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def start(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> Transfer:
+        """Enqueue the copies, and whatever must be held back at once. Returns when all is enqueued."""
+        transfer = Transfer(sources=list(sources))
+        owned = self._owned() if self._may_wait else {}
+        by_device: dict[torch.device, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for number, source in enumerate(sources):
+            late = source.untyped_storage().data_ptr() in owned and not source.is_inference()
+            by_device[source.device][late].append(number)
+        try:
+            for device, (at_once, late_ones) in by_device.items():
+                self._enqueue(transfer, self._lane(device), targets, at_once, late_ones)
+        except BaseException:
+            for lane in self._lanes.values():  # nothing may be written into the slot any more
+                lane.mark().synchronize()
+            raise
+        if transfer.late:
+            with self._lock:
+                self._under_way.append(transfer)
+            for module in modules:
+                if module not in self._modules:
+                    self._modules[module] = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
+        return transfer
+
+    @staticmethod
+    def _enqueue(transfer: Transfer, lane: Lane, targets: Sequence[torch.Tensor], at_once: list[int], late: list[int]) -> None:
+        sources = transfer.sources
+        lane.begin()
+        for numbers in (at_once, late):  # what holds the training comes first, so that it holds it shortly
+            if numbers:
+                lane.copy([targets[n] for n in numbers], [sources[n] for n in numbers])
+                transfer.marks.append((lane, lane.mark()))
+                if numbers is at_once:
+                    lane.hold_back(transfer.marks[-1][1])
+                else:
+                    transfer.late.append(transfer.marks[-1])
+                    transfer.versions += [(sources[n], sources[n]._version) for n in numbers]
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait until every copy is done. Raises SnapshotFailed if a source may have changed under its copy. Not on the training thread."""
+        transfer.wait()
+        with self._lock:
+            self._check(transfer)
+            if transfer in self._under_way:
+                self._under_way.remove(transfer)
+        transfer.sources.clear()
+        transfer.versions.clear()
+        if transfer.torn:
+            self._may_wait = False
+            raise SnapshotFailed(
+                "something else than its optimizer wrote to a parameter while it was being copied; from now on such copies are "
+                "waited for at once"
+            )
+
+    def close(self) -> None:
+        self._hook.remove()
+        for handle in self._modules.values():
+            handle.remove()
+
+    def _lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = self._lane_of(device)
+        return self._lanes[device]
+
+    def _owned(self) -> set[int]:
+        """Storages, by address, that only the step of an optimizer writes to."""
+        found: set[int] = set()
+        for optimizer in self._optimizers:
+            if optimizer not in self._graphed and not any(group.get("capturable") for group in optimizer.param_groups):
+                tensors = [p for group in optimizer.param_groups for p in group["params"]]
+                tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+                found.update(_storage(tensor) for tensor in tensors)
+        return found
+
+    # -- hooks
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Any optimizer that steps is known from now on; one that steps inside a graph will step again without telling."""
+        self._optimizers.add(optimizer)
+        if self._capturing():
+            self._graphed.add(optimizer)
+        self._hold_back()
+
+    def _before_load(self, *_: Any) -> None:
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """From any thread: the caller's stream goes on behind all copies that are still under way."""
+        if self._under_way:
+            with self._lock:
+                for transfer in self._under_way:
+                    self._check(transfer)
+                    for lane, mark in transfer.late:
+                        lane.hold_back(mark)
+
+    def _check(self, transfer: Transfer) -> None:
+        """Whether anything has written before it was held back for the first time. Once: afterwards writes are in order."""
+        changed = any(source._version != version for source, version in transfer.versions)
+        transfer.versions.clear()
+        transfer.torn = transfer.torn or changed
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)
+    return int(local.untyped_storage().data_ptr())

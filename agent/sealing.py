@@ -1,0 +1,49 @@
+"""What follows copies from accelerators, off the training thread: waiting until they are done, then the seal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ckptd.agent.fences import Fences, Transfer
+
+
+class Sealing:
+    """Does nothing, and has no thread, until the first copy from an accelerator."""
+
+    def __init__(self) -> None:
+        self._fences: Fences | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-seal")
+        self._under_way: list[Future[None]] = []
+
+    def carry(self, targets: list[torch.Tensor], sources: list[torch.Tensor], modules: list[torch.nn.Module]) -> Transfer:
+        """Enqueue the copies; see `Fences.start`."""
+        if self._fences is None:
+            self._fences = Fences()
+        return self._fences.start(targets, sources, modules)
+
+    def later(self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """`seal` once the copies are done; `failed` with what it raises, or if they may be torn."""
+        self._under_way = [future for future in self._under_way if not future.done()]
+        self._under_way.append(self._thread.submit(self._run, transfer, seal, failed))
+
+    def _run(self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        assert self._fences is not None
+        try:
+            self._fences.finish(transfer)
+            seal()
+        except Exception as error:
+            failed(error)
+
+    def settle(self) -> None:
+        """Until nothing is under way."""
+        for future in self._under_way:
+            future.result()
+        self._under_way.clear()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        if self._fences is not None:
+            self._fences.close()

@@ -1,0 +1,281 @@
+"""The order of copies and writes on an accelerator, with two queues in the place of its streams.
+
+What is enqueued runs only when the test says so, in the worst order that the waits allow: the training as far ahead as it may, or the
+copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from ckptd.agent.fences import Fences
+from ckptd.agent.lanes import GATHERED, SMALL, Mark, runs
+from ckptd.shared.errors import SnapshotFailed
+
+Operation = Callable[[], object]
+
+
+class Queue:
+    """Operations in order; `done` of them have run."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation | FakeMark] = []
+        self.done = 0
+
+    def advance(self) -> bool:
+        """Run the next operation; False if there is none, or it waits for another queue."""
+        if self.done == len(self.operations):
+            return False
+        operation = self.operations[self.done]
+        if isinstance(operation, FakeMark):
+            if not operation.query():
+                return False
+        else:
+            operation()
+        self.done += 1
+        return True
+
+
+class FakeMark:
+    def __init__(self, device: Device, queue: Queue) -> None:
+        self._device, self._queue, self._at = device, queue, len(queue.operations)
+
+    def query(self) -> bool:
+        return self._queue.done >= self._at
+
+    def synchronize(self) -> None:
+        self._device.run(self._queue, until=self)
+
+
+class Device:
+    """`training` is the stream of the caller, `side` that of the copies."""
+
+    def __init__(self) -> None:
+        self.training, self.side = Queue(), Queue()
+
+    def run(self, first: Queue, until: FakeMark | None = None) -> None:
+        """Run `first` as far as it goes, then the other; on and on until nothing is left or `until` is reached."""
+        second = self.side if first is self.training else self.training
+        while not (until is not None and until.query()):
+            if not first.advance() and not second.advance():
+                assert until is None, "the mark is never reached: the queues wait for each other"
+                return
+
+    def does(self, operation: Operation) -> None:
+        self.training.operations.append(operation)
+
+
+class FakeLane:
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def begin(self) -> None:
+        self._device.side.operations.append(FakeMark(self._device, self._device.training))
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self._device.side.operations.append(lambda target=target, source=source: target.copy_(source.detach()))  # type: ignore[misc]
+
+    def mark(self) -> Mark:
+        return FakeMark(self._device, self._device.side)
+
+    def hold_back(self, mark: Mark) -> None:
+        assert isinstance(mark, FakeMark)
+        self._device.training.operations.append(mark)
+
+
+class QueuedSGD(torch.optim.SGD):
+    """Enqueues its step, as an optimizer on an accelerator does."""
+
+    def __init__(self, parameters: list[torch.Tensor], device: Device) -> None:
+        super().__init__(parameters, lr=1.0)
+        self._queue = device
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        def subtract() -> None:
+            with torch.no_grad():
+                for parameter in self.param_groups[0]["params"]:
+                    parameter.data.sub_(1.0)
+
+        self._queue.does(subtract)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def fences(device: Device) -> Iterator[Fences]:
+    made = Fences(lambda _: FakeLane(device), lambda: False)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["training first", "copies first"])
+def order(request: pytest.FixtureRequest, device: Device) -> Callable[[], None]:
+    return lambda: device.run(device.training if request.param == "training first" else device.side)
+
+
+def stepped(parameter: torch.Tensor, device: Device) -> QueuedSGD:
+    """An optimizer that has stepped once, so that it is known."""
+    optimizer = QueuedSGD([parameter], device)
+    optimizer.step()
+    device.run(device.training)
+    return optimizer
+
+
+def test_what_was_enqueued_before_is_in_it(fences: Fences, device: Device, order: Callable[[], None]) -> None:
+    source, slot = torch.zeros(4), torch.empty(4)
+    device.does(lambda: source.fill_(1))
+    fences.start([slot], [source], [])
+    order()
+    assert slot.tolist() == [1, 1, 1, 1]
+
+
+def test_what_comes_after_is_not(fences: Fences, device: Device, order: Callable[[], None]) -> None:
+    source, slot = torch.ones(4), torch.empty(4)
+    fences.start([slot], [source], [])
+    device.does(lambda: source.fill_(2))  # an EMA copy, a buffer: nobody tells when it is written to
+    order()
+    assert slot.tolist() == [1, 1, 1, 1]
+    assert source.tolist() == [2, 2, 2, 2]
+
+
+def test_a_parameter_is_copied_while_forward_and_backward_run(fences: Fences, device: Device) -> None:
+    parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
+    optimizer = stepped(parameter, device)
+    happened = []
+    transfer = fences.start([slot], [parameter], [])
+    device.side.operations.append(lambda: happened.append("copied"))
+    device.does(lambda: happened.append("forward"))
+    optimizer.step()
+    device.run(device.training)
+    assert happened == ["forward", "copied"]
+    assert slot.tolist() == [0, 0, 0, 0]
+    assert parameter.tolist() == [-1, -1, -1, -1]
+    fences.finish(transfer)
+
+
+def test_the_next_step_comes_after_the_copy(fences: Fences, device: Device, order: Callable[[], None]) -> None:
+    parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
+    optimizer = stepped(parameter, device)
+    transfer = fences.start([slot], [parameter], [])
+    optimizer.step()
+    optimizer.step()
+    order()
+    assert (slot.tolist(), parameter.tolist()) == ([0, 0, 0, 0], [-2, -2, -2, -2])
+    fences.finish(transfer)
+
+
+def test_state_of_an_optimizer_is_late_too_and_the_rest_at_once(fences: Fences, device: Device) -> None:
+    parameter, other, slots = torch.nn.Parameter(torch.ones(4)), torch.ones(4), [torch.empty(4) for _ in range(3)]
+    optimizer = stepped(parameter, device)
+    moment = optimizer.state[parameter]["momentum_buffer"] = torch.ones(4)
+    transfer = fences.start(slots, [parameter, moment, other], [])
+    assert [len(transfer.marks), len(transfer.late), len(transfer.versions)] == [2, 1, 2]
+    waits = [operation for operation in device.training.operations if isinstance(operation, FakeMark)]
+    assert len(waits) == 1
+    device.run(device.training)
+    assert [slot.tolist() for slot in slots] == [[0.0] * 4, [1.0] * 4, [1.0] * 4]
+
+
+def test_until_an_optimizer_has_stepped_everything_is_at_once(fences: Fences, device: Device) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    QueuedSGD([parameter], device)
+    assert fences.start([torch.empty(4)], [parameter], []).late == []
+
+
+def test_a_write_by_something_else_fails_the_snapshot_and_ends_the_lateness(fences: Fences, device: Device) -> None:
+    parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
+    stepped(parameter, device)
+    transfer = fences.start([slot], [parameter], [])
+    with torch.no_grad():
+        parameter.mul_(7)
+    device.run(device.training)
+    with pytest.raises(SnapshotFailed, match="something else than its optimizer wrote to a parameter"):
+        fences.finish(transfer)
+    again = fences.start([slot], [parameter], [])
+    assert again.late == []
+    fences.finish(again)
+    assert slot.tolist() == [0, 0, 0, 0]
+
+
+def test_a_write_that_the_step_has_covered_is_no_harm(fences: Fences, device: Device) -> None:
+    parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
+    optimizer = stepped(parameter, device)
+    transfer = fences.start([slot], [parameter], [])
+    optimizer.step()
+    device.does(lambda: parameter.data.mul_(7))
+    with torch.no_grad():
+        parameter.add_(0)
+    device.run(device.training)
+    fences.finish(transfer)
+    assert slot.tolist() == [0, 0, 0, 0]
+
+
+def test_load_state_dict_comes_after_the_copy(fences: Fences, device: Device) -> None:
+    module = torch.nn.Linear(2, 2, bias=False)
+    stepped(module.weight, device)
+    transfer = fences.start([torch.empty(2, 2)], [module.weight], [module])
+    before = len(device.training.operations)
+    module.load_state_dict({"weight": torch.zeros(2, 2)})
+    assert [isinstance(operation, FakeMark) for operation in device.training.operations[before:]] == [True]
+    fences.finish(transfer)
+
+
+def test_an_optimizer_that_steps_in_a_graph_is_never_late(device: Device) -> None:
+    capturing = False
+    fences = Fences(lambda _: FakeLane(device), lambda: capturing)
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = stepped(parameter, device)
+    assert fences.start([torch.empty(4)], [parameter], []).late
+    capturing = True
+    optimizer.step()
+    capturing = False
+    assert fences.start([torch.empty(4)], [parameter], []).late == []
+    fences.close()
+
+
+def test_an_optimizer_that_could_be_in_a_graph_is_never_late(fences: Fences, device: Device) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    stepped(parameter, device).param_groups[0]["capturable"] = True
+    assert fences.start([torch.empty(4)], [parameter], []).late == []
+
+
+def test_sources_live_until_they_are_copied(fences: Fences, device: Device) -> None:
+    source, slot = torch.ones(4), torch.empty(4)
+    transfer = fences.start([slot], [source], [])
+    assert transfer.sources == [source]
+    fences.finish(transfer)
+    assert (transfer.sources, slot.tolist()) == ([], [1, 1, 1, 1])
+
+
+def test_when_a_copy_cannot_be_enqueued_nothing_is_under_way(fences: Fences, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
+    stepped(parameter, device)
+    original, calls = FakeLane.copy, []
+
+    def second_fails(lane: FakeLane, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        calls.append(targets)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        original(lane, targets, sources)
+
+    monkeypatch.setattr(FakeLane, "copy", second_fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        fences.start([slot, torch.empty(4)], [torch.full((4,), 3.0), parameter], [])
+    assert device.side.done == len(device.side.operations)
+    assert slot.tolist() == [3, 3, 3, 3]
+
+
+def test_small_neighbours_go_together() -> None:
+    slot = torch.empty(4 * SMALL, dtype=torch.uint8)
+    pieces = [slot[0:100], slot[100:300], slot[304:400], slot[400:500], slot[500 : 501 + SMALL], slot[501 + SMALL : 600 + SMALL]]
+    assert runs(pieces) == [[0, 1], [2, 3], [4], [5]]
+    many = torch.empty(2 * GATHERED, dtype=torch.uint8).split(SMALL)
+    assert [len(run) for run in runs(many)] == [GATHERED // SMALL] * 2
+    assert runs([]) == []
