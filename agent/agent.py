@@ -29,6 +29,7 @@ from ckptd.agent.restore import OnReshape
 from ckptd.agent.sealing import Sealing
 from ckptd.agent.slots import Slots
 from ckptd.agent.staging import Documents, MappedSlot
+from ckptd.agent.values import Known
 from ckptd.shared import messages as m
 from ckptd.shared.errors import (
     Busy,
@@ -80,6 +81,7 @@ class Agent:
         self.attempt = 0
         self.last_step = -1
         self._recoveries = 0
+        self._known: Known = {}
         self._sealing = Sealing()
         try:
             place = find_place(socket, root)
@@ -173,7 +175,7 @@ class Agent:
                 "steps only rise within an attempt; recover() to go back"
             )
         self._pending[pending.attempt, pending.step] = pending
-        captured = capture(state, rng=rng, rank=self.rank)
+        captured = capture(state, rng=rng, rank=self.rank, known=self._known)
         layout, sources = self._layouts.layout(captured, state, pending, deadline)
         documents = Documents(captured.values, request.encode())
         if not self._slots.ensure(documents.capacity(layout), deadline):

@@ -6,6 +6,7 @@ their module, whatever wraps it (DistributedDataParallel, torch.compile); an opt
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 import struct
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.values import Packer, PerRank
+from ckptd.agent.values import Known, Packer, PerRank
 from ckptd.shared.errors import UnsavableValue
 
 T = TypeVar("T")
@@ -39,14 +40,14 @@ class Captured:
     tensors: dict[str, torch.Tensor]
 
 
-def capture(state: Any, *, rng: bool, rank: int = 0) -> Captured:
-    """Raises UnsavableValue naming the key of what could not be brought back."""
+def capture(state: Any, *, rng: bool, rank: int = 0, known: Known | None = None) -> Captured:
+    """`known` is kept from one capture to the next. Raises UnsavableValue naming the key of what could not be brought back."""
     names = parameter_names(state)
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
         return expand_object(value, names)
 
-    packer = Packer(expand, rank)
+    packer = Packer(expand, rank, known)
     tree = packer.pack(state, "")
     values = packer.encode_map({"state": tree, "rng": packer.pack(rng_state() if rng else None, "rng")})
     return Captured(values, packer.tensors)
@@ -191,7 +192,7 @@ def rng_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, _PYTHON_RNG.pack(*words), gauss],
-        "torch": bytes(torch.get_rng_state().numpy().data) if "numpy" in sys.modules else bytes(torch.get_rng_state().tolist()),
+        "torch": _bytes(torch.get_rng_state()),
     }
     if "numpy" in sys.modules:
         import numpy as np
@@ -199,8 +200,12 @@ def rng_state() -> dict[str, Any]:
         state["numpy"] = np.random.get_state(legacy=False)
     if torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
-        state["devices"] = [bytes(generator.tolist()) for generator in module.get_rng_state_all()]
+        state["devices"] = [_bytes(generator) for generator in module.get_rng_state_all()]
     return state
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

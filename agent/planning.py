@@ -168,13 +168,13 @@ def _placement(tensor: torch.Tensor) -> object:
 class Structure:
     """What a layout depends on, in columns, so that ten thousand tensors are compared at the speed of C. Holds no tensor alive.
 
-    `addresses` count only in so far as tensors share memory, which `sharing` says once it has been looked up.
+    `addresses` count only in so far as tensors move to another device or share memory, which `sharing` says once it has been looked up.
     """
 
     names: list[str]
     columns: tuple[list[Any], ...]
     addresses: list[int]
-    sharing: tuple[list[int], list[int]] | None = None
+    sharing: tuple[Any, ...] | None = None
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
@@ -193,11 +193,10 @@ class Structure:
             for name, tensor in tensors.items():
                 check_tensor(name, tensor)
             raise
-        dtypes = list(map(_dtype, parts))
-        lazy = list(map(torch.Tensor.is_neg, parts))
+        dtypes, lazy = list(map(_dtype, parts)), list(map(torch.Tensor.is_neg, parts))
         if any(dtype.is_complex for dtype in set(dtypes)):
             lazy += map(torch.Tensor.is_conj, parts)
-        columns = (kinds, dtypes, shapes, strides, list(map(_device, parts)), list(map(_requires_grad, values)), lazy, placements)
+        columns = (kinds, dtypes, shapes, strides, lazy, list(map(_requires_grad, values)), placements)
         return cls(list(tensors), columns, addresses), parts
 
     def same_as(self, kept: Structure, parts: list[torch.Tensor]) -> bool:
@@ -208,11 +207,11 @@ class Structure:
         )
 
 
-def sharing(parts: list[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Who shares a storage with whom; if anybody does, also where in it each lies."""
+def sharing(parts: list[torch.Tensor]) -> tuple[Any, ...]:
+    """On which device each is, and who shares a storage with whom; if anybody does, also where in it each lies."""
     numbers: dict[int, int] = {}
     found = [numbers.setdefault(part.untyped_storage().data_ptr(), len(numbers)) for part in parts]
-    return found, [int(part.storage_offset()) for part in parts] if len(numbers) < len(found) else []
+    return list(map(_device, parts)), found, [part.storage_offset() for part in parts] if len(numbers) < len(found) else []
 
 
 _shape, _dtype, _device, _requires_grad = (attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad"))

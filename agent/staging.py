@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 
@@ -70,6 +69,7 @@ class MappedSlot:
         mapped.madvise(mmap.MADV_DONTFORK)  # a data loader's worker must not keep the pages of a slot that is gone
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)
         self._views: tuple[bytes, list[torch.Tensor]] = (b"", [])
+        self._as_integers = False
         self._elsewhere: list[int] = []  # numbers of the items that are on accelerators
         self._locking, self._locked_at, self._forgotten = threading.Lock(), 0, False
 
@@ -100,8 +100,10 @@ class MappedSlot:
         self.header = header
         failpoint("agent.filling")
         targets, transfer = self._targets(layout), None
+        if self._as_integers:
+            targets, sources = _integers(targets, sources)
         if self._elsewhere:
-            transfer = carry(*_integers([targets[n] for n in self._elsewhere], [sources[n] for n in self._elsewhere]))
+            transfer = carry([targets[n] for n in self._elsewhere], [sources[n] for n in self._elsewhere])
             here = [n for n, item in enumerate(layout.plan.items) if item.device == "cpu"]
             targets, sources = [targets[n] for n in here], [sources[n] for n in here]
         half = len(targets) // 2
@@ -143,6 +145,7 @@ class MappedSlot:
     def _targets(self, layout: Layout) -> list[torch.Tensor]:
         if self._views[0] != layout.signature:
             self._views = (layout.signature, [self._view(item) for item in layout.plan.items])
+            self._as_integers = not _COPYABLE.issuperset(target.dtype for target in self._views[1])
             self._elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
         return self._views[1]
 
@@ -171,12 +174,10 @@ class MappedSlot:
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """One batched call."""
     if targets:
-        torch._foreach_copy_(*_integers(targets, sources))
+        torch._foreach_copy_(targets, sources)
 
 
 def _integers(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Dtypes that torch cannot copy (sub-byte, some floats) go as integers of their size."""
-    if not _COPYABLE.issuperset(map(attrgetter("dtype"), targets)):
-        pairs = [(t, s) if t.dtype in _COPYABLE else (as_integer(t), as_integer(s)) for t, s in zip(targets, sources, strict=True)]
-        targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
-    return targets, sources
+    pairs = [(t, s) if t.dtype in _COPYABLE else (as_integer(t), as_integer(s)) for t, s in zip(targets, sources, strict=True)]
+    return [target for target, _ in pairs], [source for _, source in pairs]

@@ -14,7 +14,6 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -69,18 +68,26 @@ def _encode(value: Any) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-@lru_cache(maxsize=1 << 18)
 def _reference(name: str) -> Ext:
     return Ext(TENSOR, name.encode())
+
+
+Known = dict[str, tuple[list[str], list[str], msgspec.Raw]]
+"""Dicts of nothing but tensors, by path: their keys, the tensors' names, and how it is encoded."""
+_MOST_KNOWN = 1 << 17
 
 
 class Packer:
     """`pack(state, prefix)` gives what msgspec can encode; `tensors` then holds every tensor by name, in order.
 
-    `expand`, if given, is asked about every value of a type that is not known here, and returns (kind, plain tree) or None.
+    `expand`, if given, is asked about every value of a type that is not known here, and returns (kind, plain tree) or None. `known` makes
+    the next packing of a state like this one faster.
     """
 
-    def __init__(self, expand: Callable[[Any, str], tuple[str, Any] | None] | None = None, rank: int = 0) -> None:
+    def __init__(
+        self, expand: Callable[[Any, str], tuple[str, Any] | None] | None = None, rank: int = 0, known: Known | None = None
+    ) -> None:
+        self._known: Known = {} if known is None else known
         self.tensors: dict[str, torch.Tensor] = {}
         self._rank = rank
         self._expand = expand
@@ -126,23 +133,38 @@ class Packer:
         prefix = f"{path}." if path else ""
         if not _TEXT.issuperset(map(type, value)):
             return Ext(MAP, self._pairs(value, path))
-        packed, tensors = {}, self.tensors
-        for key, item in value.items():
-            if not key.isascii():
+        if value and _TENSORS.issuperset(map(type, value.values())) and (packed := self._only_tensors(value, path)) is not None:
+            return packed
+        for key in value:
+            self._check_text(key, path)
+        return {key: self.pack(item, prefix + key) for key, item in value.items()}
+
+    def _only_tensors(self, value: dict[str, Any], path: str) -> Any:
+        """Most of any state: packed at the speed of C, and not at all if the keys are those of the time before."""
+        keys = list(value)
+        known = self._known.get(path)
+        if known is None or known[0] != keys:
+            for key in keys:
                 self._check_text(key, path)
-            name = prefix + key
-            if type(item) in _TENSORS and name not in tensors and name:  # most of any state: in one go
-                tensors[name] = item
-                packed[key] = _reference(name)
-            else:
-                packed[key] = self.pack(item, name)
-        return packed
+            names = [f"{path}.{key}" if path else key for key in keys]
+            if not all(names):
+                return None
+            known = keys, names, msgspec.Raw(_encode(dict(zip(keys, map(_reference, names), strict=True))))
+            if len(self._known) > _MOST_KNOWN:
+                self._known.clear()
+            self._known[path] = known
+        if not self.tensors.keys().isdisjoint(known[1]):
+            return None
+        self.tensors.update(zip(known[1], value.values(), strict=True))
+        return known[2]
 
     def _pairs(self, value: dict[Any, Any], path: str) -> bytes:
         prefix = f"{path}." if path else ""
         return _encode([[self.pack(key, f"{prefix}key {key!r}"), self.pack(item, f"{prefix}{key}")] for key, item in value.items()])
 
     def _check_text(self, text: str, path: str) -> None:
+        if text.isascii():
+            return
         try:
             text.encode()
         except UnicodeEncodeError:
