@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ckptd.agent.values import ObjectNode, TensorRef, decode
+from ckptd.agent.values import ObjectNode, PerRank, TensorRef, decode
 from tests.golden import make
 
 DOCUMENT = (make.PLACE / "values.msgpack").read_bytes()
@@ -20,7 +20,7 @@ def _codes(document: bytes) -> dict[int, list[bytes]]:
 
     def hook(code: int, data: memoryview) -> None:
         found.setdefault(code, []).append(bytes(data))
-        if code in (2, 3, 4, 5, 7, 10, 11, 14, 15, 16, 17, 20):
+        if code in (2, 3, 4, 5, 7, 10, 11, 14, 15, 16, 17, 20, 21):
             msgspec.msgpack.decode(bytes(data), ext_hook=hook)
 
     msgspec.msgpack.decode(document, ext_hook=hook)
@@ -28,7 +28,7 @@ def _codes(document: bytes) -> dict[int, list[bytes]]:
 
 
 def test_every_extension_type_is_there() -> None:
-    assert sorted(_codes(DOCUMENT)) == list(range(1, 21))
+    assert sorted(_codes(DOCUMENT)) == list(range(1, 22))
 
 
 def test_every_value_comes_back() -> None:
@@ -40,6 +40,7 @@ def test_every_value_comes_back() -> None:
     del expected["tensor"]
     assert state.pop("object") == ObjectNode("stateful", {"epoch": 3, "seen": (1, 2)})
     del expected["object"]
+    assert state.pop("own") == expected.pop("own") == PerRank({"position": 7})
     array, its = state.pop("array"), expected.pop("array")
     assert (array.dtype, array.shape, array.tobytes()) == (its.dtype, its.shape, its.tobytes())
     for key, value in expected.items():

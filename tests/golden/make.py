@@ -200,6 +200,8 @@ def values() -> dict[str, Any]:
     import numpy as np
     import torch
 
+    from ckptd.agent.values import per_rank
+
     return {
         "plain": [None, True, -1, 0.5, "text", b"bytes", 2**64 - 1, -(2**63)],
         "tensor": torch.zeros(2),
@@ -222,6 +224,7 @@ def values() -> dict[str, Any]:
         "layout": torch.strided,
         "bytearray": bytearray(b"\x00\xff"),
         "object": Stateful(),
+        "own": per_rank({"position": 7}),
     }
 
 
