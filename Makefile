@@ -36,6 +36,7 @@ crash-matrix: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN) -m benchmarks.daemon
 	$(RUN) -m benchmarks.snapshot
+	$(RUN) -m benchmarks.steady
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

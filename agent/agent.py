@@ -17,11 +17,12 @@ from typing import Any
 import torch.distributed
 
 from ckptd.agent.arguments import job_name, make_request, ranks_of
-from ckptd.agent.capture import capture, modules_of, optimizer_bytes_to_come
+from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come
 from ckptd.agent.client import Client
 from ckptd.agent.launch import find_place
 from ckptd.agent.layouts import Layouts
 from ckptd.agent.meeting import begin
+from ckptd.agent.naming import modules_of
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout
 from ckptd.agent.recovery import Recovered, Recovery
@@ -29,7 +30,6 @@ from ckptd.agent.restore import OnReshape
 from ckptd.agent.sealing import Sealing
 from ckptd.agent.slots import Slots
 from ckptd.agent.staging import Documents, MappedSlot
-from ckptd.agent.values import Known
 from ckptd.shared import messages as m
 from ckptd.shared.errors import (
     Busy,
@@ -81,7 +81,7 @@ class Agent:
         self.attempt = 0
         self.last_step = -1
         self._recoveries = 0
-        self._known: Known = {}
+        self._habits = Habits()
         self._sealing = Sealing()
         try:
             place = find_place(socket, root)
@@ -175,8 +175,9 @@ class Agent:
                 "steps only rise within an attempt; recover() to go back"
             )
         self._pending[pending.attempt, pending.step] = pending
-        captured = capture(state, rng=rng, rank=self.rank, known=self._known)
-        layout, sources = self._layouts.layout(captured, state, pending, deadline)
+        captured = capture(state, rng=rng, rank=self.rank, habits=self._habits)
+        together = time.monotonic() + self._client.welcome.stall_budget  # planning is no waiting for a free slot
+        layout, sources = self._layouts.layout(captured, state, pending, together)
         documents = Documents(captured.values, request.encode())
         if not self._slots.ensure(documents.capacity(layout), deadline):
             pending.skip("the slots in shared memory are still being made; a later snapshot will find them")

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
 import struct
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.values import Known, Packer, PerRank
+from ckptd.agent.naming import KeptNames, Names, canonical, find, flattens, modules_of, parameter_keys, unwrapped
+from ckptd.agent.values import Known, Packer
 from ckptd.shared.errors import UnsavableValue
 
-T = TypeVar("T")
-
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _ITEM_OVERHEAD = 512  # bytes in plan and metadata for one more tensor, rounded up
 _PYTHON_RNG = struct.Struct("<625I")
 
@@ -40,14 +34,24 @@ class Captured:
     tensors: dict[str, torch.Tensor]
 
 
-def capture(state: Any, *, rng: bool, rank: int = 0, known: Known | None = None) -> Captured:
-    """`known` is kept from one capture to the next. Raises UnsavableValue naming the key of what could not be brought back."""
-    names = parameter_names(state)
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What is kept from one capture to the next, to make it faster when the state is as before."""
+
+    dicts: Known = field(default_factory=dict)
+    names: KeptNames = field(default_factory=KeptNames)
+
+
+def capture(state: Any, *, rng: bool, rank: int = 0, habits: Habits | None = None) -> Captured:
+    """Raises UnsavableValue naming the key of what could not be brought back."""
+    habits = habits or Habits()
+    trees = {id(module): module_state(module) for module in modules_of(state)}
+    names = habits.names.of(state, list(trees.values()))
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
-        return expand_object(value, names)
+        return ("module", trees[id(value)]) if id(value) in trees else expand_object(value, names)
 
-    packer = Packer(expand, rank, known)
+    packer = Packer(expand, rank, habits.dicts)
     tree = packer.pack(state, "")
     values = packer.encode_map({"state": tree, "rng": packer.pack(rng_state() if rng else None, "rng")})
     return Captured(values, packer.tensors)
@@ -65,28 +69,11 @@ def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
     return None
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside DataParallel or DistributedDataParallel."""
-    while isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        module = module.module
-    return module
-
-
-@lru_cache(maxsize=1 << 18)
-def canonical(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing put into it."""
-    return _WRAPPERS.sub("", name)
-
-
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
     """`module.state_dict()` under canonical names; of FullyShardedDataParallel (FSDP1) each rank's shards, by DCP's own means."""
     if flattens(module):
         return get_model_state_dict(module)
     return {canonical(name): value for name, value in unwrapped(module).state_dict().items()}
-
-
-def flattens(module: torch.nn.Module) -> bool:
-    return any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
 
 
 def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
@@ -110,81 +97,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str,
     }
 
 
-def parameter_keys(optimizer: torch.optim.Optimizer, names: Names) -> list[Any]:
-    """What each parameter is called, by the number that `state_dict()` gives it: its place over all groups."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names.of for parameter in parameters):
-        return list(range(len(parameters)))
-    return [names.of[id(parameter)] for parameter in parameters]
-
-
 def optimizer_bytes_to_come(state: Any) -> int:
     """What optimizers that have not taken a step yet will add: two moments a parameter for the Adam family, one for momentum."""
     total = 0
-    for _, optimizer in _find(state, "", torch.optim.Optimizer):
+    for _, optimizer in find(state, "", torch.optim.Optimizer):
         for group in optimizer.param_groups if not optimizer.state else ():
             moments = 2 + bool(group.get("amsgrad")) if "betas" in group else int(bool(group.get("momentum")))
             total += sum(moments * (p.nbytes + _ITEM_OVERHEAD) for p in group["params"])
     return total
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """`of`: id(parameter) -> name; `flattened`: id(parameter) -> the module under which FSDP1 has flattened it."""
-
-    of: dict[int, str] = field(default_factory=dict)
-    flattened: dict[int, torch.nn.Module] = field(default_factory=dict)
-
-    def flattened_by(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return next((self.flattened[id(parameter)] for parameter in parameters if id(parameter) in self.flattened), None)
-
-
-def buffer_names(state: Any) -> list[str]:
-    """The keys of all modules' buffers."""
-    return [
-        f"{path}.{canonical(name)}" if path else canonical(name)
-        for path, module in _find(state, "", torch.nn.Module)
-        for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)
-    ]
-
-
-def parameter_names(state: Any) -> Names:
-    """Over all modules in the state; a name that two modules share is told apart by the module's own key."""
-    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
-    flattened: dict[int, torch.nn.Module] = {}
-    for path, module in _find(state, "", torch.nn.Module):
-        if flattens(module):
-            flattened |= {id(parameter): module for parameter in module.parameters()}
-        for name, parameter in unwrapped(module).named_parameters():
-            entries = found.setdefault(canonical(name), [])
-            if all(known is not parameter for _, known in entries):
-                entries.append((path, parameter))
-    names: dict[int, str] = {}
-    for name, entries in found.items():
-        for path, parameter in entries:
-            names.setdefault(id(parameter), name if len(entries) == 1 else f"{path}.{name}")
-    return Names(names, flattened)
-
-
-def modules_of(state: Any) -> list[torch.nn.Module]:
-    return [module for _, module in _find(state, "", torch.nn.Module)]
-
-
-def _find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Objects of `kind` in the containers of a state, with their keys."""
-    if isinstance(state, PerRank):
-        state = state.value
-    if isinstance(state, kind):
-        yield path, state
-    elif isinstance(state, dict):
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                yield from _find(value, f"{path}.{key}" if path else str(key), kind)
-    elif isinstance(state, (list, tuple)):
-        for number, value in enumerate(state):
-            if not isinstance(value, torch.Tensor):
-                yield from _find(value, f"{path}.{number}" if path else str(number), kind)
 
 
 def rng_state() -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from ckptd.agent import values
 from ckptd.agent.loading import load, materialize
+from ckptd.agent.merge import bare, merge
 from ckptd.agent.planning import dtype_of
 from ckptd.agent.sources import Opened, open_storage
 from ckptd.shared import names
@@ -119,14 +120,15 @@ class Checkpoint:
     def load(self) -> Any:
         """The whole state as a fresh tree on the CPU: objects as their state dicts, shared storage shared again.
 
-        Of many ranks, tensors come whole, and plain values are those of rank 0. Raises IntegrityError, StorageError.
+        Of several ranks, tensors come whole, keys are those of all, and a `per_rank` value is the list of what each had. Raises
+        IntegrityError, StorageError.
         """
         try:
-            document = self._opened.values()
+            documents = [self._opened.values(rank) for rank in range(self.manifest.world_size)]
             made = materialize(self._opened.saved, self.keys())
         except OSError as error:
             raise StorageError.of(f"read {self.tag}", error) from None
-        return values.decode(document, made.__getitem__, objects=False)["state"]
+        return values.filled(bare(merge([values.decode(document)["state"] for document in documents])), made.__getitem__)
 
     def verify(self) -> int:
         """Read every byte against its checksum; returns how many raw bytes there are. Raises IntegrityError, StorageError."""

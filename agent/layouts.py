@@ -15,11 +15,12 @@ import msgspec
 import torch
 
 from ckptd.agent import values
-from ckptd.agent.capture import Captured, buffer_names
+from ckptd.agent.capture import Captured
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
 from ckptd.agent.global_plan import Offer, Share, share_out
 from ckptd.agent.merge import value_digests
+from ckptd.agent.naming import buffer_names
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout, Local, Sources, Structure, difference, plan_locally, sharing
 from ckptd.shared import messages as m

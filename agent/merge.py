@@ -97,6 +97,21 @@ def _merge(held: list[tuple[int, Any]], own: int | None) -> Any:
     return first
 
 
+def bare(tree: Any) -> Any:
+    """A merged tree as plain containers: objects as their state dicts, a `per_rank` value as the list of what the ranks had (on one rank,
+    as the value itself)."""
+    if isinstance(tree, ObjectNode):
+        return bare(tree.tree)
+    if isinstance(tree, OfRanks):
+        values = [bare(value) for value in tree.values]
+        return values[0] if len(values) == 1 else values
+    if isinstance(tree, dict):
+        made = type(tree)()
+        made.update({key: bare(value) for key, value in tree.items()})
+        return made
+    return type(tree)(bare(item) for item in tree) if type(tree) in (list, tuple) else tree
+
+
 def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None) -> dict[str, Any]:
     """Every parameter stands in one group, with the settings that it had."""
     seen: set[Any] = set()

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.capture import Names, canonical, expand_object, flattens, parameter_keys, parameter_names, unwrapped
+from ckptd.agent.capture import expand_object
 from ckptd.agent.loading import Saved
 from ckptd.agent.merge import OfRanks
+from ckptd.agent.naming import Names, canonical, flattens, parameter_keys, parameter_names, unwrapped
 from ckptd.agent.planning import dtype_of, local_part
 from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef, filled, tensor_names
 from ckptd.shared.errors import StructureMismatch

@@ -1,0 +1,159 @@
+"""What parameters are called: by their name in their module, whatever wraps it (DistributedDataParallel, FSDP1, torch.compile).
+
+Walking ten thousand parameters takes longer than copying them, so names are kept from one capture to the next, and looked over: they
+hold if each parameter's memory is where the module's own state dict has that name.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ckptd.agent.values import PerRank
+
+T = TypeVar("T")
+
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_flattening: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The user's own module inside DataParallel or DistributedDataParallel."""
+    while isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        module = module.module
+    return module
+
+
+@lru_cache(maxsize=1 << 18)
+def canonical(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    return _WRAPPERS.sub("", name)
+
+
+def flattens(module: torch.nn.Module) -> bool:
+    """Whether FullyShardedDataParallel (FSDP1) has flattened its parameters. Needs a process group; a module is looked through once."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    if module not in _flattening:
+        _flattening[module] = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
+    return _flattening[module]
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """`of`: id(parameter) -> name; `flattened`: id(parameter) -> the module under which FSDP1 has flattened it."""
+
+    of: dict[int, str] = field(default_factory=dict)
+    flattened: dict[int, torch.nn.Module] = field(default_factory=dict)
+
+    def flattened_by(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return next((self.flattened[id(parameter)] for parameter in parameters if id(parameter) in self.flattened), None)
+
+
+def buffer_names(state: Any) -> list[str]:
+    """The keys of all modules' buffers."""
+    return [
+        f"{path}.{canonical(name)}" if path else canonical(name)
+        for path, module in find(state, "", torch.nn.Module)
+        for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)
+    ]
+
+
+def parameter_names(state: Any) -> Names:
+    """Over all modules in the state; a name that two modules share is told apart by the module's own key."""
+    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
+    flattened: dict[int, torch.nn.Module] = {}
+    for path, module in find(state, "", torch.nn.Module):
+        if flattens(module):
+            flattened |= {id(parameter): module for parameter in module.parameters()}
+        for name, parameter in unwrapped(module).named_parameters():
+            entries = found.setdefault(canonical(name), [])
+            if all(known is not parameter for _, known in entries):
+                entries.append((path, parameter))
+    names: dict[int, str] = {}
+    for name, entries in found.items():
+        for path, parameter in entries:
+            names.setdefault(id(parameter), name if len(entries) == 1 else f"{path}.{name}")
+    return Names(names, flattened)
+
+
+def modules_of(state: Any) -> list[torch.nn.Module]:
+    return [module for _, module in find(state, "", torch.nn.Module)]
+
+
+def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """Objects of `kind` in the containers of a state, with their keys."""
+    if isinstance(state, PerRank):
+        state = state.value
+    if isinstance(state, kind):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                yield from find(value, f"{path}.{key}" if path else str(key), kind)
+    elif isinstance(state, (list, tuple)):
+        for number, value in enumerate(state):
+            if not isinstance(value, torch.Tensor):
+                yield from find(value, f"{path}.{number}" if path else str(number), kind)
+
+
+def parameter_keys(optimizer: torch.optim.Optimizer, names: Names) -> list[Any]:
+    """What each parameter is called, by the number that `state_dict()` gives it: its place over all groups."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names.of for parameter in parameters):
+        return list(range(len(parameters)))
+    return [names.of[id(parameter)] for parameter in parameters]
+
+
+@dataclass(slots=True)
+class KeptNames:
+    """`ids`: the optimizers' parameters; `places`: in which module's state dict, and under which name, each of them is."""
+
+    names: Names = field(default_factory=Names)
+    ids: list[int] = field(default_factory=list)
+    places: list[tuple[int, str]] | None = None
+
+    def of(self, state: Any, trees: list[dict[str, Any]]) -> Names:
+        """The names in `state`, whose modules' state dicts are `trees`, in their order."""
+        parameters = [
+            p for _, optimizer in find(state, "", torch.optim.Optimizer) for group in optimizer.param_groups for p in group["params"]
+        ]
+        if not self._hold(parameters, trees):
+            self.names = parameter_names(state)
+            self.ids = list(map(id, parameters))
+            self.places = self._places(parameters, trees)
+        return self.names
+
+    def _hold(self, parameters: list[torch.Tensor], trees: list[dict[str, Any]]) -> bool:
+        if self.places is None or self.ids != list(map(id, parameters)):
+            return False
+        try:
+            found = [trees[number][name] for number, name in self.places]
+            return list(map(address, parameters)) == list(map(address, found))
+        except (LookupError, AttributeError, RuntimeError):
+            return False
+
+    def _places(self, parameters: list[torch.Tensor], trees: list[dict[str, Any]]) -> list[tuple[int, str]] | None:
+        at: dict[int, tuple[int, str]] = {}
+        for number, tree in enumerate(trees):
+            for name, value in tree.items():
+                if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Buffer):
+                    at.setdefault(address(value), (number, name))
+        try:
+            return [at[address(parameter)] for parameter in parameters]
+        except LookupError:
+            return None
+
+
+def address(tensor: torch.Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
