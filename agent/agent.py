@@ -370,7 +370,10 @@ class Agent:
                 self._client.close()
                 self._slots.drop()
                 for pending in list(self._pending.values()):
-                    self._finish(pending, SnapshotFailed("the agent was closed first"))
+                    if pending.persist:
+                        self._finish(pending, SnapshotFailed("the agent was closed first"))
+                    else:
+                        pending.supersede()
 
     def _check_open(self) -> None:
         if self._closed:
