@@ -1,8 +1,8 @@
 """What a snapshot costs the training in steady state, beyond `state_dict()` and the copy; and for how long the agent's threads hold the GIL.
 
-`python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that counting them
-costs more than copying them. Held time, the state dicts and the same copy are measured alternately in one process, and medians subtracted. Store operations are those of all
-snapshots after the first: they must be 0.
+`python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that counting them costs more than copying
+them. Held time, the state dicts and the same copy are measured alternately in one process, and medians subtracted. Store operations are
+those of all snapshots after the first: they must be 0.
 
 The GIL: the training thread does nothing but look at the clock; a gap between two looks is time in which something else ran. Beside it
 stands the same loop without ckptd, with another process as busy as the daemon.
