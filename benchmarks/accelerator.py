@@ -2,8 +2,8 @@
 
 `python -m benchmarks.accelerator [--gigabytes 1 4 16] [--rounds N]`. For each size, in one process and interleaved:
 CPU time held by `snapshot()`, by `dcp.async_save` with its pinned stager, and by a blocking copy; the rate of the copy (bytes over the time
-from the call until "sealed") against the measured rate of one large pinned copy; and the time of the steps around a snapshot against that of
-steps without.
+from the call until "sealed") against the measured rate of one large pinned copy; and the time of the steps around a snapshot against that
+of steps without.
 Exits with a sentence where there is no accelerator.
 """
 
@@ -130,8 +130,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.accelerator.is_available():
         sys.exit("no accelerator here: this benchmark needs one")
-    store = tempfile.NamedTemporaryFile()
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
+    place = tempfile.mkdtemp()
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{place}/store", rank=0, world_size=1)
     for gigabytes in options.gigabytes:
         measure(gigabytes, options.rounds)
     dist.destroy_process_group()

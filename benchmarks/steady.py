@@ -1,4 +1,4 @@
-"""What a snapshot costs the training in steady state, beyond `state_dict()` and the copy; and for how long the agent's threads hold the GIL.
+"""What a snapshot costs in steady state beyond `state_dict()` and the copy, and for how long the agent's threads hold the GIL.
 
 `python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that counting them costs more than copying
 them. Held time, the state dicts and the same copy are measured alternately in one process, and medians subtracted. Store operations are
