@@ -22,7 +22,8 @@ from ckptd.agent.global_plan import Offer, Share, share_out
 from ckptd.agent.merge import value_digests
 from ckptd.agent.naming import buffer_names
 from ckptd.agent.pending import Pending
-from ckptd.agent.planning import Layout, Local, Sources, Structure, difference, plan_locally, sharing
+from ckptd.agent.planning import Layout, Local, plan_locally
+from ckptd.agent.structure import Sharing, Sources, Structure, difference
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
@@ -62,7 +63,7 @@ class Layouts:
             self._client.call(lambda n: m.Plan(id=n, step=pending.step, why=why), m.Done, TELL_SECONDS)
         layout = self._plan(captured, state, pending, deadline)
         sources = Sources(found, captured.tensors, layout.plan)
-        self._kept, self._has = (replace(found, sharing=sharing(parts)), layout, sources), wanted
+        self._kept, self._has = (replace(found, sharing=Sharing.of(parts)), layout, sources), wanted
         self.made += 1
         return layout, sources.of(parts, captured.tensors)
 

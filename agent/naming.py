@@ -139,7 +139,8 @@ class KeptNames:
             return False
         try:
             found = [trees[number][name] for number, name in self.places]
-            return list(map(address, parameters)) == list(map(address, found))
+            where = address if DTensor in set(map(type, found)) else torch.Tensor.data_ptr
+            return list(map(where, parameters)) == list(map(where, found))
         except (LookupError, AttributeError, RuntimeError):
             return False
 

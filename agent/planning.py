@@ -13,7 +13,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.capture import check_tensor
+from ckptd.agent.structure import PLAIN, shard_at
 from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import ELEMENT_SIZES, HIDDEN, ITEM_SIZES, Alias, Item, Plan, Region, align_region, is_dense, signature
@@ -55,7 +55,6 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _DIGESTED = 1 << 22  # bytes at once; in 64-bit words they take eight times that on the device
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIZELESS = re.compile(r"u?int[1-7]|bits\w+")
@@ -147,132 +146,13 @@ class Local:
     aliases: list[Alias] = field(default_factory=list)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes that this rank holds of a tensor; of a ShardedTensor its first shard's."""
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    if isinstance(tensor, ShardedTensor):
-        return tensor.local_shards()[0].tensor if tensor.local_shards() else torch.empty(0, dtype=tensor.dtype)
-    return tensor
-
-
-def _placement(tensor: torch.Tensor) -> object:
-    if isinstance(tensor, DTensor):
-        return tensor._spec
-    if isinstance(tensor, ShardedTensor):
-        return [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in tensor.local_shards()]
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What a layout depends on, in columns, so that ten thousand tensors are compared at the speed of C. Holds no tensor alive.
-
-    `addresses` count only in so far as tensors move to another device or share memory, which `sharing` says once it has been looked up.
-    """
-
-    names: list[str]
-    columns: tuple[list[Any], ...]
-    addresses: list[int]
-    sharing: tuple[Any, ...] | None = None
-
-    @classmethod
-    def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
-        """And this rank's part of each tensor. Raises UnsavableValue for what has no memory: sparse and nested tensors."""
-        values = list(tensors.values())
-        kinds = list(map(type, values))
-        placements: list[Any] = []
-        parts = values
-        if not _PLAIN.issuperset(kinds):
-            parts = [tensor if kind in _PLAIN else local_part(tensor) for tensor, kind in zip(values, kinds, strict=True)]
-            placements = [_placement(tensor) for tensor, kind in zip(values, kinds, strict=True) if kind not in _PLAIN]
-        try:
-            addresses = list(map(torch.Tensor.data_ptr, parts))
-            shapes, strides = list(map(_shape, parts)), list(map(torch.Tensor.stride, parts))
-        except (RuntimeError, NotImplementedError):
-            for name, tensor in tensors.items():
-                check_tensor(name, tensor)
-            raise
-        dtypes, lazy = list(map(_dtype, parts)), list(map(torch.Tensor.is_neg, parts))
-        if any(dtype.is_complex for dtype in set(dtypes)):
-            lazy += map(torch.Tensor.is_conj, parts)
-        columns = (kinds, dtypes, shapes, strides, lazy, list(map(_requires_grad, values)), placements)
-        return cls(list(tensors), columns, addresses), parts
-
-    def same_as(self, kept: Structure, parts: list[torch.Tensor]) -> bool:
-        return (
-            self.names == kept.names
-            and self.columns == kept.columns
-            and (self.addresses == kept.addresses or sharing(parts) == kept.sharing)
-        )
-
-
-def sharing(parts: list[torch.Tensor]) -> tuple[Any, ...]:
-    """On which device each is, and who shares a storage with whom; if anybody does, also where in it each lies."""
-    numbers: dict[int, int] = {}
-    found = [numbers.setdefault(part.untyped_storage().data_ptr(), len(numbers)) for part in parts]
-    return list(map(_device, parts)), found, [part.storage_offset() for part in parts] if len(numbers) < len(found) else []
-
-
-_shape, _dtype, _device, _requires_grad = (attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad"))
-
-
-def difference(before: Structure | None, after: Structure) -> str:
-    """What has changed, in words, by the first tensor that differs."""
-    if before is None:
-        return "it has no plan yet"
-    old, new = ({name: (found.columns[1][n], found.columns[2][n]) for n, name in enumerate(found.names)} for found in (before, after))
-    for name in [*new, *old]:
-        if name not in old:
-            return f"{name} is new"
-        if name not in new:
-            return f"{name} is gone"
-        if old[name] != new[name]:
-            return f"{name} was {_describe(*old[name])} and is {_describe(*new[name])}"
-    return "tensors have another layout, placement or storage"
-
-
-def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype_name(dtype)} {list(shape)}"
-
-
-class Sources:
-    """The live tensors behind the items of a plan, looked up anew in each structure that is the same."""
-
-    def __init__(self, structure: Structure, tensors: dict[str, torch.Tensor], plan: Plan) -> None:
-        self._plan = plan
-        numbers = {name: number for number, name in enumerate(structure.names)}
-        self._numbers = [numbers.get(item.fqn, -1) for item in plan.items]
-        self._special = [n for n, item in enumerate(plan.items) if item.fqn not in numbers or isinstance(tensors[item.fqn], ShardedTensor)]
-
-    def of(self, parts: list[torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        found = [parts[number] for number in self._numbers]
-        for number in self._special:
-            item = self._plan.items[number]
-            tensor = tensors.get(item.fqn)
-            found[number] = _shard(tensor, item.offsets) if isinstance(tensor, ShardedTensor) else _hidden(tensors, self._plan, item)
-        return found
-
-
-def _shard(tensor: ShardedTensor, offsets: tuple[int, ...]) -> torch.Tensor:
-    found: torch.Tensor = next(s.tensor for s in tensor.local_shards() if tuple(s.metadata.shard_offsets) == offsets)
-    return found.detach()
-
-
-def _hidden(tensors: dict[str, torch.Tensor], plan: Plan, item: Item) -> torch.Tensor:
-    alias = next(alias for alias in plan.aliases if alias.base == item.fqn)
-    member = tensors[alias.fqn]
-    offset = member.storage_offset() * member.element_size() - alias.offset
-    return torch.empty(0, dtype=torch.uint8, device=member.device).set_(member.untyped_storage(), offset, (item.length,), (1,))
-
-
 def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (), compare: bool = False) -> Local:
     """DCP's local plan, with what a slot needs to know beside it. `compare`: replicated tensors get a digest of their bytes.
 
     Raises UnsavableValue naming a tensor that cannot be saved.
     """
     tensors = {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
-    plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in _PLAIN}
+    plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in PLAIN}
     for name, tensor in tensors.items():
         if name.startswith(HIDDEN):
             raise UnsavableValue(f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages")
@@ -289,7 +169,7 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor
         elif isinstance(tensor, ShardedTensor):
-            local = _shard(tensor, tuple(write.index.offset or ()))
+            local = shard_at(tensor, tuple(write.index.offset or ()))
         if local.numel() or not tensor.numel():
             rows.append(_row(write, tensor, local, buffer=write.index.fqn in of_modules, compare=compare))
     for name, length, device in hidden:

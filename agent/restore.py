@@ -24,7 +24,8 @@ from ckptd.agent.capture import expand_object
 from ckptd.agent.loading import Saved
 from ckptd.agent.merge import OfRanks
 from ckptd.agent.naming import Names, canonical, flattens, parameter_keys, parameter_names, unwrapped
-from ckptd.agent.planning import dtype_of, local_part
+from ckptd.agent.planning import dtype_of
+from ckptd.agent.structure import local_part
 from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef, filled, tensor_names
 from ckptd.shared.errors import StructureMismatch
 

@@ -14,6 +14,7 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -72,8 +73,8 @@ def _reference(name: str) -> Ext:
     return Ext(TENSOR, name.encode())
 
 
-Known = dict[str, tuple[list[str], list[str], msgspec.Raw]]
-"""Dicts of nothing but tensors, by path: their keys, the tensors' names, and how it is encoded."""
+Known = dict[str, tuple[list[list[Any]], list[str], msgspec.Raw]]
+"""Dicts of nothing but tensors, or of such dicts, by path: their keys, the tensors' names, and how it is encoded."""
 _MOST_KNOWN = 1 << 17
 
 
@@ -133,30 +134,48 @@ class Packer:
         prefix = f"{path}." if path else ""
         if not _TEXT.issuperset(map(type, value)):
             return Ext(MAP, self._pairs(value, path))
-        if value and _TENSORS.issuperset(map(type, value.values())) and (packed := self._only_tensors(value, path)) is not None:
+        kinds = set(map(type, value.values()))
+        if value and _TENSORS.issuperset(kinds) and (packed := self._only_tensors([value], path)) is not None:
+            return packed
+        if kinds == {dict} and (packed := self._only_tensors([value, *value.values()], path)) is not None:
             return packed
         for key in value:
             self._check_text(key, path)
         return {key: self.pack(item, prefix + key) for key, item in value.items()}
 
-    def _only_tensors(self, value: dict[str, Any], path: str) -> Any:
-        """Most of any state: packed at the speed of C, and not at all if the keys are those of the time before."""
-        keys = list(value)
+    def _only_tensors(self, dicts: list[dict[Any, Any]], path: str) -> Any:
+        """A dict of tensors, or one and all the dicts in it: most of any state. Packed at the speed of C, and not at all if the keys are
+        those of the time before. None if there is anything else in it."""
+        keys = list(map(list, dicts))
+        tensors = list(chain.from_iterable(map(dict.values, dicts[1:] or dicts)))
         known = self._known.get(path)
         if known is None or known[0] != keys:
-            for key in keys:
-                self._check_text(key, path)
-            names = [f"{path}.{key}" if path else key for key in keys]
-            if not all(names):
+            names = self._names(dicts, path)
+            if names is None:
                 return None
-            known = keys, names, msgspec.Raw(_encode(dict(zip(keys, map(_reference, names), strict=True))))
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()
-            self._known[path] = known
-        if not self.tensors.keys().isdisjoint(known[1]):
+            references = iter(map(_reference, names))
+            packed = [{key: next(references) for key in one} for one in dicts[1:] or dicts]
+            whole = dict(zip(dicts[0], packed, strict=True)) if dicts[1:] else packed[0]
+            known = self._known[path] = keys, names, msgspec.Raw(_encode(whole))
+        if not _TENSORS.issuperset(map(type, tensors)) or not self.tensors.keys().isdisjoint(known[1]):
             return None
-        self.tensors.update(zip(known[1], value.values(), strict=True))
+        self.tensors.update(zip(known[1], tensors, strict=True))
         return known[2]
+
+    def _names(self, dicts: list[dict[Any, Any]], path: str) -> list[str] | None:
+        """Of every tensor; None unless they are keys of text, and no two the same."""
+        if not all(type(key) is str for one in dicts for key in one):
+            return None
+        for key in chain.from_iterable(dicts):
+            self._check_text(key, path)
+        prefix = f"{path}." if path else ""
+        if dicts[1:]:
+            names = [f"{prefix}{outer}.{key}" for outer, one in zip(dicts[0], dicts[1:], strict=True) for key in one]
+        else:
+            names = [prefix + key for key in dicts[0]]
+        return names if all(names) and len(set(names)) == len(names) else None
 
     def _pairs(self, value: dict[Any, Any], path: str) -> bytes:
         prefix = f"{path}." if path else ""

@@ -1,0 +1,157 @@
+"""What a plan depends on, compared from one snapshot to the next; and the live tensors behind its items.
+
+Nothing here keeps a tensor alive. Ten thousand tensors are looked at in columns, at the speed of C, since this is done at every snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from ckptd.agent.capture import check_tensor
+from ckptd.shared.plan import Item, Plan
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes that this rank holds of a tensor; of a ShardedTensor its first shard's."""
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    if isinstance(tensor, ShardedTensor):
+        return tensor.local_shards()[0].tensor if tensor.local_shards() else torch.empty(0, dtype=tensor.dtype)
+    return tensor
+
+
+def _placement(tensor: torch.Tensor) -> object:
+    if isinstance(tensor, DTensor):
+        return tensor._spec
+    if isinstance(tensor, ShardedTensor):
+        return [(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)) for shard in tensor.local_shards()]
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """On which device each tensor is, and which storage it has; of those that share one (`shared`), where in it they lie, and whether they
+    are its values or their negatives or conjugates: copied alone, either comes out right."""
+
+    devices: list[torch.device]
+    storages: list[int]
+    shared: list[int]
+    places: list[tuple[int, bool, bool]]
+
+    @classmethod
+    def of(cls, parts: list[torch.Tensor]) -> Sharing:
+        numbers: dict[int, int] = {}
+        storages = [numbers.setdefault(part.untyped_storage().data_ptr(), len(numbers)) for part in parts]
+        often = Counter(storages) if len(numbers) < len(storages) else Counter()
+        shared = [number for number, storage in enumerate(storages) if often[storage] > 1]
+        return cls(list(map(_device, parts)), storages, shared, _places(parts, shared))
+
+    def holds(self, parts: list[torch.Tensor]) -> bool:
+        """Whether it still holds for tensors at the same addresses."""
+        return not self.shared or _places(parts, self.shared) == self.places
+
+
+def _places(parts: list[torch.Tensor], numbers: list[int]) -> list[tuple[int, bool, bool]]:
+    return [(int(parts[n].storage_offset()), parts[n].is_neg(), parts[n].is_conj()) for n in numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a layout depends on, in columns, so that ten thousand tensors are compared at the speed of C. Holds no tensor alive.
+
+    `addresses` count only in so far as tensors move to another device or share memory, which `sharing` says once it has been looked up.
+    """
+
+    names: list[str]
+    columns: tuple[list[Any], ...]
+    addresses: list[int]
+    sharing: Sharing | None = None
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
+        """And this rank's part of each tensor. Raises UnsavableValue for what has no memory: sparse and nested tensors."""
+        values = list(tensors.values())
+        kinds = list(map(type, values))
+        placements: list[Any] = []
+        parts = values
+        if not PLAIN.issuperset(kinds):
+            parts = [tensor if kind in PLAIN else local_part(tensor) for tensor, kind in zip(values, kinds, strict=True)]
+            placements = [_placement(tensor) for tensor, kind in zip(values, kinds, strict=True) if kind not in PLAIN]
+        try:
+            addresses = list(map(torch.Tensor.data_ptr, parts))
+            shapes, strides = list(map(_shape, parts)), list(map(torch.Tensor.stride, parts))
+        except (RuntimeError, NotImplementedError):
+            for name, tensor in tensors.items():
+                check_tensor(name, tensor)
+            raise
+        columns = (kinds, list(map(_dtype, parts)), shapes, strides, list(map(_requires_grad, values)), placements)
+        return cls(list(tensors), columns, addresses), parts
+
+    def same_as(self, kept: Structure, parts: list[torch.Tensor]) -> bool:
+        return (
+            self.names == kept.names
+            and self.columns == kept.columns
+            and kept.sharing is not None
+            and (kept.sharing.holds(parts) if self.addresses == kept.addresses else Sharing.of(parts) == kept.sharing)
+        )
+
+
+_shape, _dtype, _device, _requires_grad = (attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad"))
+
+
+def difference(before: Structure | None, after: Structure) -> str:
+    """What has changed, in words, by the first tensor that differs."""
+    if before is None:
+        return "it has no plan yet"
+    old, new = ({name: (found.columns[1][n], found.columns[2][n]) for n, name in enumerate(found.names)} for found in (before, after))
+    for name in [*new, *old]:
+        if name not in old:
+            return f"{name} is new"
+        if name not in new:
+            return f"{name} is gone"
+        if old[name] != new[name]:
+            return f"{name} was {_describe(*old[name])} and is {_describe(*new[name])}"
+    return "tensors have another layout, placement or storage"
+
+
+def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+class Sources:
+    """The live tensors behind the items of a plan, looked up anew in each structure that is the same."""
+
+    def __init__(self, structure: Structure, tensors: dict[str, torch.Tensor], plan: Plan) -> None:
+        self._plan = plan
+        numbers = {name: number for number, name in enumerate(structure.names)}
+        self._numbers = [numbers.get(item.fqn, -1) for item in plan.items]
+        self._special = [n for n, item in enumerate(plan.items) if item.fqn not in numbers or isinstance(tensors[item.fqn], ShardedTensor)]
+
+    def of(self, parts: list[torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        found = [parts[number] for number in self._numbers]
+        for number in self._special:
+            item = self._plan.items[number]
+            tensor = tensors.get(item.fqn)
+            found[number] = shard_at(tensor, item.offsets) if isinstance(tensor, ShardedTensor) else _hidden(tensors, self._plan, item)
+        return found
+
+
+def shard_at(tensor: ShardedTensor, offsets: tuple[int, ...]) -> torch.Tensor:
+    found: torch.Tensor = next(s.tensor for s in tensor.local_shards() if tuple(s.metadata.shard_offsets) == offsets)
+    return found.detach()
+
+
+def _hidden(tensors: dict[str, torch.Tensor], plan: Plan, item: Item) -> torch.Tensor:
+    alias = next(alias for alias in plan.aliases if alias.base == item.fqn)
+    member = tensors[alias.fqn]
+    offset = member.storage_offset() * member.element_size() - alias.offset
+    return torch.empty(0, dtype=torch.uint8, device=member.device).set_(member.untyped_storage(), offset, (item.length,), (1,))
