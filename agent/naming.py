@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -148,7 +149,7 @@ class KeptNames:
         at: dict[int, tuple[int, str]] = {}
         for number, tree in enumerate(trees):
             for name, value in tree.items():
-                if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Buffer):
+                if isinstance(value, torch.Tensor) and not isinstance(value, (torch.nn.Buffer, ShardedTensor)):
                     at.setdefault(address(value), (number, name))
         try:
             return [at[address(parameter)] for parameter in parameters]

@@ -146,6 +146,8 @@ class _Attempt:
         self._strict, self._on_reshape = strict, on_reshape
         self._opened: Opened | None = None
         self._rng: dict[str, Any] | None = None
+        self._binding: Binding | None = None
+        self._writing = False
 
     def open(self, state: Any) -> dict[str, Any]:
         """Compare, and write nothing. Raises StructureMismatch."""
@@ -178,16 +180,16 @@ class _Attempt:
         return open_storage(PosixStorage(Path(self._client.welcome.root)), self._job, candidate.tag)
 
     def load(self) -> dict[str, Any]:
-        writing = False
         assert self._opened is not None
+        assert self._binding is not None
         binding, saved = self._binding, self._opened.saved
         try:
             fresh = materialize(saved, [name for name in binding.fresh if name not in binding.in_place])
             failpoint("agent.recover.loading")
-            writing = True
+            self._writing = True
             load(saved, binding.in_place)
         except (IntegrityError, OSError) as error:
-            return {"damaged": str(error), "writing": writing}
+            return {"damaged": str(error), "writing": self._writing}
 
         def resolve(name: str) -> torch.Tensor:
             tensor = fresh.get(name)
@@ -202,6 +204,8 @@ class _Attempt:
         return {"damaged": "", "writing": True}
 
     def close(self) -> None:
+        if self._binding is not None and not self._writing:
+            self._binding.discard()
         if self._opened is not None:
             self._opened.close()
 

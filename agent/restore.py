@@ -45,13 +45,21 @@ class Binding:
         self.in_place: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.device] = {}
         self.unused: list[str] = []
+        self._undo: list[Callable[[], None]] = []
         self._saved, self._strict, self._on_reshape = saved, strict, on_reshape
         self._names = parameter_names(state)
         self._problems: list[str] = []
         value = self._bind(state, tree, "")
         if self._problems:
+            self.discard()
             raise mismatch(self._problems)
         self._value = value
+
+    def discard(self) -> None:
+        """It will not be finished: the state is as it was, also where a comparison had to make something."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
 
     def finish(self, resolve: Resolve) -> None:
         """Everything but the tensors in place. `resolve` gives the loaded tensor of a fresh name."""
@@ -132,7 +140,7 @@ class Binding:
             self._problems.append(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}")
         elif any(n > 1 and stride == 0 for n, stride in zip(local_part(place).shape, local_part(place).stride(), strict=True)):
             self._problems.append(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
-        elif place.is_meta:
+        elif not isinstance(place, ShardedTensor) and place.is_meta:
             self._problems.append(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
         else:
             self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
@@ -300,7 +308,9 @@ class Binding:
     def _flattened_optimizer(self, place: torch.optim.Optimizer, root: torch.nn.Module, tree: dict[str, Any], path: str) -> _Value:
         """FSDP1: DCP brings the state into its flat parameters."""
         if not tree["state"]:
-            return lambda resolve: _KEEP
+            return self._without_state(place, tree["param_groups"])
+        if not place.state:
+            self._undo.append(place.state.clear)  # DCP has it take a step with nothing to learn
         own = get_optimizer_state_dict(root, place)
         groups: list[dict[str, Any]] = own["param_groups"]  # type: ignore[assignment]
         settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
@@ -311,6 +321,16 @@ class Binding:
             for group, found in zip(groups, settings, strict=True):
                 group.update(filled(found, resolve))
             set_optimizer_state_dict(root, place, own)
+            return _KEEP
+
+        return put
+
+    @staticmethod
+    def _without_state(place: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> _Value:
+        def put(resolve: Resolve) -> Any:
+            place.state.clear()
+            for group, saved in zip(place.param_groups, groups, strict=False):
+                group.update({key: filled(value, resolve) for key, value in saved.items() if key != "params"})
             return _KEEP
 
         return put

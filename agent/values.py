@@ -345,20 +345,29 @@ def tensor_names(tree: Any) -> list[str]:
     return []
 
 
+def _stands_in(tree: Any) -> bool:
+    """Whether anything in it stands for something else."""
+    if isinstance(tree, (TensorRef, ObjectNode, PerRank)):
+        return True
+    if isinstance(tree, dict):
+        return any(map(_stands_in, tree.values()))
+    return isinstance(tree, (list, tuple, set, frozenset, deque)) and any(map(_stands_in, tree))
+
+
 def filled(tree: Any, resolve: Callable[[str], Any]) -> Any:
     """A decoded tree with its tensors in place of their names; containers keep their types."""
     if isinstance(tree, TensorRef):
         return resolve(tree.fqn)
     if isinstance(tree, (ObjectNode, PerRank)):
         return filled(tree.tree if isinstance(tree, ObjectNode) else tree.value, resolve)
-    if isinstance(tree, dict) and tensor_names(tree):
+    if isinstance(tree, dict) and _stands_in(tree):
         made = type(tree)()
         made.update({key: filled(value, resolve) for key, value in tree.items()})
         return made
     if type(tree) is list:
         return [filled(value, resolve) for value in tree]
-    if isinstance(tree, (tuple, set, frozenset)) and tensor_names(tree):
+    if isinstance(tree, (tuple, set, frozenset)) and _stands_in(tree):
         return type(tree)(filled(value, resolve) for value in tree)
-    if type(tree).__name__ == "deque" and tensor_names(tree):
+    if type(tree).__name__ == "deque" and _stands_in(tree):
         return type(tree)((filled(value, resolve) for value in tree), tree.maxlen)
     return tree

@@ -14,7 +14,7 @@ from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SharedMemoryFull
 from ckptd.shared.lifecycle import State
 from ckptd.shared.messages import Progress
-from ckptd.shared.segment import SegmentHeader, SlotState
+from ckptd.shared.segment import SegmentHeader
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +40,9 @@ class Decision:
     asked: set[int]
 
 
+_REMEMBERED = 64
+
+
 def ranks(numbers: list[int]) -> str:
     """ "rank 2", "ranks 1, 2", or the first few of many."""
     shown = ", ".join(str(number) for number in numbers[:8]) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
@@ -58,6 +61,8 @@ class Admission:
         self._outgrown: set[str] = set()  # segments to unlink, not to reuse, once they are free
         self._changed = asyncio.Event()
         self._decisions: dict[tuple[str, Key], Decision] = {}
+        self._refused: dict[tuple[str, Key], str] = {}  # the last steps that were skipped, so that a late rank skips them too
+        self.noting: set[str] = set()  # segments whose seal is being read
         self._stuck: dict[str, Key] = {}  # the incomplete snapshot that a decision has waited for in vain
 
     async def allocate(self, owner: Owner, capacity: int, count: int, make_room: Callable[[], bool]) -> list[Slot]:
@@ -111,36 +116,49 @@ class Admission:
         """A free slot, or why this step is skipped. The caller then calls `occupy`."""
         if not self._usable(owner):
             raise NotFound("this rank has no slots: allocate some first")
+        if owner.world_size > 1 and (job.name, key) in self._refused:
+            return self._refused[job.name, key]
+        if key in job.snapshots:  # others have been granted it: only this rank's own slots count
+            return await self._decide(job, [owner], wait) or self._free_slot(owner) or "every slot is still being saved"
         decision = self._decisions.get((job.name, key))
         if decision is None or owner.rank in decision.asked:
-            task = asyncio.create_task(self._decide(job, owner.attempt, wait))
+            task = asyncio.create_task(self._decide_for_all(job, key, wait))
             decision = self._decisions[job.name, key] = Decision(task, set())
         decision.asked.add(owner.rank)
         refusal = await asyncio.shield(decision.task)
         self._decisions = {k: d for k, d in self._decisions.items() if k[0] != job.name or k[1] >= key}
         return refusal or self._free_slot(owner) or "every slot is still being saved"
 
-    async def _decide(self, job: Job, attempt: int, wait: float) -> str:
-        """Why not all local ranks have a free slot within `wait` seconds: once a step, the same for all. A rank that is late is waited for
-        once, not at every step."""
+    async def _decide_for_all(self, job: Job, key: Key, wait: float) -> str:
+        """Why this step is skipped: once a step, the same for all local ranks."""
+        owners = [owner for owner in self._owners.values() if (owner.job, owner.attempt) == (job.name, key[0])]
+        refusal = await self._decide(job, owners, wait)
+        if refusal:
+            self._refused[job.name, key] = refusal
+            while len(self._refused) > _REMEMBERED:
+                self._refused.pop(next(iter(self._refused)))
+        return refusal
+
+    async def _decide(self, job: Job, owners: list[Owner], wait: float) -> str:
+        """Why not all of them have a free slot within `wait` seconds. A rank that is late is waited for once, not at every step."""
         try:
             async with asyncio.timeout(wait):
-                while blocked := self._blocked(job, attempt):
+                while blocked := self._blocked(owners):
                     if self._stuck.get(job.name) in blocked:
                         return self._why(job, blocked)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            return self._why(job, self._blocked(job, attempt))
+            return self._why(job, self._blocked(owners))
         self._stuck.pop(job.name, None)
         return ""
 
-    def _blocked(self, job: Job, attempt: int) -> list[Key]:
-        """What is in the slots of local ranks that have none free; (attempt, -1) for a rank that has no slots yet."""
+    def _blocked(self, owners: list[Owner]) -> list[Key]:
+        """What is in the slots of those that have none free; (attempt, -1) for a rank that has no slots yet."""
         keys: set[Key] = set()
-        for owner in self._owners.values():
-            if (owner.job, owner.attempt) == (job.name, attempt) and self._free_slot(owner) is None:
-                keys |= {self.busy[slot.name] for slot in self._usable(owner)} or {(attempt, -1)}
+        for owner in owners:
+            if self._owners.get(owner.identity) is owner and self._free_slot(owner) is None:
+                keys |= {self.busy[slot.name] for slot in self._usable(owner)} or {(owner.attempt, -1)}
         return sorted(keys)
 
     def _why(self, job: Job, blocked: list[Key]) -> str:
@@ -154,11 +172,10 @@ class Admission:
         return "every slot is still being saved"
 
     def _late(self, snapshot: Snapshot) -> list[int]:
-        """Ranks that have not sealed it, but for those whose seal is being read."""
-        slots = [
-            slot for slot in self._slots.slots.values() if slot.header.job == snapshot.job and self.busy.get(slot.name) == snapshot.key
-        ]
-        under_way = {slot.header.rank for slot in slots if slot.refresh().state is SlotState.SEALED}
+        """Ranks that have not sealed it, but for those whose seal is being read. A rank alone knows whether it has."""
+        if snapshot.world_size == 1:
+            return []
+        under_way = {self._slots.get(name).header.rank for name in self.noting if self.busy.get(name) == snapshot.key}
         return [rank for rank in snapshot.missing if rank not in under_way]
 
     def _usable(self, owner: Owner) -> list[Slot]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ckptd.daemon import records as r
 from ckptd.daemon.admission import Admission, Owner
 from ckptd.daemon.attempts import Attempts
-from ckptd.daemon.catalog import Catalog, Job, Shard, Snapshot
+from ckptd.daemon.catalog import Catalog, Job, Key, Shard, Snapshot
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
@@ -40,6 +40,7 @@ from ckptd.shared.segment import SegmentHeader, SlotState
 
 log = logging.getLogger("ckptd.engine")
 
+PLAN_GRACE_SECONDS = 5.0  # beyond the stall budget, for ranks to tell that another has not planned
 MOST_JOBS = 10_000  # known at once; the journal's state must stay within one record
 
 
@@ -55,7 +56,7 @@ class Engine:
         self._begin_lock = asyncio.Lock()
         self.stopping = False  # set once: nothing new is begun, what is sealed is still taken
         self.admission = Admission(slots, self.owners, config.chunk_size, pipeline.run)
-        self.steps = Steps(catalog, self.owners, self.admission, config.rank_timeout)
+        self.steps = Steps(catalog, self.owners, self.admission, config.rank_timeout, config.stall_budget + PLAN_GRACE_SECONDS)
 
     # -- ranks come
 
@@ -94,11 +95,13 @@ class Engine:
 
     def _retire_older(self, job: Job) -> None:
         """A new attempt begins: of the older ones only what all ranks have sealed may go on."""
-        for identity in [i for i in self.owners if i[0] == job.name and i[1] < job.attempt]:
-            self.steps.bury(self.owners.pop(identity), "ended")
         for snapshot in list(job.snapshots.values()):
             if snapshot.attempt < job.attempt and not snapshot.complete:
-                self.steps.give_up(job, snapshot.key, SnapshotFailed("a newer attempt of the job has begun"))
+                self.steps.give_up(job, snapshot.key, Fenced("a newer attempt of the job has begun; this trainer is to end"))
+        for identity in [i for i in self.owners if i[0] == job.name and i[1] < job.attempt]:
+            owner = self.owners.pop(identity)
+            self.steps.former.append(owner)
+            self.steps.bury(owner, "ended")
         self.steps.release_settled(job)
 
     # -- slots
@@ -197,6 +200,15 @@ class Engine:
         assert header.step is not None
         job, key = self.catalog.job(header.job), (header.attempt, header.step)
         self.admission.occupy(slot, key)
+        self.admission.noting.add(slot.name)
+        try:
+            return await self._note_seal(slot, job, key)
+        finally:
+            self.admission.noting.discard(slot.name)
+
+    async def _note_seal(self, slot: Slot, job: Job, key: Key) -> Snapshot:
+        header = slot.header
+        assert header.step is not None
         try:
             with slot.pinned() as fd:
                 sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))

@@ -30,9 +30,15 @@ class _Waiting:
 
 
 class Steps:
-    def __init__(self, catalog: Catalog, owners: dict[tuple[str, int, int], Owner], admission: Admission, rank_timeout: float) -> None:
+    """`former`: owners whose attempt is over and who are still connected; what they wait for, they are told."""
+
+    def __init__(
+        self, catalog: Catalog, owners: dict[tuple[str, int, int], Owner], admission: Admission, rank_timeout: float, plan_timeout: float
+    ) -> None:
         self.counters: Counter[str] = Counter()
-        self._catalog, self._owners, self._admission, self._timeout = catalog, owners, admission, rank_timeout
+        self.former: list[Owner] = []
+        self._catalog, self._owners, self._admission = catalog, owners, admission
+        self._timeout, self._plan_timeout = rank_timeout, plan_timeout
         self._waiting: dict[tuple[str, Key], _Waiting] = {}
         self._moved = asyncio.Event()
 
@@ -61,7 +67,7 @@ class Steps:
     def plan(self, job: Job, owner: Owner, key: Key, why: str) -> None:
         """The rank is about to plan this step anew. Raises StructureChanged if others have gone on with the plan they had."""
         if owner.world_size > 1:
-            waiting = self.expect(job, key)
+            waiting = self.expect(job, key, self._plan_timeout)  # the ranks find out themselves who is late with its plan
             waiting.planned[owner.rank] = why
             with self._or_give_up(job, key):
                 self._check_planned(waiting, key)
@@ -113,18 +119,17 @@ class Steps:
 
     # -- whom the others wait for
 
-    def expect(self, job: Job, key: Key) -> _Waiting:
-        """From now on the step has `rank_timeout` seconds to be sealed by all ranks."""
+    def expect(self, job: Job, key: Key, more: float = 0.0) -> _Waiting:
+        """From now on the step has `rank_timeout` seconds, and `more`, to be sealed by all ranks."""
         waiting = self._waiting.get((job.name, key))
         if waiting is None:
-            timer = asyncio.get_running_loop().call_later(self._timeout, self._expire, job, key)
+            timer = asyncio.get_running_loop().call_later(self._timeout + more, self._expire, job, key)
             waiting = self._waiting[job.name, key] = _Waiting(timer)
         return waiting
 
     def _expire(self, job: Job, key: Key) -> None:
         snapshot = job.snapshots.get(key)
-        came = set(snapshot.shards) if snapshot is not None else set(self._waiting[job.name, key].planned)
-        late = [rank for rank in range(job.world_size) if rank not in came]
+        late = snapshot.missing if snapshot is not None else list(range(job.world_size))
         self.give_up(job, key, SnapshotFailed(f"step {key[1]} failed: {ranks(late)} did not seal it within {self._timeout:g} s"))
 
     def settle(self, job: Job, key: Key) -> None:
@@ -168,7 +173,8 @@ class Steps:
             re=0, attempt=snapshot.attempt, step=snapshot.step, state="durable" if snapshot.state is State.DURABLE else "failed",
             reason=snapshot.reason, code=snapshot.code,
         )  # fmt: skip
-        for owner in self._owners.values():
+        self.former = [owner for owner in self.former if owner.notify is not None]
+        for owner in [*self._owners.values(), *self.former]:
             if owner.job == snapshot.job and owner.notify is not None:
                 owner.notify(message)
 
