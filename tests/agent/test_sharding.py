@@ -1,0 +1,161 @@
+"""States that several ranks hold together, in every way that torch splits them: saved on four ranks, recovered on as many, fewer and more.
+
+Everything is compared as bytes, gathered from its shards, with what the ranks had when they saved. It comes from the memory of ranks that
+were killed, or from storage, under a new daemon. What is each rank's own, and what cannot be saved, is in `test_resharding.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from tests.support.daemons import Daemon
+from tests.support.ranks import Ranks
+from tests.support.sharded import (
+    KINDS,
+    Net,
+    Saved,
+    Tied,
+    build,
+    differing,
+    is_tied,
+    optimizer_entries,
+    parts,
+    recover,
+    recover_another,
+    save,
+    saved,
+    set_rate,
+    together,
+    train,
+    whole,
+)
+
+
+@pytest.fixture(scope="module", params=[(kind, source) for kind in KINDS for source in ("memory", "storage")], ids="-".join)
+def kept(request: pytest.FixtureRequest) -> Iterator[Saved]:
+    kind, source = request.param
+    with saved(kind, 4 if source == "memory" or kind in ("hsdp", "2d") else 2, source) as made:
+        yield made
+
+
+def test_on_as_many_ranks_training_goes_on_as_it_would_have(kept: Saved) -> None:
+    with Ranks(kept.world_size) as ranks:
+        assert_recovered(ranks, kept, kept.kind)
+        ranks.call(train, 2)  # the optimizer has a state to be overwritten, and DDP has its final buckets, hence the same rounding
+        assert differing(together(ranks.call(whole)), kept.wanted) != []
+        assert set(ranks.call(recover, kept.place.socket)) == {(kept.source, 2)}
+        assert differing(together(ranks.call(whole)), kept.wanted) == []
+        ranks.call(train, 1)
+        assert differing(together(ranks.call(whole)), kept.later) == []
+
+
+@pytest.mark.parametrize("part", [1 / 2, 3 / 2], ids=["fewer", "more"])
+def test_on_fewer_and_on_more_ranks(kept: Saved, part: float) -> None:
+    with Ranks(int(kept.world_size * part)) as ranks:
+        assert_recovered(ranks, kept, kept.kind)
+
+
+OTHERS = {
+    "ddp": ("2d", 4), "fsdp2": ("tp", 2), "hsdp": ("ddp", 3), "tp": ("hsdp", 4), "2d": ("fsdp2", 3), "fsdp1": ("fsdp2", 3),
+    "fsdp1-flat": ("fsdp1", 3), "pipeline": ("pipeline", 1),
+}  # fmt: skip
+
+
+def test_on_another_mesh(kept: Saved) -> None:
+    kind, world_size = OTHERS[kept.kind]
+    with Ranks(world_size) as ranks:
+        assert_recovered(ranks, kept, kind)
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("2d", 4), ("fsdp1", 2)])
+def test_fsdp2_from_memory_on_another_mesh(kind: str, world_size: int) -> None:
+    with saved("fsdp2", 4, "memory") as kept, Ranks(world_size) as ranks:
+        assert_recovered(ranks, kept, kind)
+
+
+def assert_recovered(ranks: Ranks, kept: Saved, kind: str, optimizer: str = "adamw", model: type[nn.Module] = Net) -> None:
+    """Every rank gets it all back, into a model of other random numbers; of a pipeline, all together."""
+    ranks.call(build, kind, 2, optimizer, model)
+    assert ranks.call(recover, kept.place.socket) == [(kept.source, 2)] * ranks.world_size
+    found = ranks.call(whole)
+    for plain in [together(found)] if kind == "pipeline" else found:
+        assert differing(plain, kept.wanted) == []
+
+
+def test_buffers_of_batchnorm_are_those_of_rank_0() -> None:
+    buffers = ["model.norm.running_mean", "model.norm.running_var"]
+    with saved("ddp", 4, "memory") as kept, Ranks(4) as ranks:
+        for name in buffers:
+            assert len({plain[name] for plain in kept.ranks}) == 4
+        assert_recovered(ranks, kept, "ddp")
+        for plain in ranks.call(whole):
+            assert [plain[name] for name in buffers] == [kept.ranks[0][name] for name in buffers]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_tied_weights_come_back_tied(kind: str) -> None:
+    with saved(kind, 4, "memory", model=Tied) as kept:
+        assert kept.wanted["model.head.weight"] == kept.wanted["model.embedding.weight"]
+        for world_size in (4, 2):
+            with Ranks(world_size) as ranks:
+                assert_recovered(ranks, kept, kind, "adamw", Tied)
+                assert ranks.call(is_tied) == [True] * world_size
+
+
+def test_tied_weights_are_written_once() -> None:
+    with saved("ddp", 2, "memory", model=Tied) as kept:
+        items = [item for plan in parts(kept.place, 2) for item in plan.items if item.fqn.startswith("model.") and "weight" in item.fqn]
+        assert sum(item.length for item in items) == len(kept.wanted["model.embedding.weight"][2])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "groups"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
+def test_optimizers_with_momentum_and_with_groups(kind: str, optimizer: str) -> None:
+    with saved(kind, 3, "memory", optimizer=optimizer) as kept, Ranks(2) as ranks:
+        if optimizer == "sgd":
+            assert any(name.endswith(".momentum_buffer") for name in kept.wanted)
+        else:
+            rates = {kept.wanted[f"group.{name}.lr"] for name in ("up.weight", "up.bias", "down.weight", "norm.bias")}
+            assert rates == {0.3 * 0.75 * 0.75, 0.05 * 0.75 * 0.75}
+        assert_recovered(ranks, kept, kind, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
+def test_an_optimizer_without_state_is_captured_and_recovered_as_empty(daemon: Daemon, kind: str, world_size: int) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(build, kind, 1)
+        ranks.call(set_rate, 0.02)
+        ranks.call(save, daemon.home.socket, 1)
+        assert ranks.call(optimizer_entries) == [0] * 2
+        wanted = ranks.call(whole)[0]
+    with Ranks(world_size) as ranks:
+        ranks.call(build, kind, 2)
+        ranks.call(recover, daemon.home.socket)
+        assert ranks.call(optimizer_entries) == [0] * world_size
+        assert differing(ranks.call(whole)[0], wanted) == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
+def test_going_back_to_an_optimizer_without_state(daemon: Daemon, kind: str) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(build, kind, 1)
+        ranks.call(save, daemon.home.socket, 1)
+        ranks.call(train, 2)
+        trained = ranks.call(whole)[0]
+        assert ranks.call(recover, daemon.home.socket) == [("memory", 1)] * 2
+        assert ranks.call(optimizer_entries) == [0] * 2
+        ranks.call(train, 2)
+        assert differing(ranks.call(whole)[0], trained) == []
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
+def test_a_refused_recovery_leaves_the_optimizer_without_state(kind: str) -> None:
+    with saved(kind, 2, "memory") as kept, Ranks(2) as ranks:
+        ranks.call(build, kind, 2)
+        for refusal in ranks.call(recover_another, kept.place.socket):
+            assert refusal == "key more is in the state and not in the checkpoint; nothing was written"
+        assert ranks.call(optimizer_entries) == [0] * 2

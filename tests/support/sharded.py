@@ -1,0 +1,286 @@
+"""Models split over ranks in every way that torch has, for tests: built, trained, saved and recovered on rank processes.
+
+Every way gives the same tensors under the same names, so that one may be saved and another recovered. The functions here run on a rank (see
+`ranks.py`) and keep what they make in `HERE`; `Plain` is what comes back from it: bytes, so that equal means bit-equal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ckptd.agent import Agent
+from ckptd.shared.errors import StructureMismatch
+from ckptd.shared.part import PartReader
+from ckptd.shared.plan import Plan
+from tests.support import trainers
+from tests.support.daemons import Daemon, Home, home
+from tests.support.ranks import HERE, Ranks
+
+trainers.context().set_forkserver_preload([__name__])  # with _dynamo, which every rank's first optimizer would import
+
+KINDS = ("ddp", "fsdp2", "hsdp", "tp", "2d", "pipeline", "fsdp1", "fsdp1-flat")
+STAGES = 6
+
+Plain = dict[str, Any]
+"""Name -> (dtype, shape, bytes) of a tensor, or the value itself."""
+
+
+class Net(nn.Module):
+    """10 -> 12 -> 5: neither 10 nor 5 is a multiple of 2, 4 and 6 at once, so that some shards are shorter and some empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(10, 12)
+        self.down = nn.Linear(12, 5)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(self.down(torch.relu(self.up(x))))
+        return normed
+
+
+class Tied(nn.Module):
+    """The head's weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.head = nn.Linear(6, 10)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(torch.tanh(self.embedding(x.argmax(1))))
+        return scores
+
+
+class Stage(nn.Module):
+    """This rank's layers of a pipeline, each trained by itself; which they are follows from the number of ranks."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        for number in range(STAGES):
+            layer = nn.Linear(10, 3 + number)  # made on every rank, so that random numbers are the same
+            if number * world_size // STAGES == rank:
+                self.add_module(f"layer{number}", layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(x) for layer in self.children()], 1)
+
+
+def build(kind: str, seed: int, optimizer: str = "adamw", model: type[nn.Module] = Net) -> None:
+    """Model and optimizer of this rank, from the same random numbers on all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    made: nn.Module = Stage(rank, size) if kind == "pipeline" else model()
+    data = rank  # ranks that hold parts of one layer see the same data
+    if kind == "ddp":
+        made = nn.parallel.DistributedDataParallel(made)
+    elif kind == "fsdp2":
+        made = _fully_sharded(made, init_device_mesh("cpu", (size,)))
+    elif kind == "hsdp":
+        made = _fully_sharded(made, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    elif kind == "tp":
+        made, data = parallelize_module(made, init_device_mesh("cpu", (size,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}), 0
+    elif kind == "2d":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+        made = parallelize_module(made, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        made, data = _fully_sharded(made, mesh["data"]), mesh["data"].get_local_rank()
+    elif kind.startswith("fsdp1"):
+        made = FullyShardedDataParallel(made, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu"))
+    HERE.update(kind=kind, model=made, optimizer=_optimizer(made, optimizer), count=0, data=data)
+
+
+def _fully_sharded(model: nn.Module, mesh: Any) -> nn.Module:
+    if isinstance(model, Net):
+        fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    assert kind == "groups"
+    first, *rest = model.parameters()
+    return torch.optim.AdamW([{"params": [first], "lr": 0.3, "weight_decay": 0.2}, {"params": rest, "lr": 0.05}], foreach=False)
+
+
+def build_adapted(seed: int) -> None:
+    """FSDP1 in which one small parameter is trained; on two ranks all of it is on rank 1."""
+    torch.manual_seed(seed)
+    model = Net()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "norm.bias")
+    made = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+    HERE.update(kind="fsdp1", model=made, optimizer=torch.optim.AdamW(trained, lr=0.1, foreach=False), count=0, data=dist.get_rank())
+
+
+def train(steps: int) -> None:
+    """The data of a step follows from its number. The learning rates change."""
+    model, optimizer = HERE["model"], HERE["optimizer"]
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(1000 * HERE["count"] + HERE["data"])
+        model(torch.randn(8, 10, generator=generator)).sin().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.75
+        HERE["count"] += 1
+
+
+def save(socket: Path, step: int) -> None:
+    """Snapshot of all there is, durable on return."""
+    agent(socket).snapshot(_state(), step=step, rng=False).wait("durable", timeout=60)
+
+
+def recover(socket: Path) -> tuple[str, int]:
+    """(source, step) of what came back."""
+    state = _state()
+    recovered = agent(socket).recover(state)
+    assert recovered is not None
+    HERE["count"] = state["count"]
+    return recovered.source, recovered.step
+
+
+def agent(socket: Path) -> Agent:
+    """This rank's, made at its first use."""
+    if "agent" not in HERE:
+        HERE["agent"] = Agent("job", socket=socket)
+    made: Agent = HERE["agent"]
+    return made
+
+
+def _state() -> dict[str, Any]:
+    return {"model": HERE["model"], "optimizer": HERE["optimizer"], "count": HERE["count"]}
+
+
+def set_rate(rate: float) -> None:
+    for group in HERE["optimizer"].param_groups:
+        group["lr"] = rate
+
+
+def recover_another(socket: Path) -> str:
+    """The refusal of a state that has one key more than was saved."""
+    try:
+        agent(socket).recover({**_state(), "more": 1})
+    except StructureMismatch as error:
+        return str(error)
+    return ""
+
+
+def optimizer_entries() -> int:
+    """For how many parameters the optimizer has a state."""
+    return len(HERE["optimizer"].state)
+
+
+def is_tied() -> bool:
+    model = HERE["model"].module if HERE["kind"] == "ddp" else HERE["model"]
+    return model.head.weight is model.embedding.weight
+
+
+def whole() -> Plain:
+    """Model and optimizer as one rank would have them, gathered from their shards; of a pipeline, this rank's stage."""
+    model, optimizer = HERE["model"], HERE["optimizer"]
+    if isinstance(model, FullyShardedDataParallel):
+        options = StateDictOptions(full_state_dict=True)
+        tensors, saved = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+        states: Any = saved["state"]
+        groups: Any = saved["param_groups"]
+    else:
+        bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        tensors, names = bare.state_dict(), {parameter: name for name, parameter in bare.named_parameters()}
+        states = {names[parameter]: state for parameter, state in optimizer.state.items()}
+        groups = [{**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
+    found = {f"model.{name}": plain(value) for name, value in tensors.items()}
+    for name, state in states.items():
+        found |= {f"optimizer.{name}.{key}": plain(value) for key, value in state.items()}
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found |= {f"group.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
+    return {**found, "count": HERE["count"]}
+
+
+def plain(value: Any) -> Any:
+    """A tensor as (dtype, shape, bytes), gathered first if it is sharded."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if not isinstance(value, torch.Tensor):
+        return value
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    return str(value.dtype), tuple(value.shape), bytes(flat.tolist())
+
+
+@dataclass(slots=True)
+class Saved:
+    """`ranks`: what each rank had when they saved; `wanted`: all of it; `later`: one training step after that."""
+
+    place: Home
+    kind: str
+    world_size: int
+    source: str
+    ranks: list[Plain]
+    wanted: Plain
+    later: Plain
+
+
+@contextmanager
+def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", model: type[nn.Module] = Net) -> Iterator[Saved]:
+    """Trained and saved on so many ranks, which are then killed. What comes back comes from `source`: "memory" or "storage"."""
+    with home() as place:
+        daemon = Daemon(place).wait_ready()
+        try:
+            with Ranks(world_size) as ranks:
+                ranks.call(build, kind, 1, optimizer, model)
+                ranks.call(train, 2)
+                ranks.call(save, place.socket, 2)
+                found = ranks.call(whole)
+                ranks.call(train, 1)
+                later = together(ranks.call(whole))
+            if source == "storage":
+                daemon.kill()
+                shutil.rmtree(place.segments)
+                daemon = Daemon(place).wait_ready()
+            yield Saved(place, kind, world_size, source, found, together(found), later)
+        finally:
+            daemon.close()
+
+
+def together(found: list[Plain]) -> Plain:
+    """What all ranks have; the lowest counts, as for the buffers of DistributedDataParallel."""
+    return {name: value for plain in reversed(found) for name, value in plain.items()}
+
+
+def differing(found: Plain, wanted: Plain) -> list[str]:
+    """Names of what is not the same, or only on one side."""
+    missing = object()
+    return sorted(name for name in found.keys() | wanted.keys() if found.get(name, missing) != wanted.get(name, missing))
+
+
+def parts(place: Home, step: int) -> list[Plan]:
+    """What each rank has written of a step."""
+    (directory,) = (place.root / "job").glob(f"step-{step:08}.*")
+    plans = []
+    for path in sorted(directory.glob("*.ckpt")):
+        fd = os.open(path, os.O_RDONLY)
+        plans.append(PartReader(fd, path.name).plan)
+        os.close(fd)
+    return plans
