@@ -15,7 +15,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(RUN) examples/demo.py
+	$(RUN) -m examples.demo
 
 test: $(INSTALLED)
 	$(RUN) -m pytest -n 2 --dist worksteal -q

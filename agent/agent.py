@@ -11,7 +11,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed
@@ -89,7 +90,7 @@ class Agent:
         except CkptdError as error:
             begin(self._ranks, error)
             raise
-        self._layouts, self._slots = Layouts(self._client, self._ranks), Slots(self._client)
+        self._layouts, self._slots = Layouts(self._client, self._ranks), Slots(self._client, self._sealing.settle)
         try:
             self._begin(job)
         except BaseException:
@@ -114,6 +115,7 @@ class Agent:
             begin(self._ranks, error)
             raise
         self.attempt, self.last_step = begin(self._ranks, None, self._client, self.job), -1
+        self._ranks.scope = self.job
         failpoint("agent.begun")
 
     # -- saving
@@ -158,9 +160,11 @@ class Agent:
 
     def _pass_over(self, pending: Pending, reason: CkptdError) -> None:
         """What this rank has not, no rank has: the others need not wait for it."""
-        if self._pending.get((pending.attempt, pending.step)) is pending:
+        known = self._pending.get((pending.attempt, pending.step))
+        if known is pending:
             del self._pending[pending.attempt, pending.step]
-        if self.world_size > 1 and pending.step >= 0 and not self._closed:
+        first = known is pending or (known is None and pending.step > self.last_step)  # and no second call of a step that is taken
+        if self.world_size > 1 and first and pending.step >= 0 and not self._closed:
             self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=str(reason)[:MOST_REASON]), lambda _: None)
 
     def _snapshot(self, pending: Pending, state: Any, request: Request, on_busy: str, rng: bool) -> None:
@@ -191,6 +195,7 @@ class Agent:
             del self._pending[old.attempt, old.step]
             old.supersede()
         pending.segment = slot.name
+        self._sealing.settle(slot.name)  # of a step that was given up meanwhile
         try:
             pending.move(Event.GRANT)
             failpoint("agent.granted")
@@ -202,9 +207,8 @@ class Agent:
             raise
         self.last_step = pending.step
         if transfer is not None:
-            self._sealing.later(
-                transfer, lambda: self._seal(pending, slot, layout, documents), lambda error: self._not_sealed(pending, slot, error)
-            )
+            seal = partial(self._seal, pending, slot, layout, documents)
+            self._sealing.later(slot.name, transfer, seal, partial(self._not_sealed, pending, slot))
 
     def _seal(self, pending: Pending, slot: MappedSlot, layout: Layout, documents: Documents) -> None:
         pending.move(Event.STAGE)
@@ -227,8 +231,9 @@ class Agent:
         begun = time.monotonic()
         while True:
             wait = max(0.0, deadline - time.monotonic())
+            request = partial(m.Acquire, step=pending.step, name=tag, wait=wait)
             try:
-                reply, _ = self._client.call(self._acquire_request(pending.step, tag, wait), m.Reply, wait + GRACE_SECONDS)
+                reply, _ = self._client.call(lambda n: request(id=n), m.Reply, wait + GRACE_SECONDS)  # noqa: B023 (called at once)
             except (DaemonUnreachable, Busy):
                 time.sleep(min(wait, _AGAIN_SECONDS))
                 if not self._client.wait_connected(wait) or time.monotonic() >= deadline:
@@ -239,10 +244,6 @@ class Agent:
             assert isinstance(reply, m.Refused)
             pending.skip(f"{reply.reason} (waited {time.monotonic() - begun:.1f} s)")
             return None
-
-    @staticmethod
-    def _acquire_request(step: int, tag: str | None, wait: float) -> Callable[[int], m.Acquire]:
-        return lambda n: m.Acquire(id=n, step=step, name=tag, wait=wait)
 
     def _hand_over(self, pending: Pending) -> None:
         """Tell of the seal without waiting for what becomes of it. If the daemon is away, `_resume` tells again."""
@@ -258,8 +259,9 @@ class Agent:
             self._finish(pending, None)
 
     def _abandon(self, slot: MappedSlot) -> None:
+        step = slot.header.step
         slot.clear()
-        self._client.post(lambda n: m.Abandon(id=n, segment=slot.name), lambda _: None)
+        self._client.post(lambda n: m.Abandon(id=n, segment=slot.name, step=step), lambda _: None)
 
     def _news(self, progress: m.Progress) -> None:
         pending = self._pending.get((progress.attempt, progress.step))
@@ -292,7 +294,7 @@ class Agent:
         with self._lock:
             self._check_open()
             captured = capture(state, rng=True, rank=self.rank)
-            capacity = self._layouts.estimate(captured) + len(captured.values) + optimizer_bytes_to_come(state)
+            capacity = self._layouts.estimate(captured) + len(captured.values) + optimizer_bytes_to_come(state, self.world_size)
             self._slots.prepare(capacity)
 
     # -- going back

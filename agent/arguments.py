@@ -38,7 +38,7 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
         raise InvalidRequest("this rank is not in the process group that the agent was given")
     if dist.get_world_size(group) == 1:
         return Alone()
-    return Exchange(_get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group))
+    return Exchange(_get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group), group.group_name)
 
 
 def make_request(step: Any, tag: Any, persist: bool, on_busy: str, metrics: Mapping[str, float] | None, user_content: Any) -> Request:

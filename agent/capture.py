@@ -97,13 +97,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str,
     }
 
 
-def optimizer_bytes_to_come(state: Any) -> int:
-    """What optimizers that have not taken a step yet will add: two moments a parameter for the Adam family, one for momentum."""
+def optimizer_bytes_to_come(state: Any, world_size: int = 1) -> int:
+    """What optimizers that have not taken a step yet will add: two moments a parameter for the Adam family, one for momentum; of replicas
+    this rank's share."""
     total = 0
     for _, optimizer in find(state, "", torch.optim.Optimizer):
         for group in optimizer.param_groups if not optimizer.state else ():
             moments = 2 + bool(group.get("amsgrad")) if "betas" in group else int(bool(group.get("momentum")))
-            total += sum(moments * (p.nbytes + _ITEM_OVERHEAD) for p in group["params"])
+            for p in group["params"]:
+                own = p._local_tensor.nbytes if isinstance(p, DTensor) else p.nbytes // world_size
+                total += moments * (own + _ITEM_OVERHEAD)
     return total
 
 

@@ -23,6 +23,7 @@ class Alone:
     """A job of one rank: there is nobody to agree with."""
 
     rank, world_size, operations = 0, 1, 0
+    name = scope = ""
 
     def round(
         self,
@@ -39,10 +40,12 @@ class Alone:
 
 
 class Exchange:
-    """`operations` counts what was asked of the store. Every rank must come to the same rounds, in any order."""
+    """`operations` counts what was asked of the store; `name` is the process group's; topics are within `scope`, the job. Every rank must
+    come to the same rounds, in any order."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
+        self.rank, self.world_size, self.name = rank, world_size, name
+        self.scope = ""
         self.operations = 0
         self._store = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
 
@@ -60,7 +63,7 @@ class Exchange:
         `seconds`, and what `unwanted` returns as soon as it does.
         """
         try:
-            return _decode(self._round(topic, mine, decide, seconds, unwanted))
+            return _decode(self._round(f"{self.scope}/{topic}", mine, decide, seconds, unwanted))
         except RuntimeError as error:  # torch's, of a server that is gone
             raise SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}") from None
 

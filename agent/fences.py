@@ -135,7 +135,11 @@ class Fences:
         self._optimizers.add(optimizer)
         if self._capturing():
             self._graphed.add(optimizer)
-        self._hold_back()
+            with self._lock:
+                for transfer in self._under_way:  # a stream that is being captured cannot wait, and the graph may run before they are done
+                    transfer.torn = True
+        else:
+            self._hold_back()
 
     def _before_load(self, *_: Any) -> None:
         self._hold_back()

@@ -72,7 +72,7 @@ class Binding:
         if isinstance(saved, OfRanks):
             return self._of_ranks(place, saved, path)
         if isinstance(place, PerRank):
-            return self._put_plainly(place.value, self._bind(place.value, saved, path))
+            return _marked(self._bind(place.value, saved, path))
         if isinstance(place, torch.nn.Module):
             return self._module(place, saved, path)
         if isinstance(place, torch.optim.Optimizer):
@@ -92,9 +92,11 @@ class Binding:
         return self._fresh(saved)
 
     def _of_ranks(self, place: Any, saved: OfRanks, path: str) -> _Value:
-        inner = place.value if isinstance(place, PerRank) else place
+        if isinstance(place, PerRank):
+            return _marked(self._of_ranks(place.value, saved, path))
+        inner = place
         if saved.own is not None:
-            return self._put_plainly(inner, self._bind(inner, saved.values[saved.own], path))
+            return self._bind(inner, saved.values[saved.own], path)
         on_reshape = self._on_reshape
         if on_reshape is None:
             self._problems.append(
@@ -109,21 +111,11 @@ class Binding:
             if isinstance(inner, dict) and isinstance(made, dict):
                 inner.clear()
                 inner.update(made)
-                return inner
+                return _KEEP
             if not isinstance(inner, type) and callable(getattr(inner, "load_state_dict", None)):
                 inner.load_state_dict(made)
-                return inner
+                return _KEEP
             return made
-
-        return put
-
-    @staticmethod
-    def _put_plainly(inner: Any, value: _Value) -> _Value:
-        """The mark goes: the caller finds the value itself in its place."""
-
-        def put(resolve: Resolve) -> Any:
-            made = value(resolve)
-            return inner if made is _KEEP else made
 
         return put
 
@@ -375,6 +367,16 @@ class Binding:
         prefix = f"{path}." if path else ""
         self._problems += [f"key {prefix}{key} is in the state and not in the checkpoint" for key in ours if key not in known]
         self.unused += [f"key {prefix}{key} is in the checkpoint and not in the state" for key in theirs if key not in wanted]
+
+
+def _marked(value: _Value) -> _Value:
+    """What was given as `per_rank` stays so."""
+
+    def put(resolve: Resolve) -> Any:
+        made = value(resolve)
+        return made if made is _KEEP else PerRank(made)
+
+    return put
 
 
 def mismatch(problems: list[str]) -> StructureMismatch:

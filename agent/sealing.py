@@ -16,7 +16,7 @@ class Sealing:
     def __init__(self) -> None:
         self._fences: Fences | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-seal")
-        self._under_way: list[Future[None]] = []
+        self._under_way: dict[str, Future[None]] = {}
 
     def carry(self, targets: list[torch.Tensor], sources: list[torch.Tensor], modules: list[torch.nn.Module]) -> Transfer:
         """Enqueue the copies; see `Fences.start`."""
@@ -24,10 +24,10 @@ class Sealing:
             self._fences = Fences()
         return self._fences.start(targets, sources, modules)
 
-    def later(self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+    def later(self, segment: str, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`seal` once the copies are done; `failed` with what it raises, or if they may be torn."""
-        self._under_way = [future for future in self._under_way if not future.done()]
-        self._under_way.append(self._thread.submit(self._run, transfer, seal, failed))
+        self._under_way = {name: future for name, future in self._under_way.items() if not future.done()}
+        self._under_way[segment] = self._thread.submit(self._run, transfer, seal, failed)
 
     def _run(self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         assert self._fences is not None
@@ -37,11 +37,11 @@ class Sealing:
         except Exception as error:
             failed(error)
 
-    def settle(self) -> None:
-        """Until nothing is under way."""
-        for future in self._under_way:
-            future.result()
-        self._under_way.clear()
+    def settle(self, segment: str | None = None) -> None:
+        """Until nothing is under way, into that segment or at all."""
+        for name in list(self._under_way) if segment is None else [segment]:
+            if name in self._under_way:
+                self._under_way.pop(name).result()
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from ckptd.agent.client import Client
 from ckptd.agent.staging import MappedSlot
@@ -25,8 +26,9 @@ _SLACK = 1 << 16
 class Slots:
     """The slots that may be used now. `prepare` and `ensure` get others when they are too small."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, settle: Callable[[], None]) -> None:
+        """`settle` returns once no copy into a slot is under way: called before they are replaced."""
+        self._client, self._settle = client, settle
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
 
@@ -58,6 +60,7 @@ class Slots:
 
     def _begin(self, needed: int) -> Preparation:
         """Some room to spare, since plain values may grow from step to step."""
+        self._settle()
         self._preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots)
         return self._preparing
 

@@ -90,7 +90,7 @@ class Engine:
         job.gone.pop(rank, None)
         for slot in self.slots.of(*owner.identity):  # given up while the daemon was away
             if slot.name in self.admission.busy and slot.refresh().state is SlotState.FREE:
-                self.abandon(owner, slot.name)
+                self.abandon(owner, slot.name, None)
         return owner
 
     def _retire_older(self, job: Job) -> None:
@@ -268,12 +268,14 @@ class Engine:
         if known is None or (known.state is State.FILLING and owner.rank not in known.shards):
             self.steps.give_up(job, key, SnapshotFailed(f"rank {owner.rank}: {reason}"))
 
-    def abandon(self, owner: Owner, segment: str) -> None:
-        """A granted slot that will not be sealed."""
+    def abandon(self, owner: Owner, segment: str, step: int | None) -> None:
+        """A granted slot that will not be sealed, with `step`, if it is still granted for that."""
         slot = self.slots.get(segment)
         if slot.owner != owner.identity:
             raise NotFound(f"segment {segment[:8]} is not this rank's")
         job = self.catalog.job(owner.job)
+        if step is not None and self.admission.busy.get(segment) != (owner.attempt, step):
+            return
         snapshot = job.snapshots.get(self.admission.busy.get(segment, (0, 0)))
         if snapshot is None:
             self.admission.vacate(slot)

@@ -201,7 +201,7 @@ class Connection:
                 if request.step is not None:
                     engine.pass_over(owner, request.step, request.reason)
                 if request.segment:
-                    engine.abandon(owner, request.segment)
+                    engine.abandon(owner, request.segment, request.step)
             case m.Persist():
                 await engine.persist(owner)
             case m.Find():

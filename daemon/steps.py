@@ -197,4 +197,7 @@ class Steps:
             if snapshot.attempt == owner.attempt and snapshot.state is State.FILLING and owner.rank not in snapshot.shards:
                 reason = f"step {snapshot.step} failed: rank {owner.rank} {how} before it had sealed it"
                 self.give_up(job, snapshot.key, SnapshotFailed(reason))
+        for name, key in list(self._waiting):  # steps that ranks are still planning
+            if name == job.name and key[0] == owner.attempt and key not in job.snapshots:
+                self.give_up(job, key, SnapshotFailed(f"step {key[1]} failed: rank {owner.rank} {how} before it had sealed it"))
         self._admission.drop_idle(owner)

@@ -4,7 +4,8 @@
 
 Kill it (`kill -9`), start it again with the same command: it continues behind the newest snapshot, and every loss from there on is bit
 for bit the one that it would have had without the kill. All that ckptd needs is in `main`: `state`, `recover`, `snapshot`, `close`.
-The rest is an ordinary training script. Without --root, CKPTD_SOCKET or CKPTD_ROOT say where the daemon is.
+The rest is an ordinary training script; on several ranks (`torchrun --nproc-per-node 2 examples/train_gpt.py ...`) it trains with FSDP, each
+rank on batches of its own. Without --root, CKPTD_SOCKET or CKPTD_ROOT say where the daemon is.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from ckptd.agent import CkptdError, Pending, close, recover, snapshot
 
@@ -113,24 +116,38 @@ def main() -> None:
     if args.root:
         os.environ["CKPTD_ROOT"] = args.root
 
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(True)  # so that a recovered run can be compared with another one, bit for bit
     text = read_text()
     model = GPT(args.context, args.layers, args.width)
+    size = sum(p.numel() for p in model.parameters())
+    if ranks > 1:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        torch.manual_seed(args.seed + rank + 1)  # every rank draws batches of its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
-    losses: list[float] = []
-    size = sum(p.numel() for p in model.parameters())
-    print(f"GPT of {size / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {torch.get_num_threads()} threads", flush=True)
+    losses: list[float] = []  # averaged over ranks: what is not per_rank() must be the same on all
+    if rank == 0:
+        print(f"GPT of {size / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {torch.get_num_threads()} threads", flush=True)
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "losses": losses}
     recovered = recover(state)
     done = (recovered.step or 0) if recovered else 0
     if recovered:
-        print(f"recovered step {done} of attempt {recovered.attempt} from {recovered.source} in {recovered.seconds:.2f} s", flush=True)
+        where = f" on rank {rank}" if ranks > 1 else ""
+        print(
+            f"recovered step {done} of attempt {recovered.attempt} from {recovered.source} in {recovered.seconds:.2f} s{where}", flush=True
+        )
 
     display = Display(done, args.steps)
-    with open(f"{args.losses}.jsonl" if args.losses else os.devnull, "a", buffering=1) as lines:  # a kill finds every line written
+    with open(
+        f"{args.losses}.jsonl" if args.losses and rank == 0 else os.devnull, "a", buffering=1
+    ) as lines:  # a kill finds every line written
         for step in range(done + 1, args.steps + 1):
             batch = draw_batch(text, args.batch, args.context)
             loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -138,14 +155,21 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-            losses.append(loss.item())
+            mean = loss.detach() / ranks
+            if ranks > 1:
+                dist.all_reduce(mean)
+            losses.append(mean.item())
             lines.write(json.dumps({"step": step, "loss": losses[-1]}) + "\n")
             due = step % args.every == 0 or step == args.steps
-            display.show(step, losses[-1], snapshot(state, step=step) if due else None)
+            pending = snapshot(state, step=step) if due else None
+            if rank == 0:
+                display.show(step, losses[-1], pending)
     display.stop()
     close()  # returns when the last snapshot is durable
-    if args.losses:
+    if args.losses and rank == 0:
         args.losses.write_text(json.dumps(dict(enumerate(losses, 1))))
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ def recover_own(socket: Path, reshape: bool) -> tuple[str, list[tuple[str, Any]]
         agent(socket).recover(state, on_reshape=on_reshape if reshape else None)
     except StructureMismatch as error:
         refusal = str(error)
-    own = state["own"].value if refusal else state["own"]
+    own = state["own"].value  # the mark stays
     if not refusal:
-        assert state["loader"] is loader
+        assert state["loader"].value is loader
     return refusal, calls, ({name: plain(value) for name, value in own.items()}, loader.position, plain(loader.left), state["shared"])
 
 

@@ -123,17 +123,6 @@ def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [first], "lr": 0.3, "weight_decay": 0.2}, {"params": rest, "lr": 0.05}], foreach=False)
 
 
-def build_adapted(seed: int) -> None:
-    """FSDP1 in which one small parameter is trained; on two ranks all of it is on rank 1."""
-    torch.manual_seed(seed)
-    model = Net()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name == "norm.bias")
-    made = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
-    HERE.update(kind="fsdp1", model=made, optimizer=torch.optim.AdamW(trained, lr=0.1, foreach=False), count=0, data=dist.get_rank())
-
-
 def train(steps: int) -> None:
     """The data of a step follows from its number. The learning rates change."""
     model, optimizer = HERE["model"], HERE["optimizer"]

@@ -1,0 +1,281 @@
+"""SIGKILLs of a whole torchrun at random microseconds of its snapshots, and a table of what they hit.
+
+`python -m tests.crash.rank_kills --kills 20 --megabytes 256`. Four ranks train a model sharded by FSDP2 and die together, with the daemon
+or without it. A new torchrun must get back on every rank, bit for bit, what was captured at the step that it reports, and nothing older
+than what all ranks had sealed. At the end what is in memory comes back on two times two ranks, what is on storage on one, two and three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError
+from ckptd.shared.part import PartReader
+from ckptd.shared.segment import SlotState, read_header
+from tests.crash import rank_trainer
+from tests.support.daemons import Daemon, Home, home
+from tests.support.ranks import RankFailed, Ranks
+from tests.support.trainers import JOB, Diary
+
+PHASES = ("some ranks filling", "all sealed", "writing", "before manifest", "after")
+VICTIMS = ("ranks", "daemon too")
+RANKS = 4
+KEEP = ("--keep-last", "2")
+_LONGEST_WAIT = dict(zip(PHASES, (0.05, 0.02, 0.3, 0.002, 0.05), strict=True))  # seconds into a phase
+_ROOT = Path(__file__).parent.parent.parent
+_SECONDS = 300.0  # for anything at all; nothing is measured
+
+Key = tuple[int, int]
+"""(attempt, step)."""
+
+
+class Job:
+    """The torchrun that runs now, and the diaries of all that have run."""
+
+    def __init__(self, place: Home, megabytes: int) -> None:
+        self._place, self._megabytes = place, megabytes
+        self._log = place.path / "torchrun.log"
+        self.diaries = [Diary(place.path / f"diary.{rank}") for rank in range(RANKS)]
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0", "--nproc-per-node", str(RANKS)]
+        arguments = ["-m", "tests.crash.rank_trainer", str(self._place.socket), str(self._place.path / "diary"), str(self._megabytes)]
+        with self._log.open("ab") as log:
+            self._torchrun = subprocess.Popen(
+                [*command, *arguments],
+                cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        self._processes: list[psutil.Process] = []
+
+    @property
+    def running(self) -> bool:
+        return self._torchrun.poll() is None
+
+    def log(self) -> str:
+        return self._log.read_text()[-4000:]
+
+    def count(self, word: str) -> list[int]:
+        return [sum(said == word for said, _ in diary.read()) for diary in self.diaries]
+
+    def last(self, word: str) -> set[Key]:
+        """What each rank has last noted with this word."""
+        return {[key for said, key in diary.read() if said == word][-1] for diary in self.diaries}
+
+    def promised(self) -> Key:
+        """The newest that all ranks have sealed, or one knows to be durable; (0, -1) if there is none."""
+        noted = [list(diary.read()) for diary in self.diaries]
+        sealed = set.intersection(*({key for word, key in words if word == "sealed"} for words in noted))
+        durable = {key for words in noted for word, key in words if word == "durable"}
+        return max(sealed | durable, default=(0, -1))
+
+    def look(self) -> None:
+        """Remember who there is to kill: finding out takes long."""
+        this = psutil.Process(self._torchrun.pid)
+        self._processes = [this, *this.children(recursive=True)]
+
+    def kill(self) -> None:
+        """All of it, at once."""
+        if not self._processes and self.running:
+            self.look()
+        for process in self._processes:
+            if _lives(process):
+                process.kill()
+        self._torchrun.wait()
+        _wait_for(lambda: not any(_lives(process) for process in self._processes), "end of all ranks")
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Nobody may be there to bury those whose parent died with them."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def phase(place: Home) -> str | None:
+    """How far the save is that is furthest on and not committed yet, as a stranger sees it; None before the first snapshot."""
+    sealed: dict[Key, set[int]] = defaultdict(set)
+    begun: set[Key] = set()
+    for path in place.segment_files():
+        try:
+            with path.open("rb") as file:
+                header = read_header(file.fileno())
+        except (OSError, CkptdError):
+            continue
+        if header.step is not None and header.state is not SlotState.FREE:
+            begun.add((header.attempt, header.step))
+            if header.state is SlotState.SEALED:
+                sealed[header.attempt, header.step].add(header.rank)
+    complete = [key for key, ranks in sealed.items() if len(ranks) == RANKS]
+    found = {_saved(place, key) for key in complete}
+    if begun and max(begun) > max(complete, default=(0, -1)):
+        found.add(PHASES[0])
+    return next((name for name in ("before manifest", "writing", PHASES[0], "all sealed", "after") if name in found), None)
+
+
+def _saved(place: Home, key: Key) -> str:
+    directory = place.root / JOB / names.tag_directory(key[1], None, key[0])
+    try:
+        files = os.listdir(directory)
+    except OSError:
+        return "all sealed"
+    if names.MANIFEST in files:
+        return "after"
+    parts = [name for name in files if names.parse_part_file(name)]
+    try:
+        for name in parts:
+            with (directory / name).open("rb") as file:
+                PartReader(file.fileno(), name)
+    except (OSError, CkptdError):
+        return "writing"
+    return ("all sealed", "writing")[bool(parts)] if len(parts) < RANKS else "before manifest"
+
+
+@dataclass(slots=True)
+class Result:
+    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+    recovered: int = 0
+    checked: list[str] = field(default_factory=list)
+
+    @property
+    def kills(self) -> int:
+        return sum(self.hits.values())
+
+    def empty(self) -> list[str]:
+        return [name for name in PHASES if not any(self.hits[name, victim] for victim in VICTIMS)]
+
+    def table(self) -> str:
+        rows = [f"{'phase':<20}" + "".join(f"{victim:>12}" for victim in VICTIMS) + f"{'total':>9}"]
+        for name in PHASES:
+            counts = [self.hits[name, victim] for victim in VICTIMS]
+            rows.append(f"{name:<20}" + "".join(f"{count:>12}" for count in counts) + f"{sum(counts):>9}")
+        return "\n".join([*rows, *self.checked, f"{self.kills} kills, {self.recovered} recoveries, {len(self.lost)} lost"])
+
+
+def _wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"no {what} within {_SECONDS:.0f} s")
+        time.sleep(0.0005)
+
+
+def run(
+    kills: int, megabytes: int, seed: int, *, most: int = 0, meshes: Sequence[str] = ("hsdp", "tp"), worlds: Sequence[int] = (1, 2, 3)
+) -> Result:
+    """At least `kills` kills, and more (up to `most`) until no phase is empty; then `meshes` from memory, and `worlds` from storage."""
+    chance = random.Random(seed)
+    result = Result()
+    with home() as place:
+        daemon = Daemon(place, *KEEP).wait_ready()
+        job = Job(place, megabytes)
+        try:
+            while result.kills < kills or (result.empty() and result.kills < most):
+                wanted = (result.empty() or list(PHASES))[0] if result.kills >= kills else PHASES[result.kills % len(PHASES)]
+                victim = VICTIMS[result.kills % len(VICTIMS)]
+                known = job.promised()
+                _wait_for(lambda k=known: job.promised() > k or not job.running, "snapshot")  # type: ignore[misc]
+                assert job.running, f"torchrun ended by itself:\n{job.log()}"
+                job.look()
+                _wait_for(lambda w=wanted: phase(place) == w, f"phase {wanted!r}")  # type: ignore[misc]
+                time.sleep(chance.uniform(0, _LONGEST_WAIT[wanted]))
+                daemon.process.send_signal(signal.SIGKILL if victim == "daemon too" else signal.SIGSTOP)
+                job.kill()
+                result.hits[phase(place) or PHASES[0], victim] += 1
+                if victim == "daemon too":
+                    daemon.close()
+                    daemon = Daemon(place, *KEEP).wait_ready()
+                else:
+                    daemon.process.send_signal(signal.SIGCONT)
+                _revive(job, result)
+            job.kill()
+            daemon = _check_at_the_end(place, daemon, job, megabytes, result, meshes, worlds)
+        finally:
+            job.kill()
+            daemon.close()
+    return result
+
+
+def _revive(job: Job, result: Result) -> None:
+    """Start it again, and see that nothing promised is lost."""
+    promised, before = job.promised(), job.count("recovered")
+    job.start()
+
+    def recovered() -> bool:
+        return all(now > then for now, then in zip(job.count("recovered"), before, strict=True))
+
+    _wait_for(lambda: recovered() or not job.running, "recovery")
+    if not recovered():
+        result.lost.append(f"no recovery after {promised}:\n{job.log()}")
+        job.kill()
+        job.start()
+        return
+    result.recovered += 1
+    came_back = job.last("recovered")
+    if len(came_back) != 1 or max(came_back) < promised:
+        result.lost.append(f"{came_back} came back, {promised} was promised")
+
+
+def _check_at_the_end(
+    place: Home, daemon: Daemon, job: Job, megabytes: int, result: Result, meshes: Sequence[str], worlds: Sequence[int]
+) -> Daemon:
+    """What is in memory on other meshes; then, once it is on storage alone, on other numbers of ranks."""
+    _wait_for(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the ranks")
+    sealed = daemon.status()["jobs"][0]["last_sealed"]
+    if (sealed["attempt"], sealed["step"]) < job.promised():
+        result.lost.append(f"{sealed} is in memory, {job.promised()} was promised")
+    for how in meshes:
+        _check(place, RANKS, megabytes, how, sealed["step"], "memory", result)
+    assert daemon.stop(timeout=_SECONDS) == 0
+    for path in place.segment_files():
+        path.unlink()
+    daemon = Daemon(place, *KEEP).wait_ready()
+    for world_size in worlds:
+        _check(place, world_size, megabytes, "fsdp", sealed["step"], "storage", result)
+    return daemon
+
+
+def _check(place: Home, world_size: int, megabytes: int, how: str, step: int, source: str, result: Result) -> None:
+    what = f"step {step} from {source} on {world_size} ranks, {how}"
+    try:
+        with Ranks(world_size) as ranks:
+            ranks.call(rank_trainer.recover_whole, place.socket, megabytes, how, step, source, timeout=_SECONDS)
+        result.checked.append(f"{what}: equal")
+    except RankFailed as error:
+        result.lost.append(f"{what}: {error}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--megabytes", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    options = parser.parse_args()
+    print(f"{options.kills} kills of {RANKS} ranks with {options.megabytes} MB of state each, seed {options.seed}", flush=True)
+    result = run(options.kills, options.megabytes, options.seed, most=3 * options.kills)
+    for lost in result.lost:
+        print(f"LOST: {lost}")
+    for name in result.empty():
+        print(f"EMPTY PHASE: {name}")
+    print(result.table())
+    return 1 if result.lost or result.empty() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

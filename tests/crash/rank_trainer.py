@@ -1,0 +1,295 @@
+"""What the ranks of crash tests do: they save a state that follows from the step's number alone, small or sharded by FSDP2.
+
+Of the small one a tensor is sharded over the ranks, two are the same on all, and some values are each rank's own; `extra` changes its
+shape at every hundredth step, so that all ranks plan anew there. The functions before "under torchrun" are for `tests.support.ranks`: a
+rank keeps its agent and its pendings in `HERE`. Run as a module this is the training script of `rank_kills.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from ckptd.agent import Agent, CkptdError, per_rank
+from ckptd.shared import failpoints
+from ckptd.shared import messages as m
+from tests.support.ranks import HERE
+from tests.support.trainers import JOB, Diary
+
+SIZE = 40_002  # four ranks do not get the same
+LAYERS, COLUMNS, BLOCK = 4, 512, 128
+
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store looks up every peer's name: 5 s where a server does not answer
+
+Outcome = tuple[str, str, str]
+"""How a snapshot ended: its state, the kind of its error, and the message."""
+
+
+def whole(step: int) -> dict[str, torch.Tensor]:
+    """The tensors that ranks share, each in one piece."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "weight": torch.randn(SIZE, generator=generator),
+        "bias": torch.randn(SIZE // 10, generator=generator),
+        "extra": torch.randn(step // 100 + 1, generator=generator),
+    }
+
+
+def own(step: int, rank: int) -> dict[str, Any]:
+    """What is a rank's own."""
+    return {"rank": rank, "step": step, "tensor": torch.full((3 + rank,), 10.0 * step + rank)}
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """This rank's part of it all."""
+    made = whole(step)
+    return {**made, "weight": _shard(made["weight"]), "step": step, "own": per_rank(own(step, dist.get_rank()))}
+
+
+def blank(step: int) -> dict[str, Any]:
+    """A state to recover this step into."""
+    made = {name: torch.zeros_like(tensor) for name, tensor in whole(step).items()}
+    mine = {"rank": -1, "step": -1, "tensor": torch.zeros(3 + dist.get_rank())}
+    return {**made, "weight": _shard(made["weight"]), "step": -1, "own": per_rank(mine)}
+
+
+def _shard(tensor: torch.Tensor) -> DTensor:
+    if "mesh" not in HERE:
+        HERE["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh: DeviceMesh = HERE["mesh"]
+    local = tensor.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def differences(state: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Keys under which two states of this rank are not bit for bit the same."""
+    return [key for key in wanted if not _same(state[key], wanted[key])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    one, other = (getattr(value, "value", value) for value in (one, other))  # what per_rank holds
+    if isinstance(one, DTensor):
+        return torch.equal(one.to_local(), other.to_local())
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return set(one) == set(other) and all(_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+# -- what ranks are told to do
+
+
+def begin(socket: Path, job: str) -> int:
+    """An agent for what follows; its attempt."""
+    agent = HERE["agent"] = Agent(job, socket=socket)
+    HERE["pendings"] = {}
+    return agent.attempt
+
+
+def arm(specification: str) -> None:
+    failpoints.arm(specification)
+
+
+def stop_at(point: str) -> None:
+    """SIGSTOP to this process once it comes to the point, one time."""
+
+    def stop() -> bool:
+        failpoints.arm("")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return False
+
+    failpoints.arm(f"{point}=hang")
+    failpoints._armed[point] = failpoints._Point(stop, 0)
+
+
+def take(steps: Sequence[int], pause: float = 0.0, tag: str | None = None, change: str = "") -> list[str]:
+    """Snapshot after snapshot, waiting for none; the states that they are in at once. `pause`: seconds before the first; `change`: a
+    "tensor" or a "lambda" more in the state."""
+    time.sleep(pause)
+    found = []
+    for step in steps:
+        state = state_of(step)
+        if change:
+            state["more"] = torch.ones(5) if change == "tensor" else lambda: None
+        pending = HERE["pendings"][step] = HERE["agent"].snapshot(state, step=step, tag=tag)
+        state["weight"].to_local().zero_()  # what comes after the call must not matter
+        state["bias"].zero_()
+        found.append(pending.state)
+    return found
+
+
+def ends(steps: Sequence[int], seconds: float = 60.0) -> list[Outcome]:
+    """What became of each, once nothing more will; a TimeoutError if that takes longer."""
+    found = []
+    for step in steps:
+        pending = HERE["pendings"][step]
+        try:
+            pending.wait("durable", timeout=seconds)
+        except (CkptdError, TimeoutError) as error:
+            found.append((pending.state, type(error).__name__, str(error)))
+        else:
+            found.append((pending.state, "", ""))
+    return found
+
+
+def recover(like: int, wrong: bool = False) -> tuple[int, str, list[str], list[str]]:
+    """Into a blank state that fits step `like`: which step came back, from where, what was passed over, and what differs from what was
+    captured. `wrong`: a state that fits none; then step -1, the kind of the error and its message, and what was written all the same."""
+    state = blank(like)
+    if wrong:
+        state["bias"] = torch.zeros(7)
+    before = {**blank(like), "bias": torch.zeros_like(state["bias"])}
+    try:
+        found = HERE["agent"].recover(state)
+    except CkptdError as error:
+        return -1, type(error).__name__, [str(error)], differences(state, before)
+    assert found is not None
+    return found.step, found.source, found.passed_over, differences(state, state_of(found.step))
+
+
+def hand_over(step: int) -> str:
+    """Tell the daemon of a seal, whatever has become of it; the kind of the error."""
+    agent, pending = HERE["agent"], HERE["pendings"][step]
+    try:
+        agent._client.call(lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=step), m.Sealed, 60)
+    except CkptdError as error:
+        return type(error).__name__
+    return ""
+
+
+def close() -> str:
+    """The kind of the error, if there is one."""
+    try:
+        HERE["agent"].close(timeout=60)
+    except CkptdError as error:
+        return type(error).__name__
+    return ""
+
+
+# -- under torchrun
+
+
+def base(number: int, first: int, last: int) -> torch.Tensor:
+    """Rows `first` to `last` of the tensor of this number at step 0, made in blocks so that a rank makes little but its own."""
+    blocks = range(first // BLOCK, -(-last // BLOCK))
+    made = [torch.randn(BLOCK, COLUMNS, generator=torch.Generator().manual_seed((number << 32) + block)) for block in blocks]
+    return torch.cat([torch.empty(0, COLUMNS), *made])[first - blocks.start * BLOCK :][: last - first].clone()
+
+
+class Training:
+    """FSDP2 parameters and Adam's moments, of at least so many megabytes a rank on four ranks. At each step every element is what it was at
+    step 0, and the step's number more. `how`: "fsdp" on any number of ranks, "hsdp" or "tp" (and FSDP2) on two times two."""
+
+    def __init__(self, megabytes: int, how: str = "fsdp") -> None:
+        rows = megabytes * 1_000_000 // (3 * COLUMNS * LAYERS) + 1  # 4 bytes on 4 ranks; a parameter and two moments
+        with torch.device("meta"):
+            layers = [torch.nn.Linear(COLUMNS, rows + number, bias=False) for number in range(LAYERS)]
+        self.model = torch.nn.Sequential(*layers)
+        world_size = dist.get_world_size()
+        shape = (world_size,) if how == "fsdp" else (2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
+        if how == "tp":
+            ways: dict[str, ParallelStyle] = {str(number): (ColwiseParallel, RowwiseParallel)[number % 2]() for number in range(LAYERS)}
+            parallelize_module(self.model, mesh["inner"], ways)
+            mesh = mesh["outer"]
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        self.model.to_empty(device="cpu")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.5)
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": step, "own": per_rank((dist.get_rank(), step))}
+
+    def tensors(self) -> list[DTensor]:
+        weights: list[Any] = list(self.model.parameters())
+        return weights + [self.optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq") for weight in weights]
+
+    def bases(self) -> list[torch.Tensor]:
+        """This rank's rows of each tensor at step 0."""
+        found = []
+        for number, tensor in enumerate(self.tensors()):
+            share = -(-tensor.shape[0] // dist.get_world_size())
+            first, last = (min(rank * share, tensor.shape[0]) for rank in (dist.get_rank(), dist.get_rank() + 1))
+            found.append(base(number, first, last))
+        return found
+
+    def begin(self) -> None:
+        """The optimizer's first step, as it were."""
+        for weight in self.model.parameters():
+            moments = {name: torch.zeros_like(weight.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
+
+    def go_to(self, step: int, bases: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, start in zip(self.tensors(), bases, strict=True):
+                torch.add(start, step, out=tensor.to_local())
+
+
+def train(socket: Path, diary: Diary, megabytes: int) -> None:
+    """Recover, check, then snapshot step after step for ever, most of them without waiting, noting what was promised."""
+    training = Training(megabytes)
+    agent = Agent(JOB, socket=socket)
+    state = training.state(-1)
+    recovered = agent.recover(state)
+    if recovered is None:
+        training.begin()
+    bases, step = training.bases(), 0
+    if recovered is not None:
+        step = recovered.step
+        assert not recovered.passed_over, recovered
+        wanted = {"step": step, "own": (dist.get_rank(), step)}
+        assert differences(state, wanted) == [], f"{state['step']}, {state['own']} came back as step {step}"
+        for number, (tensor, start) in enumerate(zip(training.tensors(), bases, strict=True)):
+            assert torch.equal(tensor.to_local(), start + step), f"tensor {number} is not what was captured at step {step}"
+        diary.note("recovered", recovered.attempt, step)
+        step += 1
+    pendings = []
+    while True:
+        training.go_to(step, bases)
+        pending = agent.snapshot(training.state(step), step=step)
+        if pending.state in ("sealed", "durable"):
+            diary.note("sealed", pending.attempt, step)
+            pendings.append(pending)
+            if step % 3 == 0:  # a long step: the daemon is done, for once, before the next begins
+                pending.wait("durable")
+        for done in [pending for pending in pendings if pending.state == "durable"]:
+            diary.note("durable", done.attempt, done.step)
+            pendings.remove(done)
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.02)
+        step += 1
+
+
+def recover_whole(socket: Path, megabytes: int, how: str, step: int, source: str) -> None:
+    """Into this mesh; every tensor, gathered, is what it was on four ranks at that step."""
+    training = Training(megabytes, how)
+    agent = Agent(JOB, socket=socket)
+    state = training.state(-1)
+    recovered = agent.recover(state, on_reshape=lambda key, found: (key, *found))
+    assert recovered is not None
+    assert (recovered.step, recovered.source, recovered.passed_over) == (step, source, [])
+    own = (dist.get_rank(), step) if dist.get_world_size() == 4 else ("own", *((rank, step) for rank in range(4)))
+    assert differences(state, {"step": step, "own": own}) == []
+    for number, tensor in enumerate(training.tensors()):
+        wanted = base(number, 0, tensor.shape[0]) + step
+        assert torch.equal(tensor.full_tensor(), wanted), f"tensor {number} is not what was captured at step {step}"
+    agent.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(Path(sys.argv[1]), Diary(Path(f"{sys.argv[2]}.{dist.get_rank()}")), int(sys.argv[3]))
