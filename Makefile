@@ -7,7 +7,7 @@ KILLS ?= 50
 MEGABYTES ?= 256
 ROUNDS ?= 10
 
-.PHONY: demo test lint kills crash-matrix bench clean
+.PHONY: demo test lint kills rank-kills crash-matrix bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ lint: $(INSTALLED)
 # SIGKILLs at random microseconds, with a table of what they hit.
 kills: $(INSTALLED)
 	$(RUN) -m tests.crash.kills --kills $(KILLS) --megabytes $(MEGABYTES)
+
+# The same of a torchrun with four ranks.
+rank-kills: $(INSTALLED)
+	$(RUN) -m tests.crash.rank_kills --kills $(KILLS) --megabytes $(MEGABYTES)
 
 # Every failpoint, alone and in pairs, ROUNDS times over.
 crash-matrix: $(INSTALLED)

@@ -4,8 +4,8 @@
 
 Kill it (`kill -9`), start it again with the same command: it continues behind the newest snapshot, and every loss from there on is bit
 for bit the one that it would have had without the kill. All that ckptd needs is in `main`: `state`, `recover`, `snapshot`, `close`.
-The rest is an ordinary training script; on several ranks (`torchrun --nproc-per-node 2 examples/train_gpt.py ...`) it trains with FSDP, and each
-rank on batches of its own. Without --root, CKPTD_SOCKET or CKPTD_ROOT say where the daemon is.
+The rest is an ordinary training script; on several ranks (`torchrun --nproc-per-node 2 examples/train_gpt.py ...`) it trains with FSDP, and
+each rank on batches of its own. Without --root, CKPTD_SOCKET or CKPTD_ROOT say where the daemon is.
 """
 
 from __future__ import annotations
