@@ -97,14 +97,14 @@ class Admission:
     async def _create(self, header: SegmentHeader, before: list[Slot], make_room: Callable[[], bool]) -> Slot:
         """A segment; if it does not fit, room is made first by what is idle."""
         try:
-            return await self._run(lambda: self._slots.create(header))
+            return self._slots.add(await self._run(lambda: self._slots.create(header)))
         except (QuotaExceeded, SharedMemoryFull):
             idle = [slot for slot in before if slot.name in self._slots.slots and slot.name not in self.busy]
             for slot in idle:
                 self._slots.release(slot)
             if not make_room() and not idle:
                 raise
-        return await self._run(lambda: self._slots.create(header))
+        return self._slots.add(await self._run(lambda: self._slots.create(header)))
 
     def _outgrow(self, slot: Slot) -> None:
         if slot.name in self.busy:

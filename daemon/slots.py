@@ -91,14 +91,11 @@ class Slots:
                 f"{self.path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:o}; it must be ours alone (0700): remove it"
             )
         self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
-        self.slots: dict[str, Slot] = {}
-
-    @property
-    def used(self) -> int:
-        return sum(slot.nbytes for slot in self.slots.values())
+        self.slots: dict[str, Slot] = {}  # the event loop's alone
+        self.used = 0  # bytes
 
     def create(self, header: SegmentHeader) -> Slot:
-        """A new segment. Raises QuotaExceeded or SharedMemoryFull, leaving nothing behind."""
+        """A new segment, to be taken up by `add`; may run on any thread. Raises QuotaExceeded or SharedMemoryFull, leaving nothing behind."""
         size = header.file_length
         if self.used + size > self.quota:
             raise QuotaExceeded(
@@ -122,7 +119,11 @@ class Slots:
                 ) from None
             raise StorageError.of(f"make a segment in {self.path}", error) from None
         failpoint("slot.created")
-        slot = self.slots[name] = Slot(name, fd, header, size)
+        return Slot(name, fd, header, size)
+
+    def add(self, slot: Slot) -> Slot:
+        self.slots[slot.name] = slot
+        self.used += slot.nbytes
         return slot
 
     def open_again(self, slot: Slot, *, write: bool) -> int:
@@ -149,7 +150,8 @@ class Slots:
     def release(self, slot: Slot) -> None:
         """Unlink and forget. A trainer that still maps it keeps its pages until it lets go."""
         failpoint("slot.releasing")
-        self.slots.pop(slot.name, None)
+        if self.slots.pop(slot.name, None) is not None:
+            self.used -= slot.nbytes
         try:
             self._fs.unlink(slot.name, self._directory)
         except FileNotFoundError:
@@ -200,7 +202,7 @@ class Slots:
                 os.close(fd)
                 self._fs.unlink(name, self._directory)
                 continue
-            self.slots[name] = Slot(name, fd, header, size)
+            self.add(Slot(name, fd, header, size))
         return list(self.slots.values())
 
     def close(self) -> None:

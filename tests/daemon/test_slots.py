@@ -140,7 +140,7 @@ def test_the_quota_is_nine_tenths_unless_given(shm: Shm, monkeypatch: pytest.Mon
 
 def test_create(shm: Shm) -> None:
     slots = shm.open()
-    made = slots.create(header())
+    made = slots.add(slots.create(header()))
     assert shm.files() == [made.name]
     assert names.is_segment_file(made.name)
     status = (shm.inside / made.name).stat()
@@ -149,17 +149,28 @@ def test_create(shm: Shm) -> None:
     assert (made.nbytes, slots.used, made.owner) == (SIZE, SIZE, ("gpt", 2, 0))
     assert slots.get(made.name) is made
     assert repr(made) == f"<Slot {made.name[:8]} gpt.a2 rank 0 FREE>"
-    other = slots.create(header(1))
+    other = slots.add(slots.create(header(1)))
     assert other.name != made.name
     assert slots.used == 2 * SIZE
 
 
+def test_a_segment_is_known_once_it_is_added(shm: Shm) -> None:
+    """`create` runs on a worker thread while the event loop goes through `slots`."""
+    slots = shm.open()
+    made = slots.create(header())
+    assert (slots.slots, slots.used) == ({}, 0)
+    assert slots.add(made) is made
+    assert (list(slots.slots), slots.used) == ([made.name], SIZE)
+    slots.release(made)
+    assert (slots.slots, slots.used) == ({}, 0)
+
+
 def test_get_and_of(shm: Shm) -> None:
     slots = shm.open()
-    made = [slots.create(header(number)) for number in (1, 0, 2)]
-    slots.create(header(rank=1))
-    slots.create(header(attempt=3))
-    slots.create(header(job="bert"))
+    made = [slots.add(slots.create(header(number))) for number in (1, 0, 2)]
+    slots.add(slots.create(header(rank=1)))
+    slots.add(slots.create(header(attempt=3)))
+    slots.add(slots.create(header(job="bert")))
     assert slots.of("gpt", 2, 0) == [made[1], made[0], made[2]]
     assert slots.of("gpt", 4, 0) == []
     with pytest.raises(NotFound, match=f"no segment '{STRANGE}'"):
@@ -168,13 +179,13 @@ def test_get_and_of(shm: Shm) -> None:
 
 def test_the_quota_counts_whole_files(shm: Shm) -> None:
     slots = shm.open(quota=2 * SIZE)
-    first = slots.create(header())
-    slots.create(header(1))
+    first = slots.add(slots.create(header()))
+    slots.add(slots.create(header(1)))
     with pytest.raises(QuotaExceeded, match=r"a slot of 0\.0 MB does not fit: .* are taken; raise shm_quota"):
         slots.create(header(2))
     assert len(shm.files()) == 2
     slots.release(first)
-    slots.create(header(2))
+    slots.add(slots.create(header(2)))
     assert slots.used == 2 * SIZE
 
 
@@ -202,7 +213,7 @@ def test_a_full_tmpfs_leaves_nothing_behind(shm: Shm, number: int) -> None:
     assert (shm.files(), slots.used, slots.slots) == ([], 0, {})
     assert open_descriptors() == before
     fs.full = False
-    slots.create(header())
+    slots.add(slots.create(header()))
     assert slots.used == SIZE
 
 
@@ -219,7 +230,7 @@ def test_other_errors_leave_nothing_behind(shm: Shm, monkeypatch: pytest.MonkeyP
 
 def test_open_again_is_another_description(shm: Shm) -> None:
     slots = shm.open()
-    made = slots.create(header())
+    made = slots.add(slots.create(header()))
     write, read = slots.open_again(made, write=True), slots.open_again(made, write=False)
     try:
         os.pwrite(write, b"data", 12288)
@@ -240,7 +251,7 @@ def test_open_again_is_another_description(shm: Shm) -> None:
 @pytest.mark.parametrize("how", ["removed", "replaced", "link"])
 def test_a_segment_that_is_not_there_any_more_is_lost(shm: Shm, how: str) -> None:
     slots = shm.open()
-    made = slots.create(header())
+    made = slots.add(slots.create(header()))
     path = shm.inside / made.name
     if how == "replaced":
         path.rename(shm.path / "old")
@@ -261,7 +272,7 @@ def test_a_segment_that_is_not_there_any_more_is_lost(shm: Shm, how: str) -> Non
 
 def test_a_segment_is_held_while_its_trainer_lives(shm: Shm) -> None:
     slots = shm.open()
-    made, other = slots.create(header()), slots.create(header(1))
+    made, other = slots.add(slots.create(header())), slots.add(slots.create(header(1)))
     assert slots.is_held(made) is False
     before = open_descriptors()
     with trainer(shm.inside / made.name) as process:
@@ -278,7 +289,7 @@ def test_a_segment_is_held_while_its_trainer_lives(shm: Shm) -> None:
 
 def test_looking_leaves_no_lock(shm: Shm) -> None:
     slots = shm.open()
-    made = slots.create(header())
+    made = slots.add(slots.create(header()))
     assert slots.is_held(made) is False
     with trainer(shm.inside / made.name):
         assert slots.is_held(made) is True
@@ -289,7 +300,7 @@ def test_looking_leaves_no_lock(shm: Shm) -> None:
 
 def test_refresh_sees_what_the_trainer_wrote(shm: Shm) -> None:
     slots = shm.open()
-    made = slots.create(header())
+    made = slots.add(slots.create(header()))
     filling = made.header.next(SlotState.FILLING, step=5)
     write_header(made.fd, filling)
     assert made.header.state is SlotState.FREE
@@ -299,7 +310,7 @@ def test_refresh_sees_what_the_trainer_wrote(shm: Shm) -> None:
 @pytest.mark.parametrize("changes", [{"job": "bert"}, {"attempt": 3}, {"rank": 1}, {"capacity": 1001}, {"chunk_size": 2 * MIN_CHUNK}])
 def test_a_header_that_has_become_another_segments_is_refused(shm: Shm, changes: dict[str, Any]) -> None:
     slots = shm.open()
-    made = slots.create(header())
+    made = slots.add(slots.create(header()))
     write_header(made.fd, replace(header(), generation=2, **changes))
     with pytest.raises(IntegrityError, match="is not the one that was made"):
         made.refresh()
@@ -318,7 +329,7 @@ def test_a_header_that_was_damaged_is_refused(shm: Shm) -> None:
 
 def test_release(shm: Shm) -> None:
     slots = shm.open()
-    made, other = slots.create(header()), slots.create(header(1))
+    made, other = slots.add(slots.create(header())), slots.add(slots.create(header(1)))
     slots.release(made)
     assert shm.files() == [other.name]
     assert slots.used == SIZE
@@ -331,7 +342,7 @@ def test_release(shm: Shm) -> None:
 
 def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
     slots = shm.open()
-    made = slots.create(header())
+    made = slots.add(slots.create(header()))
     with made.pinned() as fd:
         with made.pinned():
             slots.release(made)
@@ -350,7 +361,7 @@ def test_reading_alone_closes_nothing(shm: Shm) -> None:
 
 def test_close_leaves_the_segments_for_the_next_daemon(shm: Shm) -> None:
     slots = shm.open()
-    made = slots.create(header())
+    made = slots.add(slots.create(header()))
     slots.close()
     assert shm.files() == [made.name]
     with pytest.raises(OSError):
@@ -402,7 +413,7 @@ def test_adopted_segments_count_for_the_quota(shm: Shm) -> None:
     _left(shm, header(), header(1))
     slots = shm.open(quota=3 * SIZE)
     slots.adopt()
-    slots.create(header(2))
+    slots.add(slots.create(header(2)))
     with pytest.raises(QuotaExceeded):
         slots.create(header(3))
 
