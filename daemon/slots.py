@@ -95,7 +95,7 @@ class Slots:
         self.used = 0  # bytes
 
     def create(self, header: SegmentHeader) -> Slot:
-        """A new segment, to be taken up by `add`; may run on any thread. Raises QuotaExceeded or SharedMemoryFull, leaving nothing behind."""
+        """A new segment, which `add` is to take up; on any thread. Raises QuotaExceeded or SharedMemoryFull, leaving nothing behind."""
         size = header.file_length
         if self.used + size > self.quota:
             raise QuotaExceeded(
