@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from ckptd.agent.client import Client
+from ckptd.agent.numa import home_node
 from ckptd.agent.staging import MappedSlot
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, InternalError, StorageError
@@ -124,8 +125,9 @@ class Preparation:
 
     def _allocate(self) -> list[MappedSlot]:
         reply, descriptors = self._client.call(
-            lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._client.welcome.slots), m.Segments, ALLOCATE_SECONDS
-        )
+            lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._client.welcome.slots, node=home_node()),
+            m.Segments, ALLOCATE_SECONDS,
+        )  # fmt: skip
         before = list(self._slots.values())
         made = [MappedSlot(held.segment, *descriptors[2 * n : 2 * n + 2]) for n, held in enumerate(reply.segments)]
         self._slots.clear()

@@ -65,15 +65,15 @@ class Admission:
         self.noting: set[str] = set()  # segments whose seal is being read
         self._stuck: dict[str, Key] = {}  # the incomplete snapshot that a decision has waited for in vain
 
-    async def allocate(self, owner: Owner, capacity: int, count: int, make_room: Callable[[], bool]) -> list[Slot]:
+    async def allocate(self, owner: Owner, capacity: int, count: int, node: int, make_room: Callable[[], bool]) -> list[Slot]:
         """New segments in place of those that the rank has; busy ones go when they are free.
 
         `make_room` is asked once for each that does not fit. Raises QuotaExceeded, SharedMemoryFull.
         """
         async with self._allocating:
-            return await self._allocate(owner, capacity, count, make_room)
+            return await self._allocate(owner, capacity, count, node, make_room)
 
-    async def _allocate(self, owner: Owner, capacity: int, count: int, make_room: Callable[[], bool]) -> list[Slot]:
+    async def _allocate(self, owner: Owner, capacity: int, count: int, node: int, make_room: Callable[[], bool]) -> list[Slot]:
         before = self._slots.of(*owner.identity)
         made: list[Slot] = []
         try:
@@ -82,7 +82,7 @@ class Admission:
                     job=owner.job, attempt=owner.attempt, rank=owner.rank, world_size=owner.world_size, slot=number,
                     capacity=capacity, chunk_size=self._chunk_size,
                 )  # fmt: skip
-                made.append(await self._create(header, before, make_room))
+                made.append(await self._create(header, node, before, make_room))
                 if self._owners.get(owner.identity) is not owner:
                     raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} ended while its slots were being made")
         except BaseException:
@@ -94,17 +94,17 @@ class Admission:
         self.wake()
         return made
 
-    async def _create(self, header: SegmentHeader, before: list[Slot], make_room: Callable[[], bool]) -> Slot:
+    async def _create(self, header: SegmentHeader, node: int, before: list[Slot], make_room: Callable[[], bool]) -> Slot:
         """A segment; if it does not fit, room is made first by what is idle."""
         try:
-            return self._slots.add(await self._run(lambda: self._slots.create(header)))
+            return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
         except (QuotaExceeded, SharedMemoryFull):
             idle = [slot for slot in before if slot.name in self._slots.slots and slot.name not in self.busy]
             for slot in idle:
                 self._slots.release(slot)
             if not make_room() and not idle:
                 raise
-        return self._slots.add(await self._run(lambda: self._slots.create(header)))
+        return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
 
     def _outgrow(self, slot: Slot) -> None:
         if slot.name in self.busy:

@@ -106,11 +106,11 @@ class Engine:
 
     # -- slots
 
-    async def allocate(self, owner: Owner, capacity: int, count: int) -> list[Slot]:
-        """Segments for this rank, in place of those that it has."""
+    async def allocate(self, owner: Owner, capacity: int, count: int, node: int) -> list[Slot]:
+        """Segments for this rank, in place of those that it has; near to the NUMA node, if that is known."""
         self._check_current(owner)
         job = self.catalog.job(owner.job)
-        return await self.admission.allocate(owner, capacity, count, lambda: self._make_room(job))
+        return await self.admission.allocate(owner, capacity, count, node, lambda: self._make_room(job))
 
     def _make_room(self, job: Job) -> bool:
         """Under pressure a dead attempt's copy in memory goes, if storage has it."""

@@ -187,7 +187,7 @@ class Connection:
         assert owner is not None  # the session's table lets nothing else come unattached
         match request:
             case m.Allocate():
-                return self._pass_on(request.id, await engine.allocate(owner, request.capacity, request.count))
+                return self._pass_on(request.id, await engine.allocate(owner, request.capacity, request.count, request.node))
             case m.Plan():
                 engine.plan(owner, request.step, request.why)
             case m.Acquire():

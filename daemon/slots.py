@@ -21,6 +21,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
+from ckptd.shared.numa import UNKNOWN, near
 from ckptd.shared.segment import SegmentHeader, read_header, this_boot, write_header
 
 log = logging.getLogger("ckptd.slots")
@@ -94,8 +95,11 @@ class Slots:
         self.slots: dict[str, Slot] = {}  # the event loop's alone
         self.used = 0  # bytes
 
-    def create(self, header: SegmentHeader) -> Slot:
-        """A new segment, which `add` is to take up; on any thread. Raises QuotaExceeded or SharedMemoryFull, leaving nothing behind."""
+    def create(self, header: SegmentHeader, node: int = UNKNOWN) -> Slot:
+        """A new segment near to the NUMA node, which `add` is to take up; on any thread.
+
+        Raises QuotaExceeded or SharedMemoryFull, leaving nothing behind.
+        """
         size = header.file_length
         if self.used + size > self.quota:
             raise QuotaExceeded(
@@ -106,7 +110,8 @@ class Slots:
         failpoint("slot.creating")
         fd = self._fs.create(name, self._directory, mode=0o600)
         try:
-            self._fs.allocate(fd, size)
+            with near(node):
+                self._fs.allocate(fd, size)
             write_header(fd, header)
         except OSError as error:
             os.close(fd)

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from ckptd.shared.errors import ProtocolError
+from ckptd.shared.numa import UNKNOWN
 from ckptd.shared.plan import Size
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -73,6 +74,7 @@ class Began(Reply, frozen=True, kw_only=True, tag="began"):
 class Allocate(Request, frozen=True, kw_only=True, tag="allocate"):
     capacity: Size
     count: Annotated[int, msgspec.Meta(ge=1, le=16)]
+    node: Annotated[int, msgspec.Meta(ge=-1, le=65535)] = UNKNOWN
 
 
 class Segments(Reply, frozen=True, kw_only=True, tag="segments"):

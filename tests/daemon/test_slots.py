@@ -154,6 +154,27 @@ def test_create(shm: Shm) -> None:
     assert slots.used == 2 * SIZE
 
 
+def test_the_node_asked_for(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel zeroes the pages on the thread that allocates them, and gives those that are near."""
+    asked: list[int] = []
+
+    @contextmanager
+    def near(node: int) -> Iterator[None]:
+        asked.append(node)
+        yield
+        asked.append(-7)
+
+    class Watched(PosixFileSystem):
+        def allocate(self, fd: int, length: int) -> None:
+            asked.append(length)
+
+    monkeypatch.setattr("ckptd.daemon.slots.near", near)
+    slots = shm.open(fs=Watched())
+    slots.create(header(), 1)
+    slots.create(header())
+    assert asked == [1, SIZE, -7, -1, SIZE, -7]
+
+
 def test_a_segment_is_known_once_it_is_added(shm: Shm) -> None:
     """`create` runs on a worker thread while the event loop goes through `slots`."""
     slots = shm.open()

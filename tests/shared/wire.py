@@ -9,7 +9,7 @@ REQUESTS: tuple[m.Request, ...] = (
     m.Hello(id=1, min_version=1, max_version=1, features=["x"], client="ckptd 0.1.0"),
     m.Status(id=2),
     m.Begin(id=3, job="gpt", rank=0, world_size=2, attempt=2),
-    m.Allocate(id=4, capacity=200_000, count=2),
+    m.Allocate(id=4, capacity=200_000, count=2, node=1),
     m.Acquire(id=5, step=1000, name="best", wait=10.0),
     m.Seal(id=6, segment=HELD.segment, attempt=2, step=1000),
     m.Abandon(id=7, segment=HELD.segment, step=1000, reason="no memory"),
