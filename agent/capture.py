@@ -120,7 +120,9 @@ def rng_state() -> dict[str, Any]:
     if "numpy" in sys.modules:
         import numpy as np
 
-        state["numpy"] = np.random.get_state(legacy=False)
+        state["numpy"] = found = dict(np.random.get_state(legacy=False))
+        if found["bit_generator"] == "MT19937":
+            found["state"] = {**found["state"], "key": found["state"]["key"].tobytes()}
     if torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         state["devices"] = [_bytes(generator) for generator in module.get_rng_state_all()]
@@ -139,7 +141,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     if "numpy" in state:
         import numpy as np
 
-        np.random.set_state(state["numpy"])
+        saved = state["numpy"]
+        if isinstance(saved["state"].get("key"), bytes):  # of ckptd 0.1.0 it is the array itself
+            saved = {**saved, "state": {**saved["state"], "key": np.frombuffer(saved["state"]["key"], dtype=np.uint32)}}
+        np.random.set_state(saved)
     if "devices" in state and torch.accelerator.is_available():
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         for device, saved in zip(range(torch.accelerator.device_count()), state["devices"], strict=False):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from ckptd.agent.merge import value_digests
 from ckptd.agent.naming import buffer_names
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout, Local, plan_locally
-from ckptd.agent.structure import Sharing, Sources, Structure, difference
+from ckptd.agent.structure import Sources, Structure, difference
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
@@ -52,18 +51,18 @@ class Layouts:
 
         Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come until `deadline` (monotonic seconds).
         """
+        if self._kept is not None and self._has == self._wanted and (same := self._kept[0].again(captured.tensors)) is not None:
+            _, layout, sources = self._kept
+            self._kept = same[0], layout, sources
+            return layout, sources.of(same[1], captured.tensors)
         found, parts = Structure.of(captured.tensors)
-        if self._kept is not None and self._has == self._wanted and found.same_as(self._kept[0], parts):
-            before, layout, sources = self._kept
-            self._kept = replace(before, addresses=found.addresses), layout, sources
-            return layout, sources.of(parts, captured.tensors)
         wanted = self._wanted = self._wanted + 1  # until this has succeeded
         if self._ranks.world_size > 1:
             why = difference(self._kept[0] if self._kept is not None else None, found) if self._has else "it has no plan yet"
             self._client.call(lambda n: m.Plan(id=n, step=pending.step, why=why), m.Done, TELL_SECONDS)
         layout = self._plan(captured, state, pending, deadline)
         sources = Sources(found, captured.tensors, layout.plan)
-        self._kept, self._has = (replace(found, sharing=Sharing.of(parts)), layout, sources), wanted
+        self._kept, self._has = (found, layout, sources), wanted
         self.made += 1
         return layout, sources.of(parts, captured.tensors)
 

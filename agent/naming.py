@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.values import PerRank
+from ckptd.agent.values import TENSORS, PerRank
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
     if isinstance(state, kind):
         yield path, state
     elif isinstance(state, dict):
-        for key, value in state.items():
+        for key, value in state.items() if not TENSORS.issuperset(map(type, state.values())) else ():
             if not isinstance(value, torch.Tensor):
                 yield from find(value, f"{path}.{key}" if path else str(key), kind)
     elif isinstance(state, (list, tuple)):

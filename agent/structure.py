@@ -1,12 +1,13 @@
 """What a plan depends on, compared from one snapshot to the next; and the live tensors behind its items.
 
-Nothing here keeps a tensor alive. Ten thousand tensors are looked at in columns, at the speed of C, since this is done at every snapshot.
+Nothing here keeps a tensor alive. Ten thousand tensors are looked at in columns, block by block, since this is done at every snapshot.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -64,45 +65,77 @@ def _places(parts: list[torch.Tensor], numbers: list[int]) -> list[tuple[int, bo
     return [(int(parts[n].storage_offset()), parts[n].is_neg(), parts[n].is_conj()) for n in numbers]
 
 
+_BLOCK = 256  # tensors that are looked at together: they stay in the cache, and what is made of them is gone before the collector counts it
+Columns = tuple[list[Any], ...]
+"""Types, dtypes, shapes, strides and requires_grad of a block of tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a layout depends on, in columns, so that ten thousand tensors are compared at the speed of C. Holds no tensor alive.
+    """What a layout depends on. Holds no tensor alive.
 
-    `addresses` count only in so far as tensors move to another device or share memory, which `sharing` says once it has been looked up.
+    `addresses` count only in so far as tensors move to another device or share memory, which `sharing` says.
     """
 
     names: list[str]
-    columns: tuple[list[Any], ...]
+    placements: list[object]
+    blocks: list[Columns]
     addresses: list[int]
-    sharing: Sharing | None = None
+    sharing: Sharing
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
         """And this rank's part of each tensor. Raises UnsavableValue for what has no memory: sparse and nested tensors."""
         values = list(tensors.values())
-        kinds = list(map(type, values))
-        placements: list[Any] = []
-        parts = values
-        if not PLAIN.issuperset(kinds):
-            parts = [tensor if kind in PLAIN else local_part(tensor) for tensor, kind in zip(values, kinds, strict=True)]
-            placements = [_placement(tensor) for tensor, kind in zip(values, kinds, strict=True) if kind not in PLAIN]
+        parts, placements = _parts(values)
         try:
             addresses = list(map(torch.Tensor.data_ptr, parts))
-            shapes, strides = list(map(_shape, parts)), list(map(torch.Tensor.stride, parts))
+            blocks = [_columns(values[block], parts[block]) for block in _blocks(len(parts))]
         except (RuntimeError, NotImplementedError):
             for name, tensor in tensors.items():
                 check_tensor(name, tensor)
             raise
-        columns = (kinds, list(map(_dtype, parts)), shapes, strides, list(map(_requires_grad, values)), placements)
-        return cls(list(tensors), columns, addresses), parts
+        return cls(list(tensors), placements, blocks, addresses, Sharing.of(parts)), parts
 
-    def same_as(self, kept: Structure, parts: list[torch.Tensor]) -> bool:
-        return (
-            self.names == kept.names
-            and self.columns == kept.columns
-            and kept.sharing is not None
-            and (kept.sharing.holds(parts) if self.addresses == kept.addresses else Sharing.of(parts) == kept.sharing)
-        )
+    def again(self, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]] | None:
+        """The same of these tensors, if they have this structure still."""
+        if list(tensors) != self.names:
+            return None
+        values = list(tensors.values())
+        parts, placements = _parts(values)
+        if placements != self.placements:
+            return None
+        addresses: list[int] = []
+        for block, before in zip(_blocks(len(parts)), self.blocks, strict=True):
+            some = parts[block]
+            try:
+                addresses += map(torch.Tensor.data_ptr, some)
+                if _columns(values[block], some) != before:
+                    return None
+            except (RuntimeError, NotImplementedError):
+                return None
+        if not (self.sharing.holds(parts) if addresses == self.addresses else Sharing.of(parts) == self.sharing):
+            return None
+        return replace(self, addresses=addresses), parts
+
+
+def _parts(values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]]:
+    """What this rank holds of each, and where those that are sharded belong."""
+    if PLAIN.issuperset(map(type, values)):
+        return values, []
+    special = [tensor for tensor in values if type(tensor) not in PLAIN]
+    return [tensor if type(tensor) in PLAIN else local_part(tensor) for tensor in values], list(map(_placement, special))
+
+
+def _blocks(count: int) -> list[slice]:
+    return [slice(first, first + _BLOCK) for first in range(0, count, _BLOCK)]
+
+
+def _columns(values: list[torch.Tensor], parts: list[torch.Tensor]) -> Columns:
+    return (
+        list(map(type, values)), list(map(_dtype, parts)), list(map(_shape, parts)), list(map(torch.Tensor.stride, parts)),
+        list(map(_requires_grad, values)),
+    )  # fmt: skip
 
 
 _shape, _dtype, _device, _requires_grad = (attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad"))
@@ -112,7 +145,10 @@ def difference(before: Structure | None, after: Structure) -> str:
     """What has changed, in words, by the first tensor that differs."""
     if before is None:
         return "it has no plan yet"
-    old, new = ({name: (found.columns[1][n], found.columns[2][n]) for n, name in enumerate(found.names)} for found in (before, after))
+    old, new = (
+        dict(zip(found.names, chain.from_iterable(zip(dtypes, shapes, strict=True) for _, dtypes, shapes, *_ in found.blocks), strict=True))
+        for found in (before, after)
+    )
     for name in [*new, *old]:
         if name not in old:
             return f"{name} is new"

@@ -29,7 +29,7 @@ ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK = range(15, 22)
 
 _PLAIN = {type(None), bool, float, str, bytes}
 _TEXT = frozenset({str})
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.Path, pathlib.PurePath)
 }
@@ -135,7 +135,7 @@ class Packer:
         if not _TEXT.issuperset(map(type, value)):
             return Ext(MAP, self._pairs(value, path))
         kinds = set(map(type, value.values()))
-        if value and _TENSORS.issuperset(kinds) and (packed := self._only_tensors([value], path)) is not None:
+        if value and TENSORS.issuperset(kinds) and (packed := self._only_tensors([value], path)) is not None:
             return packed
         if kinds == {dict} and (packed := self._only_tensors([value, *value.values()], path)) is not None:
             return packed
@@ -159,7 +159,7 @@ class Packer:
             packed = [{key: next(references) for key in one} for one in dicts[1:] or dicts]
             whole = dict(zip(dicts[0], packed, strict=True)) if dicts[1:] else packed[0]
             known = self._known[path] = keys, names, msgspec.Raw(_encode(whole))
-        if not _TENSORS.issuperset(map(type, tensors)) or not self.tensors.keys().isdisjoint(known[1]):
+        if not TENSORS.issuperset(map(type, tensors)) or not self.tensors.keys().isdisjoint(known[1]):
             return None
         self.tensors.update(zip(known[1], tensors, strict=True))
         return known[2]

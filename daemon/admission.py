@@ -120,6 +120,10 @@ class Admission:
             return self._refused[job.name, key]
         if key in job.snapshots:  # others have been granted it: only this rank's own slots count
             return await self._decide(job, [owner], wait) or self._free_slot(owner) or "every slot is still being saved"
+        owners = [owner for owner in self._owners.values() if (owner.job, owner.attempt) == (job.name, key[0])]
+        if not self._blocked(owners):
+            self._stuck.pop(job.name, None)
+            return self._free_slot(owner) or "every slot is still being saved"
         decision = self._decisions.get((job.name, key))
         if decision is None or owner.rank in decision.asked:
             task = asyncio.create_task(self._decide_for_all(job, key, wait))

@@ -109,9 +109,19 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
     )  # fmt: skip
+    _give_way()
     from ckptd.daemon.app import App
 
     _event_loop_runner()(lambda: App(config, ready_fd).run())
+
+
+def _give_way() -> None:
+    """A batch process never takes a core from one that runs there, as the answer to a message otherwise would; sched(7)."""
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        try:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        except OSError as error:
+            logging.getLogger("ckptd.cli").debug("the scheduling class stays as it is: %s", error)
 
 
 def _event_loop_runner() -> Callable[[Callable[[], Any]], None]:

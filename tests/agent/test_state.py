@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.capture import rng_state, set_rng_state
 from ckptd.agent.planning import memory
 from ckptd.shared import errors
 from tests.support.daemons import Daemon
@@ -274,6 +275,29 @@ def test_training_goes_on_bit_for_bit(agent: Agent, daemon: Daemon, kind: str, f
     assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == drawn
     for key, value in wanted.items():
         assert same(net.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
+def test_numpys_generator(agent: Agent, kind: Any) -> None:
+    generators: Any = np.random
+    before = generators.get_bit_generator()
+    try:
+        generators.set_bit_generator(kind(7))
+        np.random.standard_normal()  # keeps a second one for the next call, with MT19937
+        agent.snapshot({}, step=1).wait("sealed")
+        drawn = np.random.standard_normal(3).tobytes()
+        generators.set_bit_generator(kind(8))
+        agent.recover({})
+        assert np.random.standard_normal(3).tobytes() == drawn
+    finally:
+        generators.set_bit_generator(before)
+
+
+def test_numpys_generator_as_ckptd_0_1_0_saved_it() -> None:
+    saved = {**rng_state(), "numpy": dict(np.random.get_state(legacy=False))}
+    drawn = np.random.standard_normal(3).tobytes()
+    set_rng_state(saved)
+    assert np.random.standard_normal(3).tobytes() == drawn
 
 
 def test_an_optimizer_without_state_is_captured_as_empty(agent: Agent, daemon: Daemon) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -39,6 +40,11 @@ def full(daemon: Daemon) -> Any:
         agent.snapshot({"w": torch.arange(1000.0) * step}, step=step, metrics={"loss": 1 / step}).wait("durable", timeout=60)
     agent.close()
     return daemon
+
+
+def test_a_daemon_takes_no_core_from_the_training(daemon: Daemon) -> None:
+    process = psutil.Process(daemon.process.pid)
+    assert {os.sched_getscheduler(thread.id) for thread in process.threads()} == {os.SCHED_BATCH}
 
 
 def test_status(full: Daemon) -> None:
