@@ -18,7 +18,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.naming import KeptNames, Names, canonical, find, flattens, modules_of, parameter_keys, unwrapped
+from ckptd.agent.naming import KeptNames, Names, canonical_keys, find, flattens, modules_of, parameter_keys, unwrapped
 from ckptd.agent.values import Known, Packer
 from ckptd.shared.errors import UnsavableValue
 
@@ -73,7 +73,7 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
     """`module.state_dict()` under canonical names; of FullyShardedDataParallel (FSDP1) each rank's shards, by DCP's own means."""
     if flattens(module):
         return get_model_state_dict(module)
-    return {canonical(name): value for name, value in unwrapped(module).state_dict().items()}
+    return canonical_keys(unwrapped(module).state_dict())
 
 
 def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from ckptd.agent.values import TENSORS, PerRank
 
 T = TypeVar("T")
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPED)})\.")
 _flattening: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
@@ -32,6 +33,13 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     while isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         module = module.module
     return module
+
+
+def canonical_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    joined = "\n".join(tree)
+    if not any(wrapper in joined for wrapper in _WRAPPED):
+        return dict(tree)
+    return {canonical(name): value for name, value in tree.items()}
 
 
 @lru_cache(maxsize=1 << 18)

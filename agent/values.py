@@ -112,6 +112,8 @@ class Packer:
         if kind is dict:
             return self._dict(value, path)
         if kind is list:
+            if _TEXT.issuperset(map(type, value)) and "".join(value).isascii():  # the names in a param_group
+                return value
             return [self.pack(item, f"{path}.{n}" if path else str(n)) for n, item in enumerate(value)]
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
