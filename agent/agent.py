@@ -165,7 +165,8 @@ class Agent:
             del self._pending[pending.attempt, pending.step]
         first = known is pending or (known is None and pending.step > self.last_step)  # and no second call of a step that is taken
         if self.world_size > 1 and first and pending.step >= 0 and not self._closed:
-            self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=str(reason)[:MOST_REASON]), lambda _: None)
+            why = str(reason)[:MOST_REASON]
+            self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
 
     def _snapshot(self, pending: Pending, state: Any, request: Request, on_busy: str, rng: bool) -> None:
         self._check_open()
@@ -180,8 +181,7 @@ class Agent:
             )
         self._pending[pending.attempt, pending.step] = pending
         captured = capture(state, rng=rng, rank=self.rank, habits=self._habits)
-        together = time.monotonic() + self._client.welcome.stall_budget  # planning is no waiting for a free slot
-        layout, sources = self._layouts.layout(captured, state, pending, together)
+        layout, sources = self._layouts.layout(captured, state, pending, self._client.welcome.stall_budget)
         documents = Documents(captured.values, request.encode())
         if not self._slots.ensure(documents.capacity(layout), deadline):
             pending.skip("the slots in shared memory are still being made; a later snapshot will find them")

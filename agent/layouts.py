@@ -28,6 +28,7 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import ITEM_SIZES
 
+PLAN_SECONDS = 1.0  # for other ranks to come, however small the budget
 TELL_SECONDS = 5.0  # for the daemon to take note
 _ITEM_BYTES = 300  # in plan and metadata, of one item; an estimate
 
@@ -46,11 +47,12 @@ class Layouts:
         """At the next snapshot, whatever the structure. From any thread."""
         self._wanted += 1
 
-    def layout(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> tuple[Layout, list[torch.Tensor]]:
+    def layout(self, captured: Captured, state: Any, pending: Pending, budget: float) -> tuple[Layout, list[torch.Tensor]]:
         """The layout, and the live tensor behind each of its items.
 
-        Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come until `deadline` (monotonic seconds).
+        Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come within `budget` seconds, but at least one.
         """
+        deadline = time.monotonic() + max(budget, PLAN_SECONDS)
         if self._kept is not None and self._has == self._wanted and (same := self._kept[0].again(captured.tensors)) is not None:
             _, layout, sources = self._kept
             self._kept = same[0], layout, sources

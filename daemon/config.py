@@ -80,8 +80,9 @@ class Config:
         _require(0 <= self.threads <= 256, "threads", self.threads, "0 (automatic) to 256")
         _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level, "debug, info, warning or error")
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
-        for name in ("shm_quota", "memory_ttl", "stall_budget", "rank_timeout", "idle_timeout"):
+        for name in ("shm_quota", "memory_ttl", "stall_budget", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
         if self.threads == 0:
             object.__setattr__(self, "threads", min(8, len(os.sched_getaffinity(0))))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Callable
 
 from ckptd.daemon import records as r
@@ -25,9 +26,11 @@ from ckptd.shared import names
 from ckptd.shared.errors import (
     AlreadyExists,
     Busy,
+    CallerError,
     CkptdError,
     Fenced,
     InvalidRequest,
+    MachineError,
     NotFound,
     SnapshotFailed,
     StorageError,
@@ -39,6 +42,8 @@ from ckptd.shared.messages import Progress
 from ckptd.shared.segment import SegmentHeader, SlotState
 
 log = logging.getLogger("ckptd.engine")
+
+_NAMES_A_RANK = re.compile(r"ranks? \d")
 
 PLAN_GRACE_SECONDS = 5.0  # beyond the stall budget, for ranks to tell that another has not planned
 MOST_JOBS = 10_000  # known at once; the journal's state must stay within one record
@@ -260,13 +265,16 @@ class Engine:
         except StorageError as error:
             log.warning("snapshot %s/%s is not journaled: %s", header.job, tag, error)
 
-    def pass_over(self, owner: Owner, step: int, reason: str) -> None:
-        """This rank cannot take the step, so no rank can."""
+    def pass_over(self, owner: Owner, step: int, reason: str, code: str) -> None:
+        """This rank cannot take the step, so no rank can; `reason` names a rank already, if another one told it."""
         self._check_current(owner)
         job, key = self.catalog.job(owner.job), (owner.attempt, step)
         known = job.snapshots.get(key)
         if known is None or (known.state is State.FILLING and owner.rank not in known.shards):
-            self.steps.give_up(job, key, SnapshotFailed(f"rank {owner.rank}: {reason}"))
+            why = reason if _NAMES_A_RANK.match(reason) else f"rank {owner.rank}: {reason}"
+            error = from_wire(code, why)
+            of_a_snapshot = isinstance(error, (CallerError, MachineError, SnapshotFailed))
+            self.steps.give_up(job, key, error if of_a_snapshot else SnapshotFailed(why))
 
     def abandon(self, owner: Owner, segment: str, step: int | None) -> None:
         """A granted slot that will not be sealed, with `step`, if it is still granted for that."""

@@ -199,7 +199,7 @@ class Connection:
                 return m.Sealed(re=request.id, durable=await engine.seal(owner, request.segment, request.attempt, request.step)), ()
             case m.Abandon():
                 if request.step is not None:
-                    engine.pass_over(owner, request.step, request.reason)
+                    engine.pass_over(owner, request.step, request.reason, request.code)
                 if request.segment:
                     engine.abandon(owner, request.segment, request.step)
             case m.Persist():

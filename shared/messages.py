@@ -120,6 +120,7 @@ class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
     segment: Name = ""
     step: Step | None = None
     reason: Annotated[str, msgspec.Meta(max_length=65536)] = ""
+    code: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Persist(Request, frozen=True, kw_only=True, tag="persist"):

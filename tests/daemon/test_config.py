@@ -220,7 +220,7 @@ def test_what_is_no_size(text: str) -> None:
         ("shm_quota", [0, 1 << 50], [-1]),
         ("memory_ttl", [0.0, 1e9], [-0.1, float("nan")]),
         ("stall_budget", [0.0, 60.0], [-1.0, float("nan")]),
-        ("rank_timeout", [0.0, 60.0], [-1.0, float("nan")]),
+        ("rank_timeout", [0.1, 60.0], [0.0, -1.0, float("nan")]),
         ("max_connections", [1, 10**6], [-1]),
         ("idle_timeout", [0.0, 0.1], [-1.0, float("nan")]),
     ],

@@ -12,7 +12,7 @@ REQUESTS: tuple[m.Request, ...] = (
     m.Allocate(id=4, capacity=200_000, count=2, node=1),
     m.Acquire(id=5, step=1000, name="best", wait=10.0),
     m.Seal(id=6, segment=HELD.segment, attempt=2, step=1000),
-    m.Abandon(id=7, segment=HELD.segment, step=1000, reason="no memory"),
+    m.Abandon(id=7, segment=HELD.segment, step=1000, reason="no memory", code="shm-full"),
     m.Persist(id=8),
     m.Find(id=9, step=1000),
     m.Fetch(id=10, attempt=2, step=1000),
