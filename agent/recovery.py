@@ -72,14 +72,14 @@ class Recovery:
             where = f"{self._job}/{candidate.tag} in {candidate.source}"
             attempt = _Attempt(self._client, self._ranks, self._job, candidate, strict=self._strict, on_reshape=self._on_reshape)
             try:
-                said = self._all(f"{number}/open", lambda: attempt.open(state))  # noqa: B023 (called at once)
-                damage = _damage(said)
+                damage = _damage(self._all(f"{number}/open", attempt.open))
                 if not damage:
-                    self._check_unused(said)
-                    failpoint("agent.recover.opened")
+                    self._check_unused(self._all(f"{number}/bind", lambda: attempt.bind(state)))  # noqa: B023 (called at once)
                     said = self._all(f"{number}/load", attempt.load)
                     damage = _damage(said)
                     overwritten = overwritten or any(found["writing"] for found in said)
+                if not damage:
+                    self._all(f"{number}/finish", attempt.finish)
             finally:
                 attempt.close()
             if damage:
@@ -137,7 +137,10 @@ def _damage(said: list[dict[str, Any]]) -> str:
 
 
 class _Attempt:
-    """One candidate on its way into the state of this rank: `open`, `load`, `close`."""
+    """One candidate on its way into the state of this rank: `open`, `bind`, `load`, `finish`, `close`.
+
+    All ranks have done one before any does the next: in `bind` and `finish` FSDP1 has them wait for each other.
+    """
 
     def __init__(
         self, client: Client, ranks: Ranks, job: str, candidate: m.Candidate, *, strict: bool, on_reshape: OnReshape | None
@@ -145,19 +148,28 @@ class _Attempt:
         self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
         self._strict, self._on_reshape = strict, on_reshape
         self._opened: Opened | None = None
+        self._documents: list[dict[str, Any]] = []
+        self._fresh: dict[str, torch.Tensor] = {}
         self._rng: dict[str, Any] | None = None
         self._binding: Binding | None = None
         self._writing = False
 
-    def open(self, state: Any) -> dict[str, Any]:
-        """Compare, and write nothing. Raises StructureMismatch."""
+    def open(self) -> dict[str, Any]:
+        """See whether it is sound, as far as that is cheap."""
         try:
             opened = self._opened = self._open()
             if self._candidate.source == "memory":  # cheap there, each rank its share, and then nothing is overwritten in vain
                 opened.verify(opened.sources[self._ranks.rank :: self._ranks.world_size])
-            documents = [values.decode(opened.values(rank)) for rank in range(len(opened.sources))]
+            self._documents = [values.decode(opened.values(rank)) for rank in range(len(opened.sources))]
+            failpoint("agent.recover.opened")
         except (IntegrityError, NotFound, OSError) as error:
-            return {"damaged": str(error), "unused": []}
+            return {"damaged": str(error)}
+        return {"damaged": ""}
+
+    def bind(self, state: Any) -> dict[str, Any]:
+        """Compare, and write nothing. Raises StructureMismatch."""
+        assert self._opened is not None
+        documents = self._documents
         own = self._ranks.rank if len(documents) == self._ranks.world_size else None
         if own is not None:
             self._rng = documents[own].get("rng")
@@ -167,8 +179,8 @@ class _Attempt:
                 len(documents), self._ranks.world_size,
             )  # fmt: skip
         tree = merge([document["state"] for document in documents], own)
-        self._binding = Binding(state, tree, opened.saved, strict=self._strict, on_reshape=self._on_reshape)
-        return {"damaged": "", "unused": self._binding.unused}
+        self._binding = Binding(state, tree, self._opened.saved, strict=self._strict, on_reshape=self._on_reshape)
+        return {"unused": self._binding.unused}
 
     def _open(self) -> Opened:
         candidate = self._candidate
@@ -180,19 +192,26 @@ class _Attempt:
         return open_storage(PosixStorage(Path(self._client.welcome.root)), self._job, candidate.tag)
 
     def load(self) -> dict[str, Any]:
+        """Read every byte, most of them into the state itself."""
         assert self._opened is not None
         assert self._binding is not None
         binding, saved = self._binding, self._opened.saved
         try:
-            fresh = materialize(saved, [name for name in binding.fresh if name not in binding.in_place])
+            self._fresh = materialize(saved, [name for name in binding.fresh if name not in binding.in_place])
             failpoint("agent.recover.loading")
             self._writing = True
             load(saved, binding.in_place)
         except (IntegrityError, OSError) as error:
             return {"damaged": str(error), "writing": self._writing}
+        return {"damaged": "", "writing": True}
+
+    def finish(self) -> dict[str, Any]:
+        """What is not written in place: plain values, and what objects load by themselves."""
+        binding = self._binding
+        assert binding is not None
 
         def resolve(name: str) -> torch.Tensor:
-            tensor = fresh.get(name)
+            tensor = self._fresh.get(name)
             if tensor is None:
                 return binding.in_place[name].clone()
             device = binding.fresh[name]
@@ -201,7 +220,7 @@ class _Attempt:
         binding.finish(resolve)
         if self._rng is not None:
             set_rng_state(self._rng)
-        return {"damaged": "", "writing": True}
+        return {}
 
     def close(self) -> None:
         if self._binding is not None and not self._writing:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
+from ckptd.shared import failpoints
 from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
 from tests.support.sharded import (
@@ -159,3 +160,19 @@ def test_a_refused_recovery_leaves_the_optimizer_without_state(kind: str) -> Non
         for refusal in ranks.call(recover_another, kept.place.socket):
             assert refusal == "key more is in the state and not in the checkpoint; nothing was written"
         assert ranks.call(optimizer_entries) == [0] * 2
+
+
+@pytest.mark.parametrize("point", ["agent.recover.loading", "agent.recover.opened"])
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
+def test_what_one_rank_cannot_read_no_rank_waits_for(daemon: Daemon, kind: str, point: str) -> None:
+    """FSDP1 has its ranks wait for each other where they load. The one that cannot is not there."""
+    with Ranks(2) as ranks:
+        ranks.call(build, kind, 1)
+        ranks.call(train, 2)
+        ranks.call(save, daemon.home.socket, 2)
+        wanted = together(ranks.call(whole))
+    with Ranks(2) as ranks:
+        ranks.call(build, kind, 7)
+        ranks.call(failpoints.arm, f"{point}=error(EIO)@1", only=[1])
+        assert ranks.call(recover, daemon.home.socket, timeout=60) == [("storage", 2)] * 2
+        assert differing(together(ranks.call(whole)), wanted) == []
