@@ -63,7 +63,7 @@ class Agent:
     root: directory of the checkpoints, for a private daemon; else CKPTD_ROOT.
     process_group: the ranks of this job, all on one node; else the default group, or one rank if there is none. Every rank makes its agent,
     and calls `snapshot`, `recover` and `close`, like the others.
-    Raises DaemonUnreachable, InvalidName, InvalidRequest, StorageError.
+    Raises DaemonUnreachable, InvalidName, InvalidRequest, StorageError; SnapshotFailed if a rank does not come.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class Agent:
         step: that step only. strict: False lets keys be missing on either side. on_reshape: on another number of ranks than it was saved
         on, called with the key of each `per_rank` value and the list of what all ranks had; returns this rank's.
         Everything is compared before the first byte is written. Raises StructureMismatch, NotFound (for a `step` that is not there),
-        RecoveryFailed, StorageError, DaemonUnreachable.
+        RecoveryFailed, StorageError, DaemonUnreachable; SnapshotFailed if a rank does not come. One rank's error is an error on all.
         """
         with self._lock:
             self._check_open()

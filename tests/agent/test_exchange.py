@@ -1,0 +1,130 @@
+"""Ranks that talk over the job's store: one answer or one error for all, by name, within a deadline, and nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ckptd.agent.exchange import Alone, Exchange
+from ckptd.shared.errors import CkptdError, SnapshotFailed, StructureChanged, UnsavableValue
+
+WORLD = 3
+Answer = bytes | CkptdError
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+@pytest.fixture
+def ranks(store: TCPStore) -> list[Exchange]:
+    return [Exchange(store, rank, WORLD, "group") for rank in range(WORLD)]
+
+
+def attempt(call: Callable[[], bytes]) -> Answer:
+    try:
+        return call()
+    except CkptdError as error:
+        return error
+
+
+def together(ranks: list[Exchange], mine: list[Any], decide: Callable[[list[bytes]], list[bytes]], **more: Any) -> list[Any]:
+    """What each rank has of a round; those that give None do not come."""
+
+    def go(rank: Exchange, own: Answer) -> Answer:
+        return attempt(lambda: rank.round("topic", own, decide, **{"seconds": 20.0, **more}))
+
+    with ThreadPoolExecutor(WORLD) as pool:
+        jobs = [None if own is None else pool.submit(go, rank, own) for rank, own in zip(ranks, mine, strict=True)]
+        return [None if job is None else job.result() for job in jobs]
+
+
+def reverse(said: list[bytes]) -> list[bytes]:
+    return said[::-1]
+
+
+def test_each_gets_its_answer_and_the_store_is_empty_again(store: TCPStore, ranks: list[Exchange]) -> None:
+    before = store.num_keys()
+    large = bytes(range(256)) * 40_000  # several pieces
+    assert together(ranks, [b"zero", b"", large], reverse) == [large, b"", b"zero"]
+    assert together(ranks, [b"0", b"1", b"2"], reverse) == [b"2", b"1", b"0"]
+    assert store.num_keys() == before
+    assert all(rank.operations > 0 for rank in ranks)
+
+
+def test_an_error_in_place_of_a_value_is_raised_on_all(ranks: list[Exchange]) -> None:
+    found = together(ranks, [b"0", UnsavableValue("more: no"), b"2"], reverse)
+    assert [type(error) for error in found] == [UnsavableValue] * WORLD
+    assert {str(error) for error in found} == {"rank 1: more: no"}
+
+
+def test_an_error_of_the_decision_is_raised_on_all(ranks: list[Exchange]) -> None:
+    def decide(said: list[bytes]) -> list[bytes]:
+        raise StructureChanged(f"{len(said)} differ")
+
+    found = together(ranks, [b""] * WORLD, decide)
+    assert [(type(error), str(error)) for error in found] == [(StructureChanged, "3 differ")] * WORLD
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_who_does_not_come_is_named_to_all(ranks: list[Exchange], late: int) -> None:
+    found = together(ranks, [None if rank == late else b"" for rank in range(WORLD)], reverse, seconds=0.2)
+    said = {str(error) for error in found if error is not None}
+    assert len(said) == 1
+    assert said.pop().startswith(f"rank {late} has not come within ")
+
+
+def test_without_rank_0(ranks: list[Exchange]) -> None:
+    found = together(ranks, [None, b"", b""], reverse, seconds=0.2)
+    assert [str(error) for error in found[1:]] == ["rank 0 has not answered within 0 s"] * 2
+
+
+def test_what_is_unwanted_is_not_waited_for(ranks: list[Exchange]) -> None:
+    over = threading.Event()
+
+    def unwanted() -> CkptdError | None:
+        return SnapshotFailed("given up") if over.is_set() else None
+
+    threading.Timer(0.2, over.set).start()
+    begun = time.monotonic()
+    found = together(ranks, [b"", b"", None], reverse, seconds=300.0, unwanted=unwanted)
+    assert [str(error) for error in found[:2]] == ["given up"] * 2
+    assert time.monotonic() - begun < 100
+
+
+def test_rounds_of_other_jobs_and_topics_do_not_mix(store: TCPStore) -> None:
+    jobs = [[Exchange(store, rank, 2, "group") for rank in range(2)] for _ in range(2)]
+    for number, job in enumerate(jobs):
+        for rank in job:
+            rank.scope = f"job{number}"
+    with ThreadPoolExecutor(8) as pool:
+        found = [
+            [pool.submit(rank.round, topic, f"{number}{topic}".encode(), lambda said: [b"".join(said)] * 2, 20.0) for rank in job]
+            for number, job in enumerate(jobs)
+            for topic in ("a", "b")
+        ]
+        assert [[job.result() for job in pair] for pair in found] == [[name * 2] * 2 for name in (b"0a", b"0b", b"1a", b"1b")]
+
+
+def test_a_store_that_is_gone_is_said_so() -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
+    rank = Exchange(store, 1, 2, "group")
+    del store
+    with pytest.raises(SnapshotFailed, match=r"^the job's store cannot be reached: "):
+        rank.round("topic", b"", reverse, 0.2)
+
+
+def test_a_rank_alone_asks_nobody() -> None:
+    alone = Alone()
+    assert alone.round("topic", b"mine", lambda said: [said[0] * 2], 1.0) == b"minemine"
+    assert alone.operations == 0
+    with pytest.raises(UnsavableValue, match="^no$"):
+        alone.round("topic", UnsavableValue("no"), reverse, 1.0)

@@ -1,0 +1,121 @@
+"""Who writes what, from what each rank could write: everything once, in equal shares, or a sentence that names key and ranks."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from ckptd.agent.global_plan import Offer, share_out
+from ckptd.agent.planning import Row
+from ckptd.shared.errors import UnsavableValue
+
+
+def row(fqn: str, size: int, first: int = 0, length: int | None = None, **more: Any) -> Row:
+    """`length` float32 elements of `size`, from `first` on."""
+    made: dict[str, Any] = {
+        "fqn": fqn, "dtype": "float32", "size": (size,), "offsets": (first,), "sizes": (size if length is None else length,),
+        "stride": None, "device": "cpu", "requires_grad": False, "replicated": length is None,
+    }  # fmt: skip
+    return Row(**{**made, **more})
+
+
+def offers(*rows: list[Row], aliases: tuple[tuple[str, str, tuple[int, ...]], ...] = ()) -> list[Offer]:
+    return [Offer(own, list(aliases)) for own in rows]
+
+
+def written(given: list[Offer]) -> list[list[tuple[str, int]]]:
+    """(fqn, first) of what each rank writes."""
+    return [
+        [(offer.rows[n].fqn, offer.rows[n].offsets[0]) for n in share.rows] for offer, share in zip(given, share_out(given), strict=True)
+    ]
+
+
+def refusal(given: list[Offer]) -> str:
+    with pytest.raises(UnsavableValue) as caught:
+        share_out(given)
+    return str(caught.value)
+
+
+def test_replicas_are_written_once_in_equal_shares() -> None:
+    rows = [row(f"w{number}", 1000) for number in range(8)]
+    found = written(offers(rows, rows))
+    assert sorted(chain.from_iterable(found)) == [(f"w{number}", 0) for number in range(8)]
+    assert [len(share) for share in found] == [4, 4]
+
+
+def test_by_bytes_and_not_by_number() -> None:
+    rows = [row("large", 3000), *(row(f"w{number}", 1000) for number in range(3))]
+    large, small = sorted(written(offers(rows, rows)), key=len)
+    assert large == [("large", 0)]
+    assert len(small) == 3
+
+
+def test_shards_are_written_by_those_who_hold_them() -> None:
+    given = offers([row("w", 10, 0, 6), row("r", 4)], [row("w", 10, 6, 4)])
+    assert written(given) == [[("w", 0), ("r", 0)], [("w", 6)]]
+    first, second = share_out(given)
+    assert first.metadata == {
+        "w": {"dtype": "float32", "size": [10], "chunks": [[[0], [6]], [[6], [4]]]},
+        "r": {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]},
+    }
+    assert second.metadata is None
+    assert first.global_plan == second.global_plan
+
+
+def test_a_shard_that_two_ranks_hold_is_written_once() -> None:
+    """As with HSDP."""
+    own = [row("w", 10, 0, 5, replicated=True)], [row("w", 10, 5, 5, replicated=True)]
+    found = written(offers(own[0], own[1], own[0], own[1]))
+    assert sorted(chain.from_iterable(found)) == [("w", 0), ("w", 5)]
+
+
+def test_buffers_are_those_of_the_lowest_rank() -> None:
+    """Though they differ, as those of DistributedDataParallel may, and though others would have less to write."""
+    busy = [row("mine", 100_000, 0, 100_000), row("mean", 4, buffer=True)]
+    assert written(offers(busy, [row("mean", 4, buffer=True)])) == [[("mine", 0), ("mean", 0)], []]
+
+
+def test_the_digest_tells_other_plans_apart() -> None:
+    rows = [row("a", 4), row("b", 4)]
+    plans = [
+        share_out(given)[0].global_plan for given in (offers(rows, rows), offers(rows, rows), offers(rows), offers(rows[:1], rows[1:]))
+    ]
+    assert plans[0] == plans[1]
+    assert len(set(plans)) == 3
+
+
+def test_an_alias_on_one_rank_that_is_an_item_on_another() -> None:
+    """A tied weight on one stage of a pipeline and not on the next: it is written as an item, and not again."""
+    given = [Offer([row("base", 8)], [("tied", "float32", (8,)), ("only", "float32", (2,))]), Offer([row("tied", 8)], [])]
+    first, second = share_out(given)
+    assert first.aliases == ["only"]
+    assert second.rows == [0]
+
+
+def test_what_differs_between_ranks_is_named() -> None:
+    assert re.match(r"w is float32 \[4\] on rank 0 and float32 \[5\] on rank 1: ", refusal(offers([row("w", 4)], [row("w", 5)])))
+    other = row("w", 4, dtype="int32")
+    assert re.match(r"w is float32 \[4\] on rank 0 and int32 \[4\] on rank 2: ", refusal(offers([row("w", 4)], [], [other])))
+    alias = ("w", "float32", (9,))
+    assert re.match(r"w is float32 \[4\] on rank 0 and float32 \[9\] on rank 1: ", refusal([Offer([row("w", 4)], []), Offer([], [alias])]))
+    digests = [[row("w", 4, digest=digest)] for digest in (b"same", b"same", b"none")]
+    assert re.match(r"w differs between ranks 0 and 2, and is no shard", refusal(offers(*digests)))
+    assert re.match(r"w: the shards of all ranks hold 6 of its 10 elements", refusal(offers([row("w", 10, 0, 6)], [row("x", 1)])))
+    overlapping = offers([row("w", 10, 0, 6)], [row("w", 10, 5, 4)])
+    assert "do not make whole tensors" in refusal(overlapping)
+
+
+def test_plain_values_that_differ_are_named() -> None:
+    given = [Offer([], [], {"step": b"1", "own": bytes([rank])}) for rank in range(3)]
+    assert re.match(r"own differs between ranks 0 and 1: .* per_rank", refusal(given))
+    alike = [Offer([], [], {"step": b"1"}), Offer([], [], {}), Offer([], [], {"step": b"1", "more": b"2"})]
+    assert [share.rows for share in share_out(alike)] == [[], [], []]
+
+
+def test_a_rank_with_nothing() -> None:
+    shares = share_out(offers([row("w", 4)], []))
+    assert [share.rows for share in shares] == [[0], []]
+    assert shares[1].global_plan == shares[0].global_plan

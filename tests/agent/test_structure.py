@@ -1,0 +1,143 @@
+"""A layout may be kept while nothing changes that it depends on, and no longer; and whatever is kept keeps no tensor alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ckptd.agent.planning import lay_out, plan_locally
+from ckptd.agent.structure import Sources, Structure, difference, local_part
+from ckptd.shared.errors import UnsavableValue
+
+Tensors = dict[str, torch.Tensor]
+
+
+def some(count: int = 600) -> Tensors:
+    """More than two blocks."""
+    return {f"w{number}": torch.full((4, 3), float(number)) for number in range(count)}
+
+
+def last(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Tensors], None]:
+    def apply(tensors: Tensors) -> None:
+        changed = change(tensors["w599"])
+        if changed is not None:
+            tensors["w599"] = changed
+
+    return apply
+
+
+def swapped(tensors: Tensors) -> None:
+    tensors["w1"], tensors["w0"] = tensors.pop("w0"), tensors.pop("w1")
+
+
+def shared(tensors: Tensors) -> None:
+    tensors["w599"] = tensors["w598"].view(4, 3)
+
+
+CHANGES: dict[str, Callable[[Tensors], object]] = {
+    "a name more": lambda tensors: tensors.setdefault("new", torch.zeros(1)),
+    "a name less": lambda tensors: tensors.pop("w5"),
+    "another order": swapped,
+    "dtype": last(lambda tensor: tensor.to(torch.float64)),
+    "dtype in place": last(lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32))),
+    "shape": last(lambda tensor: tensor.reshape(3, 4)),
+    "shape in place": last(lambda tensor: (tensor.resize_(3, 4), None)[1]),
+    "stride in place": last(lambda tensor: setattr(tensor, "data", tensor.data.as_strided((4, 3), (1, 4)))),
+    "requires_grad": last(lambda tensor: (tensor.requires_grad_(), None)[1]),
+    "type": last(torch.nn.Parameter),
+    "device": last(lambda tensor: tensor.to("meta")),
+    "a storage shared": shared,
+    "sparse": last(lambda tensor: tensor.to_sparse()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_it(change: str) -> None:
+    tensors = some()
+    structure, _ = Structure.of(tensors)
+    assert structure.again(dict(tensors)) is not None
+    CHANGES[change](tensors)
+    assert structure.again(tensors) is None
+
+
+def test_what_does_not() -> None:
+    tensors = some()
+    structure, _ = Structure.of(tensors)
+    elsewhere = {name: tensor.clone() + 1 for name, tensor in tensors.items()}
+    elsewhere["w5"].data = torch.zeros(4, 3)
+    found = structure.again(elsewhere)
+    assert found is not None
+    after, parts = found
+    assert [id(part) for part in parts] == [id(tensor) for tensor in elsewhere.values()]
+    assert after.addresses == [tensor.data_ptr() for tensor in elsewhere.values()]
+    assert after.again(elsewhere) is not None
+
+
+def test_who_shares_with_whom_and_where() -> None:
+    base = torch.arange(10.0)
+    tensors = {"first": base[:6], "second": base[2:8], "alone": torch.zeros(6)}
+    structure, _ = Structure.of(tensors)
+    moved = torch.arange(10.0)
+    assert structure.again({**tensors, "first": moved[:6], "second": moved[2:8]}) is not None
+    assert structure.again({**tensors, "second": base[3:9]}) is None
+    assert structure.again({**tensors, "second": torch.zeros(6)}) is None
+    assert structure.again({**tensors, "alone": base[:6]}) is None
+
+
+def test_signs_and_conjugates_of_one_storage() -> None:
+    """Each alone is copied right; together they are not each other's aliases."""
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    structure, _ = Structure.of({"a": values, "b": values.view(2)})
+    assert structure.again({"a": values, "b": values.view(2)}) is not None
+    assert structure.again({"a": values, "b": values.conj()}) is None
+
+
+def test_it_keeps_no_tensor_alive() -> None:
+    tensors = some(3)
+    structure, parts = Structure.of(tensors)
+    structure, _ = structure.again(tensors) or (structure, [])
+    seen = [weakref.ref(tensor) for tensor in tensors.values()]
+    del tensors, parts, _
+    gc.collect()
+    assert [reference() for reference in seen] == [None] * 3
+    assert len(structure.addresses) == 3
+
+
+def test_a_tensor_without_memory_is_named() -> None:
+    with pytest.raises(UnsavableValue, match=r"^b: a tensor of layout torch\.sparse_coo"):
+        Structure.of({"a": torch.zeros(2), "b": torch.eye(2).to_sparse()})
+
+
+def test_difference() -> None:
+    before, _ = Structure.of({"a": torch.zeros(2), "b": torch.zeros(3)})
+
+    def said(**tensors: torch.Tensor) -> str:
+        return difference(before, Structure.of(tensors)[0])
+
+    assert said(a=torch.zeros(2), b=torch.zeros(3), c=torch.zeros(1)) == "c is new"
+    assert said(a=torch.zeros(2)) == "b is gone"
+    assert said(a=torch.zeros(2), b=torch.zeros(3, 1, dtype=torch.int8)) == "b was float32 [3] and is int8 [3, 1]"
+    assert said(a=torch.zeros(2), b=torch.zeros(3, requires_grad=True)) == "tensors have another layout, placement or storage"
+    assert difference(None, before) == "it has no plan yet"
+
+
+def test_sources_are_the_tensors_of_now() -> None:
+    """Also of a range that two tensors share, of which neither covers the other."""
+    base = torch.arange(10.0)
+    tensors = {"first": base[:6], "alone": torch.zeros(2), "second": base[2:8]}
+    structure, _ = Structure.of(tensors)
+    local = plan_locally(tensors)
+    plan = lay_out(local, range(len(local.rows)), aliases={"first", "second"}, metadata=None, global_plan=b"").plan
+    sources = Sources(structure, tensors, plan)
+    now = torch.arange(10.0) * 10
+    tensors = {"first": now[:6], "alone": torch.ones(2), "second": now[2:8]}
+    found = dict(
+        zip([item.fqn for item in plan.items], sources.of([local_part(tensor) for tensor in tensors.values()], tensors), strict=True)
+    )
+    assert found.pop("alone") is tensors["alone"]
+    [hidden] = found.values()
+    assert torch.equal(hidden.view(torch.float32), now[:8])
