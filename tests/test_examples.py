@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.runs import RECOVERED, Run, check_checkpoints, check_losses
+
 TRAINER = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TINY = ["--layers", "1", "--width", "64", "--context", "32", "--batch", "2", "--steps", "12", "--every", "4"]
 
@@ -36,6 +38,27 @@ def test_a_killed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path: Path) -
     again = subprocess.run(command(killed), env=environment(killed), check=True, timeout=200, capture_output=True, text=True)
     assert "recovered step 8 of attempt 1 from memory" in again.stdout or "recovered step 12" in again.stdout
     assert json.loads((killed / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
+
+
+def test_the_same_on_two_ranks_of_which_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "0.1")
+    whole, killed = (Run(tmp_path, name, 12, " ".join(TINY[:8]) + " --every 4", ranks=2) for name in ("whole", "killed"))
+    try:
+        whole.start()
+        whole.wait_for_end()
+        killed.start()
+        killed.wait_for(8)
+        killed.kill_rank(1)
+        killed.start()
+        killed.wait_for_end()
+        came_back = RECOVERED.findall(killed.printed())
+        assert len(came_back) == 2
+        assert {(step, attempt) for step, attempt, *_ in came_back} <= {("4", "1"), ("8", "1"), ("12", "1")}
+        assert check_losses(whole, killed) >= 12
+        assert check_checkpoints(whole, killed) > 30
+    finally:
+        whole.end()
+        killed.end()
 
 
 def test_it_says_in_one_sentence_what_is_missing(tmp_path: Path) -> None:
