@@ -56,7 +56,7 @@ def make_request(step: Any, tag: Any, persist: bool, on_busy: str, metrics: Mapp
         except (TypeError, ValueError):
             raise InvalidRequest(f"metric {key!r} is {value!r}; expected a number") from None
     try:
-        content = json.dumps(user_content, allow_nan=False)
+        content = "null" if user_content is None else json.dumps(user_content, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"user_content cannot be written as JSON: {error}") from None
     if len(content) + sum(len(key) + 16 for key in numbers) > MAX_REQUEST // 2:

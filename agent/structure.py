@@ -1,12 +1,14 @@
 """What a plan depends on, compared from one snapshot to the next; and the live tensors behind its items.
 
-Nothing here keeps a tensor alive. Ten thousand tensors are looked at in columns, block by block, since this is done at every snapshot.
+Nothing here keeps a tensor alive. Ten thousand tensors are looked at in one call, or in columns, since this is done at every snapshot.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -72,70 +74,88 @@ Columns = tuple[list[Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a layout depends on. Holds no tensor alive.
+    """What a layout depends on. Holds no tensor alive. `special`: what there is to say of tensors that are sharded.
 
-    `addresses` count only in so far as tensors move to another device or share memory, which `sharing` says.
+    `addresses` count only in so far as tensors move to another device or share memory, which `sharing` says. `guard` says faster than
+    `blocks` that nothing has changed, where it can be had.
     """
 
     names: list[str]
-    placements: list[object]
+    special: list[object]
     blocks: list[Columns]
     addresses: list[int]
     sharing: Sharing
+    guard: Callable[..., bool] | None
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
         """And this rank's part of each tensor. Raises UnsavableValue for what has no memory: sparse and nested tensors."""
-        values = list(tensors.values())
-        parts, placements = _parts(values)
+        parts, special = _parts(list(tensors.values()))
         try:
             addresses = list(map(torch.Tensor.data_ptr, parts))
-            blocks = [_columns(values[block], parts[block]) for block in _blocks(len(parts))]
+            blocks = [_columns(parts[block]) for block in _blocks(len(parts))]
         except (RuntimeError, NotImplementedError):
             for name, tensor in tensors.items():
                 check_tensor(name, tensor)
             raise
-        return cls(list(tensors), placements, blocks, addresses, Sharing.of(parts)), parts
+        return cls(list(tensors), special, blocks, addresses, Sharing.of(parts), _guard(parts)), parts
 
     def again(self, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]] | None:
         """The same of these tensors, if they have this structure still."""
         if list(tensors) != self.names:
             return None
-        values = list(tensors.values())
-        parts, placements = _parts(values)
-        if placements != self.placements:
+        parts, special = _parts(list(tensors.values()))
+        if special != self.special:
             return None
-        addresses: list[int] = []
-        for block, before in zip(_blocks(len(parts)), self.blocks, strict=True):
-            some = parts[block]
-            try:
-                addresses += map(torch.Tensor.data_ptr, some)
-                if _columns(values[block], some) != before:
+        guard = self.guard
+        try:
+            if guard is None or not _passes(guard, parts):
+                guard = None  # of two names for one tensor it knows nothing, nor of inference tensors
+                if any(_columns(parts[block]) != before for block, before in zip(_blocks(len(parts)), self.blocks, strict=True)):
                     return None
-            except (RuntimeError, NotImplementedError):
-                return None
+            addresses = list(map(torch.Tensor.data_ptr, parts))
+        except (RuntimeError, NotImplementedError):
+            return None
         if not (self.sharing.holds(parts) if addresses == self.addresses else Sharing.of(parts) == self.sharing):
             return None
-        return replace(self, addresses=addresses), parts
+        return replace(self, addresses=addresses, guard=guard), parts
 
 
 def _parts(values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]]:
-    """What this rank holds of each, and where those that are sharded belong."""
+    """What this rank holds of each, and what there is to say of those that are sharded."""
     if PLAIN.issuperset(map(type, values)):
         return values, []
-    special = [tensor for tensor in values if type(tensor) not in PLAIN]
-    return [tensor if type(tensor) in PLAIN else local_part(tensor) for tensor in values], list(map(_placement, special))
+    special: list[object] = [(type(tensor), tensor.requires_grad, _placement(tensor)) for tensor in values if type(tensor) not in PLAIN]
+    return [tensor if type(tensor) in PLAIN else local_part(tensor) for tensor in values], special
 
 
 def _blocks(count: int) -> list[slice]:
     return [slice(first, first + _BLOCK) for first in range(0, count, _BLOCK)]
 
 
-def _columns(values: list[torch.Tensor], parts: list[torch.Tensor]) -> Columns:
+def _columns(parts: list[torch.Tensor]) -> Columns:
     return (
-        list(map(type, values)), list(map(_dtype, parts)), list(map(_shape, parts)), list(map(torch.Tensor.stride, parts)),
-        list(map(_requires_grad, values)),
+        list(map(type, parts)), list(map(_dtype, parts)), list(map(_shape, parts)), list(map(torch.Tensor.stride, parts)),
+        list(map(_requires_grad, parts)),
     )  # fmt: skip
+
+
+def _guard(parts: list[torch.Tensor]) -> Callable[..., bool] | None:
+    """What torch.compile looks at its inputs with (torch/csrc/dynamo/guards.cpp): the same as `_columns`, for all of them in one call.
+    None in a torch that has another one, or if it does not know these tensors again."""
+    try:
+        guards: Any = import_module("torch._C._dynamo.guards")
+        sizes, strides = [list(part.shape) for part in parts], [list(part.stride()) for part in parts]
+        with torch.enable_grad():
+            made: Callable[..., bool] = guards.TensorGuards(*parts, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return made if _passes(made, parts) else None
+    except Exception:  # whatever it is, `_columns` says the same
+        return None
+
+
+def _passes(guard: Callable[..., bool], parts: list[torch.Tensor]) -> bool:
+    with torch.enable_grad():  # else it takes no parameter for what it was
+        return guard(*parts)
 
 
 _shape, _dtype, _device, _requires_grad = (attrgetter(name) for name in ("shape", "dtype", "device", "requires_grad"))

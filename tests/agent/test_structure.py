@@ -55,13 +55,43 @@ CHANGES: dict[str, Callable[[Tensors], object]] = {
 }
 
 
+@pytest.fixture(params=["guard", "columns"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the guard, as in a torch that has none, the columns say the same."""
+    if request.param == "columns":
+        monkeypatch.setattr("ckptd.agent.structure._guard", lambda parts: None)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_it(change: str) -> None:
     tensors = some()
     structure, _ = Structure.of(tensors)
-    assert structure.again(dict(tensors)) is not None
+    found = structure.again(dict(tensors))
+    assert found is not None
     CHANGES[change](tensors)
-    assert structure.again(tensors) is None
+    with torch.no_grad():  # as snapshots may be taken
+        assert found[0].again(tensors) is None
+
+
+def test_this_torch_has_the_guard(request: pytest.FixtureRequest) -> None:
+    structure, _ = Structure.of(some())
+    assert (structure.guard is not None) == ("guard" in request.node.callspec.params.values())
+    with torch.no_grad():
+        again = structure.again(some())
+    assert again is not None
+    assert again[0].guard is structure.guard
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_in_inference_mode_and_of_one_tensor_under_two_names(grad: bool) -> None:
+    """Where the guard does not help."""
+    with torch.inference_mode():
+        tensors = {"a": torch.zeros(3), "b": torch.zeros(4)}
+    tensors["c"] = tensors["b"]
+    structure, _ = Structure.of(tensors)
+    with torch.set_grad_enabled(grad):
+        assert structure.again(dict(tensors)) is not None
+        assert structure.again({**tensors, "a": torch.zeros(3, 1)}) is None
 
 
 def test_what_does_not() -> None:

@@ -1,0 +1,144 @@
+"""Snapshots whose copies go on after the call, as from an accelerator: here from a device whose copies wait until a gate is open.
+
+The plan says that every tensor is elsewhere, so that all copies go through the fake lane of `test_fences.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.fences import Fences
+from ckptd.agent.lanes import Mark
+from ckptd.agent.layouts import Layouts
+from ckptd.agent.planning import Layout
+from ckptd.shared.errors import SnapshotFailed
+from ckptd.shared.plan import signature
+from tests.agent.test_fences import Device, FakeLane, FakeMark
+from tests.support.daemons import Daemon
+
+
+class GatedMark(FakeMark):
+    def synchronize(self) -> None:
+        assert isinstance(self._device, Gated)
+        assert self._device.gate.wait(60)
+        super().synchronize()
+
+
+class Gated(Device):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+
+    def open_soon(self) -> None:
+        threading.Timer(0.3, self.gate.set).start()
+
+
+class GatedLane(FakeLane):
+    def mark(self) -> Mark:
+        return GatedMark(self._device, self._device.side)
+
+
+@pytest.fixture
+def device() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def agent(daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    original = Layouts.layout
+
+    def elsewhere(self: Layouts, *arguments: Any) -> tuple[Layout, list[torch.Tensor]]:
+        layout, sources = original(self, *arguments)
+        items = [msgspec.structs.replace(item, device="cuda") for item in layout.plan.items]
+        plan = msgspec.structs.replace(layout.plan, items=items)
+        return Layout(plan, plan.encode(), signature(plan.encode())), sources
+
+    monkeypatch.setattr(Layouts, "layout", elsewhere)
+    made = Agent("job", socket=daemon.home.socket)
+    made._sealing._fences = Fences(lambda _: GatedLane(device), lambda: False)
+    yield made
+    device.gate.set()
+    if not made.closed:
+        made.close()
+
+
+def saved(daemon: Daemon, step: int) -> torch.Tensor:
+    with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
+        return checkpoint.tensor("w")
+
+
+def test_it_is_sealed_when_the_copies_are_done_and_as_of_the_call(agent: Agent, daemon: Daemon, device: Gated) -> None:
+    w = torch.arange(1000.0)
+    pending = agent.snapshot({"w": w}, step=1)
+    device.does(lambda: w.fill_(-1))
+    assert (pending.state, pending.done) == ("staged", False)
+    with pytest.raises(TimeoutError):
+        pending.wait("sealed", timeout=0.1)
+    device.gate.set()
+    pending.wait("durable", timeout=60)
+    assert torch.equal(saved(daemon, 1), torch.arange(1000.0))
+    device.run(device.training)
+    assert torch.equal(w, torch.full((1000,), -1.0))
+
+
+def test_a_slot_is_taken_until_the_copies_are_done(agent: Agent, daemon: Daemon, device: Gated) -> None:
+    """The other one holds the newest snapshot that is whole."""
+    device.gate.set()
+    agent.snapshot({"w": torch.zeros(10)}, step=0).wait("durable", timeout=60)
+    device.gate.clear()
+    pending, skipped = (agent.snapshot({"w": torch.full((10,), float(step))}, step=step, on_busy="skip") for step in (1, 2))
+    assert (pending.state, skipped.state) == ("staged", "skipped")
+    device.gate.set()
+    pending.wait("durable", timeout=60)
+    assert torch.equal(saved(daemon, 1), torch.full((10,), 1.0))
+
+
+def test_slots_are_not_replaced_under_a_copy(agent: Agent, daemon: Daemon, device: Gated) -> None:
+    first = agent.snapshot({"w": torch.full((10,), 1.0)}, step=1)
+    device.open_soon()
+    second = agent.snapshot({"w": torch.full((1_000_000,), 2.0)}, step=2)
+    for pending, size in ((first, 10), (second, 1_000_000)):
+        pending.wait("durable", timeout=60)
+        assert torch.equal(saved(daemon, pending.step), torch.full((size,), float(pending.step)))
+
+
+def test_close_waits_for_the_copies(agent: Agent, daemon: Daemon, device: Gated) -> None:
+    agent.snapshot({"w": torch.full((10,), 5.0)}, step=1, persist=False)
+    device.open_soon()
+    agent.close()
+    assert torch.equal(saved(daemon, 1), torch.full((10,), 5.0))
+
+
+def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: Gated) -> None:
+    device.gate.set()
+    agent.snapshot({"w": torch.full((10,), 1.0)}, step=1).wait("durable", timeout=60)
+    device.gate.clear()
+    agent.snapshot({"w": torch.full((10,), 2.0)}, step=2)
+    device.open_soon()
+    state = {"w": torch.zeros(10)}
+    recovered = agent.recover(state)
+    assert recovered is not None
+    assert torch.equal(state["w"], torch.full((10,), float(recovered.step)))
+    assert agent.attempt == (1 if recovered.step == 2 else 2)
+    agent.snapshot({"w": torch.full((10,), 3.0)}, step=3).wait("durable", timeout=60)
+
+
+def test_a_torn_copy_fails_by_itself(agent: Agent, daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    fences = agent._sealing._fences
+    assert fences is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(fences, "finish", lambda transfer: (_ for _ in ()).throw(SnapshotFailed("torn")))
+        torn = agent.snapshot({"w": torch.full((10,), 1.0)}, step=1)
+        with pytest.raises(SnapshotFailed, match="^torn$"):
+            torn.wait("sealed", timeout=60)
+    device.gate.set()
+    for step in (2, 3, 4):  # in either slot
+        agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
+        assert torch.equal(saved(daemon, step), torch.full((10,), float(step)))
