@@ -1,22 +1,23 @@
 """What a snapshot costs in steady state beyond `state_dict()` and the copy, and for how long the agent's threads hold the GIL.
 
 `python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that counting them costs more than copying
-them. Held time, the state dicts and the same copy are measured alternately in one process, and medians subtracted. Store operations are
-those of all snapshots after the first: they must be 0.
+them. Held time, and the state dicts and the same copy, are measured alternately in one process, each
+after a pause, and medians subtracted. Store operations are those of all snapshots after the first: they must be 0.
 
-The GIL: the training thread does nothing but look at the clock; a gap between two looks is time in which something else ran. Beside it
-stands the same loop without ckptd, with another process as busy as the daemon.
+The GIL: the training thread does nothing but look at the clock; a gap between two looks is time in which something else ran. The trainer
+has one core, and the daemon the others, so that a gap is the agent's or the system's. "CPU": what other threads of the trainer used.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing as mp
+import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ckptd.agent import Agent
@@ -24,6 +25,7 @@ from tests.support.daemons import home, running
 from tests.support.ranks import HERE, Ranks
 
 TENSORS = (1_000, 10_000)
+PAUSE = 0.05  # as after a training step, the caches have forgotten; and the daemon has looked at the slot
 
 
 def plain(count: int) -> dict[str, Any]:
@@ -59,8 +61,10 @@ def cost(socket: Path, kind: str, count: int, rounds: int) -> tuple[float, float
     targets, sources = [[torch.empty(64) for _ in range(count)] for _ in range(2)]
     held, in_dicts, in_copy, before = [], [], [], 0
     for step in range(rounds + 2):
+        time.sleep(PAUSE)
         pending = agent.snapshot(state, step=step, persist=False)
         pending.wait("sealed")
+        time.sleep(PAUSE)
         begun = time.perf_counter()
         dicts(state)
         then = time.perf_counter()
@@ -71,7 +75,6 @@ def cost(socket: Path, kind: str, count: int, rounds: int) -> tuple[float, float
             in_copy.append(time.perf_counter() - then)
         else:
             before = agent._ranks.operations
-        time.sleep(0.05)  # the daemon has looked at the slot
     operations = agent._ranks.operations - before
     pending.wait("sealed")
     agent.close()
@@ -95,31 +98,39 @@ def gaps(seconds: float) -> tuple[float, float]:
     return 1000 * longest, 1000 * total
 
 
-def spin() -> None:
-    while True:
-        sum(range(10_000))
+def others() -> float:
+    """Milliseconds of CPU that threads of this process but this one have used."""
+    return 1000 * (time.process_time() - time.thread_time())
 
 
-def hold(socket: Path) -> None:
+def apart(daemon: int) -> None:
+    """This process on one core, the daemon on the others."""
+    first, *rest = sorted(os.sched_getaffinity(0))
+    for thread in psutil.Process(daemon).threads():
+        os.sched_setaffinity(thread.id, rest or [first])
+    os.sched_setaffinity(0, {first})
+
+
+def hold(socket: Path, daemon: int) -> None:
     torch.set_num_threads(1)
+    apart(daemon)
     state = {f"{number}": torch.randn(1 << 20) for number in range(128)}  # 0.5 GB
-    other = mp.get_context("spawn").Process(target=spin, daemon=True)
-    other.start()
-    print(f"{'gaps of the training thread in 2 s':44s} {'longest':>10s} {'above 1 ms':>11s}")
-    for _ in range(3):
-        show("without ckptd, another process busy", gaps(2))
-    other.kill()
+    print(f"{'gaps of the training thread in 2 s':40s} {'longest':>10s} {'above 1 ms':>12s} {'CPU':>10s}")
+    show("without ckptd")
+    show("without ckptd")
     agent = Agent("gil", socket=socket)
     agent.prepare(state)
-    show("while slots of 0.5 GB are prepared", gaps(2))
+    show("while slots of 0.5 GB are prepared")
     for step in range(3):
         agent.snapshot(state, step=step)
-        show("while a snapshot of 0.5 GB is saved", gaps(2))
+        show("while a snapshot of 0.5 GB is saved")
     agent.close()
 
 
-def show(what: str, found: tuple[float, float]) -> None:
-    print(f"{what:44s} {found[0]:7.2f} ms {found[1]:8.1f} ms")
+def show(what: str) -> None:
+    before = others()
+    longest, total = gaps(2)
+    print(f"{what:40s} {longest:7.2f} ms {total:9.1f} ms {others() - before:7.1f} ms")
 
 
 def main() -> None:
@@ -141,8 +152,8 @@ def main() -> None:
                     rest, operations = held - in_dicts - in_copy, sum(one[3] for one in found)
                     times = f"{held:7.2f} ms {in_dicts:10.2f} ms {in_copy:7.2f} ms {rest:7.2f} ms"
                     print(f"{count:8,d} {kind:>12s} {ranks:6d} {times} {operations:6d}", flush=True)
-    with home() as place, running(place):
-        hold(place.socket)
+    with home() as place, running(place) as daemon:
+        hold(place.socket, daemon.process.pid)
 
 
 if __name__ == "__main__":
