@@ -18,7 +18,8 @@ from typing import Any
 import torch.distributed
 
 from ckptd.agent.arguments import job_name, make_request, ranks_of
-from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come
+from ckptd.agent.asking import Asking
+from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come, values_document
 from ckptd.agent.client import Client
 from ckptd.agent.launch import find_place
 from ckptd.agent.layouts import Layouts
@@ -30,10 +31,9 @@ from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
 from ckptd.agent.sealing import Sealing
 from ckptd.agent.slots import Slots
-from ckptd.agent.staging import Documents, MappedSlot
+from ckptd.agent.staging import Documents, MappedSlot, document_offsets
 from ckptd.shared import messages as m
 from ckptd.shared.errors import (
-    Busy,
     CkptdError,
     DaemonUnreachable,
     InternalError,
@@ -49,9 +49,7 @@ from ckptd.shared.request import Request
 log = logging.getLogger("ckptd.agent")
 
 CALL_SECONDS = 30.0
-GRACE_SECONDS = 2.0  # beyond its budget that a daemon may take to say that there is no slot
 CLOSE_SECONDS = 600.0
-_AGAIN_SECONDS = 0.05
 MOST_REASON = 4096
 
 
@@ -83,6 +81,7 @@ class Agent:
         self.last_step = -1
         self._recoveries = 0
         self._habits = Habits()
+        self._rng_room = 1 << 14  # bytes that random generators take, as far as known
         self._sealing = Sealing()
         try:
             place = find_place(socket, root)
@@ -180,17 +179,25 @@ class Agent:
                 "steps only rise within an attempt; recover() to go back"
             )
         self._pending[pending.attempt, pending.step] = pending
-        captured = capture(state, rng=rng, rank=self.rank, habits=self._habits)
+        captured, encoded = capture(state, rank=self.rank, habits=self._habits), request.encode()
         layout, sources = self._layouts.layout(captured, state, pending, self._client.welcome.stall_budget)
-        documents = Documents(captured.values, request.encode())
-        if not self._slots.ensure(documents.capacity(layout), deadline):
+        if not self._slots.ensure(document_offsets(layout, len(captured.state) + self._rng_room, len(encoded))[-1], deadline):
             pending.skip("the slots in shared memory are still being made; a later snapshot will find them")
             self._pass_over(pending, pending.why)
             return
-        slot = self._acquire(pending, request.tag, deadline)
-        if slot is None:
+        asking = Asking(self._client, pending.step, request.tag, deadline)
+        try:
+            documents = Documents(values_document(captured, rng=rng), encoded)
+            self._rng_room = max(self._rng_room, len(documents.values) - len(captured.state))
+            segment, why = asking.answer()
+        except BaseException:
+            asking.drop()
+            raise
+        if not segment:
+            pending.skip(why)
             self._pending.pop((pending.attempt, pending.step), None)
             return
+        slot = self._slots.get(segment)
         for old in [p for p in self._pending.values() if p.segment == slot.name and not p.persist]:
             del self._pending[old.attempt, old.step]
             old.supersede()
@@ -225,25 +232,6 @@ class Agent:
         """Until nothing is under way on other threads."""
         self._sealing.settle()
         self._slots.settle()
-
-    def _acquire(self, pending: Pending, tag: str | None, deadline: float) -> MappedSlot | None:
-        """A free slot, or None: then the pending is skipped. After a lost connection, or from a daemon that stops, asks again."""
-        begun = time.monotonic()
-        while True:
-            wait = max(0.0, deadline - time.monotonic())
-            request = partial(m.Acquire, step=pending.step, name=tag, wait=wait)
-            try:
-                reply, _ = self._client.call(lambda n: request(id=n), m.Reply, wait + GRACE_SECONDS)  # noqa: B023 (called at once)
-            except (DaemonUnreachable, Busy):
-                time.sleep(min(wait, _AGAIN_SECONDS))
-                if not self._client.wait_connected(wait) or time.monotonic() >= deadline:
-                    raise
-                continue
-            if isinstance(reply, m.Granted):
-                return self._slots.get(reply.segment)
-            assert isinstance(reply, m.Refused)
-            pending.skip(f"{reply.reason} (waited {time.monotonic() - begun:.1f} s)")
-            return None
 
     def _hand_over(self, pending: Pending) -> None:
         """Tell of the seal without waiting for what becomes of it. If the daemon is away, `_resume` tells again."""
@@ -293,8 +281,10 @@ class Agent:
         """
         with self._lock:
             self._check_open()
-            captured = capture(state, rng=True, rank=self.rank)
-            capacity = self._layouts.estimate(captured) + len(captured.values) + optimizer_bytes_to_come(state, self.world_size)
+            captured = capture(state, rank=self.rank)
+            capacity = (
+                self._layouts.estimate(captured) + len(captured.state) + self._rng_room + optimizer_bytes_to_come(state, self.world_size)
+            )
             self._slots.prepare(capacity)
 
     # -- going back

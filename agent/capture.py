@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -28,9 +29,9 @@ _PYTHON_RNG = struct.Struct("<625I")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """`values`: the values document; `tensors`: the live sources, by name."""
+    """`state`: the state's part of the values document, encoded; `tensors`: the live sources, by name."""
 
-    values: bytes
+    state: bytes
     tensors: dict[str, torch.Tensor]
 
 
@@ -42,7 +43,7 @@ class Habits:
     names: KeptNames = field(default_factory=KeptNames)
 
 
-def capture(state: Any, *, rng: bool, rank: int = 0, habits: Habits | None = None) -> Captured:
+def capture(state: Any, *, rank: int = 0, habits: Habits | None = None) -> Captured:
     """Raises UnsavableValue naming the key of what could not be brought back."""
     habits = habits or Habits()
     trees = {id(module): module_state(module) for module in modules_of(state)}
@@ -52,9 +53,13 @@ def capture(state: Any, *, rng: bool, rank: int = 0, habits: Habits | None = Non
         return ("module", trees[id(value)]) if id(value) in trees else expand_object(value, names)
 
     packer = Packer(expand, rank, habits.dicts)
-    tree = packer.pack(state, "")
-    values = packer.encode_map({"state": tree, "rng": packer.pack(rng_state() if rng else None, "rng")})
-    return Captured(values, packer.tensors)
+    return Captured(packer.encode(state), packer.tensors)
+
+
+def values_document(captured: Captured, *, rng: bool) -> bytes:
+    """With the random generators as they are now."""
+    packer = Packer()
+    return packer.encode_map({"state": msgspec.Raw(captured.state), "rng": packer.pack(rng_state() if rng else None, "rng")})
 
 
 def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:

@@ -23,7 +23,7 @@ R = TypeVar("R", bound=m.Reply)
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0  # between attempts to connect again, doubling
 
 
-class _Call:
+class Call:
     """A request under way. `answered`, where given, is called on the client's thread instead of waking a waiter; nobody waits for an
     `abandoned` one any more."""
 
@@ -50,7 +50,7 @@ class Client:
         late: Callable[[m.Reply], None],
     ) -> None:
         self._place, self._resume, self._news, self._lost, self._late = place, resume, news, lost, late
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._up = threading.Event()
@@ -78,12 +78,20 @@ class Client:
 
         Raises what the daemon's Error says, or DaemonUnreachable.
         """
-        call = _Call()
+        return self.finish(self.begin(make), kind, timeout)
+
+    def begin(self, make: Callable[[int], m.Request]) -> Call:
+        """Send what `make(id)` gives. `finish` waits for its reply; a call that nobody finishes is to be dropped."""
+        call = Call()
         self._send(make, call)
+        return call
+
+    def finish(self, call: Call, kind: type[R], timeout: float | None) -> tuple[R, Sequence[int]]:
+        """As `call`."""
         try:
             answered = call.done.wait(timeout)
-        except BaseException:  # Ctrl-C: what is answered later must be given back
-            call.abandoned = True
+        except BaseException:  # Ctrl-C
+            self.drop(call)
             raise
         if not answered:
             with self._lock:
@@ -96,14 +104,22 @@ class Client:
             raise ProtocolError(f"the daemon answered with {type(call.reply).__name__}")
         return call.reply, call.descriptors
 
+    def drop(self, call: Call) -> None:
+        """Nobody waits for it: what has been granted, now or later, is given back."""
+        with self._lock:
+            call.abandoned = True
+            reply = call.reply
+        if reply is not None:
+            self._late(reply)
+
     def post(self, make: Callable[[int], m.Request], answered: Callable[[m.Reply], None]) -> None:
         """Send without waiting. If the daemon is away nothing is sent and nothing raised: whoever takes up the session sends again."""
         try:
-            self._send(make, _Call(answered))
+            self._send(make, Call(answered))
         except DaemonUnreachable as error:
             log.debug("not sent: %s", error)
 
-    def _send(self, make: Callable[[int], m.Request], call: _Call) -> None:
+    def _send(self, make: Callable[[int], m.Request], call: Call) -> None:
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
@@ -164,21 +180,22 @@ class Client:
         descriptors = _descriptors(self._channel, message)
         with self._lock:
             call = self._calls.pop(message.re, None)
+            if call is not None and call.answered is None and not call.abandoned:
+                if isinstance(message, m.Error):
+                    call.error = from_wire(message.code, message.message)
+                else:
+                    call.reply, call.descriptors = message, descriptors
+                call.done.set()
+                return
         if call is None:
             if isinstance(message, m.Error):
                 raise from_wire(message.code, message.message)
-            return
-        if call.abandoned:
+        elif call.answered is not None:
+            call.answered(message)
+        else:
             for fd in descriptors:
                 os.close(fd)
             self._late(message)
-        elif call.answered is not None:
-            call.answered(message)
-        elif isinstance(message, m.Error):
-            call.error = from_wire(message.code, message.message)
-        else:
-            call.reply, call.descriptors = message, descriptors
-        call.done.set()
 
     def _fail_calls(self, error: CkptdError) -> None:
         with self._lock:

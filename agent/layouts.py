@@ -86,7 +86,7 @@ class Layouts:
         if self._ranks.world_size == 1:
             local = plan_locally(captured.tensors)
             return local, Offer.of(local, {})
-        digests = value_digests(values.decode(captured.values)["state"])
+        digests = value_digests(values.decode(captured.state))
         local = plan_locally(captured.tensors, buffers=buffer_names(state), compare=True)
         return local, Offer.of(local, digests)
 

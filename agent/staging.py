@@ -45,16 +45,17 @@ class Documents:
     values: bytes
     request: bytes
 
-    def capacity(self, layout: Layout) -> int:
-        """Bytes of data that a slot needs, without slack."""
-        return self.offsets(layout)[-1]
-
     def offsets(self, layout: Layout) -> tuple[int, int, int, int]:
         """Where values, plan and request begin, and where the last ends."""
-        values = align_region(layout.data_length)
-        plan = align_region(values + len(self.values))
-        request = align_region(plan + len(layout.document))
-        return values, plan, request, request + len(self.request)
+        return document_offsets(layout, len(self.values), len(self.request))
+
+
+def document_offsets(layout: Layout, values_length: int, request_length: int) -> tuple[int, int, int, int]:
+    """See `Documents.offsets`. The last is what a slot needs in bytes of data, without slack."""
+    values = align_region(layout.data_length)
+    plan = align_region(values + values_length)
+    request = align_region(plan + len(layout.document))
+    return values, plan, request, request + request_length
 
 
 class MappedSlot:

@@ -1,0 +1,91 @@
+"""A slot that was asked for and is not wanted any more is free again, whenever the answer comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from ckptd.agent.asking import Asking
+from ckptd.shared.errors import AlreadyExists, DaemonUnreachable, InternalError
+from tests.support.daemons import Daemon, running
+
+STATE = {"w": torch.arange(10.0)}
+
+
+@pytest.fixture
+def agent(daemon: Daemon) -> Iterator[Agent]:
+    made = Agent("job", socket=daemon.home.socket)
+    made.snapshot(STATE, step=0).wait("durable", timeout=60)  # one slot is left
+    yield made
+    if not made.closed:
+        made.close()
+
+
+def ask(agent: Agent, step: int, wait: float = 0.0, tag: str | None = None) -> Asking:
+    return Asking(agent._client, step, tag, time.monotonic() + wait)
+
+
+def test_answers(agent: Agent) -> None:
+    segment, why = ask(agent, 1).answer()
+    assert (segment in agent._slots._slots, why) == (True, "")
+    segment, why = ask(agent, 2).answer()
+    assert segment == ""
+    assert why.startswith("every slot is still being saved (waited 0.")
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.2], ids=["before the answer", "after it"])
+def test_dropped(agent: Agent, pause: float) -> None:
+    for step in range(1, 6):
+        asking = ask(agent, step)
+        time.sleep(pause)
+        asking.drop()
+        asking.drop()
+    agent.snapshot(STATE, step=9).wait("durable", timeout=60)
+
+
+def test_what_fails_after_the_question_gives_the_slot_back(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> bytes:
+        time.sleep(0.2)
+        raise RuntimeError("no generators")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptd.agent.agent.values_document", fail)
+        for step in (1, 2, 3):
+            with pytest.raises(InternalError, match="no generators"):
+                agent.snapshot(STATE, step=step).wait("sealed", timeout=60)
+    agent.snapshot(STATE, step=4).wait("durable", timeout=60)
+
+
+def test_what_the_daemon_says(agent: Agent) -> None:
+    agent.snapshot(STATE, step=1, tag="mine").wait("durable", timeout=60)
+    with pytest.raises(AlreadyExists, match="'mine' is taken"):
+        ask(agent, 2, tag="mine").answer()
+
+
+def test_a_daemon_that_comes_back_is_asked_again(agent: Agent, daemon: Daemon) -> None:
+    daemon.kill()
+    asking = ask(agent, 1, wait=60.0)
+    with running(daemon.home):
+        segment, why = asking.answer()
+        assert (segment in agent._slots._slots, why) == (True, "")
+        agent.close()
+
+
+def test_one_that_does_not_is_given_up_at_the_deadline(agent: Agent, daemon: Daemon) -> None:
+    daemon.kill()
+    with pytest.raises(DaemonUnreachable):
+        ask(agent, 1, wait=0.2).answer()
+    with running(daemon.home):
+        agent.close()
+
+
+def test_generators_that_need_more_room_cost_one_snapshot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {"torch": b"x" * 500_000}
+    monkeypatch.setattr("ckptd.agent.capture.rng_state", lambda: large)
+    assert agent.snapshot(STATE, step=1).state in ("failed", "sealed", "durable")
+    agent.snapshot(STATE, step=2).wait("durable", timeout=60)
