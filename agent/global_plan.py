@@ -24,15 +24,14 @@ from ckptd.shared.plan import HIDDEN
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What one rank could write, as it travels to rank 0. `aliases`: (fqn, dtype, size); `values`: a digest of each plain value, by key."""
+    """What one rank could write, as it travels to rank 0. `values`: a digest of each plain value, by key."""
 
     rows: list[Row]
-    aliases: list[tuple[str, str, tuple[int, ...]]]
     values: dict[str, bytes] = {}
 
     @classmethod
     def of(cls, local: Local, values: dict[str, bytes]) -> Offer:
-        return cls(local.rows, [(alias.fqn, alias.dtype, tuple(alias.size)) for alias in local.aliases], values)
+        return cls(local.rows, values)
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -51,7 +50,6 @@ def share_out(offers: list[Offer]) -> list[Share]:
     """One share for each rank. Raises UnsavableValue naming key and ranks."""
     _compare_values(offers)
     _compare_rows(offers)
-    items = {row.fqn for offer in offers for row in offer.rows}
     plans = [_save_plan(rows) for rows in _without_copies_of_buffers(offers)]
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({}, is_coordinator=True)
@@ -63,12 +61,30 @@ def share_out(offers: list[Offer]) -> list[Share]:
     kept: list[list[int]] = []
     for offer, plan in zip(offers, finished, strict=True):
         wanted = {(write.index.fqn, tuple(write.index.offset or ())) for write in plan.items}
-        kept.append([number for number, row in enumerate(offer.rows) if row.key in wanted])
-    global_plan = hashlib.sha256(msgspec.msgpack.encode([metadata, kept])).digest()
-    return [
-        Share(rows, [name for name, _, _ in offer.aliases if name not in items], global_plan, metadata if rank == 0 else None)
-        for rank, (offer, rows) in enumerate(zip(offers, kept, strict=True))
-    ]
+        kept.append([number for number, row in enumerate(offer.rows) if row.key in wanted and not row.base])
+    aliases = _place_aliases(offers, kept)
+    global_plan = hashlib.sha256(msgspec.msgpack.encode([metadata, kept, aliases])).digest()
+    return [Share(rows, aliases[rank], global_plan, metadata if rank == 0 else None) for rank, rows in enumerate(kept)]
+
+
+def _place_aliases(offers: list[Offer], kept: list[list[int]]) -> list[list[str]]:
+    """On which rank each alias stands: one that writes its base. Where none does that has the alias, it is written as an item (`kept`)."""
+    written = [{offer.rows[number].fqn for number in rows} for offer, rows in zip(offers, kept, strict=True)]
+    items = {row.fqn for offer in offers for row in offer.rows if not row.base}
+    aliases: list[list[str]] = [[] for _ in offers]
+    held: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for rank, offer in enumerate(offers):
+        for number, row in enumerate(offer.rows):
+            if row.base and row.fqn not in items:
+                held[row.fqn].append((rank, number))
+    for fqn, places in held.items():
+        beside = next((rank for rank, number in places if offers[rank].rows[number].base in written[rank]), None)
+        if beside is not None:
+            aliases[beside].append(fqn)
+        else:
+            rank, number = places[0]
+            kept[rank].append(number)
+    return aliases
 
 
 def _compare_values(offers: list[Offer]) -> None:
@@ -87,8 +103,7 @@ def _compare_rows(offers: list[Offer]) -> None:
     copies: dict[Key, tuple[int, bytes]] = {}
     covered: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for rank, offer in enumerate(offers):
-        described = [(row.fqn, row.dtype, row.size) for row in offer.rows] + offer.aliases
-        for fqn, dtype, size in described:
+        for fqn, dtype, size in [(row.fqn, row.dtype, row.size) for row in offer.rows]:
             other, *expected = shapes.setdefault(fqn, (rank, dtype, size))
             if [dtype, size] != expected:
                 raise UnsavableValue(
@@ -101,8 +116,8 @@ def _compare_rows(offers: list[Offer]) -> None:
                 other, bytes_there = copies.setdefault(row.key, (rank, row.digest))
                 if row.digest != bytes_there:
                     raise UnsavableValue(
-                        f"{row.fqn} differs between ranks {other} and {rank}, and is no shard of one tensor: make it a DTensor, or mark "
-                        "it as each rank's own with per_rank(...)"
+                        f"{row.fqn} differs between ranks {other} and {rank}, and is not split between them: make it a DTensor over all "
+                        "ranks, give what is another tensor another key, or mark it as each rank's own with per_rank(...)"
                     )
     for fqn, parts in covered.items():
         if sum(parts.values()) != math.prod(shapes[fqn][2]):
@@ -113,8 +128,8 @@ def _without_copies_of_buffers(offers: list[Offer]) -> Iterable[list[Row]]:
     """Buffers of modules are those of the lowest rank that has them, as DistributedDataParallel has it: the others' may differ."""
     taken: set[Key] = set()
     for offer in offers:
-        yield [row for row in offer.rows if not (row.buffer and row.key in taken)]
-        taken |= {row.key for row in offer.rows if row.buffer}
+        yield [row for row in offer.rows if not row.base and not (row.buffer and row.key in taken)]
+        taken |= {row.key for row in offer.rows if row.buffer and not row.base}
 
 
 def _save_plan(rows: list[Row]) -> SavePlan:
@@ -135,14 +150,10 @@ def _save_plan(rows: list[Row]) -> SavePlan:
 def _metadata(offers: list[Offer]) -> dict[str, Any]:
     """DCP's state_dict_metadata as plain data."""
     described: dict[str, Any] = {}
-    for offer in offers:
-        for row in offer.rows:
-            if not row.fqn.startswith(HIDDEN):
-                entry = described.setdefault(row.fqn, {"dtype": row.dtype, "size": list(row.size), "chunks": []})
-                chunk = [list(row.offsets), list(row.sizes)]
-                if chunk not in entry["chunks"]:
-                    entry["chunks"].append(chunk)
-    for offer in offers:
-        for fqn, dtype, size in offer.aliases:
-            described.setdefault(fqn, {"dtype": dtype, "size": list(size), "chunks": [[[0] * len(size), list(size)]]})
+    rows = [row for offer in offers for row in offer.rows if not row.fqn.startswith(HIDDEN)]
+    for row in [*(row for row in rows if not row.base), *(row for row in rows if row.base)]:
+        entry = described.setdefault(row.fqn, {"dtype": row.dtype, "size": list(row.size), "chunks": []})
+        chunk = [list(row.offsets), list(row.sizes)]
+        if chunk not in entry["chunks"]:
+            entry["chunks"].append(chunk)
     return described

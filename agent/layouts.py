@@ -87,14 +87,14 @@ class Layouts:
             local = plan_locally(captured.tensors)
             return local, Offer.of(local, {})
         digests = value_digests(values.decode(captured.state))
-        local = plan_locally(captured.tensors, buffers=buffer_names(state), compare=True)
+        local = plan_locally(captured.tensors, buffers=buffer_names(state), world_size=self._ranks.world_size)
         return local, Offer.of(local, digests)
 
     def estimate(self, captured: Captured) -> int:
         """Bytes of tensors and plan that this rank will write, more or less: what others may have too is shared out."""
         local = plan_locally(captured.tensors)
         own = shared = largest = 0
-        for row in local.rows:
+        for row in [row for row in local.rows if not row.base]:
             length = ITEM_SIZES[row.dtype] * math.prod(row.sizes)
             if row.replicated:
                 shared, largest = shared + length, max(largest, length)

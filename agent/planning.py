@@ -27,7 +27,7 @@ from ckptd.agent.capture import check_tensor
 from ckptd.agent.structure import PLAIN, shard_at
 from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import ELEMENT_SIZES, HIDDEN, ITEM_SIZES, Alias, Item, Plan, Region, align_region, is_dense, signature
+from ckptd.shared.plan import ELEMENT_SIZES, HIDDEN, ITEM_SIZES, MAX_TEXT, Alias, Item, Plan, Region, align_region, is_dense, signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,9 @@ Key = tuple[str, tuple[int, ...]]
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One item that this rank could write: its shard of `fqn`, as `shared.plan.Item` has it. `replicated`: other ranks may have it too;
-    `digest`: of its bytes, where ranks are to compare them; `buffer`: of a module."""
+    """One item that this rank could write: its shard of `fqn`, as `shared.plan.Item` has it. `replicated`: other ranks have it too, as far
+    as this one knows; `digest`: of its bytes, where ranks are to compare them; `buffer`: of a module; `base`: the item that its bytes are
+    part of, so that it need not be written."""
 
     fqn: str
     dtype: str
@@ -132,6 +133,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     replicated: bool = True
     buffer: bool = False
     digest: bytes = b""
+    base: str = ""
 
     @property
     def key(self) -> Key:
@@ -146,8 +148,8 @@ class Local:
     aliases: list[Alias] = field(default_factory=list)
 
 
-def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (), compare: bool = False) -> Local:
-    """DCP's local plan, with what a slot needs to know beside it. `compare`: replicated tensors get a digest of their bytes.
+def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (), world_size: int = 1) -> Local:
+    """DCP's local plan, with what a slot needs to know beside it. What another of `world_size` ranks may have too gets a digest.
 
     Raises UnsavableValue naming a tensor that cannot be saved.
     """
@@ -156,12 +158,14 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
     for name, tensor in tensors.items():
         if name.startswith(HIDDEN):
             raise UnsavableValue(f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages")
+        if len(name) >= MAX_TEXT:
+            raise UnsavableValue(f"{name[:40]}...: this key has {len(name):,d} characters; a tensor's has less than {MAX_TEXT:,d}")
         if dtype_name(tensor.dtype) not in ITEM_SIZES:
             raise UnsavableValue(f"{name}: tensors of dtype {tensor.dtype} cannot be saved by this version")
     aliases, hidden = _aliases(plain)
-    names, of_modules = {alias.fqn for alias in aliases}, set(buffers)
+    bases, of_modules = {alias.fqn: alias.base for alias in aliases}, set(buffers)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({name: _sizeable(tensor) for name, tensor in tensors.items() if name not in names}, is_coordinator=False)
+    planner.set_up_planner({name: _sizeable(tensor) for name, tensor in tensors.items()}, is_coordinator=False)
     rows = []
     for write in planner.create_local_plan().items:
         tensor = tensors[write.index.fqn]
@@ -171,28 +175,34 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
         elif isinstance(tensor, ShardedTensor):
             local = shard_at(tensor, tuple(write.index.offset or ()))
         if local.numel() or not tensor.numel():
-            rows.append(_row(write, tensor, local, buffer=write.index.fqn in of_modules, compare=compare))
+            fqn = write.index.fqn
+            rows.append(_row(write, tensor, local, buffer=fqn in of_modules, base=bases.get(fqn, ""), world_size=world_size))
     for name, length, device in hidden:
         rows.append(Row(name, "uint8", (length,), (0,), (length,), None, device, False))
     return Local(rows, aliases)
 
 
-def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer: bool, compare: bool) -> Row:
+def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer: bool, base: str, world_size: int) -> Row:
     data = write.tensor_data
     assert data is not None
     sizes = tuple(data.chunk.sizes)
     dense = not local.is_contiguous() and is_dense(sizes, local.stride())
-    replicated = any(p.is_replicate() for p in tensor.placements) if isinstance(tensor, DTensor) else not isinstance(tensor, ShardedTensor)
+    replicated, holders = True, 1
+    if isinstance(tensor, DTensor):
+        replicated, holders = any(p.is_replicate() for p in tensor.placements), tensor.device_mesh.size()
+    elif isinstance(tensor, ShardedTensor):
+        replicated, holders = False, torch.distributed.get_world_size(tensor._process_group)
+    compare = world_size > 1 and not buffer and (replicated or holders < world_size)  # ranks of another mesh may have the same key
     return Row(
         write.index.fqn, dtype_name(local.dtype), tuple(data.size), tuple(data.chunk.offsets), sizes,
         tuple(local.stride()) if dense else None, local.device.type, tensor.requires_grad,
-        replicated, buffer, digest(local) if compare and replicated and not buffer else b"",
+        replicated, buffer, digest(local) if compare else b"", base,
     )  # fmt: skip
 
 
 def digest(tensor: torch.Tensor) -> bytes:
     """8 bytes that tell replicas apart: a crc32c on the CPU; on an accelerator a sum of the bytes, weighted by their places."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if tensor.device.type == "cpu":
         return crc32c(memory(flat, flat.numel())).to_bytes(8, "little")
     total = 0

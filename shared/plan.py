@@ -34,7 +34,8 @@ ITEM_SIZES: dict[str, int] = {
 """Bytes of one element, by the name that torch gives a dtype."""
 
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Text = Annotated[str, msgspec.Meta(min_length=1, max_length=16384)]
+MAX_TEXT = 16384  # characters of a name
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):

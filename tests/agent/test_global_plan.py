@@ -22,8 +22,8 @@ def row(fqn: str, size: int, first: int = 0, length: int | None = None, **more: 
     return Row(**{**made, **more})
 
 
-def offers(*rows: list[Row], aliases: tuple[tuple[str, str, tuple[int, ...]], ...] = ()) -> list[Offer]:
-    return [Offer(own, list(aliases)) for own in rows]
+def offers(*rows: list[Row]) -> list[Offer]:
+    return [Offer(own) for own in rows]
 
 
 def written(given: list[Offer]) -> list[list[tuple[str, int]]]:
@@ -87,31 +87,60 @@ def test_the_digest_tells_other_plans_apart() -> None:
     assert len(set(plans)) == 3
 
 
+def test_an_alias_stands_where_its_base_is_written() -> None:
+    base, tied = row("base", 8), row("tied", 8, base="base")
+    first, second = share_out(offers([base, tied], [base, tied]))
+    assert [first.aliases, second.aliases] == ([["tied"], []] if first.rows else [[], ["tied"]])
+    assert sorted([first.rows, second.rows]) == [[], [0]]
+
+
+def test_an_alias_without_its_base_is_written_as_an_item() -> None:
+    """A weight that is tied on one stage of a pipeline only, while the other one writes it."""
+    base, tied = row("base", 8), row("tied", 8, base="base")
+    given = offers([base], [base, tied, row("much", 1000, 0, 1000)])
+    shares = share_out(given)
+    assert [share.aliases for share in shares] == [[], []]
+    assert written(given) == [[("base", 0)], [("much", 0), ("tied", 0)]]
+    assert set(shares[0].metadata or {}) == {"base", "tied", "much"}
+
+
+def test_aliases_of_each_rank_beside_each_other() -> None:
+    """Every key is written, once, whatever each rank has tied to what."""
+    base = row("base", 8)
+    given = offers(*([base, row(f"tied{rank}", 8, base="base"), row("all", 8, base="base")] for rank in range(3)))
+    shares = share_out(given)
+    items = [given[rank].rows[n].fqn for rank, share in enumerate(shares) for n in share.rows]
+    aliases = [name for share in shares for name in share.aliases]
+    assert sorted(items + aliases) == ["all", "base", "tied0", "tied1", "tied2"]
+    assert sorted(aliases)[0] == "all"
+    assert len(aliases) == 2
+
+
 def test_an_alias_on_one_rank_that_is_an_item_on_another() -> None:
-    """A tied weight on one stage of a pipeline and not on the next: it is written as an item, and not again."""
-    given = [Offer([row("base", 8)], [("tied", "float32", (8,)), ("only", "float32", (2,))]), Offer([row("tied", 8)], [])]
-    first, second = share_out(given)
-    assert first.aliases == ["only"]
-    assert second.rows == [0]
+    first, second = share_out(offers([row("base", 8), row("tied", 8, base="base"), row("only", 2, base="base")], [row("tied", 8)]))
+    assert (first.rows, first.aliases) == ([0], ["only"])
+    assert (second.rows, second.aliases) == ([0], [])
 
 
 def test_what_differs_between_ranks_is_named() -> None:
     assert re.match(r"w is float32 \[4\] on rank 0 and float32 \[5\] on rank 1: ", refusal(offers([row("w", 4)], [row("w", 5)])))
     other = row("w", 4, dtype="int32")
     assert re.match(r"w is float32 \[4\] on rank 0 and int32 \[4\] on rank 2: ", refusal(offers([row("w", 4)], [], [other])))
-    alias = ("w", "float32", (9,))
-    assert re.match(r"w is float32 \[4\] on rank 0 and float32 \[9\] on rank 1: ", refusal([Offer([row("w", 4)], []), Offer([], [alias])]))
+    alias = row("w", 9, base="base")
+    assert re.match(r"w is float32 \[4\] on rank 0 and float32 \[9\] on rank 1: ", refusal(offers([row("w", 4)], [row("base", 9), alias])))
+    tied = [[row("base", 4, digest=b"same"), row("w", 4, base="base", digest=digest)] for digest in (b"same", b"none")]
+    assert re.match(r"w differs between ranks 0 and 1", refusal(offers(*tied)))
     digests = [[row("w", 4, digest=digest)] for digest in (b"same", b"same", b"none")]
-    assert re.match(r"w differs between ranks 0 and 2, and is no shard", refusal(offers(*digests)))
+    assert re.match(r"w differs between ranks 0 and 2, and is not split", refusal(offers(*digests)))
     assert re.match(r"w: the shards of all ranks hold 6 of its 10 elements", refusal(offers([row("w", 10, 0, 6)], [row("x", 1)])))
     overlapping = offers([row("w", 10, 0, 6)], [row("w", 10, 5, 4)])
     assert "do not make whole tensors" in refusal(overlapping)
 
 
 def test_plain_values_that_differ_are_named() -> None:
-    given = [Offer([], [], {"step": b"1", "own": bytes([rank])}) for rank in range(3)]
+    given = [Offer([], {"step": b"1", "own": bytes([rank])}) for rank in range(3)]
     assert re.match(r"own differs between ranks 0 and 1: .* per_rank", refusal(given))
-    alike = [Offer([], [], {"step": b"1"}), Offer([], [], {}), Offer([], [], {"step": b"1", "more": b"2"})]
+    alike = [Offer([], {"step": b"1"}), Offer([], {}), Offer([], {"step": b"1", "more": b"2"})]
     assert [share.rows for share in share_out(alike)] == [[], [], []]
 
 

@@ -161,7 +161,8 @@ def test_sources_are_the_tensors_of_now() -> None:
     tensors = {"first": base[:6], "alone": torch.zeros(2), "second": base[2:8]}
     structure, _ = Structure.of(tensors)
     local = plan_locally(tensors)
-    plan = lay_out(local, range(len(local.rows)), aliases={"first", "second"}, metadata=None, global_plan=b"").plan
+    bases = [number for number, row in enumerate(local.rows) if not row.base]
+    plan = lay_out(local, bases, aliases={"first", "second"}, metadata=None, global_plan=b"").plan
     sources = Sources(structure, tensors, plan)
     now = torch.arange(10.0) * 10
     tensors = {"first": now[:6], "alone": torch.ones(2), "second": now[2:8]}
