@@ -7,11 +7,12 @@ planned. Parameter groups of optimizers are told apart by the parameters in them
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef
+from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef, like
 from ckptd.shared.errors import UnsavableValue
 
 
@@ -48,18 +49,27 @@ def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from _shared(value, f"{prefix}{key}")
-    elif isinstance(tree, (list, tuple)) and any(isinstance(item, _NESTED) for item in tree):
+    elif isinstance(tree, (list, tuple, deque)) and any(isinstance(item, _NESTED) for item in tree):
         for number, value in enumerate(tree):
             yield from _shared(value, f"{prefix}{number}")
     else:
         yield path, tree
 
 
-_NESTED = (TensorRef, PerRank, ObjectNode, dict, list, tuple)
+_NESTED = (TensorRef, PerRank, ObjectNode, dict, list, tuple, deque)
 
 
 def _without_tensors(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not isinstance(value, TensorRef)}
+
+
+def has_own(tree: Any) -> bool:
+    """Whether anything in a merged tree is each rank's own."""
+    if isinstance(tree, OfRanks):
+        return True
+    if isinstance(tree, ObjectNode):
+        return has_own(tree.tree)
+    return any(map(has_own, tree.values() if isinstance(tree, dict) else tree)) if isinstance(tree, (dict, list, tuple, deque)) else False
 
 
 def is_optimizer(tree: Any) -> bool:
@@ -91,9 +101,9 @@ def _merge(held: list[tuple[int, Any]], own: int | None) -> Any:
         for key in keys:
             made[key] = _merge([(rank, value[key]) for rank, value in held if isinstance(value, dict) and key in value], own)
         return made
-    if isinstance(first, (list, tuple)) and type(first) in (list, tuple) and any(isinstance(item, _NESTED) for item in first):
+    if type(first) in (list, tuple, deque) and any(isinstance(item, _NESTED) for item in first):
         alike = [(rank, value) for rank, value in held if type(value) is type(first) and len(value) == len(first)]
-        return type(first)(_merge([(rank, value[n]) for rank, value in alike], own) for n in range(len(first)))
+        return like(first, [_merge([(rank, value[n]) for rank, value in alike], own) for n in range(len(first))])
     return first
 
 
@@ -109,7 +119,7 @@ def bare(tree: Any) -> Any:
         made = type(tree)()
         made.update({key: bare(value) for key, value in tree.items()})
         return made
-    return type(tree)(bare(item) for item in tree) if type(tree) in (list, tuple) else tree
+    return like(tree, [bare(item) for item in tree]) if type(tree) in (list, tuple, deque) else tree
 
 
 def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None) -> dict[str, Any]:

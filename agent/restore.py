@@ -7,6 +7,7 @@ in place, which are to be made, and what is to be done at the end. `Binding.fini
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +23,19 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.capture import expand_object
 from ckptd.agent.loading import Saved
-from ckptd.agent.merge import OfRanks
+from ckptd.agent.merge import OfRanks, has_own
 from ckptd.agent.naming import Names, canonical, flattens, parameter_keys, parameter_names, unwrapped
+from ckptd.agent.optimizers import steps_on_device, tell, without_state
 from ckptd.agent.planning import dtype_of
 from ckptd.agent.structure import local_part
-from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef, filled, tensor_names
+from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef, filled, like, tensor_names
 from ckptd.shared.errors import StructureMismatch
 
 Resolve = Callable[[str], torch.Tensor]
 OnReshape = Callable[[str, list[Any]], Any]
 """Given the key of a `per_rank` value and that of every rank it was saved on, this rank's."""
 _KEEP = object()
+_COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 _Value = Callable[[Resolve], Any]
 """Makes the value for a place in the caller's state; `_KEEP` where the object there was changed itself."""
 
@@ -89,14 +92,13 @@ class Binding:
             return self._list(place, saved, path)
         if type(place) is tuple:
             return self._tuple(place, saved, path)
-        return self._fresh(saved)
+        return self._fresh(saved, path)
 
     def _of_ranks(self, place: Any, saved: OfRanks, path: str) -> _Value:
         if isinstance(place, PerRank):
             return _marked(self._of_ranks(place.value, saved, path))
-        inner = place
         if saved.own is not None:
-            return self._bind(inner, saved.values[saved.own], path)
+            return self._bind(place, saved.values[saved.own], path)
         on_reshape = self._on_reshape
         if on_reshape is None:
             self._problems.append(
@@ -104,16 +106,16 @@ class Binding:
                 "ranks, or give recover() a function on_reshape(key, values) that makes this rank's value"
             )
             return lambda resolve: _KEEP
-        fresh = self._fresh(saved.values)
+        fresh = self._fresh(saved.values, path)
 
         def put(resolve: Resolve) -> Any:
             made = on_reshape(path, fresh(resolve))
-            if isinstance(inner, dict) and isinstance(made, dict):
-                inner.clear()
-                inner.update(made)
+            if isinstance(place, dict) and isinstance(made, dict):
+                place.clear()
+                place.update(made)
                 return _KEEP
-            if not isinstance(inner, type) and callable(getattr(inner, "load_state_dict", None)):
-                inner.load_state_dict(made)
+            if not isinstance(place, type) and callable(getattr(place, "load_state_dict", None)):
+                place.load_state_dict(made)
                 return _KEEP
             return made
 
@@ -142,13 +144,7 @@ class Binding:
         if not isinstance(saved, dict):
             return self._differs(path, saved, "a dict")
         if not place:
-            fresh = self._fresh(saved)
-
-            def take(resolve: Resolve) -> Any:
-                place.update(fresh(resolve))
-                return _KEEP
-
-            return take
+            return self._into(place.update, saved, path)
         self._compare(list(saved), list(place), path)
         values = {key: self._bind(place[key], saved[key], f"{path}.{key}" if path else str(key)) for key in place if key in saved}
 
@@ -163,14 +159,8 @@ class Binding:
     def _list(self, place: list[Any], saved: Any, path: str) -> _Value:
         if not isinstance(saved, list):
             return self._differs(path, saved, "a list")
-        if not any(isinstance(item, (torch.Tensor, dict, list, tuple)) or expand_object(item, Names()) is not None for item in place):
-            fresh = self._fresh(saved)  # plain values, or nothing yet: a history may be of any length
-
-            def take(resolve: Resolve) -> Any:
-                place[:] = fresh(resolve)
-                return _KEEP
-
-            return take
+        if not any(isinstance(item, _COMPARED) or expand_object(item, Names()) is not None for item in place):
+            return self._into(partial(place.__setitem__, slice(None)), saved, path)  # a history may be of any length
         if len(place) != len(saved):
             self._problems.append(f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}")
             return lambda resolve: _KEEP
@@ -186,7 +176,7 @@ class Binding:
 
     def _tuple(self, place: tuple[Any, ...], saved: Any, path: str) -> _Value:
         if not isinstance(saved, tuple) or len(saved) != len(place):
-            return self._fresh(saved) if not place else self._differs(path, saved, f"a tuple of {len(place)}")
+            return self._fresh(saved, path) if not place else self._differs(path, saved, f"a tuple of {len(place)}")
         values = [self._bind(item, saved[n], f"{path}.{n}" if path else str(n)) for n, item in enumerate(place)]
 
         def make(resolve: Resolve) -> Any:
@@ -195,22 +185,49 @@ class Binding:
 
         return make
 
-    def _fresh(self, saved: Any, device: torch.device | None = None) -> _Value:
-        """The saved value itself, its tensors made anew."""
+    def _fresh(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> _Value:
+        """The saved value itself, its tensors made anew; `mark`: what is each rank's own is marked so again."""
+        if has_own(saved):
+            return self._with_own(saved, path, mark=mark)
         for name in tensor_names(saved):
             self.fresh.setdefault(name, device or torch.device("cpu"))
         return lambda resolve: filled(saved, resolve)
 
+    def _into(self, put: Callable[[Any], None], saved: Any, path: str) -> _Value:
+        fresh = self._fresh(saved, path)
+
+        def take(resolve: Resolve) -> Any:
+            put(fresh(resolve))
+            return _KEEP
+
+        return take
+
+    def _with_own(self, saved: Any, path: str, *, mark: bool) -> _Value:
+        if isinstance(saved, OfRanks):
+            return self._of_ranks(PerRank(None) if mark else None, saved, path)
+        if isinstance(saved, ObjectNode):
+            return self._with_own(saved.tree, path, mark=mark)
+        if isinstance(saved, dict):
+            values = {key: self._fresh(value, f"{path}.{key}" if path else str(key), mark=mark) for key, value in saved.items()}
+            return lambda resolve: type(saved)({key: value(resolve) for key, value in values.items()})
+        items = [self._fresh(value, f"{path}.{n}" if path else str(n), mark=mark) for n, value in enumerate(saved)]
+        return lambda resolve: like(saved, [item(resolve) for item in items])
+
     def _stateful(self, place: Any, template: Any, saved: Any, path: str) -> _Value:
-        """Anything with load_state_dict: it gets all of the saved state, each tensor where its own of that name is."""
-        tree = saved.tree if isinstance(saved, ObjectNode) else saved
+        """Anything with load_state_dict: it gets all of the saved state, each tensor where its own of that name is, and sharded like it."""
         packer = Packer(lambda value, _: expand_object(value, Names()))
         packer.pack(template, path)
-        for name in tensor_names(tree):
-            self.fresh[name] = packer.tensors[name].device if name in packer.tensors else torch.device("cpu")
+        fresh = self._fresh(saved.tree if isinstance(saved, ObjectNode) else saved, path, mark=False)
+        sharded: dict[str, torch.Tensor] = {}
+        for name in self.fresh.keys() & packer.tensors.keys():
+            own = packer.tensors[name]
+            self.fresh[name] = own.device
+            if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(self._saved.describe(name).size):
+                del self.fresh[name]
+                sharded[name] = self.in_place[name] = own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())
 
         def put(resolve: Resolve) -> Any:
-            place.load_state_dict(filled(tree, resolve))
+            place.load_state_dict(fresh(lambda name: sharded[name] if name in sharded else resolve(name)))
             return _KEEP
 
         return put
@@ -276,7 +293,7 @@ class Binding:
                 state[parameter_of[key]] = {name: mine[name] if made is _KEEP else made for name, made in made_entries.items()}
             place.state.clear()
             place.state.update(state)
-            _tell(place)
+            tell(place)
             return _KEEP
 
         return put
@@ -300,7 +317,12 @@ class Binding:
     def _flattened_optimizer(self, place: torch.optim.Optimizer, root: torch.nn.Module, tree: dict[str, Any], path: str) -> _Value:
         """FSDP1: DCP brings the state into its flat parameters."""
         if not tree["state"]:
-            return self._without_state(place, tree["param_groups"])
+
+            def leave_without(resolve: Resolve) -> Any:
+                without_state(place, tree["param_groups"], resolve)
+                return _KEEP
+
+            return leave_without
         if not place.state:
             self._undo.append(place.state.clear)  # DCP has it take a step with nothing to learn
         own = get_optimizer_state_dict(root, place)
@@ -313,16 +335,6 @@ class Binding:
             for group, found in zip(groups, settings, strict=True):
                 group.update(filled(found, resolve))
             set_optimizer_state_dict(root, place, own)
-            return _KEEP
-
-        return put
-
-    @staticmethod
-    def _without_state(place: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> _Value:
-        def put(resolve: Resolve) -> Any:
-            place.state.clear()
-            for group, saved in zip(place.param_groups, groups, strict=False):
-                group.update({key: filled(value, resolve) for key, value in saved.items() if key != "params"})
             return _KEEP
 
         return put
@@ -346,8 +358,8 @@ class Binding:
                 if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
                     values[name] = self._like(parameter, saved, dtype_of(described.dtype))
                     continue
-            on_cpu = name == "step" and not _steps_on_device(place, parameter)
-            values[name] = self._fresh(saved, torch.device("cpu") if on_cpu else parameter.device)
+            on_cpu = name == "step" and not steps_on_device(place, parameter)
+            values[name] = self._fresh(saved, f"{path}.{name}", torch.device("cpu") if on_cpu else parameter.device)
         return values
 
     def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype) -> _Value:
@@ -358,7 +370,7 @@ class Binding:
     def _group_value(self, own: Any, saved: Any, path: str) -> _Value:
         if isinstance(own, torch.Tensor) and isinstance(saved, TensorRef):
             return self._tensor(own, saved, path)
-        return self._fresh(saved)
+        return self._fresh(saved, path)
 
     def _compare(self, theirs: list[Any], ours: list[Any], path: str) -> None:
         if not self._strict:
@@ -382,17 +394,3 @@ def _marked(value: _Value) -> _Value:
 def mismatch(problems: list[str]) -> StructureMismatch:
     more = f" (and {len(problems) - 1} more differences)" if len(problems) > 1 else ""
     return StructureMismatch(f"{problems[0]}{more}; nothing was written")
-
-
-def _steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether the parameter's group counts its steps on the device: torch.optim.Optimizer._process_value_according_to_param_policy."""
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    return bool(group.get("capturable") or group.get("fused"))
-
-
-def _tell(place: torch.optim.Optimizer) -> None:
-    """What torch's own load_state_dict does at its end, and the whole of it for optimizers that have one of their own."""
-    if type(place).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        place.__setstate__({"state": place.state, "param_groups": place.param_groups})
-    else:
-        place.load_state_dict(place.state_dict())

@@ -347,6 +347,11 @@ def tensor_names(tree: Any) -> list[str]:
     return []
 
 
+def like(container: Any, items: list[Any]) -> Any:
+    """A list, tuple or deque with other items."""
+    return deque(items, container.maxlen) if isinstance(container, deque) else type(container)(items)
+
+
 def _stands_in(tree: Any) -> bool:
     """Whether anything in it stands for something else."""
     if isinstance(tree, (TensorRef, ObjectNode, PerRank)):
