@@ -6,8 +6,11 @@ the trainer's own client would hold up its other users. Every wait has a deadlin
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -16,6 +19,8 @@ from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
 
 _PIECE = 4 << 20  # the store's server takes values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between looks; a `wait` that times out prints warnings, and cannot be called off
+SILENT_SECONDS = 5.0  # in which a store answers, or is not there: its client would wait for minutes, or for ever
+_LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 2.0  # for rank 0's word that somebody was late to reach the others
 
 
@@ -23,7 +28,8 @@ class Alone:
     """A job of one rank: there is nobody to agree with."""
 
     rank, world_size, operations = 0, 1, 0
-    name = scope = ""
+    scope = ""
+    meetings = count(1)
 
     def round(
         self,
@@ -40,14 +46,17 @@ class Alone:
 
 
 class Exchange:
-    """`operations` counts what was asked of the store; `name` is the process group's; topics are within `scope`, the job. Every rank must
-    come to the same rounds, in any order."""
+    """`operations` counts what was asked of the store; `meetings` numbers the attempts that are begun in one process group; topics are
+    within `scope`, the job. Every rank must come to the same rounds, in any order."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, name: str) -> None:
-        self.rank, self.world_size, self.name = rank, world_size, name
+    def __init__(self, store: Store, rank: int, world_size: int, meetings: Iterator[int]) -> None:
+        self.rank, self.world_size, self.meetings = rank, world_size, meetings
         self.scope = ""
         self.operations = 0
         self._store = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
+        self._asked_at: float | None = None  # since when the store owes an answer
+        self._done = threading.Event()  # whether the last round is over
+        self._done.set()
 
     def round(
         self,
@@ -60,12 +69,40 @@ class Exchange:
         """Every rank gives `mine`; `decide` runs on rank 0 alone, and gives one answer for each rank.
 
         An error in the place of `mine`, or raised by `decide`, is raised on all ranks. Raises SnapshotFailed naming who was late after
-        `seconds`, and what `unwanted` returns as soon as it does.
+        `seconds`, or if the store does not answer; and what `unwanted` returns as soon as it does.
         """
+        if not self._done.is_set():
+            raise _silent()
+        answers: list[bytes | BaseException] = []
+        done, left = threading.Event(), threading.Event()
+
+        def over() -> CkptdError | None:
+            return SnapshotFailed("nobody waits for it any more") if left.is_set() else unwanted()
+
+        def run() -> None:
+            try:
+                answers.append(self._round(f"{self.scope}/{topic}", mine, decide, seconds, over))
+            except BaseException as error:
+                answers.append(error)
+            done.set()
+
+        self._done = done
+        threading.Thread(target=run, name="ckptd-exchange", daemon=True).start()
         try:
-            return _decode(self._round(f"{self.scope}/{topic}", mine, decide, seconds, unwanted))
-        except RuntimeError as error:  # torch's, of a server that is gone
-            raise SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}") from None
+            while not done.wait(_LOOK_SECONDS):
+                asked_at = self._asked_at
+                if asked_at is not None and time.monotonic() > asked_at + SILENT_SECONDS:
+                    raise _silent()
+        except BaseException:
+            left.set()
+            raise
+        match answers[0]:
+            case RuntimeError() as error:  # torch's, of a server that is gone
+                raise SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}") from None
+            case BaseException() as error:
+                raise error
+            case answer:
+                return _decode(answer)
 
     def _round(
         self,
@@ -115,8 +152,8 @@ class Exchange:
         pieces = [value[at : at + _PIECE] for at in range(0, len(value), _PIECE)] or [b""]
         for number in reversed(range(len(pieces))):  # the first says how many there are, and is waited for
             head = len(pieces).to_bytes(4, "little") if number == 0 else b""
-            self.operations += 1
-            self._store.set(f"{key}/{number}", head + pieces[number])  # type: ignore[arg-type]
+            with self._asking():
+                self._store.set(f"{key}/{number}", head + pieces[number])  # type: ignore[arg-type]
 
     def _take(self, key: str, deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
         """The value, which is then gone from the store; None after the deadline."""
@@ -132,14 +169,28 @@ class Exchange:
         return first[4:] + b"".join(self._get(f"{key}/{number}") for number in range(1, int.from_bytes(first[:4], "little")))
 
     def _there(self, key: str) -> bool:
-        self.operations += 1
-        return bool(self._store.check([key]))
+        with self._asking():
+            return bool(self._store.check([key]))
 
     def _get(self, key: str) -> bytes:
-        self.operations += 2
-        value: bytes = self._store.get(key)
-        self._store.delete_key(key)
+        with self._asking():
+            value: bytes = self._store.get(key)
+        with self._asking():
+            self._store.delete_key(key)
         return value
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        self.operations += 1
+        self._asked_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self._asked_at = None
+
+
+def _silent() -> SnapshotFailed:
+    return SnapshotFailed(f"the job's store has not answered for {SILENT_SECONDS:.0f} s: is the process that serves it stopped?")
 
 
 def _encode(said: bytes | CkptdError) -> bytes:

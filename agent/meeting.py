@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 
 from ckptd.agent.client import Client
@@ -14,7 +12,6 @@ from ckptd.shared.segment import this_boot
 
 CALL_SECONDS = 30.0
 BEGIN_SECONDS = 120.0  # that one rank may come later than another: processes start, import and read data at their own pace
-_meetings: Counter[str] = Counter()  # by process group; every rank counts the same: each comes to every meeting, also with an error
 
 
 def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, job: str = "") -> int:
@@ -30,13 +27,13 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
         assert client is not None
         return [msgspec.msgpack.encode(_begin(client, job, ranks, 0))] * len(said)
 
-    _meetings[ranks.name] += 1
+    number = next(ranks.meetings)  # every rank counts the same: each comes to every meeting, also with an error
     mine: bytes | CkptdError
     if client is None:
         mine = error or InternalError("no daemon and no reason")
     else:
         mine = msgspec.msgpack.encode((this_boot(), client.welcome.root, job))
-    attempt = msgspec.msgpack.decode(ranks.round(f"begin/{_meetings[ranks.name]}", mine, claim, BEGIN_SECONDS), type=int)
+    attempt = msgspec.msgpack.decode(ranks.round(f"begin/{number}", mine, claim, BEGIN_SECONDS), type=int)
     assert client is not None
     return attempt if ranks.rank == 0 else _begin(client, job, ranks, attempt)
 

@@ -25,7 +25,7 @@ from ckptd.agent.merge import merge
 from ckptd.agent.restore import Binding, OnReshape, mismatch
 from ckptd.agent.sources import Opened, open_memory, open_storage
 from ckptd.shared import messages as m
-from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, NotFound, RecoveryFailed
+from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, InvalidRequest, NotFound, RecoveryFailed
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.storage import PosixStorage
 
@@ -65,6 +65,8 @@ class Recovery:
         begun = time.monotonic()
         said = self._all("find", lambda: self._find(step, last_step))
         self.last_step = max(found["last_step"] for found in said)
+        if len(asked := {found["asked"] for found in said}) > 1:
+            raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: give the same on all")
         candidates = [m.Candidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
         passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
         overwritten = False
@@ -102,7 +104,12 @@ class Recovery:
     def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
         found, _ = self._client.call(lambda n: m.Find(id=n, step=step), m.Found, FIND_SECONDS)
         failpoint("agent.recover.found")
-        return {"candidates": [msgspec.to_builtins(c) for c in found.candidates], "damaged": found.damaged, "last_step": last_step}
+        return {
+            "candidates": [msgspec.to_builtins(c) for c in found.candidates],
+            "damaged": found.damaged,
+            "last_step": last_step,
+            "asked": step,
+        }
 
     def _check_unused(self, said: list[dict[str, Any]]) -> None:
         """What is in the checkpoint must have a place on some rank."""

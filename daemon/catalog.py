@@ -30,6 +30,7 @@ class Shard:
     generation: int
     signature: bytes
     global_plan: bytes = b""
+    persist: bool = True
     checked: bool = False
     part: PartEntry | None = None
 

@@ -223,7 +223,6 @@ class Engine:
             if tag in job.checkpoints and not job.is_durable(*key):
                 raise AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another")
             self.steps.check_tag(job, key, tag, header.rank)
-            self.steps.check_plan(job, key, header.rank, sealed.plan.global_plan)
         except CkptdError as error:
             self.steps.give_up(job, key, error)
             self.admission.vacate(slot)
@@ -237,7 +236,16 @@ class Engine:
         if snapshot.state is State.RELEASED:  # given up while it was journaled
             self.admission.vacate(slot)
             raise from_wire(*job.given_up.get(key, ("snapshot-failed", snapshot.reason)))
-        snapshot.shards[header.rank] = Shard(header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan)
+        try:  # not before: other ranks may have sealed meanwhile
+            self.steps.check_plan(job, key, header.rank, sealed.plan.global_plan)
+            self.steps.check_persist(job, key, header.rank, sealed.request.persist)
+        except CkptdError as error:
+            self.steps.give_up(job, key, error)
+            self.admission.vacate(slot)
+            raise
+        snapshot.shards[header.rank] = Shard(
+            header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, sealed.request.persist
+        )
         if not snapshot.complete:
             self.steps.expect(job, key)
         elif snapshot.state is State.FILLING:

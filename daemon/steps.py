@@ -108,6 +108,16 @@ class Steps:
                 "every rank plans anew at the next snapshot"
             )
 
+    @staticmethod
+    def check_persist(job: Job, key: Key, rank: int, persist: bool) -> None:
+        """Raises SnapshotFailed: a step is kept in memory only by all ranks or by none."""
+        snapshot = job.snapshots.get(key)
+        others = [] if snapshot is None else [shard.rank for shard in snapshot.shards.values() if shard.persist != persist]
+        if others:
+            raise SnapshotFailed(
+                f"step {key[1]} has persist={persist} on rank {rank}, and not on {ranks(sorted(others))}: give the same on all"
+            )
+
     @contextmanager
     def _or_give_up(self, job: Job, key: Key) -> Iterator[None]:
         """What ranks disagree about fails the step on all of them."""

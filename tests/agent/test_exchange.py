@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -26,7 +30,7 @@ def store() -> TCPStore:
 
 @pytest.fixture
 def ranks(store: TCPStore) -> list[Exchange]:
-    return [Exchange(store, rank, WORLD, "group") for rank in range(WORLD)]
+    return [Exchange(store, rank, WORLD, count(1)) for rank in range(WORLD)]
 
 
 def attempt(call: Callable[[], bytes]) -> Answer:
@@ -101,25 +105,59 @@ def test_what_is_unwanted_is_not_waited_for(ranks: list[Exchange]) -> None:
 
 
 def test_rounds_of_other_jobs_and_topics_do_not_mix(store: TCPStore) -> None:
-    jobs = [[Exchange(store, rank, 2, "group") for rank in range(2)] for _ in range(2)]
+    jobs = [[Exchange(store, rank, 2, count(1)) for rank in range(2)] for _ in range(2)]
     for number, job in enumerate(jobs):
         for rank in job:
             rank.scope = f"job{number}"
-    with ThreadPoolExecutor(8) as pool:
-        found = [
-            [pool.submit(rank.round, topic, f"{number}{topic}".encode(), lambda said: [b"".join(said)] * 2, 20.0) for rank in job]
-            for number, job in enumerate(jobs)
-            for topic in ("a", "b")
-        ]
-        assert [[job.result() for job in pair] for pair in found] == [[name * 2] * 2 for name in (b"0a", b"0b", b"1a", b"1b")]
+
+    def go(number: int, rank: Exchange) -> list[bytes]:
+        return [rank.round(topic, f"{number}{topic}".encode(), lambda said: [b"".join(said)] * 2, 20.0) for topic in ("a", "b")]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(go, number, rank) for number, job in enumerate(jobs) for rank in job]
+        assert [job.result() for job in found] == [[b"0a0a", b"0b0b"]] * 2 + [[b"1a1a", b"1b1b"]] * 2
 
 
 def test_a_store_that_is_gone_is_said_so() -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
-    rank = Exchange(store, 1, 2, "group")
+    rank = Exchange(store, 1, 2, count(1))
     del store
     with pytest.raises(SnapshotFailed, match=r"^the job's store cannot be reached: "):
         rank.round("topic", b"", reverse, 0.2)
+
+
+def serve(pipe: Any) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def test_a_store_that_is_stopped_holds_nobody_up() -> None:
+    """Its client would wait for as long as it is."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    server = context.Process(target=serve, args=(there,), daemon=True)
+    server.start()
+    try:
+        rank = Exchange(TCPStore("localhost", here.recv(), is_master=False), 1, 2, count(1))
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGSTOP)
+        for _ in range(3):
+            with pytest.raises(SnapshotFailed, match="^the job's store has not answered for 5 s: is the process that serves it stopped"):
+                rank.round("topic", b"", reverse, 300.0)
+        os.kill(server.pid, signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                rank.round("later", b"", reverse, 0.1)
+            except SnapshotFailed as error:
+                if "rank 0 has not answered" in str(error):
+                    break
+            time.sleep(0.1)
+        else:
+            pytest.fail("it is not asked again")
+    finally:
+        server.kill()
 
 
 def test_a_rank_alone_asks_nobody() -> None:

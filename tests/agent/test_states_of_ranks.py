@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,24 @@ def refused(socket: Path, name: str, states: list[Any]) -> str:
     return ""
 
 
+def save_as(socket: Path, name: str, persist: list[bool]) -> str:
+    agent = HERE["agent"] = Agent(name, socket=socket)
+    pending = agent.snapshot({"w": torch.ones(3)}, step=1, persist=persist[dist.get_rank()])
+    try:
+        pending.wait("durable", timeout=60)
+    except CkptdError as error:
+        return str(error)
+    return ""
+
+
+def recover_step(name: str, steps: list[int | None]) -> str:
+    try:
+        HERE["agent"].recover({"w": torch.ones(3)}, step=steps[dist.get_rank()])
+    except CkptdError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def stages(socket: Path) -> str:
     """Two stages of a pipeline, sharded over two ranks each, that call different layers the same."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
@@ -226,3 +245,18 @@ def test_a_key_that_is_too_long_is_refused_by_name(ranks: Ranks, daemon: Daemon)
     for why in ranks.call(refused, daemon.home.socket, "long", [{"k" * 20_000: torch.ones(2)}] * 2):
         assert why.startswith("UnsavableValue: ")
         assert "kkkk...: this key has 20,000 characters" in why
+
+
+def test_ranks_that_do_not_agree_whether_to_persist(ranks: Ranks, daemon: Daemon) -> None:
+    for why in ranks.call(save_as, daemon.home.socket, "persist", [True, False]):
+        said = r"step 1 has persist=(True on rank 0, and not on rank 1|False on rank 1, and not on rank 0): give the same on all"
+        assert re.fullmatch(said, why)
+    assert ranks.call(save_as, daemon.home.socket, "persist", [True, True]) == ["", ""]
+
+
+def test_ranks_that_want_other_steps_back(ranks: Ranks, daemon: Daemon) -> None:
+    assert ranks.call(save_as, daemon.home.socket, "steps", [True, True]) == ["", ""]
+    for steps, said in (([None, 1], "1 and None"), ([99, 1], "1 and 99")):
+        wanted = f"InvalidRequest: the ranks want to recover step {said}: give the same on all"
+        assert ranks.call(recover_step, "steps", steps) == [wanted] * 2
+    assert ranks.call(recover_step, "steps", [1, 1]) == ["", ""]
