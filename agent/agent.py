@@ -79,7 +79,6 @@ class Agent:
         self._closed = False
         self.attempt = 0
         self.last_step = -1
-        self._recoveries = 0
         self._habits = Habits()
         self._rng_room = 1 << 14  # bytes that random generators take, as far as known
         self._sealing = Sealing()
@@ -198,12 +197,12 @@ class Agent:
             self._pending.pop((pending.attempt, pending.step), None)
             return
         slot = self._slots.get(segment)
-        for old in [p for p in self._pending.values() if p.segment == slot.name and not p.persist]:
-            del self._pending[old.attempt, old.step]
-            old.supersede()
-        pending.segment = slot.name
-        self._sealing.settle(slot.name)  # of a step that was given up meanwhile
         try:
+            for old in [p for p in list(self._pending.values()) if p.segment == slot.name and not p.persist]:
+                self._pending.pop((old.attempt, old.step), None)
+                old.supersede()
+            pending.segment = slot.name
+            self._sealing.settle(slot.name)  # of a step that was given up meanwhile
             pending.move(Event.GRANT)
             failpoint("agent.granted")
             transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealing.carry(to, of, modules_of(state)))
@@ -299,11 +298,8 @@ class Agent:
         """
         with self._lock:
             self._check_open()
-            if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-                raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
             self._client.wait_connected(self._client.welcome.stall_budget)
-            self._recoveries += 1
-            topic = f"recover/{self.attempt}/{self._recoveries}"
+            topic = f"recover/{self.attempt}"
             recovery = Recovery(self._client, self._ranks, self.job, topic, strict=strict, on_reshape=on_reshape)
             recovered = recovery.run(state, step=step, last_step=self.last_step)
             if recovered is not None and recovered.step < recovery.last_step:

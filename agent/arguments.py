@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-import weakref
-from collections.abc import Iterator, Mapping
-from itertools import count
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -28,9 +26,6 @@ def job_name(job: str | None, *, private: bool) -> str:
     raise InvalidRequest("this daemon serves several jobs: say which one this is with CKPTD_JOB or Agent(job=...)")
 
 
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
     """Who this rank is among those of the process group (else the default one), and how it talks to them."""
     if not dist.is_available() or not dist.is_initialized():
@@ -43,8 +38,7 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
         raise InvalidRequest("this rank is not in the process group that the agent was given")
     if dist.get_world_size(group) == 1:
         return Alone()
-    meetings = _meetings.setdefault(group, count(1))
-    return Exchange(_get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group), meetings)
+    return Exchange(_get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group))
 
 
 def make_request(step: Any, tag: Any, persist: bool, on_busy: str, metrics: Mapping[str, float] | None, user_content: Any) -> Request:

@@ -6,11 +6,11 @@ the trainer's own client would hold up its other users. Every wait has a deadlin
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -21,7 +21,7 @@ _PIECE = 4 << 20  # the store's server takes values of at most 8 MiB (TCPStoreLi
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between looks; a `wait` that times out prints warnings, and cannot be called off
 SILENT_SECONDS = 5.0  # in which a store answers, or is not there: its client would wait for minutes, or for ever
 _LOOK_SECONDS = 0.1
-_GRACE_SECONDS = 2.0  # for rank 0's word that somebody was late to reach the others
+_GRACE_SECONDS = 2.0  # before the deadline: for rank 0's word that somebody was late to reach the others
 
 
 class Alone:
@@ -29,7 +29,6 @@ class Alone:
 
     rank, world_size, operations = 0, 1, 0
     scope = ""
-    meetings = count(1)
 
     def round(
         self,
@@ -46,11 +45,11 @@ class Alone:
 
 
 class Exchange:
-    """`operations` counts what was asked of the store; `meetings` numbers the attempts that are begun in one process group; topics are
-    within `scope`, the job. Every rank must come to the same rounds, in any order."""
+    """`operations` counts what was asked of the store; topics are within `scope`, the job. Every rank must come to the same rounds, one
+    after the other; one that has come alone leaves no trace."""
 
-    def __init__(self, store: Store, rank: int, world_size: int, meetings: Iterator[int]) -> None:
-        self.rank, self.world_size, self.meetings = rank, world_size, meetings
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         self.scope = ""
         self.operations = 0
         self._store = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
@@ -114,12 +113,20 @@ class Exchange:
     ) -> bytes:
         deadline = time.monotonic() + seconds
         if self.rank == 0:
-            answers = self._decide(topic, mine, decide, deadline, unwanted)
-            for rank in range(1, self.world_size):
-                self._put(f"{topic}/to/{rank}", answers[rank])
+            answers, asked = self._decide(topic, mine, decide, deadline - min(_GRACE_SECONDS, seconds / 4), unwanted)
+            for rank, nonce in asked.items():
+                self._put(f"{topic}/to/{nonce}", answers[rank])
             return answers[0]
-        self._put(f"{topic}/from/{self.rank}", _encode(mine))
-        found = self._take(f"{topic}/to/{self.rank}", deadline + _GRACE_SECONDS, unwanted)
+        nonce, said = secrets.token_hex(8), _encode(mine)
+        self._put(f"{topic}/said/{nonce}", said)
+        self._put(f"{topic}/from/{self.rank}", nonce.encode())
+        found = None
+        try:
+            found = self._take(f"{topic}/to/{nonce}", deadline, unwanted)
+        finally:
+            if found is None:  # who asks rank 0 later is not to be taken for this
+                self._remove(f"{topic}/from/{self.rank}", 1)
+                self._remove(f"{topic}/said/{nonce}", _count(said))
         if found is None:
             raise SnapshotFailed(f"rank 0 has not answered within {seconds:.0f} s")
         return found
@@ -131,29 +138,36 @@ class Exchange:
         decide: Callable[[list[bytes]], list[bytes]],
         deadline: float,
         unwanted: Callable[[], CkptdError | None],
-    ) -> list[bytes]:
+    ) -> tuple[list[bytes], dict[int, str]]:
+        """An answer for each rank, and what those that have come want it under."""
+        asked: dict[int, str] = {}
+        begun = time.monotonic()
         try:
-            said: list[bytes] = []
-            late: list[int] = []
-            begun = time.monotonic()
-            for rank in range(self.world_size):
-                found = _encode(mine) if rank == 0 else self._take(f"{topic}/from/{rank}", deadline, unwanted)
-                if found is None:
-                    late.append(rank)
-                else:
-                    said.append(_decode(found, rank))
-            if late:
+            found = [_encode(mine)]
+            for rank in range(1, self.world_size):
+                nonce = self._take(f"{topic}/from/{rank}", deadline, unwanted)
+                said = None if nonce is None else self._take(f"{topic}/said/{nonce.decode()}", deadline, unwanted)
+                if nonce is not None and said is not None:
+                    asked[rank] = nonce.decode()
+                    found.append(said)
+            values = [_decode(said, rank) for rank, said in zip([0, *asked], found, strict=True)]
+            if late := [rank for rank in range(1, self.world_size) if rank not in asked]:
                 raise SnapshotFailed(f"rank {', '.join(map(str, late[:8]))} has not come within {time.monotonic() - begun:.0f} s")
-            return [_encode(answer) for answer in decide(said)]
+            return [_encode(answer) for answer in decide(values)], asked
         except CkptdError as error:
-            return [_encode(error)] * self.world_size
+            return [_encode(error)] * self.world_size, asked
 
     def _put(self, key: str, value: bytes) -> None:
-        pieces = [value[at : at + _PIECE] for at in range(0, len(value), _PIECE)] or [b""]
-        for number in reversed(range(len(pieces))):  # the first says how many there are, and is waited for
-            head = len(pieces).to_bytes(4, "little") if number == 0 else b""
+        count = _count(value)
+        for number in reversed(range(count)):  # the first says how many there are, and is waited for
+            head = count.to_bytes(4, "little") if number == 0 else b""
             with self._asking():
-                self._store.set(f"{key}/{number}", head + pieces[number])  # type: ignore[arg-type]
+                self._store.set(f"{key}/{number}", head + value[number * _PIECE : (number + 1) * _PIECE])  # type: ignore[arg-type]
+
+    def _remove(self, key: str, count: int) -> None:
+        for number in range(count):
+            with self._asking():
+                self._store.delete_key(f"{key}/{number}")
 
     def _take(self, key: str, deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
         """The value, which is then gone from the store; None after the deadline."""
@@ -191,6 +205,11 @@ class Exchange:
 
 def _silent() -> SnapshotFailed:
     return SnapshotFailed(f"the job's store has not answered for {SILENT_SECONDS:.0f} s: is the process that serves it stopped?")
+
+
+def _count(value: bytes) -> int:
+    """Of pieces that the store can take."""
+    return -(-len(value) // _PIECE) or 1
 
 
 def _encode(said: bytes | CkptdError) -> bytes:

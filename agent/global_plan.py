@@ -93,9 +93,8 @@ def _compare_values(offers: list[Offer]) -> None:
         for key, found in offer.values.items():
             other, expected = first.setdefault(key, (rank, found))
             if found != expected:
-                raise UnsavableValue(
-                    f"{key} differs between ranks {other} and {rank}: make it the same, or mark it as each rank's own with per_rank(...)"
-                )
+                where = f"{key or 'the state'} differs between ranks {other} and {rank}"
+                raise UnsavableValue(f"{where}: make it the same, or mark it as each rank's own with per_rank(...)")
 
 
 def _compare_rows(offers: list[Offer]) -> None:

@@ -27,13 +27,12 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
         assert client is not None
         return [msgspec.msgpack.encode(_begin(client, job, ranks, 0))] * len(said)
 
-    number = next(ranks.meetings)  # every rank counts the same: each comes to every meeting, also with an error
     mine: bytes | CkptdError
     if client is None:
         mine = error or InternalError("no daemon and no reason")
     else:
         mine = msgspec.msgpack.encode((this_boot(), client.welcome.root, job))
-    attempt = msgspec.msgpack.decode(ranks.round(f"begin/{number}", mine, claim, BEGIN_SECONDS), type=int)
+    attempt = msgspec.msgpack.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS), type=int)
     assert client is not None
     return attempt if ranks.rank == 0 else _begin(client, job, ranks, attempt)
 

@@ -35,6 +35,7 @@ def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, (TensorRef, PerRank)):
         return
     if isinstance(tree, ObjectNode):
+        yield path, f"an object ({tree.kind})"
         yield from _shared(tree.tree, path)
     elif is_optimizer(tree):
         for group in tree["param_groups"]:
@@ -47,9 +48,11 @@ def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{prefix}param_groups.{name}", _without_tensors(settings)) for name in group["params"])
         yield from _shared({key: value for key, value in tree.items() if key != "param_groups"}, path)
     elif isinstance(tree, dict):
+        yield path, "a dict"
         for key, value in tree.items():
             yield from _shared(value, f"{prefix}{key}")
     elif isinstance(tree, (list, tuple, deque)) and any(isinstance(item, _NESTED) for item in tree):
+        yield path, f"{len(tree)} items"
         for number, value in enumerate(tree):
             yield from _shared(value, f"{prefix}{number}")
     else:
@@ -78,32 +81,55 @@ def is_optimizer(tree: Any) -> bool:
     return isinstance(groups, list) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
 
 
-def merge(trees: Sequence[Any], own: int | None = None) -> Any:
-    """One tree of the trees of all ranks. What is held by several comes from rank `own`, if given, else from the lowest that has it."""
+Foreign = dict[int, frozenset[Any]]
+"""By the id of a dict in a merged tree: keys that other ranks had there, and this one had not."""
+
+
+def merge(trees: Sequence[Any], own: int | None = None, foreign: Foreign | None = None) -> Any:
+    """One tree of the trees of all ranks. What is held by several comes from rank `own`, if given, else from the lowest that has it.
+
+    `foreign`, if given, is filled; it holds as long as the tree lives.
+    """
     order = list(range(len(trees)))
     if own is not None:
         order.insert(0, order.pop(own))
-    return _merge([(rank, trees[rank]) for rank in order], own)
+    return _merge([(rank, trees[rank]) for rank in order], own, {} if foreign is None else foreign)
 
 
-def _merge(held: list[tuple[int, Any]], own: int | None) -> Any:
+def own_part(tree: Any, foreign: Foreign) -> Any:
+    """A merged tree without what only other ranks had."""
+    if not foreign:
+        return tree
+    if isinstance(tree, ObjectNode):
+        return ObjectNode(tree.kind, own_part(tree.tree, foreign))
+    if isinstance(tree, dict):
+        others = foreign.get(id(tree), frozenset())
+        made = type(tree)()
+        made.update({key: own_part(value, foreign) for key, value in tree.items() if key not in others})
+        return made
+    return like(tree, [own_part(item, foreign) for item in tree]) if type(tree) in (list, tuple, deque) else tree
+
+
+def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> Any:
     _, first = held[0]
     if isinstance(first, PerRank):
         of_ranks = sorted(((rank, value.value) for rank, value in held if isinstance(value, PerRank)), key=lambda pair: pair[0])
         return OfRanks([value for _, value in of_ranks], next((n for n, (rank, _) in enumerate(of_ranks) if rank == own), None))
     if isinstance(first, ObjectNode):
-        return ObjectNode(first.kind, _merge([(rank, value.tree) for rank, value in held if isinstance(value, ObjectNode)], own))
+        return ObjectNode(first.kind, _merge([(rank, value.tree) for rank, value in held if isinstance(value, ObjectNode)], own, foreign))
     if is_optimizer(first):
-        return _merge_optimizers([(rank, value) for rank, value in held if is_optimizer(value)], own)
+        return _merge_optimizers([(rank, value) for rank, value in held if is_optimizer(value)], own, foreign)
     if isinstance(first, dict):
         made = type(first)()
         keys = {key: None for _, value in held if isinstance(value, dict) for key in value}
         for key in keys:
-            made[key] = _merge([(rank, value[key]) for rank, value in held if isinstance(value, dict) and key in value], own)
+            made[key] = _merge([(rank, value[key]) for rank, value in held if isinstance(value, dict) and key in value], own, foreign)
+        if held[0][0] == own and len(made) > len(first):
+            foreign[id(made)] = frozenset(key for key in made if key not in first)
         return made
     if type(first) in (list, tuple, deque) and any(isinstance(item, _NESTED) for item in first):
         alike = [(rank, value) for rank, value in held if type(value) is type(first) and len(value) == len(first)]
-        return like(first, [_merge([(rank, value[n]) for rank, value in alike], own) for n in range(len(first))])
+        return like(first, [_merge([(rank, value[n]) for rank, value in alike], own, foreign) for n in range(len(first))])
     return first
 
 
@@ -122,7 +148,7 @@ def bare(tree: Any) -> Any:
     return like(tree, [bare(item) for item in tree]) if type(tree) in (list, tuple, deque) else tree
 
 
-def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None) -> dict[str, Any]:
+def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None, foreign: Foreign) -> dict[str, Any]:
     """Every parameter stands in one group, with the settings that it had."""
     seen: set[Any] = set()
     groups: list[dict[str, Any]] = []
@@ -133,4 +159,4 @@ def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None) -
             if fresh or not group["params"]:
                 groups.append({**group, "params": fresh})
     rest = [(rank, {key: value for key, value in optimizer.items() if key != "param_groups"}) for rank, optimizer in held]
-    return {**_merge(rest, own), "param_groups": groups}
+    return {**_merge(rest, own, foreign), "param_groups": groups}

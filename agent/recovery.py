@@ -21,7 +21,7 @@ from ckptd.agent.capture import set_rng_state
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
 from ckptd.agent.loading import load, materialize
-from ckptd.agent.merge import merge
+from ckptd.agent.merge import Foreign, merge
 from ckptd.agent.restore import Binding, OnReshape, mismatch
 from ckptd.agent.sources import Opened, open_memory, open_storage
 from ckptd.shared import messages as m
@@ -68,6 +68,8 @@ class Recovery:
         if len(asked := {found["asked"] for found in said}) > 1:
             raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: give the same on all")
         candidates = [m.Candidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
+        if not candidates and any(found["candidates"] for found in said):
+            raise RecoveryFailed("the ranks have not found the same checkpoints, since some came or went meanwhile: recover again")
         passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
         overwritten = False
         for number, candidate in enumerate(candidates):
@@ -102,6 +104,8 @@ class Recovery:
         return None
 
     def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+            raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
         found, _ = self._client.call(lambda n: m.Find(id=n, step=step), m.Found, FIND_SECONDS)
         failpoint("agent.recover.found")
         return {
@@ -167,9 +171,12 @@ class _Attempt:
             opened = self._opened = self._open()
             if self._candidate.source == "memory":  # cheap there, each rank its share, and then nothing is overwritten in vain
                 opened.verify(opened.sources[self._ranks.rank :: self._ranks.world_size])
-            self._documents = [values.decode(opened.values(rank)) for rank in range(len(opened.sources))]
             failpoint("agent.recover.opened")
         except (IntegrityError, NotFound, OSError) as error:
+            return {"damaged": str(error)}
+        try:
+            self._documents = [values.decode(opened.values(rank)) for rank in range(len(opened.sources))]
+        except (IntegrityError, OSError) as error:  # but not NotFound: a class that is not imported
             return {"damaged": str(error)}
         return {"damaged": ""}
 
@@ -185,8 +192,10 @@ class _Attempt:
                 "random generators are left as they are: they were saved on %d ranks, and this job has %d",
                 len(documents), self._ranks.world_size,
             )  # fmt: skip
-        tree = merge([document["state"] for document in documents], own)
-        self._binding = Binding(state, tree, self._opened.saved, strict=self._strict, on_reshape=self._on_reshape)
+        foreign: Foreign = {}
+        tree = merge([document["state"] for document in documents], own, foreign)
+        saved, strict, on_reshape = self._opened.saved, self._strict, self._on_reshape
+        self._binding = Binding(state, tree, saved, strict=strict, on_reshape=on_reshape, foreign=foreign)
         return {"unused": self._binding.unused}
 
     def _open(self) -> Opened:

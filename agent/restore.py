@@ -23,10 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.capture import expand_object
 from ckptd.agent.loading import Saved
-from ckptd.agent.merge import OfRanks, has_own
+from ckptd.agent.merge import Foreign, OfRanks, has_own, own_part
 from ckptd.agent.naming import Names, canonical, flattens, parameter_keys, parameter_names, unwrapped
 from ckptd.agent.optimizers import steps_on_device, tell, without_state
 from ckptd.agent.planning import dtype_of
+from ckptd.agent.reshape import put_into
 from ckptd.agent.structure import local_part
 from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef, filled, like, tensor_names
 from ckptd.shared.errors import StructureMismatch
@@ -44,7 +45,10 @@ class Binding:
     """`in_place`: name -> destination; `fresh`: names of tensors to make, with the device each belongs on; `unused`: keys of the checkpoint
     that have no place in the state. Raises StructureMismatch."""
 
-    def __init__(self, state: Any, tree: Any, saved: Saved, *, strict: bool, on_reshape: OnReshape | None = None) -> None:
+    def __init__(
+        self, state: Any, tree: Any, saved: Saved, *, strict: bool, on_reshape: OnReshape | None = None, foreign: Foreign | None = None
+    ) -> None:
+        self._foreign = foreign or {}
         self.in_place: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.device] = {}
         self.unused: list[str] = []
@@ -109,15 +113,8 @@ class Binding:
         fresh = self._fresh(saved.values, path)
 
         def put(resolve: Resolve) -> Any:
-            made = on_reshape(path, fresh(resolve))
-            if isinstance(place, dict) and isinstance(made, dict):
-                place.clear()
-                place.update(made)
-                return _KEEP
-            if not isinstance(place, type) and callable(getattr(place, "load_state_dict", None)):
-                place.load_state_dict(made)
-                return _KEEP
-            return made
+            made = put_into(place, on_reshape(path, fresh(resolve)))
+            return _KEEP if made is place else made
 
         return put
 
@@ -132,7 +129,7 @@ class Binding:
         size = tuple(self._saved.describe(saved.fqn).size)
         if tuple(place.shape) != size:
             self._problems.append(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}")
-        elif any(n > 1 and stride == 0 for n, stride in zip(local_part(place).shape, local_part(place).stride(), strict=True)):
+        elif _expanded(local_part(place)):
             self._problems.append(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
         elif not isinstance(place, ShardedTensor) and place.is_meta:
             self._problems.append(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
@@ -187,6 +184,7 @@ class Binding:
 
     def _fresh(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> _Value:
         """The saved value itself, its tensors made anew; `mark`: what is each rank's own is marked so again."""
+        saved = own_part(saved, self._foreign)
         if has_own(saved):
             return self._with_own(saved, path, mark=mark)
         for name in tensor_names(saved):
@@ -379,6 +377,10 @@ class Binding:
         prefix = f"{path}." if path else ""
         self._problems += [f"key {prefix}{key} is in the state and not in the checkpoint" for key in ours if key not in known]
         self.unused += [f"key {prefix}{key} is in the checkpoint and not in the state" for key in theirs if key not in wanted]
+
+
+def _expanded(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _marked(value: _Value) -> _Value:

@@ -114,9 +114,8 @@ class Steps:
         snapshot = job.snapshots.get(key)
         others = [] if snapshot is None else [shard.rank for shard in snapshot.shards.values() if shard.persist != persist]
         if others:
-            raise SnapshotFailed(
-                f"step {key[1]} has persist={persist} on rank {rank}, and not on {ranks(sorted(others))}: give the same on all"
-            )
+            where = ranks(sorted(others))
+            raise SnapshotFailed(f"step {key[1]} has persist={persist} on rank {rank}, and not on {where}: give the same on all")
 
     @contextmanager
     def _or_give_up(self, job: Job, key: Key) -> Iterator[None]:
@@ -139,7 +138,8 @@ class Steps:
 
     def _expire(self, job: Job, key: Key) -> None:
         snapshot = job.snapshots.get(key)
-        late = snapshot.missing if snapshot is not None else list(range(job.world_size))
+        came = self._waiting[job.name, key].planned if (job.name, key) in self._waiting else {}
+        late = snapshot.missing if snapshot is not None else [rank for rank in range(job.world_size) if rank not in came]
         self.give_up(job, key, SnapshotFailed(f"step {key[1]} failed: {ranks(late)} did not seal it within {self._timeout:g} s"))
 
     def settle(self, job: Job, key: Key) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def store() -> TCPStore:
 
 @pytest.fixture
 def ranks(store: TCPStore) -> list[Exchange]:
-    return [Exchange(store, rank, WORLD, count(1)) for rank in range(WORLD)]
+    return [Exchange(store, rank, WORLD) for rank in range(WORLD)]
 
 
 def attempt(call: Callable[[], bytes]) -> Answer:
@@ -105,7 +104,7 @@ def test_what_is_unwanted_is_not_waited_for(ranks: list[Exchange]) -> None:
 
 
 def test_rounds_of_other_jobs_and_topics_do_not_mix(store: TCPStore) -> None:
-    jobs = [[Exchange(store, rank, 2, count(1)) for rank in range(2)] for _ in range(2)]
+    jobs = [[Exchange(store, rank, 2) for rank in range(2)] for _ in range(2)]
     for number, job in enumerate(jobs):
         for rank in job:
             rank.scope = f"job{number}"
@@ -120,7 +119,7 @@ def test_rounds_of_other_jobs_and_topics_do_not_mix(store: TCPStore) -> None:
 
 def test_a_store_that_is_gone_is_said_so() -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
-    rank = Exchange(store, 1, 2, count(1))
+    rank = Exchange(store, 1, 2)
     del store
     with pytest.raises(SnapshotFailed, match=r"^the job's store cannot be reached: "):
         rank.round("topic", b"", reverse, 0.2)
@@ -139,7 +138,7 @@ def test_a_store_that_is_stopped_holds_nobody_up() -> None:
     server = context.Process(target=serve, args=(there,), daemon=True)
     server.start()
     try:
-        rank = Exchange(TCPStore("localhost", here.recv(), is_master=False), 1, 2, count(1))
+        rank = Exchange(TCPStore("localhost", here.recv(), is_master=False), 1, 2)
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
         for _ in range(3):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptd.agent.merge import OfRanks, bare, merge, value_digests
+from ckptd.agent.merge import Foreign, OfRanks, bare, merge, own_part, value_digests
 from ckptd.agent.values import ObjectNode, PerRank, TensorRef
 from ckptd.shared.errors import UnsavableValue
 
@@ -25,11 +25,14 @@ def test_what_ranks_share_has_a_digest() -> None:
         "model": ObjectNode("module", {"weight": TensorRef("model.weight"), "extra": "x"}), "empty": {},
     }  # fmt: skip
     found = value_digests(tree)
-    assert set(found) == {"step", "pair", "mixed.1", "model.extra"}
+    assert set(found) == {"step", "pair", "mixed.1", "model.extra", "", "mixed", "model", "empty"}  # containers by their kind
     assert all(len(digest) == 8 for digest in found.values())
     other = value_digests({**tree, "step": 4})
     assert {key for key in found if found[key] != other[key]} == {"step"}
     assert value_digests({**tree, "step": 3.0})["step"] != found["step"]
+    for container in ([{"a": 1}], [{"a": 1}, {"a": 1}], {"a": 1}, 1, [1]):
+        assert value_digests({"v": container})["v"] != value_digests({"v": [{"a": 1}] * 3})["v"]
+    assert value_digests({"v": {}})["v"] == value_digests({"v": {"of another rank": 1}})["v"]
 
 
 def test_groups_are_compared_by_parameter() -> None:
@@ -37,7 +40,7 @@ def test_groups_are_compared_by_parameter() -> None:
     one = value_digests({"optim": optimizer((0.1, ["a"]), (0.2, ["b", "c"]))})
     other = value_digests({"optim": optimizer((0.2, ["c", "b"]), (0.1, ["a"]))})
     assert one == other
-    assert set(one) == {f"optim.param_groups.{name}" for name in "abc"}
+    assert {key for key in one if "groups" in key} == {f"optim.param_groups.{name}" for name in "abc"}
     changed = value_digests({"optim": optimizer((0.1, ["a", "b"]), (0.2, ["c"]))})
     assert {key for key in one if one[key] != changed[key]} == {"optim.param_groups.b"}
     with pytest.raises(UnsavableValue, match=r"^optim: an optimizer's parameters are numbered"):
@@ -49,6 +52,20 @@ def test_merge_has_the_keys_of_all_and_the_values_of_the_lowest() -> None:
     assert merge(trees) == {"a": 1, "both": 0, "deep": {"x": [TensorRef("x"), 1], "y": None}, "b": 2}
     assert merge(trees, 1) == {"both": 1, "b": 2, "deep": {"x": [TensorRef("x"), 2], "y": None}, "a": 1}
     assert list(merge(trees, 1)) == ["both", "b", "deep", "a"]  # the order that this rank had
+
+
+def test_what_only_others_had_is_known() -> None:
+    first, second = ObjectNode("stateful", {"x": [{"k": 0}]}), ObjectNode("stateful", {"x": [{"l": 1}], "y": 3})
+    trees: list[Any] = [{"a": 1, "o": first}, {"b": 2, "o": second}]
+    foreign: Foreign = {}
+    merged = merge(trees, 1, foreign)
+    assert merged == {"b": 2, "o": ObjectNode("stateful", {"x": [{"l": 1, "k": 0}], "y": 3}), "a": 1}
+    assert own_part(merged, foreign) == trees[1]
+    assert own_part(merged, {}) is merged
+    of_the_first: Foreign = {}
+    assert own_part(merge(trees, 0, of_the_first), of_the_first) == trees[0]
+    lost: Foreign = {}
+    assert own_part(merge([{}, {"d": {"x": 1}}], 0, lost)["d"], lost) == {"x": 1}  # this rank has no such dict of its own
 
 
 def test_merge_keeps_each_ranks_own() -> None:

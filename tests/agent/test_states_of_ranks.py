@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptd.agent import Agent, Checkpoint, CkptdError, per_rank
+from ckptd.agent import Agent, Checkpoint, CkptdError, per_rank, recovery
 from ckptd.agent.values import PerRank
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
@@ -203,6 +203,36 @@ def recover_step(name: str, steps: list[int | None]) -> str:
     return ""
 
 
+class Log:
+    """Keeps what it is given."""
+
+    def __init__(self, entries: dict[str, int]) -> None:
+        self.entries = entries
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"entries": self.entries}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.entries = state["entries"]
+
+
+def drift(socket: Path) -> tuple[Any, ...]:
+    """What is the same on all ranks when they plan, and not later: each rank has its own back all the same."""
+    rank = dist.get_rank()
+    agent = Agent("drift", socket=socket)
+    for step, own in ((1, {}), (2, {f"only {rank}": rank})):
+        state = {"counts": Counter(own), "plain": dict(own), "log": Log(dict(own)), "w": torch.ones(2)}
+        agent.snapshot(state, step=step).wait("durable", timeout=60)
+    state = {"counts": Counter(), "plain": {}, "log": Log({}), "w": torch.ones(2)}
+    agent.recover(state)
+    return state["counts"], state["plain"], state["log"].entries  # type: ignore[attr-defined]
+
+
+def recover_alone(seconds: float) -> str:
+    recovery.RANKS_SECONDS = seconds
+    return recover_step("alone", [None, None])
+
+
 def stages(socket: Path) -> str:
     """Two stages of a pipeline, sharded over two ranks each, that call different layers the same."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
@@ -260,3 +290,19 @@ def test_ranks_that_want_other_steps_back(ranks: Ranks, daemon: Daemon) -> None:
         wanted = f"InvalidRequest: the ranks want to recover step {said}: give the same on all"
         assert ranks.call(recover_step, "steps", steps) == [wanted] * 2
     assert ranks.call(recover_step, "steps", [1, 1]) == ["", ""]
+
+
+def test_each_rank_has_its_own_plain_values_back(ranks: Ranks, daemon: Daemon) -> None:
+    for rank, found in enumerate(ranks.call(drift, daemon.home.socket)):
+        assert found == ({f"only {rank}": rank},) * 3
+
+
+def test_a_recovery_that_goes_wrong_on_one_rank_harms_no_later_one(ranks: Ranks, daemon: Daemon) -> None:
+    assert ranks.call(save_as, daemon.home.socket, "alone", [True, True]) == ["", ""]
+    first, second = ranks.call(recover_step, "alone", [None, True])
+    assert first == "InvalidRequest: rank 1: step is True; expected a number from 0 up"
+    assert second == "InvalidRequest: step is True; expected a number from 0 up"
+    assert ranks.call(recover_step, "alone", [None, None]) == ["", ""]
+    for alone, said in ((1, "rank 0 has not answered within 1 s"), (0, "rank 1 has not come within 1 s")):
+        assert ranks.call(recover_alone, 1.0, only=[alone]) == [f"SnapshotFailed: {said}"]
+        assert ranks.call(recover_alone, 60.0) == ["", ""]
