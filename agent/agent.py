@@ -190,6 +190,7 @@ class Agent:
             self._rng_room = max(self._rng_room, len(documents.values) - len(captured.state))
             segment, why = asking.answer()
         except BaseException:
+            self._pending.pop((pending.attempt, pending.step), None)  # the reason is ours, not what the daemon makes of it
             asking.drop()
             raise
         if not segment:
@@ -209,6 +210,7 @@ class Agent:
             if transfer is None:
                 self._seal(pending, slot, layout, documents)
         except BaseException:
+            self._pending.pop((pending.attempt, pending.step), None)
             self._abandon(slot)
             raise
         self.last_step = pending.step
@@ -224,8 +226,8 @@ class Agent:
         failpoint("agent.handed_over")
 
     def _not_sealed(self, pending: Pending, slot: MappedSlot, error: Exception) -> None:
-        self._abandon(slot)
         self._fail(pending, error if isinstance(error, CkptdError) else InternalError(f"snapshot of step {pending.step}: {error!r}"))
+        self._abandon(slot)
 
     def _settle(self) -> None:
         """Until nothing is under way on other threads."""

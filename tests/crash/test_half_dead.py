@@ -160,10 +160,7 @@ def test_a_plan_that_outlasts_rank_timeout_names_the_rank(place: Home, victim: i
         assert [blamed(why) for [(_, _, why)] in ranks.call(trainer.ends, [1], only=others)] == [{victim}] * 3
 
 
-_KEPT = pytest.mark.xfail(strict=True, reason="Layouts.layout keeps what rank 0 has planned for a step that was given up meanwhile")
-
-
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=_KEPT), 2])
+@pytest.mark.parametrize("victim", [0, 2])
 def test_a_plan_that_is_made_too_late_is_not_kept(place: Home, victim: int) -> None:
     others = [rank for rank in WORLD if rank != victim]
     with running(place, environment={"CKPTD_STALL_BUDGET": "1"}), start(place) as ranks:
