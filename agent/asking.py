@@ -1,4 +1,4 @@
-"""Asking the daemon for a slot. The question is sent before there is nothing else to do: waking the daemon, and being woken, takes time.
+"""Asking the daemon for a slot. The question is sent while there is something else to do: waking the daemon, and being woken, takes time.
 
 After a lost connection, or of a daemon that stops, it is asked again until the deadline.
 """
