@@ -28,7 +28,7 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import ITEM_SIZES
 
-PLAN_SECONDS = 1.0  # for other ranks to come, however small the budget
+PLAN_SECONDS = 2.0  # for other ranks to come, however small the budget
 TELL_SECONDS = 5.0  # for the daemon to take note
 _MOST_WHY = 4096
 _ITEM_BYTES = 300  # in plan and metadata, of one item; an estimate
@@ -51,7 +51,7 @@ class Layouts:
     def layout(self, captured: Captured, state: Any, pending: Pending, budget: float) -> tuple[Layout, list[torch.Tensor]]:
         """The layout, and the live tensor behind each of its items.
 
-        Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come within `budget` seconds, but at least one.
+        Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come within `budget` seconds, but two at least.
         """
         deadline = time.monotonic() + max(budget, PLAN_SECONDS)
         if self._kept is not None and self._has == self._wanted and (same := self._kept[0].again(captured.tensors)) is not None:

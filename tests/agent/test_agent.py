@@ -148,9 +148,17 @@ def test_the_trainer_outlives_its_daemon_and_loses_nothing_sealed(place: Home, p
             trainers.assert_equal(checkpoint.load(), step, SIZE)
 
 
+def prepared(place: Home) -> Agent:
+    """With slots, so that a small budget is enough."""
+    agent = Agent("job", socket=place.socket)
+    agent.prepare(trainers.expected(1, SIZE))
+    agent._settle()
+    return agent
+
+
 def test_without_a_daemon_training_goes_on_and_snapshots_resume(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.2"}):
-        agent = Agent("job", socket=place.socket)
+        agent = prepared(place)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
     pending = agent.snapshot(trainers.expected(2, SIZE), step=2)
     with pytest.raises(errors.DaemonUnreachable, match="training goes on"):
@@ -164,7 +172,7 @@ def test_without_a_daemon_training_goes_on_and_snapshots_resume(place: Home) -> 
 
 def test_a_hung_daemon_costs_its_budget_once(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}) as daemon:
-        agent = Agent("job", socket=place.socket)
+        agent = prepared(place)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
         daemon.process.send_signal(signal.SIGSTOP)
         first, second = agent.snapshot(trainers.expected(2, SIZE), step=2), agent.snapshot(trainers.expected(3, SIZE), step=3)

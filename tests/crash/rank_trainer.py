@@ -96,6 +96,8 @@ def begin(socket: Path, job: str) -> int:
     """An agent for what follows; its attempt."""
     agent = HERE["agent"] = Agent(job, socket=socket)
     HERE["pendings"] = {}
+    agent.prepare(state_of(1))
+    agent._settle()  # a stall budget is then for other things than new slots
     return agent.attempt
 
 

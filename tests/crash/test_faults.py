@@ -198,7 +198,7 @@ def test_after_a_growth_beyond_the_quota_the_old_size_still_fits(place: Home) ->
 def test_close_gives_up_on_a_stopped_daemon(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}) as daemon:
         agent = Agent("job", socket=place.socket)
-        agent.snapshot({"x": torch.ones(3)}, step=1).wait("sealed")
+        until(lambda: agent.snapshot({"x": torch.ones(3)}, step=next(numbers)).state == "sealed", "snapshot")
         daemon.process.send_signal(signal.SIGSTOP)
         with pytest.raises(errors.DaemonUnreachable, match=r"the daemon has not answered within 0\.5 s"):
             agent.close(timeout=0.5)

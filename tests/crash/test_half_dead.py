@@ -238,7 +238,7 @@ def test_structure_that_changes_on_all_ranks_costs_nothing(place: Home) -> None:
 def test_without_a_stall_budget_ranks_can_plan_all_the_same(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0"}), start(place) as ranks:
         first = next(step for step in range(1, 90) if at_once(ranks, step))  # skipped while slots are being made
-        ranks.begin(trainer.take, [100], 0.3, only=[2])
+        ranks.begin(trainer.take, [100], 0.4, only=[2])
         ranks.begin(trainer.take, [100], only=[0, 1, 3])
         ranks.results()
         assert ranks.call(trainer.ends, [100]) == [[("durable", "", "")]] * 4
