@@ -118,12 +118,21 @@ class Admission:
             raise NotFound("this rank has no slots: allocate some first")
         if owner.world_size > 1 and (job.name, key) in self._refused:
             return self._refused[job.name, key]
+        deadline = asyncio.get_running_loop().time() + wait
+        while True:
+            left = max(0.0, deadline - asyncio.get_running_loop().time())
+            refusal = await self._may_take(owner, job, key, left)
+            if refusal or (slot := self._free_slot(owner)) is not None or left <= 0 or self._owners.get(owner.identity) is not owner:
+                return refusal or slot or "every slot is still being saved"
+            # what this rank has asked for before, and does not want any more, was granted first
+
+    async def _may_take(self, owner: Owner, job: Job, key: Key, wait: float) -> str:
+        """Once a slot is free: "", or why this step is skipped."""
         if key in job.snapshots:  # others have been granted it: only this rank's own slots count
-            return await self._decide(job, [owner], wait) or self._free_slot(owner) or "every slot is still being saved"
-        owners = [owner for owner in self._owners.values() if (owner.job, owner.attempt) == (job.name, key[0])]
-        if not self._blocked(owners):
+            return await self._decide(job, [owner], wait)
+        if not self._blocked(self._local(job, key)):
             self._stuck.pop(job.name, None)
-            return self._free_slot(owner) or "every slot is still being saved"
+            return ""
         decision = self._decisions.get((job.name, key))
         if decision is None or owner.rank in decision.asked:
             task = asyncio.create_task(self._decide_for_all(job, key, wait))
@@ -131,12 +140,14 @@ class Admission:
         decision.asked.add(owner.rank)
         refusal = await asyncio.shield(decision.task)
         self._decisions = {k: d for k, d in self._decisions.items() if k[0] != job.name or k[1] >= key}
-        return refusal or self._free_slot(owner) or "every slot is still being saved"
+        return refusal
+
+    def _local(self, job: Job, key: Key) -> list[Owner]:
+        return [owner for owner in self._owners.values() if (owner.job, owner.attempt) == (job.name, key[0])]
 
     async def _decide_for_all(self, job: Job, key: Key, wait: float) -> str:
         """Why this step is skipped: once a step, the same for all local ranks."""
-        owners = [owner for owner in self._owners.values() if (owner.job, owner.attempt) == (job.name, key[0])]
-        refusal = await self._decide(job, owners, wait)
+        refusal = await self._decide(job, self._local(job, key), wait)
         if refusal:
             self._refused[job.name, key] = refusal
             while len(self._refused) > _REMEMBERED:
