@@ -185,6 +185,8 @@ class Engine:
 
     async def note_untold(self, slot: Slot) -> bool:
         """If the slot's header says sealed and nobody has told: note it. False if there is nothing to be noted, or it is damaged."""
+        if slot.released:  # by a seal that was noted meanwhile
+            return False
         try:
             header = slot.refresh()
             if header.state is not SlotState.SEALED or header.step is None or slot.name not in self.admission.busy:

@@ -82,6 +82,12 @@ def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:
     assert not (daemon.home.root / "job" / "step-00000002.a0001").exists()
 
 
+def test_a_dead_trainers_last_seal_is_heard_after_its_death(place: Home) -> None:
+    """The slot that it makes superfluous goes while those of the dead are looked through."""
+    with running(place, failpoints="seal.received=sleep(0.5)@3") as daemon:
+        test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(daemon)
+
+
 def test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(daemon: Daemon) -> None:
     diary = trainers.Diary(daemon.home.path / "diary")
     script = (
