@@ -110,7 +110,12 @@ class Client:
             call.abandoned = True
             reply = call.reply
         if reply is not None:
-            self._late(reply)
+            self._give_back(reply, call.descriptors)
+
+    def _give_back(self, reply: m.Reply, descriptors: Sequence[int]) -> None:
+        for fd in descriptors:
+            os.close(fd)
+        self._late(reply)
 
     def post(self, make: Callable[[int], m.Request], answered: Callable[[m.Reply], None]) -> None:
         """Send without waiting. If the daemon is away nothing is sent and nothing raised: whoever takes up the session sends again."""
@@ -193,9 +198,7 @@ class Client:
         elif call.answered is not None:
             call.answered(message)
         else:
-            for fd in descriptors:
-                os.close(fd)
-            self._late(message)
+            self._give_back(message, descriptors)
 
     def _fail_calls(self, error: CkptdError) -> None:
         with self._lock:

@@ -70,7 +70,7 @@ class Exchange:
         An error in the place of `mine`, or raised by `decide`, is raised on all ranks. Raises SnapshotFailed naming who was late after
         `seconds`, or if the store does not answer; and what `unwanted` returns as soon as it does.
         """
-        if not self._done.is_set():
+        if not self._done.wait(_LOOK_SECONDS):  # one that was left by Ctrl-C ends in less
             raise _silent()
         answers: list[bytes | BaseException] = []
         done, left = threading.Event(), threading.Event()

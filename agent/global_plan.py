@@ -29,10 +29,6 @@ class Offer(msgspec.Struct, frozen=True):
     rows: list[Row]
     values: dict[str, bytes] = {}
 
-    @classmethod
-    def of(cls, local: Local, values: dict[str, bytes]) -> Offer:
-        return cls(local.rows, values)
-
 
 class Share(msgspec.Struct, frozen=True):
     """What one rank is to write: numbers of its rows, and fqns of its aliases. `metadata` is rank 0's alone."""
@@ -102,14 +98,13 @@ def _compare_rows(offers: list[Offer]) -> None:
     copies: dict[Key, tuple[int, bytes]] = {}
     covered: dict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
     for rank, offer in enumerate(offers):
-        for fqn, dtype, size in [(row.fqn, row.dtype, row.size) for row in offer.rows]:
-            other, *expected = shapes.setdefault(fqn, (rank, dtype, size))
-            if [dtype, size] != expected:
+        for row in offer.rows:
+            other, dtype, size = shapes.setdefault(row.fqn, (rank, row.dtype, row.size))
+            if (row.dtype, row.size) != (dtype, size):
                 raise UnsavableValue(
-                    f"{fqn} is {expected[0]} {list(expected[1])} on rank {other} and {dtype} {list(size)} on rank {rank}: a tensor "
+                    f"{row.fqn} is {dtype} {list(size)} on rank {other} and {row.dtype} {list(row.size)} on rank {rank}: a tensor "
                     "is the same on all ranks, a shard of one (a DTensor), or each rank's own (per_rank)"
                 )
-        for row in offer.rows:
             covered[row.fqn][row.offsets] = math.prod(row.sizes)
             if row.digest:
                 other, bytes_there = copies.setdefault(row.key, (rank, row.digest))

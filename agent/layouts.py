@@ -86,10 +86,10 @@ class Layouts:
     def _offer(self, captured: Captured, state: Any) -> tuple[Local, Offer]:
         if self._ranks.world_size == 1:
             local = plan_locally(captured.tensors)
-            return local, Offer.of(local, {})
+            return local, Offer(local.rows)
         digests = value_digests(values.decode(captured.state))
         local = plan_locally(captured.tensors, buffers=buffer_names(state), world_size=self._ranks.world_size)
-        return local, Offer.of(local, digests)
+        return local, Offer(local.rows, digests)
 
     def estimate(self, captured: Captured) -> int:
         """Bytes of tensors and plan that this rank will write, more or less: what others may have too is shared out."""

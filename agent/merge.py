@@ -35,7 +35,6 @@ def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, (TensorRef, PerRank)):
         return
     if isinstance(tree, ObjectNode):
-        yield path, f"an object ({tree.kind})"
         yield from _shared(tree.tree, path)
     elif is_optimizer(tree):
         for group in tree["param_groups"]:
@@ -81,14 +80,24 @@ def is_optimizer(tree: Any) -> bool:
     return isinstance(groups, list) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
 
 
-Foreign = dict[int, frozenset[Any]]
-"""By the id of a dict in a merged tree: keys that other ranks had there, and this one had not."""
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What this rank had of a dict in a merged tree: `node` is that dict, `others` its keys that only other ranks had, `groups` an
+    optimizer's parameter groups as this rank had them."""
+
+    node: dict[Any, Any]
+    others: frozenset[Any]
+    groups: list[dict[str, Any]] | None = None
+
+
+Foreign = dict[int, Own]
+"""By the id of `node`, where this rank had something else than the merged tree has."""
 
 
 def merge(trees: Sequence[Any], own: int | None = None, foreign: Foreign | None = None) -> Any:
     """One tree of the trees of all ranks. What is held by several comes from rank `own`, if given, else from the lowest that has it.
 
-    `foreign`, if given, is filled; it holds as long as the tree lives.
+    `foreign`, if given, is filled.
     """
     order = list(range(len(trees)))
     if own is not None:
@@ -103,9 +112,11 @@ def own_part(tree: Any, foreign: Foreign) -> Any:
     if isinstance(tree, ObjectNode):
         return ObjectNode(tree.kind, own_part(tree.tree, foreign))
     if isinstance(tree, dict):
-        others = foreign.get(id(tree), frozenset())
+        own = foreign.get(id(tree), Own(tree, frozenset()))
         made = type(tree)()
-        made.update({key: own_part(value, foreign) for key, value in tree.items() if key not in others})
+        made.update({key: own_part(value, foreign) for key, value in tree.items() if key not in own.others})
+        if own.groups is not None:
+            made["param_groups"] = own.groups
         return made
     return like(tree, [own_part(item, foreign) for item in tree]) if type(tree) in (list, tuple, deque) else tree
 
@@ -125,7 +136,7 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
         for key in keys:
             made[key] = _merge([(rank, value[key]) for rank, value in held if isinstance(value, dict) and key in value], own, foreign)
         if held[0][0] == own and len(made) > len(first):
-            foreign[id(made)] = frozenset(key for key in made if key not in first)
+            foreign[id(made)] = Own(made, frozenset(key for key in made if key not in first))
         return made
     if type(first) in (list, tuple, deque) and any(isinstance(item, _NESTED) for item in first):
         alike = [(rank, value) for rank, value in held if type(value) is type(first) and len(value) == len(first)]
@@ -159,4 +170,9 @@ def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None, f
             if fresh or not group["params"]:
                 groups.append({**group, "params": fresh})
     rest = [(rank, {key: value for key, value in optimizer.items() if key != "param_groups"}) for rank, optimizer in held]
-    return {**_merge(rest, own, foreign), "param_groups": groups}
+    made: dict[str, Any] = _merge(rest, own, foreign)
+    made["param_groups"] = groups
+    if held[0][0] == own and len(held) > 1:
+        others = foreign[id(made)].others if id(made) in foreign else frozenset()
+        foreign[id(made)] = Own(made, others, held[0][1]["param_groups"])
+    return made

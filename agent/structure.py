@@ -94,7 +94,7 @@ class Structure:
         try:
             addresses = list(map(torch.Tensor.data_ptr, parts))
             blocks = [_columns(parts[block]) for block in _blocks(len(parts))]
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:  # torch's, of sparse and nested tensors: they have no one address
             for name, tensor in tensors.items():
                 check_tensor(name, tensor)
             raise
@@ -114,7 +114,7 @@ class Structure:
                 if any(_columns(parts[block]) != before for block, before in zip(_blocks(len(parts)), self.blocks, strict=True)):
                     return None
             addresses = list(map(torch.Tensor.data_ptr, parts))
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:  # torch's, of sparse and nested tensors: they have no one address
             return None
         if not (self.sharing.holds(parts) if addresses == self.addresses else Sharing.of(parts) == self.sharing):
             return None

@@ -138,8 +138,8 @@ class Steps:
 
     def _expire(self, job: Job, key: Key) -> None:
         snapshot = job.snapshots.get(key)
-        came = self._waiting[job.name, key].planned if (job.name, key) in self._waiting else {}
-        late = snapshot.missing if snapshot is not None else [rank for rank in range(job.world_size) if rank not in came]
+        came = set(snapshot.shards) if snapshot is not None else set(self._waiting[job.name, key].planned)
+        late = [rank for rank in range(job.world_size) if rank not in came] or list(range(job.world_size))  # if all plan, nobody knows
         self.give_up(job, key, SnapshotFailed(f"step {key[1]} failed: {ranks(late)} did not seal it within {self._timeout:g} s"))
 
     def settle(self, job: Job, key: Key) -> None:

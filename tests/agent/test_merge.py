@@ -68,6 +68,16 @@ def test_what_only_others_had_is_known() -> None:
     assert own_part(merge([{}, {"d": {"x": 1}}], 0, lost)["d"], lost) == {"x": 1}  # this rank has no such dict of its own
 
 
+def test_groups_that_only_others_had_are_known() -> None:
+    trees: list[Any] = [{"optim": {**optimizer((0.1, ["a"])), "more": 1}}, {"optim": optimizer((0.2, ["b"]), (0.3, ["c"]))}]
+    for own, tree in enumerate(trees):
+        foreign: Foreign = {}
+        merged = merge(trees, own, foreign)
+        assert {name for group in merged["optim"]["param_groups"] for name in group["params"]} == {"a", "b", "c"}
+        assert {id(found.node) for found in foreign.values()} == set(foreign)  # else another dict could have the id by now
+        assert own_part(merged, foreign) == tree
+
+
 def test_merge_keeps_each_ranks_own() -> None:
     trees = [{"own": PerRank(10)}, {}, {"own": PerRank(12)}]
     assert merge(trees) == {"own": OfRanks([10, 12], None)}

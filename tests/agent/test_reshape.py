@@ -1,22 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ckptd.agent import per_rank
 from ckptd.agent.reshape import put_into
-
-
-class Cursor:
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
+from tests.agent.test_resharding import Cursor
 
 
 def test_what_can_be_changed_is_changed_itself() -> None:

@@ -118,6 +118,17 @@ def a_stateful_of_sharded_tensors(blank: bool, rank: int) -> Any:
 
 
 @case
+def a_stateful_of_each_stage(blank: bool, rank: int) -> Any:
+    """Of a pipeline: each rank's object must get its own layers and groups, and no others."""
+    torch.manual_seed(99 if blank else rank)
+    model = nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(6, 6)}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (1 + rank), foreach=False)
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    return {"app": AppState(model, optimizer)}
+
+
+@case
 def conjugates_and_negatives(blank: bool, rank: int) -> Any:
     values = torch.zeros(4, dtype=torch.complex64) if blank else torch.tensor([1 + 2j, 3 - 1j, 5j, 7])
     sharded = DTensor.from_local(values[:2].conj() if rank == 0 else values[2:].conj(), init_device_mesh("cpu", (2,)), [Shard(0)])

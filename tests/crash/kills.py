@@ -13,8 +13,6 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.part import PartReader
 from ckptd.shared.segment import SegmentHeader, SlotState, read_header
+from tests.crash.tally import Tally, wait_for
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, home
 
@@ -115,52 +114,23 @@ def _phase(place: Home, header: SegmentHeader) -> str:
     return "before manifest"
 
 
-@dataclass(slots=True)
-class Result:
-    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    lost: list[str] = field(default_factory=list)
-    recovered: int = 0
-
-    @property
-    def kills(self) -> int:
-        return sum(self.hits.values())
-
-    def empty(self) -> list[str]:
-        return [p for p in PHASES if not any(self.hits[p, v] for v in VICTIMS)]
-
-    def table(self) -> str:
-        rows = [f"{'phase':<16}" + "".join(f"{victim:>9}" for victim in VICTIMS) + f"{'total':>9}"]
-        for name in PHASES:
-            counts = [self.hits[name, victim] for victim in VICTIMS]
-            rows.append(f"{name:<16}" + "".join(f"{count:>9}" for count in counts) + f"{sum(counts):>9}")
-        return "\n".join([*rows, f"{self.kills} kills, {self.recovered} recoveries, {len(self.lost)} lost"])
-
-
-def _wait_for(condition: Any, what: str, seconds: float = 180) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"no {what} within {seconds:.0f} s")
-        time.sleep(0.0005)
-
-
-def run(kills: int, megabytes: int, seed: int, *, most: int = 0) -> Result:
+def run(kills: int, megabytes: int, seed: int, *, most: int = 0) -> Tally:
     """At least `kills` kills, and more (up to `most`) until no phase is empty."""
     chance = random.Random(seed)
-    result = Result()
+    result = Tally(PHASES, VICTIMS)
     with home() as place:
         diary = trainers.Diary(place.path / "diary")
         daemon = Daemon(place, "--keep-last", "2").wait_ready()
         trainer = _start(place, diary, megabytes)
         try:
             while result.kills < kills or (result.empty() and result.kills < (most or 3 * kills)):
-                wanted = (result.empty() or list(PHASES))[0] if result.kills >= kills else PHASES[result.kills % len(PHASES)]
+                wanted = result.wanted(kills)
                 victim = VICTIMS[result.kills // len(PHASES) % len(VICTIMS)]
                 attempt = diary.newest("sealed")[0]
                 known = diary.newest("sealed")
-                _wait_for(lambda k=known, t=trainer: diary.newest("sealed") > k or not t.is_alive(), "snapshot")
+                wait_for(lambda k=known, t=trainer: diary.newest("sealed") > k or not t.is_alive(), "snapshot")  # type: ignore[misc]
                 assert trainer.is_alive(), f"the trainer ended by itself in attempt {attempt}"
-                _wait_for(lambda w=wanted: phase(place) == w, f"phase {wanted!r}")
+                wait_for(lambda w=wanted: phase(place) == w, f"phase {wanted!r}")  # type: ignore[misc]
                 time.sleep(chance.uniform(0, _LONGEST_WAIT[wanted]))
                 _kill(daemon, trainer, victim)
                 hit = phase(place) or "filling"
@@ -188,7 +158,7 @@ def _kill(daemon: Daemon, trainer: Any, victim: str) -> None:
 
 
 def _revive(
-    place: Home, diary: trainers.Diary, daemon: Daemon, trainer: Any, victim: str, megabytes: int, result: Result
+    place: Home, diary: trainers.Diary, daemon: Daemon, trainer: Any, victim: str, megabytes: int, result: Tally
 ) -> tuple[Daemon, Any]:
     """Start what is dead, let the survivor go on, and see that nothing acknowledged is lost."""
     promised = diary.newest("sealed", "durable")
@@ -199,7 +169,7 @@ def _revive(
         os.kill(daemon.process.pid, signal.SIGCONT)
     if victim == "daemon":
         os.kill(trainer.pid, signal.SIGCONT)
-        _wait_for(lambda: diary.newest("durable") >= promised or not trainer.is_alive(), "durable snapshot after the daemon's restart")
+        wait_for(lambda: diary.newest("durable") >= promised or not trainer.is_alive(), "durable snapshot after the daemon's restart")
         if not trainer.is_alive():
             result.lost.append(f"the trainer died with its daemon after {promised}")
         trainer.kill()
@@ -207,7 +177,7 @@ def _revive(
         promised = diary.newest("sealed", "durable")
     before = sum(word == "recovered" for word, _ in diary.read())
     trainer = _start(place, diary, megabytes)
-    _wait_for(lambda: sum(word == "recovered" for word, _ in diary.read()) > before or not trainer.is_alive(), "recovery")
+    wait_for(lambda: sum(word == "recovered" for word, _ in diary.read()) > before or not trainer.is_alive(), "recovery")
     if sum(word == "recovered" for word, _ in diary.read()) == before:
         result.lost.append(f"no recovery after {promised}")
         trainer = _start(place, diary, megabytes)
@@ -226,13 +196,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     options = parser.parse_args()
     print(f"{options.kills} kills of a job with {options.megabytes} MB of state, seed {options.seed}", flush=True)
-    result = run(options.kills, options.megabytes, options.seed)
-    print(result.table())
-    for lost in result.lost:
-        print(f"LOST: {lost}")
-    for name in result.empty():
-        print(f"EMPTY PHASE: {name}")
-    return 1 if result.lost or result.empty() else 0
+    return run(options.kills, options.megabytes, options.seed).report()
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -26,6 +26,7 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.part import PartReader
 from ckptd.shared.segment import SlotState, read_header
 from tests.crash import rank_trainer
+from tests.crash.tally import Tally, wait_for
 from tests.support.daemons import Daemon, Home, home
 from tests.support.ranks import RankFailed, Ranks
 from tests.support.trainers import JOB, Diary
@@ -37,6 +38,7 @@ KEEP = ("--keep-last", "2")
 _LONGEST_WAIT = dict(zip(PHASES, (0.05, 0.02, 0.3, 0.002, 0.05), strict=True))  # seconds into a phase
 _ROOT = Path(__file__).parent.parent.parent
 _SECONDS = 300.0  # for anything at all; nothing is measured
+_wait_for = partial(wait_for, seconds=_SECONDS)
 
 Key = tuple[int, int]
 """(attempt, step)."""
@@ -146,48 +148,18 @@ def _saved(place: Home, key: Key) -> str:
     return ("all sealed", "writing")[bool(parts)] if len(parts) < RANKS else "before manifest"
 
 
-@dataclass(slots=True)
-class Result:
-    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    lost: list[str] = field(default_factory=list)
-    recovered: int = 0
-    checked: list[str] = field(default_factory=list)
-
-    @property
-    def kills(self) -> int:
-        return sum(self.hits.values())
-
-    def empty(self) -> list[str]:
-        return [name for name in PHASES if not any(self.hits[name, victim] for victim in VICTIMS)]
-
-    def table(self) -> str:
-        rows = [f"{'phase':<20}" + "".join(f"{victim:>12}" for victim in VICTIMS) + f"{'total':>9}"]
-        for name in PHASES:
-            counts = [self.hits[name, victim] for victim in VICTIMS]
-            rows.append(f"{name:<20}" + "".join(f"{count:>12}" for count in counts) + f"{sum(counts):>9}")
-        return "\n".join([*rows, *self.checked, f"{self.kills} kills, {self.recovered} recoveries, {len(self.lost)} lost"])
-
-
-def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"no {what} within {_SECONDS:.0f} s")
-        time.sleep(0.0005)
-
-
 def run(
     kills: int, megabytes: int, seed: int, *, most: int = 0, meshes: Sequence[str] = ("hsdp", "tp"), worlds: Sequence[int] = (1, 2, 3)
-) -> Result:
+) -> Tally:
     """At least `kills` kills, and more (up to `most`) until no phase is empty; then `meshes` from memory, and `worlds` from storage."""
     chance = random.Random(seed)
-    result = Result()
+    result = Tally(PHASES, VICTIMS)
     with home() as place:
         daemon = Daemon(place, *KEEP).wait_ready()
         job = Job(place, megabytes)
         try:
             while result.kills < kills or (result.empty() and result.kills < most):
-                wanted = (result.empty() or list(PHASES))[0] if result.kills >= kills else PHASES[result.kills % len(PHASES)]
+                wanted = result.wanted(kills)
                 victim = VICTIMS[result.kills % len(VICTIMS)]
                 known = job.promised()
                 _wait_for(lambda k=known: job.promised() > k or not job.running, "snapshot")  # type: ignore[misc]
@@ -212,7 +184,7 @@ def run(
     return result
 
 
-def _revive(job: Job, result: Result) -> None:
+def _revive(job: Job, result: Tally) -> None:
     """Start it again, and see that nothing promised is lost."""
     promised, before = job.promised(), job.count("recovered")
     job.start()
@@ -233,7 +205,7 @@ def _revive(job: Job, result: Result) -> None:
 
 
 def _check_at_the_end(
-    place: Home, daemon: Daemon, job: Job, megabytes: int, result: Result, meshes: Sequence[str], worlds: Sequence[int]
+    place: Home, daemon: Daemon, job: Job, megabytes: int, result: Tally, meshes: Sequence[str], worlds: Sequence[int]
 ) -> Daemon:
     """What is in memory on other meshes; then, once it is on storage alone, on other numbers of ranks."""
     _wait_for(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the ranks")
@@ -251,7 +223,7 @@ def _check_at_the_end(
     return daemon
 
 
-def _check(place: Home, world_size: int, megabytes: int, how: str, step: int, source: str, result: Result) -> None:
+def _check(place: Home, world_size: int, megabytes: int, how: str, step: int, source: str, result: Tally) -> None:
     what = f"step {step} from {source} on {world_size} ranks, {how}"
     try:
         with Ranks(world_size) as ranks:
@@ -268,13 +240,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     options = parser.parse_args()
     print(f"{options.kills} kills of {RANKS} ranks with {options.megabytes} MB of state each, seed {options.seed}", flush=True)
-    result = run(options.kills, options.megabytes, options.seed, most=3 * options.kills)
-    for lost in result.lost:
-        print(f"LOST: {lost}")
-    for name in result.empty():
-        print(f"EMPTY PHASE: {name}")
-    print(result.table())
-    return 1 if result.lost or result.empty() else 0
+    return run(options.kills, options.megabytes, options.seed, most=3 * options.kills).report()
 
 
 if __name__ == "__main__":
