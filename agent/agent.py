@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed
 
 from ckptd.agent.arguments import job_name, make_request, ranks_of
-from ckptd.agent.asking import Asking
+from ckptd.agent.asking import Asking, give_back
 from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come, values_document
 from ckptd.agent.client import Client
 from ckptd.agent.launch import find_place
@@ -140,15 +140,18 @@ class Agent:
         """
         begun = time.perf_counter()
         pending = Pending(step if isinstance(step, int) else -1, self.attempt, persist=bool(persist))
+        asking = Asking(self._client, pending.step, tag)
         try:
             with self._lock:
                 request = make_request(step, tag, persist, on_busy, metrics, user_content)
-                self._snapshot(pending, state, request, on_busy, rng)
+                self._snapshot(pending, asking, state, request, on_busy, rng)
         except CkptdError as error:
             self._fail(pending, error)
         except Exception as error:
             log.exception("snapshot of step %s", step)
             self._fail(pending, InternalError(f"snapshot of step {step}: {error!r}"))
+        finally:
+            asking.drop()  # after the reason was told
         pending.stall = time.perf_counter() - begun
         return pending
 
@@ -166,7 +169,7 @@ class Agent:
             why = str(reason)[:MOST_REASON]
             self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
 
-    def _snapshot(self, pending: Pending, state: Any, request: Request, on_busy: str, rng: bool) -> None:
+    def _snapshot(self, pending: Pending, asking: Asking, state: Any, request: Request, on_busy: str, rng: bool) -> None:
         self._check_open()
         budget = self._client.welcome.stall_budget if on_busy == "wait" else 0.0
         deadline = time.monotonic() + budget
@@ -178,26 +181,30 @@ class Agent:
                 "steps only rise within an attempt; recover() to go back"
             )
         self._pending[pending.attempt, pending.step] = pending
+        if self._layouts.settled and self._slots.fit(0):
+            asking.ask(deadline)  # most likely all is as it was: the answer comes while that is looked at
         captured, encoded = capture(state, rank=self.rank, habits=self._habits), request.encode()
-        layout, sources = self._layouts.layout(captured, state, pending, self._client.welcome.stall_budget)
-        if not self._slots.ensure(document_offsets(layout, len(captured.state) + self._rng_room, len(encoded))[-1], deadline):
+        found = self._layouts.kept(captured)
+
+        def needed(layout: Layout) -> int:
+            return document_offsets(layout, len(captured.state) + self._rng_room, len(encoded))[-1]
+
+        if asking.asked and (found is None or not self._slots.fit(needed(found[0]))) and not asking.answer():
+            self._skip(pending, asking.why)  # as the other ranks do
+            return
+        layout, sources = found or self._layouts.anew(captured, state, pending, self._client.welcome.stall_budget)
+        if not self._slots.ensure(needed(layout), deadline):
             pending.skip("the slots in shared memory are still being made; a later snapshot will find them")
             self._pass_over(pending, pending.why)
             return
-        asking = Asking(self._client, pending.step, request.tag, deadline)
-        try:
-            documents = Documents(values_document(captured, rng=rng), encoded)
-            self._rng_room = max(self._rng_room, len(documents.values) - len(captured.state))
-            segment, why = asking.answer()
-        except BaseException:
-            self._pending.pop((pending.attempt, pending.step), None)  # the reason is ours, not what the daemon makes of it
-            asking.drop()
-            raise
-        if not segment:
-            pending.skip(why)
-            self._pending.pop((pending.attempt, pending.step), None)
+        if asking.segment not in self._slots:
+            asking.ask(deadline)
+        documents = Documents(values_document(captured, rng=rng), encoded)
+        self._rng_room = max(self._rng_room, len(documents.values) - len(captured.state))
+        if not asking.answer():
+            self._skip(pending, asking.why)
             return
-        slot = self._slots.get(segment)
+        slot = self._slots.get(asking.take())
         try:
             for old in [p for p in list(self._pending.values()) if p.segment == slot.name and not p.persist]:
                 self._pending.pop((old.attempt, old.step), None)
@@ -209,14 +216,18 @@ class Agent:
             transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealing.carry(to, of, modules_of(state)))
             if transfer is None:
                 self._seal(pending, slot, layout, documents)
-        except BaseException:
-            self._pending.pop((pending.attempt, pending.step), None)
-            self._abandon(slot)
+        except BaseException as error:
+            self._pending.pop((pending.attempt, pending.step), None)  # the reason is ours, not what the daemon makes of it
+            self._abandon(slot, error)
             raise
         self.last_step = pending.step
         if transfer is not None:
             seal = partial(self._seal, pending, slot, layout, documents)
             self._sealing.later(slot.name, transfer, seal, partial(self._not_sealed, pending, slot))
+
+    def _skip(self, pending: Pending, why: str) -> None:
+        pending.skip(why)
+        self._pending.pop((pending.attempt, pending.step), None)
 
     def _seal(self, pending: Pending, slot: MappedSlot, layout: Layout, documents: Documents) -> None:
         pending.move(Event.STAGE)
@@ -227,7 +238,7 @@ class Agent:
 
     def _not_sealed(self, pending: Pending, slot: MappedSlot, error: Exception) -> None:
         self._fail(pending, error if isinstance(error, CkptdError) else InternalError(f"snapshot of step {pending.step}: {error!r}"))
-        self._abandon(slot)
+        self._abandon(slot, error)
 
     def _settle(self) -> None:
         """Until nothing is under way on other threads."""
@@ -247,10 +258,11 @@ class Agent:
         elif isinstance(reply, m.Sealed) and reply.durable:
             self._finish(pending, None)
 
-    def _abandon(self, slot: MappedSlot) -> None:
-        step = slot.header.step
+    def _abandon(self, slot: MappedSlot, error: BaseException) -> None:
+        step, why = slot.header.step, str(error)[:MOST_REASON]
         slot.clear()
-        self._client.post(lambda n: m.Abandon(id=n, segment=slot.name, step=step), lambda _: None)
+        code = error.code if isinstance(error, CkptdError) else ""
+        self._client.post(lambda n: m.Abandon(id=n, segment=slot.name, step=step, reason=why, code=code), lambda _: None)
 
     def _news(self, progress: m.Progress) -> None:
         pending = self._pending.get((progress.attempt, progress.step))
@@ -262,7 +274,7 @@ class Agent:
     def _late(self, reply: m.Reply) -> None:
         """An answer that nobody waits for any more: a slot granted too late is given back."""
         if isinstance(reply, m.Granted):
-            self._client.post(lambda n: m.Abandon(id=n, segment=reply.segment), lambda _: None)
+            give_back(self._client, reply)
 
     def _finish(self, pending: Pending, error: CkptdError | None) -> None:
         self._pending.pop((pending.attempt, pending.step), None)

@@ -16,29 +16,43 @@ _AGAIN_SECONDS = 0.05
 
 
 class Asking:
-    """One snapshot's question. Whoever does not come to `answer` must `drop` it: a slot that is granted meanwhile is given back."""
+    """One snapshot's question: `ask`, `answer`, `take`; then, whatever came of it, `drop`: what was granted and not taken is given back.
 
-    def __init__(self, client: Client, step: int, tag: str | None, deadline: float) -> None:
-        self._client, self._step, self._tag, self._deadline = client, step, tag, deadline
-        self._begun = time.monotonic()
+    `segment`: what is granted. `why`: why the step is skipped.
+    """
+
+    def __init__(self, client: Client, step: int, tag: str | None) -> None:
+        self.segment = self.why = ""
+        self._client, self._step, self._tag = client, step, tag
+        self._begun = self._deadline = 0.0
         self._call: Call | None = None
-        try:
-            self._call = self._ask()
-        except (DaemonUnreachable, Busy):
-            pass  # `answer` asks again
 
-    def _ask(self) -> Call:
+    @property
+    def asked(self) -> bool:
+        return self._begun > 0
+
+    def ask(self, deadline: float) -> None:
+        """Send the question, if it is not under way; also again, for what was granted is no more."""
+        self._deadline, self._begun = deadline, self._begun or time.monotonic()
+        if self._call is None:
+            self.segment = ""
+            try:
+                self._call = self._send()
+            except (DaemonUnreachable, Busy):
+                pass  # `answer` asks again
+
+    def _send(self) -> Call:
         wait = self._left()
         return self._client.begin(lambda n: m.Acquire(id=n, step=self._step, name=self._tag, wait=wait))
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
-    def answer(self) -> tuple[str, str]:
-        """The segment that is granted, or "" and why the step is skipped. Raises DaemonUnreachable, Busy, and what the daemon says."""
-        while True:
+    def answer(self) -> bool:
+        """Whether a segment is granted. Raises DaemonUnreachable, Busy, and what the daemon says."""
+        while not self.segment and not self.why:
             try:
-                call, self._call = self._call or self._ask(), None
+                call, self._call = self._call or self._send(), None
                 reply, _ = self._client.finish(call, m.Reply, self._left() + GRACE_SECONDS)
             except (DaemonUnreachable, Busy):
                 wait = self._left()
@@ -47,11 +61,25 @@ class Asking:
                     raise
                 continue
             if isinstance(reply, m.Granted):
-                return reply.segment, ""
-            assert isinstance(reply, m.Refused)
-            return "", f"{reply.reason} (waited {time.monotonic() - self._begun:.1f} s)"
+                self.segment = reply.segment
+            else:
+                assert isinstance(reply, m.Refused)
+                self.why = f"{reply.reason} (waited {time.monotonic() - self._begun:.1f} s)"
+        return bool(self.segment)
+
+    def take(self) -> str:
+        """The segment. From now on it is the caller's to give back."""
+        segment, self.segment = self.segment, ""
+        return segment
 
     def drop(self) -> None:
         if self._call is not None:
             self._client.drop(self._call)
             self._call = None
+        if self.segment:
+            give_back(self._client, m.Granted(re=0, segment=self.take(), step=self._step))
+
+
+def give_back(client: Client, granted: m.Granted) -> None:
+    """A slot that nobody wants any more."""
+    client.post(lambda n: m.Abandon(id=n, segment=granted.segment, step=granted.step), lambda _: None)

@@ -1,6 +1,7 @@
 """The agent's connection: requests from the training thread, replies and news on a thread of its own, a new connection when one is lost.
 
-Blocks no longer than it is told to. The thread sleeps in `recv`, so it takes no time from the training while there is nothing to hear.
+Blocks no longer than it is told to. The thread sleeps in `poll`, so it takes no time from the training while there is nothing to hear.
+Whoever waits for a reply looks for it himself first: to hear of it from the thread takes two wake-ups.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Client:
         self._place, self._resume, self._news, self._lost, self._late = place, resume, news, lost, late
         self._calls: dict[int, Call] = {}
         self._lock = threading.Lock()
+        self._hearing = threading.RLock()  # so that messages are taken in the order in which they came
+        self._unheard: CkptdError | None = None  # what a waiter's own look has ended the connection for
         self._closed = False
         self._up = threading.Event()
         self._down_since = 0.0
@@ -89,6 +92,7 @@ class Client:
     def finish(self, call: Call, kind: type[R], timeout: float | None) -> tuple[R, Sequence[int]]:
         """As `call`."""
         try:
+            self._look()
             answered = call.done.wait(timeout)
         except BaseException:  # Ctrl-C
             self.drop(call)
@@ -103,6 +107,21 @@ class Client:
         if not isinstance(call.reply, kind):
             raise ProtocolError(f"the daemon answered with {type(call.reply).__name__}")
         return call.reply, call.descriptors
+
+    def _look(self) -> None:
+        """Take what is there, unless the thread is about to."""
+        if self._hearing.acquire(blocking=False):
+            try:
+                self._hear(self._channel)
+            except CkptdError as error:
+                self._unheard = error
+                self._channel.close()  # the thread will see to it
+            finally:
+                self._hearing.release()
+
+    def _hear(self, channel: Channel) -> None:
+        for message in channel.receive(wait=False):
+            self._got(message)
 
     def drop(self, call: Call) -> None:
         """Nobody waits for it: what has been granted, now or later, is given back."""
@@ -161,10 +180,12 @@ class Client:
         while True:
             try:
                 while True:
-                    for message in self._channel.receive():
-                        self._got(message)
+                    self._channel.wait()
+                    with self._hearing:
+                        self._hear(self._channel)
             except (CkptdError, OSError) as error:
-                reason = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
+                gone = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
+                reason, self._unheard = self._unheard or gone, None
             if self._closed:
                 self._fail_calls(DaemonUnreachable("this agent is closed"))
                 return

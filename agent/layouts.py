@@ -34,6 +34,10 @@ _MOST_WHY = 4096
 _ITEM_BYTES = 300  # in plan and metadata, of one item; an estimate
 
 
+Found = tuple[Layout, list[torch.Tensor]]
+"""A layout, and the live tensor behind each of its items."""
+
+
 class Layouts:
     """`made`: how often ranks have planned."""
 
@@ -48,16 +52,25 @@ class Layouts:
         """At the next snapshot, whatever the structure. From any thread."""
         self._wanted += 1
 
-    def layout(self, captured: Captured, state: Any, pending: Pending, budget: float) -> tuple[Layout, list[torch.Tensor]]:
-        """The layout, and the live tensor behind each of its items.
+    @property
+    def settled(self) -> bool:
+        """Whether the layout stays, should the structure be the same."""
+        return self._kept is not None and self._has == self._wanted
+
+    def kept(self, captured: Captured) -> Found | None:
+        """The layout in force, if the structure is still the same."""
+        if self._kept is None or not self.settled or (same := self._kept[0].again(captured.tensors)) is None:
+            return None
+        _, layout, sources = self._kept
+        self._kept = same[0], layout, sources
+        return layout, sources.of(same[1], captured.tensors)
+
+    def anew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> Found:
+        """Made with the other ranks.
 
         Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come within `budget` seconds, but two at least.
         """
         deadline = time.monotonic() + max(budget, PLAN_SECONDS)
-        if self._kept is not None and self._has == self._wanted and (same := self._kept[0].again(captured.tensors)) is not None:
-            _, layout, sources = self._kept
-            self._kept = same[0], layout, sources
-            return layout, sources.of(same[1], captured.tensors)
         found, parts = Structure.of(captured.tensors)
         wanted = self._wanted = self._wanted + 1  # until this has succeeded
         if self._ranks.world_size > 1:

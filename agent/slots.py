@@ -33,6 +33,13 @@ class Slots:
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
 
+    def __contains__(self, segment: str) -> bool:
+        return segment in self._slots
+
+    def fit(self, needed: int) -> bool:
+        """Whether there are slots for `needed` bytes, and no others are being made."""
+        return (self._preparing is None or self._preparing.allocated.is_set()) and self._room() >= needed
+
     def get(self, segment: str) -> MappedSlot:
         if segment not in self._slots:
             raise InternalError(f"the daemon granted a segment that this rank has not mapped: {segment[:8]}")
@@ -45,10 +52,10 @@ class Slots:
 
     def ensure(self, needed: int, deadline: float) -> bool:
         """Slots for `needed` bytes by `deadline`; False if that takes longer: it goes on in the background, for a later snapshot."""
+        if self.fit(needed):
+            return True
         preparing = self._preparing
         if preparing is None or preparing.allocated.is_set():
-            if self._room() >= needed:
-                return True
             preparing = self._begin(needed)
         if not preparing.wait(deadline - time.monotonic()):
             return False

@@ -2,10 +2,11 @@
 
 `python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that counting them costs more than copying
 them. Held time, and the state dicts and the same copy, are measured alternately in one process, each
-after a pause, and medians subtracted. Store operations are those of all snapshots after the first: they must be 0.
+after a pause, and medians subtracted. Store operations are those of all snapshots after the first: they must be 0. A trainer of one rank has
+one core, and the daemon the others; several ranks run where the system puts them.
 
-The GIL: the training thread does nothing but look at the clock; a gap between two looks is time in which something else ran. The trainer
-has one core, and the daemon the others, so that a gap is the agent's or the system's. "CPU": what other threads of the trainer used.
+The GIL: the training thread does nothing but look at the clock; a gap between two looks is time in which something else ran: since the
+daemon is elsewhere, the agent or the system. "CPU": what other threads of the trainer used.
 """
 
 from __future__ import annotations
@@ -81,8 +82,10 @@ def cost(socket: Path, kind: str, count: int, rounds: int) -> tuple[float, float
     return median(held), median(in_dicts), median(in_copy), operations
 
 
-def on_a_rank(*arguments: Any) -> tuple[float, float, float, int]:
+def on_a_rank(daemon: int | None, *arguments: Any) -> tuple[float, float, float, int]:
     HERE.clear()
+    if daemon is not None:
+        apart(daemon)
     return cost(*arguments)
 
 
@@ -142,10 +145,11 @@ def main() -> None:
         f"{'tensors':>8s} {'given as':>12s} {'ranks':>6s} {'held':>10s} {'state_dict()':>13s} {'copy':>10s} {'the rest':>10s} {'store':>6s}"
     )
     for ranks in (1, options.ranks):
-        with home() as place, running(place), Ranks(ranks) as processes:
+        with home() as place, running(place) as daemon, Ranks(ranks) as processes:
+            elsewhere = daemon.process.pid if ranks == 1 else None
             for count in TENSORS:
                 for kind in ("tensors", "objects"):
-                    found = processes.call(on_a_rank, place.socket, kind, count, options.rounds, timeout=600)
+                    found = processes.call(on_a_rank, elsewhere, place.socket, kind, count, options.rounds, timeout=600)
                     held, in_dicts, in_copy, _ = found[0]
                     if ranks > 1:
                         in_copy /= ranks  # replicated: each rank copies its share

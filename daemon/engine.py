@@ -112,9 +112,18 @@ class Engine:
     # -- slots
 
     async def allocate(self, owner: Owner, capacity: int, count: int, node: int) -> list[Slot]:
-        """Segments for this rank, in place of those that it has; near to the NUMA node, if that is known."""
+        """Segments for this rank, in place of those that it has, also of those granted and not sealed; near to the NUMA node, if known."""
         self._check_current(owner)
         job = self.catalog.job(owner.job)
+        for slot in self.slots.of(*owner.identity):
+            snapshot = job.snapshots.get(self.admission.busy.get(slot.name, (0, 0)))
+            if snapshot is None or snapshot.state is not State.FILLING or owner.rank in snapshot.shards:
+                continue
+            header = slot.refresh()
+            if (header.state, header.step) != (SlotState.SEALED, snapshot.step):  # whether or not its seal was heard of yet
+                self.admission.vacate(slot)
+                if snapshot.key not in self.admission.busy.values():
+                    job.snapshots.pop(snapshot.key)
         return await self.admission.allocate(owner, capacity, count, node, lambda: self._make_room(job))
 
     def _make_room(self, job: Job) -> bool:
@@ -146,7 +155,7 @@ class Engine:
         self._check_current(owner)
         if isinstance(slot, str):
             self.steps.counters["skipped"] += 1
-            self.steps.settle(job, key)
+            self.steps.skip(job, key, slot)
             return slot
         self._check_step(job, owner, step)
         if key not in job.snapshots:
@@ -286,19 +295,20 @@ class Engine:
             of_a_snapshot = isinstance(error, (CallerError, MachineError, SnapshotFailed))
             self.steps.give_up(job, key, error if of_a_snapshot else SnapshotFailed(why))
 
-    def abandon(self, owner: Owner, segment: str, step: int | None) -> None:
-        """A granted slot that will not be sealed, with `step`, if it is still granted for that."""
+    def abandon(self, owner: Owner, segment: str, step: int | None, reason: str = "", code: str = "") -> None:
+        """A granted slot that will not be sealed; nothing if it is not granted for `step` any more. One of two for a step is free again."""
         slot = self.slots.get(segment)
         if slot.owner != owner.identity:
             raise NotFound(f"segment {segment[:8]} is not this rank's")
         job = self.catalog.job(owner.job)
         if step is not None and self.admission.busy.get(segment) != (owner.attempt, step):
             return
-        snapshot = job.snapshots.get(self.admission.busy.get(segment, (0, 0)))
-        if snapshot is None:
+        key = self.admission.busy.get(segment, (0, 0))
+        snapshot = job.snapshots.get(key)
+        if snapshot is None or any(s is not slot and self.admission.busy.get(s.name) == key for s in self.slots.of(*owner.identity)):
             self.admission.vacate(slot)
         elif snapshot.state is State.FILLING:
-            self.steps.give_up(job, snapshot.key, SnapshotFailed(f"rank {owner.rank} could not copy it"))
+            self.pass_over(owner, snapshot.step, reason or f"rank {owner.rank} could not copy it", code)
 
     # -- what clients want to know
 

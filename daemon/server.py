@@ -194,14 +194,14 @@ class Connection:
                 slot = await engine.acquire(owner, request.step, request.name, request.wait)
                 if isinstance(slot, str):
                     return m.Refused(re=request.id, reason=slot), ()
-                return m.Granted(re=request.id, segment=slot.name), ()
+                return m.Granted(re=request.id, segment=slot.name, step=request.step), ()
             case m.Seal():
                 return m.Sealed(re=request.id, durable=await engine.seal(owner, request.segment, request.attempt, request.step)), ()
             case m.Abandon():
-                if request.step is not None:
-                    engine.pass_over(owner, request.step, request.reason, request.code)
                 if request.segment:
-                    engine.abandon(owner, request.segment, request.step)
+                    engine.abandon(owner, request.segment, request.step, request.reason, request.code)
+                elif request.step is not None:
+                    engine.pass_over(owner, request.step, request.reason, request.code)
             case m.Persist():
                 await engine.persist(owner)
             case m.Find():

@@ -22,7 +22,8 @@ from ckptd.shared.messages import Progress
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A step that at least one rank has come to. `planned`: why a rank plans anew; `kept`: ranks that went on with the plan they had."""
+    """A step that at least one rank has come to. `planned`: why a rank plans anew; `kept`: ranks that, as far as is known, go on with the
+    plan they had: they have asked for a slot, which a rank does before it has looked at its structure."""
 
     timer: asyncio.TimerHandle
     planned: dict[int, str] = field(default_factory=dict)
@@ -65,31 +66,40 @@ class Steps:
             )
 
     def plan(self, job: Job, owner: Owner, key: Key, why: str) -> None:
-        """The rank is about to plan this step anew. Raises StructureChanged if others have gone on with the plan they had."""
+        """The rank is about to plan this step anew. Raises StructureChanged if others have sealed it with the plan they had."""
         if owner.world_size > 1:
             waiting = self.expect(job, key, self._plan_timeout)  # the ranks find out themselves who is late with its plan
             waiting.planned[owner.rank] = why
-            with self._or_give_up(job, key):
-                self._check_planned(waiting, key)
+            waiting.kept.discard(owner.rank)
+            snapshot = job.snapshots.get(key)
+            if snapshot is not None and not waiting.kept.isdisjoint(snapshot.shards):
+                with self._or_give_up(job, key):
+                    raise self._changed(waiting, key)
 
     def take(self, job: Job, owner: Owner, key: Key, directory: str) -> None:
-        """The rank is about to copy: with a plan made at this step, or with the one it had. Raises SnapshotFailed, StructureChanged."""
+        """The rank asks for a slot: with a plan made at this step, or with the one it had. Raises SnapshotFailed."""
         if owner.world_size > 1:
             waiting = self.expect(job, key)
             if owner.rank not in waiting.planned:
                 waiting.kept.add(owner.rank)
             with self._or_give_up(job, key):
-                self._check_planned(waiting, key)
                 self.check_tag(job, key, directory, owner.rank)
 
+    def skip(self, job: Job, key: Key, why: str) -> None:
+        """The step is not taken; ranks that are planning it need not wait for the others."""
+        waiting = self._waiting.get((job.name, key))
+        if waiting is not None and waiting.planned:
+            self.give_up(job, key, SnapshotFailed(f"step {key[1]} is skipped: {why}"))
+        else:
+            self.settle(job, key)
+
     @staticmethod
-    def _check_planned(waiting: _Waiting, key: Key) -> None:
-        if waiting.planned and waiting.kept:
-            changed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(waiting.planned.items()))
-            raise StructureChanged(
-                f"step {key[1]} failed, since the structure changed on some ranks only ({changed}; not on {ranks(sorted(waiting.kept))}); "
-                "every rank plans anew at the next snapshot"
-            )
+    def _changed(waiting: _Waiting, key: Key) -> StructureChanged:
+        changed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(waiting.planned.items()))
+        return StructureChanged(
+            f"step {key[1]} failed, since the structure changed on some ranks only ({changed}; not on {ranks(sorted(waiting.kept))}); "
+            "every rank plans anew at the next snapshot"
+        )
 
     @staticmethod
     def check_tag(job: Job, key: Key, directory: str, rank: int) -> None:
@@ -97,9 +107,11 @@ class Steps:
         if known is not None and known.tag != directory:
             raise SnapshotFailed(f"step {key[1]} is {directory!r} to rank {rank} and {known.tag!r} to another: use one tag on all ranks")
 
-    @staticmethod
-    def check_plan(job: Job, key: Key, rank: int, global_plan: bytes) -> None:
+    def check_plan(self, job: Job, key: Key, rank: int, global_plan: bytes) -> None:
         """All ranks must have sealed shares of one plan. Raises StructureChanged."""
+        waiting = self._waiting.get((job.name, key))
+        if waiting is not None and waiting.planned and rank in waiting.kept:
+            raise self._changed(waiting, key)
         snapshot = job.snapshots.get(key)
         others = [] if snapshot is None else [shard.rank for shard in snapshot.shards.values() if shard.global_plan != global_plan]
         if others:
@@ -163,7 +175,13 @@ class Steps:
     # -- what becomes of a step
 
     def give_up(self, job: Job, key: Key, error: CkptdError) -> None:
-        """Not all ranks will seal it: every rank is told, and its slots are free again. Nothing if it is complete or given up already."""
+        """Not all ranks will seal it: every rank is told, and its slots are free again. Nothing if it is complete or given up already.
+
+        If some were planning it and others were not, all are told to plan anew, whatever it failed of.
+        """
+        waiting = self._waiting.get((job.name, key))
+        if waiting is not None and waiting.planned and waiting.kept:
+            error = StructureChanged(str(error))
         snapshot = job.snapshots.get(key)
         if key not in job.given_up and (snapshot is None or snapshot.state is State.FILLING):
             if job.world_size > 1:  # a rank alone may try again

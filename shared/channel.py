@@ -6,8 +6,10 @@ One thread may `send` while another `receive`s. Raises DaemonUnreachable when th
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
+from array import array
 from collections import deque
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from ckptd.shared.errors import DaemonUnreachable, ProtocolError, from_wire
 
 MAX_DESCRIPTORS = 64
 _RECEIVE = 1 << 16
+_FD = array("i")
 
 
 class Channel:
@@ -66,18 +69,33 @@ class Channel:
             except OSError as error:
                 raise DaemonUnreachable(f"the daemon is gone: {error.strerror or error}") from None
 
-    def receive(self) -> list[m.Message]:
-        """At least one message. Descriptors that came along wait in `take`."""
+    def wait(self) -> None:
+        """Until there is something to receive, or the connection is over."""
+        waiting = select.poll()
+        try:
+            waiting.register(self._socket, select.POLLIN)
+        except ValueError:
+            raise DaemonUnreachable("the connection is closed") from None
+        waiting.poll()
+
+    def receive(self, *, wait: bool = True) -> list[m.Message]:
+        """At least one message; with `wait` false none if none is there. Descriptors that came along wait in `take`."""
         while True:
             try:
-                data, descriptors, flags, _ = socket.recv_fds(self._socket, _RECEIVE, MAX_DESCRIPTORS)
+                data, control, flags, _ = self._socket.recvmsg(
+                    _RECEIVE,
+                    socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.itemsize),
+                    socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT),
+                )  # not recv_fds, which forgets the flags (cpython#107898)
+            except BlockingIOError:
+                return []
             except TimeoutError:
                 raise DaemonUnreachable("the daemon does not answer") from None
             except OSError as error:
                 raise DaemonUnreachable(f"the daemon is gone: {error.strerror or error}") from None
-            for fd in descriptors:
-                os.set_inheritable(fd, False)
-            self._descriptors += descriptors
+            for level, kind, descriptors in control:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._descriptors.extend(array("i", descriptors[: len(descriptors) // _FD.itemsize * _FD.itemsize]))
             if flags & socket.MSG_CTRUNC:
                 raise ProtocolError("the daemon sent more descriptors than this process may open")
             if not data:

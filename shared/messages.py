@@ -96,6 +96,7 @@ class Acquire(Request, frozen=True, kw_only=True, tag="acquire"):
 
 class Granted(Reply, frozen=True, kw_only=True, tag="granted"):
     segment: Name
+    step: Step | None = None
 
 
 class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
@@ -115,7 +116,7 @@ class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):
 
 
 class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
-    """A slot that will not be sealed, or a step that this rank cannot take."""
+    """A slot that will not be sealed, if it is still granted for `step`; or, without a segment, a step that this rank cannot take."""
 
     segment: Name = ""
     step: Step | None = None

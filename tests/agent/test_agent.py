@@ -285,6 +285,14 @@ def test_a_state_larger_than_the_quota(place: Home) -> None:
         agent.close()
 
 
+def test_a_slot_that_was_asked_for_too_early_makes_room_for_a_larger_one(place: Home) -> None:
+    with running(place, "--shm-quota", "11M"):
+        agent = Agent("job", socket=place.socket)
+        for step, size in ((1, 500_000), (2, 1_000_000)):  # two slots of 2 MB, then of 4 MB
+            assert agent.snapshot({"x": torch.ones(size)}, step=step).wait("durable", timeout=60).state == "durable"
+        agent.close()
+
+
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Any:
     where = tmp_path / "small"

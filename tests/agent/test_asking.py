@@ -27,15 +27,25 @@ def agent(daemon: Daemon) -> Iterator[Agent]:
 
 
 def ask(agent: Agent, step: int, wait: float = 0.0, tag: str | None = None) -> Asking:
-    return Asking(agent._client, step, tag, time.monotonic() + wait)
+    asking = Asking(agent._client, step, tag)
+    asking.ask(time.monotonic() + wait)
+    return asking
 
 
 def test_answers(agent: Agent) -> None:
-    segment, why = ask(agent, 1).answer()
-    assert (segment in agent._slots._slots, why) == (True, "")
-    segment, why = ask(agent, 2).answer()
-    assert segment == ""
-    assert why.startswith("every slot is still being saved (waited 0.")
+    first = ask(agent, 1)
+    assert (first.answer(), first.answer(), first.segment in agent._slots, first.why) == (True, True, True, "")
+    second = ask(agent, 2)
+    assert (second.answer(), second.segment) == (False, "")
+    assert second.why.startswith("every slot is still being saved (waited 0.")
+
+
+def test_what_was_granted_and_not_taken_is_given_back(agent: Agent) -> None:
+    for step in range(1, 4):
+        asking = ask(agent, step)
+        assert asking.answer()
+        asking.drop()
+    agent.snapshot(STATE, step=9).wait("durable", timeout=60)
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2], ids=["before the answer", "after it"])
@@ -71,8 +81,7 @@ def test_a_daemon_that_comes_back_is_asked_again(agent: Agent, daemon: Daemon) -
     daemon.kill()
     asking = ask(agent, 1, wait=60.0)
     with running(daemon.home):
-        segment, why = asking.answer()
-        assert (segment in agent._slots._slots, why) == (True, "")
+        assert (asking.answer(), asking.take() in agent._slots, asking.why) == (True, True, "")
         agent.close()
 
 

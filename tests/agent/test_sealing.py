@@ -16,7 +16,7 @@ import torch
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.fences import Fences
 from ckptd.agent.lanes import Mark
-from ckptd.agent.layouts import Layouts
+from ckptd.agent.layouts import Found, Layouts
 from ckptd.agent.planning import Layout
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.plan import signature
@@ -52,15 +52,16 @@ def device() -> Gated:
 
 @pytest.fixture
 def agent(daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
-    original = Layouts.layout
+    original = Layouts.anew
 
-    def elsewhere(self: Layouts, *arguments: Any) -> tuple[Layout, list[torch.Tensor]]:
+    def elsewhere(self: Layouts, *arguments: Any) -> Found:
         layout, sources = original(self, *arguments)
         items = [msgspec.structs.replace(item, device="cuda") for item in layout.plan.items]
         plan = msgspec.structs.replace(layout.plan, items=items)
         return Layout(plan, plan.encode(), signature(plan.encode())), sources
 
-    monkeypatch.setattr(Layouts, "layout", elsewhere)
+    monkeypatch.setattr(Layouts, "anew", elsewhere)
+    monkeypatch.setattr(Layouts, "settled", False)  # so that it is made at every snapshot
     made = Agent("job", socket=daemon.home.socket)
     made._sealing._fences = Fences(lambda _: GatedLane(device), lambda: False)
     yield made

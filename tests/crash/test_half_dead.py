@@ -227,6 +227,28 @@ def test_structure_that_changes_on_one_rank_fails_one_step_on_all(place: Home) -
         assert check_storage(place) == {1, 3, 5}
 
 
+def test_a_rank_that_gives_up_planning_before_others_have_copied_heals_all_the_same(place: Home) -> None:
+    with running(place, environment={"CKPTD_STALL_BUDGET": "0.5"}), start(place) as ranks:
+        first = save(ranks, 1)
+        ranks.call(trainer.arm, "agent.copying=sleep(4)@1", only=[0, 1, 3])
+        ranks.begin(trainer.take, [50], 0.0, None, "tensor", only=[2])
+        ranks.begin(trainer.take, [50], only=[0, 1, 3])
+        ranks.results()
+        outcomes = ranks.call(trainer.ends, [50])
+        told = [("failed", "SnapshotFailed" if rank == 2 else "StructureChanged") for rank in WORLD]
+        assert [(state, kind) for [(state, kind, _)] in outcomes] == told
+        second = save(ranks, 51)
+        assert check_storage(place) == {first, second}
+
+
+def test_slots_that_were_asked_for_too_early_are_replaced_by_larger_ones(place: Home) -> None:
+    with running(place) as daemon, start(place) as ranks:
+        steps = [98, 99, 20_000_000, 20_000_001, 60_000_000]  # `extra` has a hundredth of that
+        assert [step for step in steps if at_once(ranks, step)] == steps
+        assert check_storage(place) == set(steps)
+        assert daemon.status()["counters"]["failed"] == 0
+
+
 def test_structure_that_changes_on_all_ranks_costs_nothing(place: Home) -> None:
     with running(place) as daemon, start(place) as ranks:
         steps = [98, 99, 100, 101, 200, 300, 301]

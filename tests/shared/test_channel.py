@@ -107,6 +107,40 @@ def test_requests_and_replies(place: Path) -> None:
         channel.close()
 
 
+def test_a_look_takes_what_is_there_and_no_more(place: Path) -> None:
+    looked, answered = threading.Event(), threading.Event()
+
+    def play(peer: Daemon) -> None:
+        peer.welcome()
+        request = peer.receive()
+        assert isinstance(request, m.Status)
+        looked.wait(TIMEOUT)
+        frame = peer.session.send(m.StatusReport(re=request.id, report="{}"))
+        peer.socket.send(frame[:5])
+        answered.set()
+        looked.clear()
+        looked.wait(TIMEOUT)
+        peer.socket.send(frame[5:])
+
+    with daemon(place, play):
+        channel = Channel(place, TIMEOUT)
+        channel.send(m.Status(id=channel.new_id()))
+        assert channel.receive(wait=False) == []
+        looked.set()
+        answered.wait(TIMEOUT)
+        channel.wait()
+        assert channel.receive(wait=False) == []  # half a frame
+        looked.set()
+        channel.wait()
+        assert channel.receive(wait=False) == [m.StatusReport(re=2, report="{}")]
+        channel.wait()  # it is over
+        with pytest.raises(DaemonUnreachable, match="closed the connection"):
+            channel.receive(wait=False)
+        channel.close()
+        with pytest.raises(DaemonUnreachable, match="the connection is closed"):
+            channel.wait()
+
+
 def test_descriptors_come_along_and_are_taken_in_order(place: Path) -> None:
     first, second = os.memfd_create("first"), os.memfd_create("second")
     os.write(first, b"first")

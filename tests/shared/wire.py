@@ -26,7 +26,7 @@ REPLIES: tuple[m.Reply, ...] = (
     m.StatusReport(re=2, report='{"ready": true}'),
     m.Began(re=3, attempt=2, held=[HELD]),
     m.Segments(re=4, segments=[HELD]),
-    m.Granted(re=5, segment=HELD.segment),
+    m.Granted(re=5, segment=HELD.segment, step=1000),
     m.Refused(re=5, reason="every slot is still being saved"),
     m.Sealed(re=6, durable=True),
     m.Done(re=7),
