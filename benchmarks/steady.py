@@ -1,9 +1,9 @@
 """What a snapshot costs in steady state beyond `state_dict()` and the copy, and for how long the agent's threads hold the GIL.
 
 `python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that counting them costs more than copying
-them. Held time, and the state dicts and the same copy, are measured alternately in one process, each
-after a pause, and medians subtracted. Store operations are those of all snapshots after the first: they must be 0. A trainer of one rank has
-one core, and the daemon the others; several ranks run where the system puts them.
+them. Held time, and the state dicts and the same copy, are measured alternately in one process, each after a pause, and medians subtracted.
+Store operations are those of all snapshots after the first: they must be 0. A trainer of one rank has one core, and the daemon the others;
+several ranks run where the system puts them.
 
 The GIL: the training thread does nothing but look at the clock; a gap between two looks is time in which something else ran: since the
 daemon is elsewhere, the agent or the system. "CPU": what other threads of the trainer used.
