@@ -33,7 +33,7 @@ from ckptd.shared import __version__, names
 from ckptd.shared import messages as m
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.fs import FileSystem, PosixFileSystem, make_directories
 from ckptd.shared.session import MAX_VERSION
 from ckptd.shared.storage import PosixStorage
 
@@ -45,8 +45,9 @@ MOST_JOBS, MOST_DAMAGED, MOST_TEXT = 500, 5, 200  # of what one frame has room f
 class App:
     """`await run()` is the daemon's life. Raises CkptdError if it cannot begin, or must end."""
 
-    def __init__(self, config: Config, ready_fd: int = -1) -> None:
+    def __init__(self, config: Config, ready_fd: int = -1, fs: FileSystem | None = None) -> None:
         self.config = config
+        self._fs = fs or PosixFileSystem()
         self._ready_fd = ready_fd
         self._stop = asyncio.Event()
         self._fatal: BaseException | None = None
@@ -56,7 +57,7 @@ class App:
         self._lag = 0.0
 
     async def run(self) -> None:
-        config, fs = self.config, PosixFileSystem()
+        config, fs = self.config, self._fs
         storage = PosixStorage(config.root, fs)
         control = _make_root(config.root, storage)
         with storage.directory(names.CONTROL, names.host()) as directory:
@@ -255,7 +256,7 @@ def _make_root(root: Path, storage: PosixStorage) -> tuple[str, ...]:
     """The root and our own directories in it. Raises StorageError in one sentence."""
     control = (names.CONTROL, names.host(), names.JOURNAL)
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_directories(storage.fs, root)
         storage.ensure(*control)
     except OSError as error:
         raise StorageError.of(f"use {root} as the root for checkpoints", error) from None

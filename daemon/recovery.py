@@ -15,7 +15,7 @@ from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Snapshot
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
-from ckptd.daemon.saver import Saver
+from ckptd.daemon.saver import MANIFEST_TMP, Saver
 from ckptd.daemon.slots import Slots
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, StorageError
@@ -119,7 +119,8 @@ async def _finish_staged(storage: PosixStorage, journal: Journal, catalog: Catal
             if tag in job.checkpoints:
                 known = job.checkpoints[tag]
                 keep = set(known.files)
-                storage.delete_files(job_name, tag, [file for file in files if file not in keep])
+                storage.settle(job_name, tag)
+                storage.delete_files(job_name, tag, [MANIFEST_TMP, *(file for file in files if file not in keep)])
                 await journal.append(r.Committed(job=job_name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
                 continue
             if parts and tag not in job.damaged and await _roll_forward(storage, saver, job, tag, parts):

@@ -127,7 +127,6 @@ class Saver:
     async def _save(self, job: Job, snapshot: Snapshot) -> None:
         begun = time.monotonic()
         snapshot.move(Event.WRITE)
-        await self._pipeline.run(lambda: self._storage.make_tag(snapshot.job, snapshot.tag))
         documents: list[tuple[PartEntry, Plan, Request]] = []
         for _, shard in sorted(snapshot.shards.items()):
             slot = self._slots.get(shard.segment)
@@ -155,6 +154,7 @@ class Saver:
             await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
             failpoint("persist.intended")
             try:
+                await self._pipeline.run(lambda: self._storage.make_tag(snapshot.job, snapshot.tag))
                 with self._storage.directory(snapshot.job, snapshot.tag) as directory:
                     entry = await self._pipeline.write_part(sealed, checks, self._codec, directory, snapshot.tag, nonce)
             except OSError as error:

@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from ckptd.shared.failpoints import failpoint
@@ -141,6 +142,26 @@ def opened_directory(fs: FileSystem, name: str, directory: int | None = None) ->
         yield fd
     finally:
         fs.close(fd)
+
+
+def make_directories(fs: FileSystem, path: Path) -> None:
+    """Make `path`, and what lacks of its parents, durably. Raises OSError.
+
+    An empty directory is taken for one whose maker may have died before it was durable.
+    """
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for made in reversed(missing):
+        if made.is_dir() and os.listdir(made):
+            continue
+        try:
+            with opened_directory(fs, str(made.parent.resolve())) as parent:
+                fs.make_directory(made.name, parent)
+                fs.sync_directory(parent)
+        except PermissionError:
+            if not made.is_dir():
+                raise
 
 
 def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None) -> None:

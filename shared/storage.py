@@ -7,6 +7,7 @@ parent before anything inside it counts. Raises OSError; callers translate.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ class Storage(Protocol):
     def open_part(self, job: str, tag: str, file: str, index_sha256: str | None = None) -> PartReader: ...
     def read_newest(self, job: str) -> str | None: ...
     def make_tag(self, job: str, tag: str) -> None: ...
+    def settle(self, job: str, tag: str) -> None: ...
     def publish_manifest(self, job: str, tag: str, data: bytes) -> None: ...
     def publish_newest(self, job: str, tag: str) -> None: ...
     def delete_files(self, job: str, tag: str, files: list[str]) -> None: ...
@@ -42,6 +44,7 @@ class PosixStorage:
     def __init__(self, root: Path, fs: FileSystem | None = None) -> None:
         self.root = root
         self.fs = fs or PosixFileSystem()
+        self._durable: set[tuple[str, ...]] = set()  # directories of whose names in their parents this process is sure
 
     @contextmanager
     def directory(self, *parts: str) -> Iterator[int]:
@@ -57,11 +60,13 @@ class PosixStorage:
             self.fs.close(fd)
 
     def ensure(self, *parts: str) -> None:
-        """Make `root/part/part` durably."""
+        """Make `root/part/part` durably. Whoever made what is there already may have died before it was."""
         for depth, part in enumerate(parts):
+            path = parts[: depth + 1]
             with self.directory(*parts[:depth]) as parent:
-                if self.fs.make_directory(part, parent):
+                if self.fs.make_directory(part, parent) or path not in self._durable:
                     self.fs.sync_directory(parent)
+            self._durable.add(path)
 
     def _list(self, *parts: str) -> list[str]:
         with self.directory(*parts) as fd:
@@ -125,6 +130,12 @@ class PosixStorage:
     def make_tag(self, job: str, tag: str) -> None:
         self.ensure(job, tag)
 
+    def settle(self, job: str, tag: str) -> None:
+        """Make durable what is seen of a tag: whoever put it there may have died before it was."""
+        self.ensure(job, tag)
+        with self.directory(job, tag) as fd:
+            self.fs.sync_directory(fd)
+
     def publish_manifest(self, job: str, tag: str, data: bytes) -> None:
         """The commit. Raises FileExistsError if the tag has a manifest already."""
         with self.directory(job, tag) as fd:
@@ -148,14 +159,20 @@ class PosixStorage:
             pass
 
     def delete_tag(self, job: str, tag: str) -> bool:
-        """Remove the tag's directory if it is empty. True if it is gone."""
+        """Remove the tag's directory if it is empty. True if it is gone, durably."""
+        self._durable.discard((job, tag))
         try:
             with self.directory(job) as fd:
-                self.fs.remove_directory(tag, fd)
+                try:
+                    self.fs.remove_directory(tag, fd)
+                except FileNotFoundError:
+                    pass  # by someone who may have died before it was durable
                 self.fs.sync_directory(fd)
         except FileNotFoundError:
             return True
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
             return False  # somebody's own file lies in it: leave it alone
         return True
 

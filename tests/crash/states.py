@@ -1,0 +1,301 @@
+"""Power cuts on a simulated disk: of a job's life every state that a cut may leave is laid out, and a daemon started on it.
+
+`python -m tests.crash.states --states 20000 [--seed N]`. Lives follow one another on one disk: a daemon is killed at a random operation,
+the next one recovers from the page cache and goes on, and so do their changes that are not synced yet. Each state is one of a random moment
+of a random life. After its recovery everything that was acknowledged before that moment must be there, bit for bit, `newest` must name the
+newest, nothing may lie about, and no attempt may be given out twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import hashlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ckptd.agent import Agent, Checkpoint, CkptdError
+from ckptd.daemon import journal_file
+from ckptd.daemon.app import App
+from ckptd.daemon.attempts import Attempts
+from ckptd.daemon.config import Config
+from ckptd.daemon.pipeline import Pipeline
+from ckptd.shared import names
+from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.storage import PosixStorage
+from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate
+from tests.support.trainers import JOB, assert_equal, blank, expected
+
+SIZE = 300
+"""Elements of the largest tensor: states are laid out thousands of times."""
+KEEP = 2
+JOURNAL = 16 << 10
+"""Of a journal file, so that there are several."""
+
+
+def config(place: Path, shm: Path) -> Config:
+    return Config(
+        root=place / "root", socket=place / "s", shm_dir=shm, shm_quota=1 << 30, codec="raw", keep_last=KEEP, threads=1, memory_ttl=0.0,
+        stall_budget=0.5, chunk_size=64 << 10, strict_journal=True,
+    )  # fmt: skip
+
+
+@contextmanager
+def directory() -> Iterator[Path]:
+    """In memory: the disk under it is simulated."""
+    where = Path(tempfile.mkdtemp(prefix="ckptd-states-", dir="/dev/shm"))
+    try:
+        yield where
+    finally:
+        shutil.rmtree(where, ignore_errors=True)
+
+
+def small_journal() -> Any:
+    return mock.patch.object(journal_file, "FILE_SIZE", JOURNAL)
+
+
+class Brief(App):
+    """Recovers, and ends."""
+
+    async def _serve(self, listener: Any) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Life:
+    """What a daemon did from the first operation to the last, on a disk as it was; `notes`: what was promised, and after which step."""
+
+    before: Disk
+    steps: list[Step]
+    notes: list[tuple[int, tuple[str, Any]]]
+    promised: Promises
+
+
+@dataclass(slots=True)
+class Promises:
+    """`durable`: (attempt, step) of what was acknowledged, and its tag; `attempt`: the highest given out."""
+
+    durable: dict[tuple[int, int], str | None] = field(default_factory=dict)
+    attempt: int = 0
+
+    def with_notes(self, notes: list[tuple[int, tuple[str, Any]]], moment: int) -> Promises:
+        made = Promises(dict(self.durable), self.attempt)
+        for at, (what, value) in notes:
+            if at > moment:
+                break
+            if what == "attempt":
+                made.attempt = max(made.attempt, value)
+            else:
+                made.durable[value[:2]] = value[2]
+        return made
+
+
+def train(socket: Path, note: Callable[[str, Any], None], chance: Random, alive: Callable[[], bool]) -> None:
+    """A trainer, while the daemon lives."""
+    agent = None
+    try:
+        agent = Agent(JOB, socket=socket)
+        note("attempt", agent.attempt)
+        state = blank(SIZE)
+        recovered = agent.recover(state)
+        first = 1 if recovered is None or recovered.step is None else recovered.step + 1
+        if recovered is not None and recovered.step is not None:
+            assert_equal(state, recovered.step, SIZE)
+        for step in range(first, first + 4):
+            tag = f"mine-{agent.attempt}-{step}" if chance.random() < 0.2 else None
+            pending = agent.snapshot(expected(step, SIZE), step=step, tag=tag)
+            while pending.state == "sealed" and alive():
+                time.sleep(0.0005)
+            pending.wait("durable", timeout=0)
+            note("durable", (pending.attempt, step, tag))
+        if chance.random() < 0.5:
+            agent.close(timeout=5)
+    except (CkptdError, TimeoutError):
+        pass  # the daemon has died of an error that was injected
+    finally:
+        if agent is not None:
+            agent._client.close()
+            agent._slots.drop()
+
+
+async def live(place: Path, recorder: Recorder, chance: Random) -> None:
+    """A daemon and a trainer in this process."""
+    with directory() as shm:
+        app = App(config(place, shm), fs=recorder)
+        daemon = asyncio.create_task(app.run())
+        while not app._ready and not daemon.done():
+            await asyncio.sleep(0.001)
+        if not daemon.done():
+            await asyncio.to_thread(train, place / "s", recorder.note, chance, lambda: not daemon.done())
+            app._stop.set()
+        try:
+            await daemon
+        except CkptdError:
+            pass
+
+
+def a_life(before: Disk, promised: Promises, chance: Random, fault: Callable[[Step], None] = lambda step: None) -> Life:
+    with directory() as place, small_journal():
+        recorder = Recorder(place, before, fault)
+        asyncio.run(live(place, recorder, chance))
+        return Life(before, recorder.steps, recorder.notes, promised)
+
+
+def lives(chance: Random, count: int) -> Iterator[Life]:
+    """Each begins where the one before was killed; some meet a call that fails."""
+    disk, promised = Disk(), Promises()
+    for number in range(count):
+        life = a_life(disk.copy(), promised, chance, failing(chance) if number % 3 == 2 else lambda step: None)
+        yield life
+        moment = a_moment(life.steps, chance)
+        for step in life.steps[:moment]:
+            disk.do(step)
+        promised = promised.with_notes(life.notes, moment)
+
+
+def a_moment(steps: list[Step], chance: Random) -> int:
+    """After so many of them; often just before the names in a directory are safe."""
+    unsafe = [number for number, step in enumerate(steps) if step.kind == "sync directory"]
+    return chance.choice(unsafe) if unsafe and chance.random() < 0.5 else chance.randrange(len(steps) + 1)
+
+
+def failing(chance: Random) -> Callable[[Step], None]:
+    """The n-th call of a kind fails."""
+    kind, countdown = chance.choice(["write", "sync", "sync directory", "rename", "create", "allocate", "unlink"]), chance.randrange(12)
+    number = chance.choice([errno.EIO, errno.ENOSPC])
+
+    def fault(step: Step) -> None:
+        nonlocal countdown
+        if step.kind == kind:
+            countdown -= 1
+            if countdown == -1:
+                raise OSError(number, os.strerror(number))
+
+    return fault
+
+
+class Examiner:
+    """Starts a daemon on what a power cut has left, and looks whether every promise was kept."""
+
+    def __init__(self) -> None:
+        self._sound: set[bytes] = set()
+
+    async def examine(self, tree: Tree, promised: Promises) -> str:
+        """What is wrong; "" if nothing is."""
+        with directory() as place, directory() as shm:
+            lay(tree, place)
+            try:
+                app = Brief(config(place, shm))
+                await app.run()
+                return self._check(place, app, promised)
+            except (CkptdError, AssertionError, OSError) as error:
+                return f"{type(error).__name__}: {error}"
+
+    def _check(self, place: Path, app: App, promised: Promises) -> str:
+        storage, root = PosixStorage(place / "root"), place / "root"
+        found = {}
+        for tag in storage.tags(JOB):
+            files = sorted(storage.files(JOB, tag))
+            if names.MANIFEST not in files:
+                return f"{tag} is not committed and holds {files}"
+            manifest = storage.read_manifest(JOB, tag)
+            if files != sorted([names.MANIFEST, *(part.file for part in manifest.parts)]):
+                return f"{tag} holds {files}"
+            self._check_content(root, tag, files)
+            found[manifest.attempt, manifest.step] = tag
+        for key in promised.durable:
+            newer = sum(other > key for other in found)
+            if key not in found and (promised.durable[key] is not None or newer < KEEP):
+                return f"attempt {key[0]} step {key[1]} was durable and is gone; there are {sorted(found)}"
+        newest = storage.read_newest(JOB)
+        if found and newest != found[max(found)]:
+            return f"newest says {newest}; there are {sorted(found.values())}"
+        pipeline = Pipeline(PosixFileSystem(), 1, 1 << 20, 64 << 10)
+        given = max(Attempts(storage, pipeline).newest(JOB), app.catalog.job(JOB).attempt)
+        pipeline.close()
+        if given < promised.attempt:
+            return f"attempt {promised.attempt} was given out and is not known any more; the highest is {given}"
+        return ""
+
+    def _check_content(self, root: Path, tag: str, files: list[str]) -> None:
+        digest = hashlib.sha256(b"".join((root / JOB / tag / file).read_bytes() for file in files)).digest()
+        if digest not in self._sound:
+            with Checkpoint.open(root / JOB, tag) as checkpoint:
+                checkpoint.verify()
+                assert checkpoint.step is not None
+                assert_equal(checkpoint.load(), checkpoint.step, SIZE)
+            self._sound.add(digest)
+
+
+OF_A_LIFE, LIVES = 40, 6
+"""States of each life; lives of one disk."""
+
+
+def run(states: int, seed: int, seconds: float = float("inf")) -> tuple[int, list[str]]:
+    """How many different states were examined, and what was wrong with any."""
+    chance, examiner, seen, problems = Random(seed), Examiner(), set[bytes](), list[str]()
+    logging.getLogger("ckptd").setLevel(logging.CRITICAL + 1)
+    end = time.monotonic() + seconds
+    while True:
+        for life in lives(chance, LIVES):
+            with small_journal(), asyncio.Runner() as runner:
+                for _ in range(OF_A_LIFE):
+                    moment = chance.randrange(len(life.steps) + 1)
+                    disk, fate = after(life, moment), some_fate(chance)
+                    tree = disk.after_cut(fate)
+                    key = digest(tree)
+                    if key not in seen:
+                        seen.add(key)
+                        problem = runner.run(examiner.examine(tree, life.promised.with_notes(life.notes, moment)))
+                        if problem:
+                            fates = ", ".join(f"{step} {FATES[fate(step)[0]]}" for step in disk.pending())
+                            problems.append(f"seed {seed}, after {moment} of {len(life.steps)} operations ({fates}): {problem}")
+                    if len(seen) >= states or len(problems) > 20 or time.monotonic() > end:
+                        return len(seen), problems
+
+
+def digest(tree: Tree) -> bytes:
+    whole = hashlib.blake2b()
+    for name, (_, content) in tree.items():
+        whole.update(b"%s %d " % (name.encode(), len(content)))
+        whole.update(content if isinstance(content, bytes) else digest(content))
+    return whole.digest()
+
+
+def after(life: Life, moment: int) -> Disk:
+    disk = life.before.copy()
+    for step in life.steps[:moment]:
+        disk.do(step)
+    return disk
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--states", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=None)
+    options = parser.parse_args()
+    seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
+    torch.set_num_threads(1)
+    count, problems = run(options.states, seed)
+    for problem in problems:
+        print(problem)
+    print(f"{count} states, seed {seed}, {len(problems)} lost")
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()
