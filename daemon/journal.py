@@ -67,13 +67,16 @@ class Journal:
 
     def _replay(self, number: int, strict: bool) -> None:
         name = names.journal_file(number)
-        state, scan, data = r.JournalState(), None, b""
+        state, scan, data, problem = r.JournalState(), None, b"", ""
         try:
             data = read_small(name, self._directory, jf.FILE_SIZE)
             scan = jf.scan(data, number)
             for record in scan.records:
                 state = self._apply(state, record)
-            problem = "a record is damaged that was durable" if scan.ending is jf.Ending.CORRUPT else ""
+            if scan.ending is jf.Ending.CORRUPT:
+                problem = "a record is damaged that was durable"
+            elif len(data) < jf.FILE_SIZE:  # it was as long as that before it had its name
+                problem = f"{len(data):,d} of {jf.FILE_SIZE:,d} bytes are there"
         except NewerFormat:
             raise
         except IntegrityError as error:

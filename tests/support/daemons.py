@@ -47,14 +47,17 @@ class Home:
 class Daemon:
     """One process. `died` and `stop` wait for it; `kill` is SIGKILL."""
 
-    def __init__(self, home: Home, *arguments: str, failpoints: str = "", environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, home: Home, *arguments: str, failpoints: str = "", environment: dict[str, str] | None = None, under: tuple[str, ...] = ()
+    ) -> None:
+        """`under`: a command that runs the daemon's in its own process."""
         self.home = home
         ready, told = os.pipe()
         command = [sys.executable, "-m", "ckptd.daemon", "run", "--root", str(home.root), "--socket", str(home.socket)]
         clean = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
         with home.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, "--ready-fd", str(told), *arguments],
+                [*under, *command, "--ready-fd", str(told), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -1,0 +1,144 @@
+"""The daemon's n-th system call of a kind kills it, or fails: what is promised stays, and the next daemon goes on.
+
+`python -m tests.crash.calls --runs 60 [--seed N]`; needs strace, which puts the fault in (`-e inject`), so that it hits what the kernel is
+asked for, wherever that is in the program. Lives follow one another on one root and one shared memory. Each trainer compares every bit of
+what it recovers, which must be as new as what was sealed or durable before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import torch
+
+from ckptd.agent import Agent, CkptdError
+from tests.crash.power import SIZE, STEPS
+from tests.support import trainers
+from tests.support.daemons import Daemon, Home, home
+
+CALLS = ("pwrite64", "fsync", "fdatasync", "renameat", "renameat2", "unlinkat", "fallocate", "ftruncate", "mkdirat", "openat", "sendmsg")
+FAULTS = ("signal=SIGKILL", "error=EIO", "error=ENOSPC")
+FIRST = {"openat": 300}  # before that it is Python that begins
+
+
+class Unavailable(Exception):
+    """There is no strace here, or it may not trace."""
+
+
+def train(socket: Path, diary: trainers.Diary) -> None:
+    """Recover and compare; then step after step. What fails is noted and gone on from."""
+    torch.set_num_threads(1)
+    try:
+        agent = Agent(trainers.JOB, socket=socket)
+        state = trainers.blank(SIZE)
+        recovered = agent.recover(state)
+        if recovered is not None:
+            assert recovered.step is not None
+            trainers.assert_equal(state, recovered.step, SIZE)
+            diary.note("recovered", recovered.attempt, recovered.step)
+        for step in range(1, STEPS + 1):
+            pending = agent.snapshot(trainers.expected(step, SIZE), step=step)
+            if pending.state in ("sealed", "durable"):
+                diary.note("sealed", pending.attempt, step)
+            try:
+                pending.wait("durable", timeout=60)
+                diary.note("durable", pending.attempt, step)
+            except CkptdError:
+                diary.note("failed", pending.attempt, step)
+    except CkptdError:
+        pass  # the daemon was gone before it could begin
+    except BaseException:
+        diary.note("wrong", 0, 0)
+        raise
+    diary.note("finished", 0, 0)
+    time.sleep(600)
+
+
+def live(place: Home, diary: trainers.Diary, fault: str) -> str:
+    """One life of a daemon with this fault; "died", "failed" or "went on"."""
+    under = ("strace", "-D", "-f", "-qq", "--seccomp-bpf", "-o", "/dev/null", "-e", f"inject={fault}")
+    daemon = Daemon(place, "--keep-last", "2", "--threads", "1", environment={"CKPTD_STALL_BUDGET": "1"}, under=under)
+    words = [word for word, _ in diary.read()]
+    trainer = None
+    try:
+        if daemon.reached_ready():
+            trainer = trainers.context().Process(target=train, args=(place.socket, diary), daemon=True)
+            trainer.start()
+            while daemon.process.poll() is None and trainer.is_alive() and _count(diary, "finished") == words.count("finished"):
+                time.sleep(0.001)
+        if daemon.process.poll() is not None:
+            return "died"
+        return "failed" if _count(diary, "failed") > words.count("failed") else "went on"
+    finally:
+        if trainer is not None:
+            trainer.kill()
+            trainer.join()
+        daemon.close()
+
+
+def _count(diary: trainers.Diary, word: str) -> int:
+    return sum(found == word for found, _ in diary.read())
+
+
+def older(diary: trainers.Diary) -> list[str]:
+    """Recoveries of less than was promised before."""
+    promised, problems = (0, -1), []
+    for word, key in diary.read():
+        if word == "wrong":
+            problems.append("a recovered state differs, or a trainer met something unforeseen")
+        elif word == "recovered":
+            if key < promised:
+                problems.append(f"{key} was recovered, and {promised} was promised")
+            promised = key  # of what was sealed after a durable one, the damaged may have been passed over
+        elif word in ("sealed", "durable"):
+            promised = max(promised, key)
+    return problems
+
+
+def run(runs: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[tuple[str, str]], list[str]]:
+    """How lives ended, by fault; what was lost. Raises Unavailable."""
+    if shutil.which("strace") is None:
+        raise Unavailable("strace is not installed")
+    chance, ends, problems = Random(seed), Counter[tuple[str, str]](), list[str]()
+    end = time.monotonic() + seconds
+    with home() as place:
+        diary = trainers.Diary(place.path / "diary")
+        for number in range(runs):
+            if time.monotonic() > end or problems:
+                break
+            call, fault = CALLS[number % len(CALLS)], FAULTS[number // len(CALLS) % len(FAULTS)]
+            nth = FIRST.get(call, 0) + chance.randrange(1, 60 if call in FIRST else 16)
+            how = live(place, diary, f"{call}:{fault}:when={nth}")
+            ends[f"{call} {fault}", how] += 1
+            problems += [f"{call}:{fault}:when={nth}: {problem}" for problem in older(diary)]
+        if not problems:
+            live(place, diary, "quotactl:error=EIO")  # no fault: everything comes back, and steps are saved again
+            last = list(diary.read())[-2:]
+            if [word for word, _ in last] != ["durable", "finished"]:
+                problems.append(f"without a fault the last trainer ended with {last}: {place.log_text()[-2000:]}")
+            problems += older(diary)
+    return ends, problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    options = parser.parse_args()
+    ends, problems = run(options.runs, options.seed)
+    for (fault, how), count in sorted(ends.items()):
+        print(f"{fault:32} {how:8} {count}")
+    print(*problems, sep="\n")
+    print(f"{ends.total()} faults, seed {options.seed}, {len(problems)} lost")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Damage, exhaustively: every bit of a journal and of a manifest, every length that they may be cut to, bits of parts at random.
+
+`python -m tests.crash.damage [--journal BYTES] [--parts N] [--seed N]`. A journal is read as it was, or as a shorter one that lacks nothing
+that a later record says was durable, or is called corrupt. A manifest is refused. A checkpoint with a damaged part is refused, or loads bit
+for bit (what is between the chunks holds nothing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+from ckptd.agent import Agent, Checkpoint
+from ckptd.daemon import journal_file as jf
+from ckptd.daemon import records as r
+from ckptd.daemon.journal import Journal
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.manifest import Manifest
+from tests.support.daemons import home, running
+from tests.support.trainers import JOB, assert_equal, expected
+
+Found = tuple[int, list[str]]
+"""How many were tried, and what was wrong with any."""
+
+
+def journal_of(size: int) -> tuple[bytes, list[jf.RawRecord]]:
+    """A journal file of `size` bytes, as full as it gets, and what is in it."""
+    with tempfile.TemporaryDirectory() as place, mock.patch.object(jf, "FILE_SIZE", size), ThreadPoolExecutor(1) as pool:
+        directory = os.open(place, os.O_RDONLY)
+        journal = Journal.open(PosixFileSystem(), directory, pool)
+        journal.start()
+
+        async def fill() -> None:
+            step = 0
+            while journal._end + 400 < size:
+                step += 1
+                common = {"job": "gpt", "attempt": 1, "step": step, "rank": 0, "tag": f"step-{step:08d}.a0001"}
+                await journal.append(r.Staging(**common, file=f"rank-00000.{secrets.token_hex(16)}.ckpt"))  # type: ignore[arg-type]
+            await journal.close()
+
+        asyncio.run(fill())
+        os.close(directory)
+        data = (Path(place) / os.listdir(place)[0]).read_bytes()
+    return data, jf.scan(data, 1).records
+
+
+def misread(damaged: bytes, records: list[jf.RawRecord]) -> str:
+    """What is wrong with how a damaged journal is read; "" if nothing is."""
+    try:
+        found = jf.scan(damaged, 1)
+    except IntegrityError:
+        return ""
+    if found.records != records[: len(found.records)]:
+        return "it reads as something else"
+    lost = records[len(found.records) :]
+    if found.ending is jf.Ending.CORRUPT or not lost:
+        return ""
+    if found.ending is jf.Ending.CLEAN:
+        return f"{len(lost)} records are gone, and nobody says so"
+    proof = [record for record in lost[1:] if record.durable >= lost[0].sequence]
+    return f"record {lost[0].sequence} is called torn, and record {proof[0].sequence} says it was durable" if proof else ""
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def journal_bits(size: int) -> Found:
+    data, records = journal_of(size)
+    problems = [f"bit {bit}: {why}" for bit in range(8 * size) if (why := misread(flip(data, bit), records))]
+    return 8 * size, problems
+
+
+def journal_lengths(size: int) -> Found:
+    """Of the whole file: a journal that was cut is corrupt, since it was as long as it gets before it had its name."""
+    data, _ = journal_of(size)
+    problems = []
+    with tempfile.TemporaryDirectory() as place, mock.patch.object(jf, "FILE_SIZE", size), ThreadPoolExecutor(1) as pool:
+        directory = os.open(place, os.O_RDONLY)
+        for length in range(size + 1):
+            for name in os.listdir(place):
+                os.unlink(Path(place) / name)
+            (Path(place) / "0000000000000001.log").write_bytes(data[:length])
+            with _quiet():
+                journal = Journal.open(PosixFileSystem(), directory, pool)
+            if (journal.corrupt, journal.torn) != (int(length < size), 0):
+                problems.append(f"cut to {length} of {size} bytes: {journal.corrupt} corrupt, {journal.torn} torn")
+        os.close(directory)
+    return size + 1, problems
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with mock.patch("ckptd.daemon.journal.log"):
+        yield
+
+
+@contextmanager
+def checkpoint() -> Iterator[Path]:
+    """The directory of one, of a small state."""
+    with home() as place:
+        with running(place, "--codec", "zstd:1"):
+            agent = Agent(JOB, socket=place.socket)
+            agent.snapshot(expected(3, 500), step=3).wait("durable", timeout=120)
+            agent.close()
+        (tag,) = (place.root / JOB).glob("step-*")
+        yield tag
+
+
+def manifest_bits(tag: Path) -> Found:
+    data = (tag / "manifest.json").read_bytes()
+    damaged = [(f"bit {bit}", flip(data, bit)) for bit in range(8 * len(data))]
+    damaged += [(f"cut to {length} bytes", data[:length]) for length in range(len(data))]
+    problems = []
+    for what, changed in damaged:
+        try:
+            Manifest.decode(changed)
+        except IntegrityError:
+            continue
+        problems.append(f"manifest, {what}: it is accepted")
+    return len(damaged), problems
+
+
+def part_bits(tag: Path, count: int, seed: int) -> Found:
+    chance, problems = Random(seed), list[str]()
+    (part,) = tag.glob("rank-*")
+    data = part.read_bytes()
+    used = [at for at in range(len(data)) if data[at]] + list(range(128))
+    for number in range(count):
+        kind = number % 4
+        bit = 8 * chance.choice(used) + chance.randrange(8) if kind else 8 * chance.randrange(len(data))
+        what, changed = (f"bit {bit}", flip(data, bit)) if kind < 3 else (f"cut at {bit // 8}", data[: bit // 8])
+        part.write_bytes(changed)
+        try:
+            with Checkpoint.open(tag.parent, tag.name) as opened:
+                assert_equal(opened.load(), 3, 500)
+        except IntegrityError:
+            continue
+        except Exception as error:
+            problems.append(f"part, {what}: {error!r}")
+            continue
+        if kind == 3:
+            problems.append(f"part, {what}: it is accepted")
+    part.write_bytes(data)
+    return count, problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--journal", type=int, default=4096, help="bytes")
+    parser.add_argument("--parts", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    options = parser.parse_args()
+    kinds = {"journal, every bit": journal_bits(options.journal), "journal, every length": journal_lengths(options.journal)}
+    with checkpoint() as tag:
+        kinds["manifest, every bit and length"] = manifest_bits(tag)
+        kinds["part"] = part_bits(tag, options.parts, options.seed)
+    for kind, (count, problems) in kinds.items():
+        print(f"{kind}: {count} tried, {len(problems)} wrong", *problems[:20], sep="\n  ")
+    sys.exit(any(problems for _, problems in kinds.values()))
+
+
+if __name__ == "__main__":
+    main()
