@@ -245,8 +245,8 @@ OF_A_LIFE, LIVES = 40, 6
 """States of each life; lives of one disk."""
 
 
-def run(states: int, seed: int, seconds: float = float("inf")) -> tuple[int, list[str]]:
-    """How many different states were examined, and what was wrong with any."""
+def run(states: int, seed: int, seconds: float = float("inf"), most: int = 20) -> tuple[int, list[str]]:
+    """How many different states were examined, and what was wrong with any; ends after `most` of those."""
     chance, examiner, seen, problems = Random(seed), Examiner(), set[bytes](), list[str]()
     logging.getLogger("ckptd").setLevel(logging.CRITICAL + 1)
     end = time.monotonic() + seconds
@@ -264,7 +264,7 @@ def run(states: int, seed: int, seconds: float = float("inf")) -> tuple[int, lis
                         if problem:
                             fates = ", ".join(f"{step} {FATES[fate(step)[0]]}" for step in disk.pending())
                             problems.append(f"seed {seed}, after {moment} of {len(life.steps)} operations ({fates}): {problem}")
-                    if len(seen) >= states or len(problems) > 20 or time.monotonic() > end:
+                    if len(seen) >= states or len(problems) >= most or time.monotonic() > end:
                         return len(seen), problems
 
 
@@ -287,10 +287,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--states", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--most", type=int, default=20, help="problems")
     options = parser.parse_args()
     seed = int.from_bytes(os.urandom(4), "little") if options.seed is None else options.seed
     torch.set_num_threads(1)
-    count, problems = run(options.states, seed)
+    count, problems = run(options.states, seed, most=options.most)
     for problem in problems:
         print(problem)
     print(f"{count} states, seed {seed}, {len(problems)} lost")

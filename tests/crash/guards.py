@@ -1,0 +1,142 @@
+"""Is every guard guarded? Each one is taken out in turn, and some test must go red.
+
+`python -m tests.crash.guards [--only TEXT] [--jobs N]`. The guards are found in the source: every sync of a file or directory, every rename
+or publication that must not replace, every condition that ends in an IntegrityError, and a few that are named below. A copy of the tree
+without the guard is made, and the checks of its module are run there, one after the other, until one fails. A guard whose checks all pass
+is printed, and is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SYNCS = frozenset({"sync", "sync_data", "sync_directory"})
+TREES = ("agent", "daemon", "shared", "tests")
+SECONDS = 300
+
+STATES = "tests.crash.states --states 4000 --seed 1 --most 1"
+DAMAGE = "tests.crash.damage --seed 1"
+CHECKS: dict[str, tuple[str, ...]] = {
+    "daemon/attempts.py": (STATES,),
+    "daemon/journal.py": ("pytest tests/daemon/test_journal.py", STATES),
+    "daemon/journal_file.py": ("pytest tests/daemon/test_journal_file.py", DAMAGE),
+    "daemon/pipeline.py": ("pytest tests/daemon/test_pipeline.py", STATES),
+    "daemon/recovery.py": (STATES,),
+    "daemon/saver.py": ("pytest tests/daemon/test_saver.py", STATES),
+    "shared/fs.py": ("pytest tests/shared/test_fs.py tests/crash/test_disk.py", STATES),
+    "shared/manifest.py": ("pytest tests/shared/test_manifest.py", DAMAGE),
+    "shared/part.py": ("pytest tests/shared/test_part.py", DAMAGE),
+    "shared/segment.py": ("pytest tests/shared/test_segment.py",),
+    "shared/storage.py": ("pytest tests/shared/test_storage.py tests/crash/test_disk.py", STATES),
+}
+NAMED = {
+    "daemon/journal_file.py": (
+        "    if crc32c(data[position + 4 : end], crc32c(salt)) != crc:\n        return None\n",
+        "        if before != crc or (sequence is not None and record.sequence != sequence + 1):\n            break\n",
+        "    if any(data[end : position + _aligned(RECORD_SIZE + length)]):\n        return None\n",
+    ),
+    "daemon/recovery.py": ("                storage.settle(job_name, tag)\n",),
+    "shared/storage.py": (" or path not in self._durable",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`module` with `text` in place of its own; what it lacks is at `line`."""
+
+    module: str
+    line: int
+    what: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: {self.what}"
+
+
+def mutants() -> Iterator[Mutant]:
+    for module in CHECKS:
+        source = (ROOT / module).read_text()
+        yield from _of(module, source)
+        for named in NAMED.get(module, ()):
+            assert source.count(named) == 1, f"{module} has {source.count(named)} times {named!r}"
+            yield Mutant(module, source[: source.index(named)].count("\n") + 1, " ".join(named.split()), source.replace(named, ""))
+
+
+def _of(module: str, source: str) -> Iterator[Mutant]:
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            if isinstance(function, ast.Attribute) and function.attr in SYNCS and "fs" in ast.unparse(function.value):
+                yield Mutant(module, node.lineno, ast.unparse(node), _replaced(lines, node, "pass"))
+        if isinstance(node, ast.keyword) and node.arg == "replace" and isinstance(node.value, ast.Constant) and node.value.value is False:
+            yield Mutant(module, node.value.lineno, "replace=False", _replaced(lines, node.value, "True"))
+        if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise) and "IntegrityError" in ast.unparse(node.body[0]):
+            yield Mutant(module, node.lineno, f"if {ast.unparse(node.test)}", _replaced(lines, node.test, "False"))
+
+
+def _replaced(lines: list[str], node: ast.stmt | ast.expr, by: str) -> str:
+    assert node.end_lineno is not None
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    first, last = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + (node.end_col_offset or 0)
+    whole = "".join(lines)
+    return whole[:first] + by + whole[last:]
+
+
+def found_by(mutant: Mutant) -> str:
+    """The check that went red; "" if none did."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-guards-") as name:
+        place = Path(name)
+        for tree in TREES:
+            shutil.copytree(ROOT / tree, place / tree, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", place)
+        (place / "ckptd").mkdir()
+        for tree in TREES[:3]:
+            (place / "ckptd" / tree).symlink_to(place / tree)
+        (place / mutant.module).write_text(mutant.text)
+        for check in CHECKS[mutant.module]:
+            tool, *arguments = check.split()
+            command = [sys.executable, "-m", tool, *arguments, *(["-x", "-q", "-p", "no:cacheprovider"] if tool == "pytest" else [])]
+            environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+            try:
+                subprocess.run(command, cwd=place, env=environment, check=True, capture_output=True, timeout=SECONDS)
+            except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+                return check
+    return ""
+
+
+def run(only: str = "", jobs: int = 2) -> tuple[int, list[str]]:
+    """How many guards were taken out, and those that nobody missed."""
+    chosen = [mutant for mutant in mutants() if only in str(mutant)]
+    with ThreadPoolExecutor(jobs) as pool:
+        found = dict(zip(chosen, pool.map(found_by, chosen), strict=True))
+    for mutant, check in found.items():
+        print(f"{mutant}: {check or 'NOBODY MISSED IT'}")
+    return len(chosen), [str(mutant) for mutant, check in found.items() if not check]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="guards whose description holds this")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    count, missed = run(options.only, options.jobs)
+    print(f"{count} guards taken out, {len(missed)} missed by nobody")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
