@@ -96,8 +96,12 @@ def _replaced(lines: list[str], node: ast.stmt | ast.expr, by: str) -> str:
     return whole[:first] + by + whole[last:]
 
 
-def found_by(mutant: Mutant) -> str:
+def red(mutant: Mutant) -> str:
     """The check that went red; "" if none did."""
+    return _red(CHECKS[mutant.module], mutant)
+
+
+def _red(checks: tuple[str, ...], mutant: Mutant | None) -> str:
     with tempfile.TemporaryDirectory(prefix="ckptd-guards-") as name:
         place = Path(name)
         for tree in TREES:
@@ -106,8 +110,9 @@ def found_by(mutant: Mutant) -> str:
         (place / "ckptd").mkdir()
         for tree in TREES[:3]:
             (place / "ckptd" / tree).symlink_to(place / tree)
-        (place / mutant.module).write_text(mutant.text)
-        for check in CHECKS[mutant.module]:
+        if mutant is not None:
+            (place / mutant.module).write_text(mutant.text)
+        for check in checks:
             tool, *arguments = check.split()
             command = [sys.executable, "-m", tool, *arguments, *(["-x", "-q", "-p", "no:cacheprovider"] if tool == "pytest" else [])]
             environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -119,10 +124,13 @@ def found_by(mutant: Mutant) -> str:
 
 
 def run(only: str = "", jobs: int = 2) -> tuple[int, list[str]]:
-    """How many guards were taken out, and those that nobody missed."""
+    """How many guards were taken out, and those that nobody missed. Raises AssertionError if a check is red before that."""
     chosen = [mutant for mutant in mutants() if only in str(mutant)]
+    checks = sorted({check for mutant in chosen for check in CHECKS[mutant.module]})
     with ThreadPoolExecutor(jobs) as pool:
-        found = dict(zip(chosen, pool.map(found_by, chosen), strict=True))
+        wrong = [check for check in pool.map(lambda check: _red((check,), None), checks) if check]
+        assert not wrong, f"red with every guard in its place: {wrong}"
+        found = dict(zip(chosen, pool.map(red, chosen), strict=True))
     for mutant, check in found.items():
         print(f"{mutant}: {check or 'NOBODY MISSED IT'}")
     return len(chosen), [str(mutant) for mutant, check in found.items() if not check]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from crc32c import crc32c
 from hypothesis import settings
@@ -19,6 +21,7 @@ from ckptd.shared.names import part_file, tag_directory
 from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header
 from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
 from ckptd.shared.request import Request
+from ckptd.shared.segment import Extent, SegmentHeader, SlotState, write_document, write_header
 
 steady = settings(deadline=None)
 """For every property: how long an example takes says nothing on a shared machine."""
@@ -139,3 +142,23 @@ def write_checkpoint(root: Path, job: str = "gpt", step: int = 1000, attempt: in
     )  # fmt: skip
     (place / "manifest.json").write_bytes(manifest.encode())
     return manifest
+
+
+def seal(fd: int, header: SegmentHeader, plan: Plan, *, step: int = 5, request: Request | None = None, **changes: Any) -> SegmentHeader:
+    """What a trainer does to a slot: the bytes of `packed_slot`, the documents, the header that says so, with `changes`."""
+    values = values_after(plan)
+    slot = packed_slot(plan, values)
+    os.pwrite(fd, slot, header.data_offset)
+    document = plan.encode()
+    at = align(sum(values))
+    sealed = header.next(
+        SlotState.SEALED,
+        step=step,
+        signature=signature(document),
+        values=Extent(*values, crc32c(slot[values[0] :])),
+        plan=write_document(fd, header, at, document),
+        request=write_document(fd, header, at + align(len(document)), (request or Request()).encode()),
+    )
+    sealed = dataclasses.replace(sealed, **changes)
+    write_header(fd, sealed)
+    return sealed

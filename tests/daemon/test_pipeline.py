@@ -1,0 +1,148 @@
+"""From a sealed slot to a durable part: what is read is checked, what is written is whole or not there."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckptd.daemon.pipeline import Pipeline, Plans, SealedSlot
+from ckptd.shared import codec
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.fs import Buffer, PosixFileSystem
+from ckptd.shared.part import PartReader
+from ckptd.shared.plan import MIN_CHUNK
+from ckptd.shared.request import Request
+from ckptd.shared.segment import Extent, SegmentHeader
+from tests.shared.samples import NONCE, memory_file, packed_slot, sample_plan, seal, values_after
+
+PLAN = sample_plan(50_000)  # several chunks
+TAG = "step-00000005.a0001"
+HEADER = SegmentHeader(job="gpt", attempt=1, rank=0, world_size=1, slot=0, capacity=300_000, chunk_size=MIN_CHUNK)
+
+
+@pytest.fixture
+def fd() -> Iterator[int]:
+    with memory_file(bytes(HEADER.file_length)) as made:
+        yield made
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Pipeline]:
+    made = Pipeline(PosixFileSystem(), 2, 1 << 20, MIN_CHUNK)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[int]:
+    made = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    yield made
+    os.close(made)
+
+
+def part(pipeline: Pipeline, slot: SealedSlot, directory: int, *, codec_name: str = "raw", change: bool = False) -> PartReader:
+    """Checksums, then the part; with `change` a byte of the slot is another one in between."""
+
+    async def save() -> str:
+        checks = await pipeline.checksum(slot)
+        if change:
+            os.pwrite(slot.fd, b"?", slot.header.data_offset + 100_000)
+        entry = await pipeline.write_part(slot, checks, codec.encoder(codec_name), directory, TAG, NONCE)
+        return entry.file
+
+    file = asyncio.run(save())
+    return PartReader(os.open(file, os.O_RDONLY, dir_fd=directory), file)
+
+
+@pytest.mark.parametrize("codec_name", ["raw", "zstd:1"])
+def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, directory: int, codec_name: str) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN, request=Request(tag="mine", metrics={"loss": 0.5})))
+    assert len(slot.ranges) > 3
+    reader = part(pipeline, slot, directory, codec_name=codec_name)
+    wanted = packed_slot(PLAN, values_after(PLAN))
+    for number, chunk in enumerate(slot.ranges):
+        raw = bytearray(chunk.length)
+        reader.read_chunk(number, memoryview(raw))
+        assert raw == wanted[chunk.offset : chunk.offset + chunk.length]
+    assert (reader.plan, Request.decode(reader.index.request)) == (PLAN, Request(tag="mine", metrics={"loss": 0.5}))
+    assert (reader.index.job, reader.index.attempt, reader.index.step, reader.index.tag) == ("gpt", 1, 5, TAG)
+    assert pipeline.bytes_read == sum(chunk.length for chunk in slot.ranges)
+    os.close(reader.fileno())
+
+
+def test_a_document_that_is_damaged(fd: int) -> None:
+    header = seal(fd, HEADER, PLAN)
+    os.pwrite(fd, b"?", HEADER.data_offset + header.plan.offset + 10)
+    with pytest.raises(IntegrityError, match="plan document of gpt step 5 is damaged in memory"):
+        SealedSlot.read(fd, header)
+
+
+def test_a_plan_that_is_not_the_one_that_was_signed(fd: int) -> None:
+    header = seal(fd, HEADER, PLAN, signature=bytes(32))
+    with pytest.raises(IntegrityError, match="is not the one that was sealed"):
+        SealedSlot.read(fd, header)
+
+
+def test_documents_that_lie_over_the_tensors(fd: int) -> None:
+    header = seal(fd, HEADER, PLAN)
+    values = Extent(header.values.offset - 64, header.values.length, header.values.crc)
+    with pytest.raises(IntegrityError, match="lie over its tensors"):
+        SealedSlot.read(fd, seal(fd, HEADER, PLAN, values=values))
+
+
+def test_a_segment_that_is_cut_short(fd: int, pipeline: Pipeline) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+    os.ftruncate(fd, HEADER.data_offset + 90_000)
+    with pytest.raises(IntegrityError, match="the segment has been cut short: that copy in memory is lost"):
+        asyncio.run(pipeline.checksum(slot))
+
+
+def test_memory_that_changes_after_the_checksums_leaves_no_part(fd: int, pipeline: Pipeline, directory: int) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+    with pytest.raises(IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"):
+        part(pipeline, slot, directory, change=True)
+    assert os.listdir(directory) == []
+
+
+def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipeline, directory: int) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+    pipeline._threads = 0  # nobody does anything, and nobody fails
+    with pytest.raises(IntegrityError, match=f"0 of {len(slot.ranges)} chunks have a result"):
+        part(pipeline, slot, directory)
+    assert os.listdir(directory) == []
+
+
+def test_an_error_of_any_worker_fails_the_part(fd: int, directory: int) -> None:
+    """pytorch/pytorch#191391: DCP's threads lost it, and the checkpoint lacked tensors."""
+
+    class Full(PosixFileSystem):
+        writes = 0
+
+        def write(self, fd: int, data: Buffer, offset: int) -> None:
+            self.writes += 1
+            if self.writes == 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().write(fd, data, offset)
+
+    pipeline = Pipeline(Full(), 2, 1 << 20, MIN_CHUNK)
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+    with pytest.raises(OSError, match="No space left"):
+        part(pipeline, slot, directory)
+    assert os.listdir(directory) == []
+    pipeline.close()
+
+
+def test_plans_are_decoded_once_and_not_kept_for_ever() -> None:
+    plans = Plans(most=len(PLAN.encode()) + 10)
+    first = plans.decode(b"1", PLAN.encode())
+    assert plans.decode(b"1", b"not looked at") is first
+    other = msgspec.structs.replace(PLAN, writer={"ckptd": "9"})
+    assert plans.decode(b"2", other.encode()) == other
+    with pytest.raises(IntegrityError):
+        plans.decode(b"1", b"gone")
