@@ -1,0 +1,316 @@
+"""Any order of things that happen to a job: start, snapshot, kill, cut the power, fill the disk, recover; drawn by Hypothesis.
+
+`python -m tests.crash.machine --steps 2000 [--seed N]`. Real daemons, real trainers, SIGKILL, and the ext4 image of `power.py` where there
+is one. After every step the oracles: what is recovered is bit for bit what was captured, and as new as what was promised; a daemon that
+should be there answers; at the end of each life work goes on, every checkpoint verifies, and nothing is left in shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from ckptd.agent import Agent, Checkpoint, CkptdError
+from tests.crash.power import Image, Unavailable
+from tests.support import trainers
+from tests.support.daemons import Daemon, Home
+
+SIZE = 4000
+OPTIONS = ("--keep-last", "2", "--codec", "zstd:1", "--threads", "1")
+SECONDS = 120.0
+
+done: Counter[str] = Counter()
+"""Steps taken, by name."""
+
+
+def serve(pipe: Connection, socket: Any) -> None:
+    """A trainer that does as it is told."""
+    torch.set_num_threads(1)
+    agent = None
+    pendings: dict[int, Any] = {}
+    while True:
+        command, *arguments = pipe.recv()
+        try:
+            if command == "begin":
+                agent = Agent(trainers.JOB, socket=socket)
+                state = trainers.blank(SIZE)
+                recovered = agent.recover(state)
+                if recovered is not None:
+                    assert recovered.step is not None
+                    trainers.assert_equal(state, recovered.step, SIZE)
+                answer: Any = (agent.attempt, None if recovered is None else (recovered.attempt, recovered.step))
+            elif command == "snapshot":
+                step, persist = arguments
+                assert agent is not None
+                pendings[step] = agent.snapshot(trainers.expected(step, SIZE), step=step, persist=persist)
+                answer = pendings[step].state
+            elif command == "wait":
+                pending = pendings[arguments[0]]
+                pending.wait("durable", timeout=SECONDS)
+                answer = pending.state
+            else:
+                assert agent is not None
+                agent.close()
+                answer = "closed"
+        except CkptdError as error:
+            answer = error
+        except BaseException as error:
+            answer = AssertionError(repr(error))
+        pipe.send(answer)
+
+
+class Job(RuleBasedStateMachine):
+    """`sealed`, `durable`: what was promised while the node stands, and for ever; (attempt, step)."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.place = Home()
+        try:
+            self.disk: Image | None = Image(32)
+            self.place.root = self.disk.where / "root"
+        except Unavailable:
+            self.disk = None
+        self.daemon: Daemon | None = None
+        self.trainer: Any = None
+        self.pipe: Any = None
+        self.attempt = self.step = 0
+        self.persisted: int | None = None
+        self.full = False
+        self.sealed = self.durable = (0, -1)
+        self.start_daemon()
+
+    def _ask(self, *command: Any) -> Any:
+        self.pipe.send(command)
+        assert self.pipe.poll(SECONDS), f"{command} takes longer than {SECONDS} s"
+        answer = self.pipe.recv()
+        if isinstance(answer, AssertionError):
+            raise answer
+        return answer
+
+    # -- what happens
+
+    @precondition(lambda self: self.daemon is None)
+    @rule()
+    def start_daemon(self) -> None:
+        done["start daemon"] += 1
+        daemon = Daemon(self.place, *OPTIONS, environment={"CKPTD_STALL_BUDGET": "0.5"})
+        if daemon.reached_ready():
+            self.daemon = daemon
+        else:
+            assert self.full, f"the daemon ended with {daemon.died()}:\n{self.place.log_text()[-3000:]}"
+            daemon.close()
+
+    @precondition(lambda self: self.daemon is not None)
+    @rule()
+    def kill_daemon(self) -> None:
+        done["kill daemon"] += 1
+        assert self.daemon is not None
+        self.daemon.kill()
+        self.daemon = None
+
+    @precondition(lambda self: self.daemon is not None and not self.full)
+    @rule()
+    def stop_daemon(self) -> None:
+        """As for an upgrade."""
+        done["stop daemon"] += 1
+        assert self.daemon is not None
+        assert self.daemon.stop() == 0
+        self.daemon = None
+
+    @rule(count=st.integers(1, 4), persist=st.sampled_from([True, True, False]), wait=st.booleans())
+    def train(self, count: int, persist: bool, wait: bool) -> None:
+        """Steps of a trainer, which is started if there is none; while the daemon is gone too."""
+        if self.trainer is None:
+            if self.daemon is None:
+                self.start_daemon()
+            if self.daemon is None or not self.start_trainer():
+                return
+        for _ in range(count):
+            self.snapshot(persist)
+        if wait and self.daemon is not None and self.persisted is not None:
+            self.wait()
+
+    def start_trainer(self) -> bool:
+        done["start trainer"] += 1
+        self.pipe, theirs = trainers.context().Pipe()
+        self.trainer = trainers.context().Process(target=serve, args=(theirs, self.place.socket), daemon=True)
+        self.trainer.start()
+        theirs.close()
+        answer = self._ask("begin")
+        if isinstance(answer, CkptdError):
+            assert self.full, answer
+            self._end_trainer()
+            return False
+        attempt, recovered = answer
+        assert attempt > self.attempt, "an attempt was given out twice"
+        promised = max(self.sealed, self.durable)
+        assert (recovered or (0, -1)) >= promised, f"{recovered} was recovered, and {promised} was promised"
+        self.attempt, self.step, self.persisted = attempt, 0, None
+        return True
+
+    def snapshot(self, persist: bool) -> None:
+        done["snapshot"] += 1
+        self.step += 1
+        state = self._ask("snapshot", self.step, persist)
+        if state in ("sealed", "durable"):
+            self.sealed = max(self.sealed, (self.attempt, self.step))
+            self.persisted = self.step if persist else None
+
+    def wait(self) -> None:
+        done["wait"] += 1
+        answer = self._ask("wait", self.persisted)
+        if answer == "durable":
+            assert self.persisted is not None
+            self.durable = max(self.durable, (self.attempt, self.persisted))
+        else:
+            assert isinstance(answer, CkptdError)
+            assert self.full or answer.code not in ("integrity", "internal"), answer
+        self.persisted = None
+
+    @precondition(lambda self: self.trainer is not None)
+    @rule()
+    def kill_trainer(self) -> None:
+        done["kill trainer"] += 1
+        self._end_trainer()
+
+    def _end_trainer(self) -> None:
+        self.trainer.kill()
+        self.trainer.join()
+        self.pipe.close()
+        self.trainer = None
+
+    @precondition(lambda self: self.disk is not None)
+    @rule(flushed=st.sampled_from([1, 2]))
+    def cut_power(self, flushed: int) -> None:
+        done["cut power"] += 1
+        assert self.disk is not None
+        self.disk.stop(flushed)
+        if self.trainer is not None:
+            self._end_trainer()
+        if self.daemon is not None:
+            self.daemon.kill()
+            self.daemon = None
+        shutil.rmtree(self.place.segments, ignore_errors=True)
+        self.disk.again()
+        self.sealed = self.durable
+        self.full = (self.disk.where / "hog").exists()
+
+    @precondition(lambda self: self.disk is not None and not self.full)
+    @rule()
+    def fill_disk(self) -> None:
+        done["fill disk"] += 1
+        assert self.disk is not None
+        with (self.disk.where / "hog").open("wb", buffering=0) as file:
+            for size in (1 << 20, 1 << 12):
+                try:
+                    while file.write(bytes(size)):
+                        pass
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+        self.full = True
+
+    @precondition(lambda self: self.full)
+    @rule()
+    def free_disk(self) -> None:
+        done["free disk"] += 1
+        assert self.disk is not None
+        (self.disk.where / "hog").unlink()
+        self.full = False
+
+    # -- what must hold
+
+    @invariant()
+    def answers(self) -> None:
+        daemon = getattr(self, "daemon", None)
+        if daemon is None:
+            return
+        if daemon.process.poll() is not None:
+            assert self.full, f"the daemon has ended with {daemon.died()}:\n{self.place.log_text()[-3000:]}"
+            daemon.close()
+            self.daemon = None
+            return
+        assert daemon.status()["ready"]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "place"):
+            return
+        try:
+            if sys.exc_info()[0] is None:
+                self._end()
+        finally:
+            if self.trainer is not None:
+                self._end_trainer()
+            if self.daemon is not None:
+                self.daemon.close()
+            self.place.remove()
+            if self.disk is not None:
+                self.disk.close()
+
+    def _end(self) -> None:
+        """Everything that was promised is there, and work goes on."""
+        if self.full:
+            self.free_disk()
+        if self.trainer is not None:
+            self.kill_trainer()
+        if self.daemon is None:
+            self.start_daemon()
+        self.start_trainer()
+        until = time.monotonic() + SECONDS
+        while self._ask("snapshot", self.step + 1, True) not in ("sealed", "durable"):
+            self.step += 1
+            assert time.monotonic() < until, "no snapshot is taken any more"
+        assert self._ask("wait", self.step + 1) == "durable"
+        assert self._ask("close") == "closed"
+        self._end_trainer()
+        assert self.place.segment_files() == []
+        job = self.place.root / trainers.JOB
+        for manifest in job.glob("*/manifest.json"):
+            with Checkpoint.open(job, manifest.parent.name) as checkpoint:
+                assert checkpoint.step is not None
+                trainers.assert_equal(checkpoint.load(), checkpoint.step, SIZE)
+
+
+def run(steps: int, number: int, of_a_life: int = 40) -> tuple[Counter[str], str]:
+    """Steps taken, by name, and the first life that broke a promise, as Hypothesis shows it; "" if none did."""
+    done.clear()
+    chosen = settings(
+        max_examples=max(1, steps // of_a_life), stateful_step_count=of_a_life, deadline=None, database=None, print_blob=False,
+        suppress_health_check=list(HealthCheck), phases=[Phase.generate],
+    )  # fmt: skip
+    try:
+        run_state_machine_as_test(seed(number)(Job), settings=chosen)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return done, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    return done, ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    options = parser.parse_args()
+    taken, problem = run(options.steps, options.seed)
+    for name, count in taken.most_common():
+        print(f"{name:16} {count}")
+    print(problem)
+    print(f"{taken.total()} steps, seed {options.seed}, {int(bool(problem))} lost")
+    sys.exit(bool(problem))
+
+
+if __name__ == "__main__":
+    main()
