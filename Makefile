@@ -7,7 +7,7 @@ KILLS ?= 50
 MEGABYTES ?= 256
 ROUNDS ?= 10
 
-.PHONY: demo test lint kills rank-kills crash-matrix bench clean
+.PHONY: demo test lint kills rank-kills crash-matrix trust bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ rank-kills: $(INSTALLED)
 # Every failpoint, alone and in pairs, ROUNDS times over.
 crash-matrix: $(INSTALLED)
 	for round in $$(seq $(ROUNDS)); do $(RUN) -m pytest -n 2 -q tests/crash/test_failpoints.py || exit 1; done
+
+# Every rig that looks for what could be lost, for MINUTES, or as much as CI runs.
+trust: $(INSTALLED)
+	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),--short)
 
 bench: $(INSTALLED)
 	$(RUN) -m benchmarks.daemon
