@@ -26,6 +26,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page}: {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_are_named_are_there(page: Path) -> None:
+    known: list[str] = []
+    for file, name in re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)?(?:::(test_\w+))?`", page.read_text()):
+        if file:
+            known = re.findall(r"def (test_\w+)", (ROOT / "tests" / file).read_text())
+        assert not name or name in known, f"{page}: {name} is not in {file or 'the file that was named last'}"
+
+
 def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     missing = [name for name in FIELDS if name not in ("private", "idle_timeout") and f"| `{name}` |" not in text]

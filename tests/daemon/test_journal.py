@@ -601,6 +601,7 @@ DAMAGE: dict[str, Callable[[Place, bytes], bytes]] = {
     "empty": lambda place, data: b"",
     "another number": lambda place, data: jf.FileHeader(2, bytes(16), 0).encode() + bytes(4000),
     "grown": lambda place, data: data + bytes(4096),
+    "cut in its zeros": lambda place, data: data[: len(data) // 2],
     "no record": _payload_that_is_no_record,
     "another record": _payload_of_another_record,
     "no UTF-8": _payload_that_is_not_utf8,
