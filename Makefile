@@ -39,7 +39,7 @@ crash-matrix: $(INSTALLED)
 
 # Every rig that looks for what could be lost, for MINUTES, or as much as CI runs.
 trust: $(INSTALLED)
-	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),--short)
+	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),--short) $(if $(SEED),--seed $(SEED))
 
 bench: $(INSTALLED)
 	$(RUN) -m benchmarks.daemon

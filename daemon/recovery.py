@@ -119,7 +119,7 @@ async def _finish_staged(storage: PosixStorage, journal: Journal, catalog: Catal
             if tag in job.checkpoints:
                 known = job.checkpoints[tag]
                 keep = set(known.files)
-                storage.settle(job_name, tag)
+                # its directory is synced by that: whoever put the manifest there may have died before
                 storage.delete_files(job_name, tag, [MANIFEST_TMP, *(file for file in files if file not in keep)])
                 await journal.append(r.Committed(job=job_name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
                 continue

@@ -124,8 +124,6 @@ class PartReader:
 
     def _read_index(self, index_sha256: str | None) -> PartIndex:
         size = os.fstat(self._fd).st_size
-        if size < 2 * ALIGN or size % ALIGN:
-            raise IntegrityError(f"{size} bytes cannot be a whole part")
         header = self._pread(ALIGN, 0)
         check_preamble(header, PART_MAGIC, "part header")
         if _CRC.unpack_from(header, _HEADER.size)[0] != crc32c(header[: _HEADER.size]):

@@ -32,7 +32,6 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "daemon/journal.py": ("pytest tests/daemon/test_journal.py", STATES),
     "daemon/journal_file.py": ("pytest tests/daemon/test_journal_file.py", DAMAGE),
     "daemon/pipeline.py": ("pytest tests/daemon/test_pipeline.py", STATES),
-    "daemon/recovery.py": (STATES,),
     "daemon/saver.py": ("pytest tests/daemon/test_saver.py", STATES),
     "shared/fs.py": ("pytest tests/shared/test_fs.py tests/crash/test_disk.py", STATES),
     "shared/manifest.py": ("pytest tests/shared/test_manifest.py", DAMAGE),
@@ -46,7 +45,6 @@ NAMED = {
         "        if before != crc or (sequence is not None and record.sequence != sequence + 1):\n            break\n",
         "    if any(data[end : position + _aligned(RECORD_SIZE + length)]):\n        return None\n",
     ),
-    "daemon/recovery.py": ("                storage.settle(job_name, tag)\n",),
     "shared/storage.py": (" or path not in self._durable",),
 }
 

@@ -180,7 +180,7 @@ def test_directories_that_a_dead_process_made_stay_too(recorder: Recorder, tmp_p
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"root": {"job": {"tag.a0001": {}}}}]
 
 
-def test_a_manifest_that_a_dead_process_renamed_stays_once_it_is_settled(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_manifest_that_a_dead_process_renamed_stays_once_the_rest_is_swept(recorder: Recorder, tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
     storage.make_tag("job", "tag.a0001")
     with storage.directory("job", "tag.a0001") as directory:
@@ -190,7 +190,7 @@ def test_a_manifest_that_a_dead_process_renamed_stays_once_it_is_settled(recorde
         recorder.close(fd)
         recorder.rename("manifest.json.tmp", "manifest.json", directory, replace=False)
     assert any("manifest.json" not in str(left) for _, left in cuts(recorder, len(recorder.steps)))
-    PosixStorage(tmp_path / "disk", recorder).settle("job", "tag.a0001")
+    PosixStorage(tmp_path / "disk", recorder).delete_files("job", "tag.a0001", ["manifest.json.tmp"])
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {"tag.a0001": {"manifest.json": b"{}"}}}]
 
 

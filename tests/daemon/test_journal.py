@@ -229,6 +229,14 @@ async def test_a_file_is_never_reused(place: Place) -> None:
     assert place.open().state.jobs["gpt"].attempt == 5
 
 
+async def test_a_file_that_is_there_is_never_replaced(place: Place) -> None:
+    journal = place.open()
+    (place.path / FIRST).write_bytes(b"somebody's")
+    with pytest.raises(FileExistsError):
+        journal.start(["gpt"])
+    assert (place.path / FIRST).read_bytes() == b"somebody's"
+
+
 async def test_many_at_once_are_one_write_and_one_sync(place: Place) -> None:
     journal = place.started()
     place.fs.calls.clear()
@@ -634,6 +642,22 @@ async def test_a_strict_journal_refuses_and_changes_nothing(place: Place, damage
     with pytest.raises(IntegrityError, match=f"journal {FIRST} is corrupt .* start without --strict-journal"):
         place.open(strict=True)
     assert place.contents() == before
+
+
+async def test_what_is_set_aside_is_synced(place: Place) -> None:
+    (place.path / FIRST).write_bytes(flip(await _written(place), 8 * 200))
+    place.fs.calls.clear()
+    place.open()
+    assert place.fs.calls == ["create", "write", "sync"]
+
+
+async def test_what_was_set_aside_before_is_not_replaced(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptd.daemon.journal.secrets.token_hex", lambda _: "same")
+    (place.path / FIRST).write_bytes(await _written(place) + bytes(10))  # it has grown
+    (place.path / f"{FIRST}.corrupt.same").write_bytes(b"evidence")
+    with pytest.raises(FileExistsError):
+        place.open()
+    assert (place.path / f"{FIRST}.corrupt.same").read_bytes() == b"evidence"
 
 
 async def test_what_can_be_read_of_a_corrupt_file_counts(place: Place) -> None:

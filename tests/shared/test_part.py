@@ -138,6 +138,11 @@ def test_bytes_behind_the_end_are_seen() -> None:
             check(SMALL + more)
 
 
+def test_a_header_that_is_damaged_is_called_that() -> None:
+    with pytest.raises(IntegrityError, match="p: part header does not match its checksum"):
+        check(flip(SMALL, 8 * 20))
+
+
 @pytest.mark.parametrize("name", ["raw", "zstd"])
 def test_random_flips_are_seen_across_the_file(name: str) -> None:
     data = LARGE[name]
