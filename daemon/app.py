@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -57,14 +58,22 @@ class App:
         self._lag = 0.0
 
     async def run(self) -> None:
+        with ExitStack() as held:
+            await self._run(held)
+        if self._fatal is not None:
+            raise self._fatal
+
+    async def _run(self, held: ExitStack) -> None:
         config, fs = self.config, self._fs
         storage = PosixStorage(config.root, fs)
         control = _make_root(config.root, storage)
         with storage.directory(names.CONTROL, names.host()) as directory:
-            lock = _lock(directory, config.root)
+            held.callback(os.close, _lock(directory, config.root))
         failpoint("start.locked")
         pipeline = Pipeline(fs, config.threads, config.memory_budget, config.chunk_size)
+        held.callback(pipeline.close)
         slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota)
+        held.callback(slots.close)
         self.catalog, self.slots, self.pipeline, self.storage = Catalog(), slots, pipeline, storage
         with storage.directory(*control) as directory:
             self.journal = Journal.open(fs, directory, pipeline.pool, strict=config.strict_journal)
@@ -87,11 +96,6 @@ class App:
                 if ours:
                     config.socket.unlink(missing_ok=True)
                 await self.journal.close()
-        slots.close()
-        pipeline.close()
-        os.close(lock)
-        if self._fatal is not None:
-            raise self._fatal
 
     async def _serve(self, listener: socket.socket) -> None:
         server = self.server = Server(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,31 +14,62 @@ from typing import Any
 import pytest
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Shard, Snapshot
+from ckptd.daemon.catalog import Catalog, Job, Shard, Snapshot
 from ckptd.daemon.config import Config
+from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.pipeline import Pipeline
+from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slot, Slots
-from ckptd.shared.errors import NotFound
+from ckptd.shared import names
+from ckptd.shared.errors import NotFound, StorageError
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.lifecycle import State
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.segment import SegmentHeader, SlotState, read_check, write_check, write_header
 from ckptd.shared.storage import PosixStorage
-from tests.shared.samples import sample_plan, seal
+from tests.shared.samples import sample_plan, seal, write_checkpoint
 
 PLAN = sample_plan(30_000)
 
 
+class Faulty(PosixFileSystem):
+    """The first calls of a kind fail: `faults` says how many, and with what."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, tuple[int, int]] = {}
+
+    def _pass(self, call: str) -> None:
+        count, number = self.faults.get(call, (0, 0))
+        if count:
+            self.faults[call] = count - 1, number
+            raise OSError(number, os.strerror(number))
+
+    def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
+        self._pass("create")
+        return super().create(name, directory, direct=direct, mode=mode)
+
+    def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None:
+        self._pass("replace" if replace else "rename")
+        super().rename(old, new, directory, replace=replace)
+
+    def remove_directory(self, name: str, directory: int) -> None:
+        self._pass("remove_directory")
+        super().remove_directory(name, directory)
+
+
 @dataclass
 class Journal:
-    """What was appended, in order."""
+    """What was appended, in order. It breaks at the first record of a kind in `breaks`."""
 
     records: list[r.Record] = field(default_factory=list)
     state: r.JournalState = field(default_factory=r.JournalState)
+    breaks: tuple[type[r.Record], ...] = ()
 
     async def append(self, *records: r.Record) -> None:
         for record in records:
+            if isinstance(record, self.breaks):
+                raise JournalBroken("cannot write the journal: Input/output error")
             self.records.append(record)
             self.state.apply(record)
 
@@ -47,13 +80,13 @@ class World:
     def __init__(self, place: Path, world_size: int = 1) -> None:
         (place / "root").mkdir()
         (place / "shm").mkdir()
-        fs = PosixFileSystem()
+        self.fs = fs = Faulty()
         self.storage, self.journal = PosixStorage(place / "root", fs), Journal()
         self.pipeline = Pipeline(fs, 1, 1 << 20, MIN_CHUNK)
         self.slots = Slots(fs, place / "shm", "segments", 1 << 30)
         self.catalog, self.told, self.counters = Catalog(), list[State](), Counter[str]()
         self.saver = Saver(
-            Config(root=place / "root", socket=place / "s", codec="raw"), self.catalog, self.slots, self.journal, self.storage,  # type: ignore[arg-type]
+            Config(root=place / "root", socket=place / "s", codec="raw", keep_last=1), self.catalog, self.slots, self.journal, self.storage,  # type: ignore[arg-type]
             self.pipeline, counters=self.counters, tell=lambda snapshot: self.told.append(snapshot.state), settled=lambda job: None,
         )  # fmt: skip
         self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=State.SEALED)
@@ -66,9 +99,18 @@ class World:
             self.held.append(slot)
             self.snapshot.shards[rank] = Shard(rank, slot.name, slot.header.generation, slot.header.signature)
 
+    @property
+    def job(self) -> Job:
+        return self.catalog.job("gpt")
+
     def run(self) -> None:
         async def save() -> None:
-            await self.saver.start(self.snapshot)
+            task = self.saver.start(self.snapshot)
+            assert self.saver.start(self.snapshot) is task
+            assert self.saver.busy
+            await self.saver.drain()
+            await asyncio.sleep(0)
+            assert not self.saver.busy
 
         asyncio.run(save())
 
@@ -190,3 +232,155 @@ def test_two_ranks_are_committed_together(tmp_path: Path) -> None:
     assert [part.rank for part in world.storage.read_manifest("gpt", world.snapshot.tag).parts] == [0, 1]
     assert world.told == [State.DURABLE]
     world.close()
+
+
+# -- what fails on storage
+
+
+def test_after_an_io_error_a_part_is_written_anew_under_another_name(world: World) -> None:
+    world.fs.faults["create"] = 1, errno.EIO
+    world.run()
+    first, second = (record.file for record in world.journal.records if isinstance(record, r.Staging))
+    assert first != second
+    assert [part.file for part in world.storage.read_manifest("gpt", world.snapshot.tag).parts] == [second]
+    assert (world.told, world.counters["rewrites"]) == ([State.DURABLE], 1)
+
+
+@pytest.mark.parametrize(("count", "number", "words"), [(2, errno.EIO, "Input/output error"), (1, errno.ENOSPC, "No space left")])
+def test_what_cannot_be_written_fails(world: World, count: int, number: int, words: str) -> None:
+    world.fs.faults["create"] = count, number
+    world.run()
+    failed(world, words)
+    assert isinstance(world.journal.records[-1], r.Dropped)
+
+
+def test_what_cannot_be_swept_is_still_told(world: World) -> None:
+    world.fs.faults |= {"create": (1, errno.ENOSPC), "remove_directory": (1, errno.EIO)}
+    world.run()
+    assert (world.told, world.storage.tags("gpt")) == ([State.FAILED], [world.snapshot.tag])
+    assert list(world.journal.state.staged) == [f"gpt/{world.snapshot.tag}"]  # for the next start
+
+
+def test_an_error_of_ours_is_told_as_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def write_part(*_: Any) -> None:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(world.pipeline, "write_part", write_part)
+    world.run()
+    failed(world, "internal error while saving gpt/step-00000005.a0001: RuntimeError('odd')")
+    assert world.snapshot.code == "internal"
+
+
+def test_a_checkpoint_that_is_there_is_left_alone(world: World) -> None:
+    there = write_checkpoint(world.storage.root, step=5, attempt=1)
+    world.run()
+    assert "is committed already; choose another tag" in world.snapshot.reason
+    assert world.storage.files("gpt", world.snapshot.tag) == sorted([names.MANIFEST, there.parts[0].file])
+    assert world.told == [State.FAILED]
+
+
+def test_beside_a_manifest_that_cannot_be_read_nothing_is_deleted(world: World) -> None:
+    place = world.storage.root / "gpt" / world.snapshot.tag
+    place.mkdir(parents=True)
+    (place / names.MANIFEST).write_bytes(b"{}")
+    world.run()
+    assert len(world.storage.files("gpt", world.snapshot.tag)) == 2  # the part too
+    assert world.told == [State.FAILED]
+
+
+@pytest.mark.parametrize("record", [r.Staging, r.PartDurable, r.Committed])
+def test_a_journal_that_breaks_ends_it_without_a_word(world: World, record: type[r.Record]) -> None:
+    world.journal.breaks = (record,)
+    world.run()
+    assert world.told == []
+
+
+def test_a_journal_that_breaks_while_it_is_swept_ends_it_without_a_word(world: World) -> None:
+    world.fs.faults["create"] = 1, errno.ENOSPC
+    world.journal.breaks = (r.Dropped,)
+    world.run()
+    assert world.told == []
+
+
+def test_a_journal_that_breaks_at_a_deletion(world: World) -> None:
+    write_checkpoint(world.storage.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job))
+    world.journal.breaks = (r.Retiring,)
+    world.run()
+    assert (world.told, world.counters["retired"]) == ([State.DURABLE], 0)
+
+
+# -- what follows a commit
+
+
+def test_the_oldest_goes_once_there_is_a_newer_one(world: World) -> None:
+    write_checkpoint(world.storage.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job))
+    world.run()
+    assert world.storage.tags("gpt") == [world.snapshot.tag]
+    assert [type(record) for record in world.journal.records[-2:]] == [r.Retiring, r.Retired]
+    assert (world.counters["retired"], world.job.retiring) == (1, set())
+
+
+@pytest.mark.parametrize("call", ["replace", "remove_directory"])
+def test_what_cannot_be_tidied_is_tried_again(world: World, call: str) -> None:
+    write_checkpoint(world.storage.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job))
+    world.fs.faults[call] = 1, errno.EIO
+    world.run()
+    assert (world.told, world.counters["tidy_failures"], world.job.retiring) == ([State.DURABLE], 1, set())
+    asyncio.run(world.saver.tidy(world.job))
+    assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([world.snapshot.tag], world.snapshot.tag)
+
+
+def test_a_storage_error_while_tidying_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def retire(*_: Any) -> None:
+        raise StorageError("no room for the journal")
+
+    write_checkpoint(world.storage.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job))
+    monkeypatch.setattr(world.saver, "retire", retire)
+    world.run()
+    assert (world.told, world.counters["tidy_failures"]) == ([State.DURABLE], 1)
+
+
+def test_a_job_without_checkpoints_has_nothing_to_tidy(world: World) -> None:
+    asyncio.run(world.saver.tidy(world.job))
+    assert world.storage.read_newest("gpt") is None
+
+
+# -- what is not to be saved
+
+
+def test_what_is_for_memory_only_is_checked_and_not_saved(world: World) -> None:
+    world.snapshot.persist = False
+    world.run()
+    assert (world.snapshot.state, world.told, world.journal.records) == (State.SEALED, [], [])
+    assert read_check(world.held[0].fd, world.held[0].header) is not None
+
+
+def test_checksums_that_are_there_are_compared_and_left(world: World) -> None:
+    asyncio.run(world.saver.check(world.snapshot))
+    world.snapshot.shards[0].checked = False
+    asyncio.run(world.saver.check(world.snapshot))
+    assert world.snapshot.shards[0].checked
+
+
+def test_a_snapshot_that_was_released_meanwhile_is_not_told_of(world: World) -> None:
+    world.snapshot.state = State.RELEASED
+    asyncio.run(world.saver._fail(world.snapshot, StorageError("gone")))
+    assert (world.told, world.snapshot.state) == ([], State.RELEASED)
+
+
+def test_a_task_that_was_replaced_takes_nothing_away(world: World) -> None:
+    async def again() -> None:
+        first = world.saver.start(world.snapshot)
+        while not first.done():
+            await asyncio.sleep(0)
+        world.saver._tasks[world.snapshot] = first
+        second = world.saver.start(world.snapshot)
+        world.saver._done(world.snapshot, first)
+        assert world.saver._tasks == {world.snapshot: second}
+        await world.saver.drain()
+
+    asyncio.run(again())

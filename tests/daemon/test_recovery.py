@@ -1,0 +1,272 @@
+"""What a daemon does before it is ready with what another one left: it is finished, undone, or left for the next start."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.daemon import records as r
+from ckptd.daemon.app import App
+from ckptd.daemon.catalog import Job
+from ckptd.daemon.config import Config
+from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.recovery import scan_job
+from ckptd.shared import names
+from ckptd.shared.errors import StorageError
+from ckptd.shared.fs import FileSystem, PosixFileSystem
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.storage import PosixStorage
+from tests.shared.samples import write_checkpoint
+
+TAG = "step-00001000.a0002"
+STRAY = names.part_file(0, bytes(range(1, 17)))
+
+
+class Failing(PosixFileSystem):
+    """Every call of this kind fails."""
+
+    def __init__(self, call: str) -> None:
+        setattr(self, call, self._fail)
+
+    def _fail(self, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+class Brief(App):
+    """Recovers, and ends."""
+
+    async def _serve(self, listener: Any) -> None:
+        pass
+
+
+class Root:
+    """A root as a daemon left it."""
+
+    def __init__(self, place: Path) -> None:
+        self.path, self._place = place / "root", place
+        (place / "shm").mkdir()
+        self.storage = PosixStorage(self.path)
+
+    @property
+    def control(self) -> Path:
+        return self.path / names.CONTROL / names.host() / names.JOURNAL
+
+    async def journal(self, *records: r.Record) -> None:
+        """What it had written down."""
+        self.control.mkdir(parents=True, exist_ok=True)
+        directory = os.open(self.control, os.O_RDONLY)
+        with ThreadPoolExecutor(1) as pool:
+            journal = Journal.open(PosixFileSystem(), directory, pool)
+            journal.start()
+            await journal.append(*records)
+            await journal.close()
+        os.close(directory)
+
+    def left(self) -> r.JournalState:
+        """What the journal says is under way."""
+        directory = os.open(self.control, os.O_RDONLY)
+        with ThreadPoolExecutor(1) as pool:
+            state = Journal.open(PosixFileSystem(), directory, pool).state
+        os.close(directory)
+        return state
+
+    async def start(self, fs: FileSystem | None = None) -> App:
+        config = Config(root=self.path, socket=self._place / "s", shm_dir=self._place / "shm", threads=1)
+        app = Brief(config, fs=fs)
+        await app.run()
+        return app
+
+    def files(self) -> list[str]:
+        return self.storage.files("gpt", TAG)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Root:
+    return Root(tmp_path)
+
+
+def durable(manifest: Manifest, rank: int = 0) -> r.PartDurable:
+    part = manifest.parts[rank]
+    return r.PartDurable(
+        job="gpt", attempt=2, step=1000, rank=rank, tag=TAG, file=part.file, bytes=part.bytes, index_sha256=part.index_sha256
+    )
+
+
+def staging(file: str, rank: int = 0) -> r.Staging:
+    return r.Staging(job="gpt", attempt=2, step=1000, rank=rank, tag=TAG, file=file)
+
+
+async def uncommitted(root: Root, world_size: int = 1) -> Manifest:
+    """Parts of all ranks, durable and in the journal; the manifest is what was going to be."""
+    manifest = write_checkpoint(root.path, world_size=world_size)
+    (root.path / "gpt" / TAG / names.MANIFEST).unlink()
+    await root.journal(*(staging(part.file, part.rank) for part in manifest.parts), *(durable(manifest, n) for n in range(world_size)))
+    return manifest
+
+
+# -- the scan
+
+
+async def test_a_root_that_is_gone_cannot_be_scanned(root: Root) -> None:
+    with pytest.raises(StorageError, match=f"list {root.path}/gpt"):
+        await scan_job(root.storage, Job("gpt"))
+
+
+async def test_what_a_scan_finds(root: Root) -> None:
+    job = Job("gpt")
+    for step in (1000, 2000, 3000, 4000):
+        write_checkpoint(root.path, step=step)
+    await scan_job(root.storage, job)
+    assert sorted(job.checkpoints) == [f"step-0000{n}000.a0002" for n in (1, 2, 3, 4)]
+    place = root.path / "gpt"
+    shutil.rmtree(place / "step-00001000.a0002")
+    (place / "step-00002000.a0002" / names.MANIFEST).unlink()
+    (place / "step-00003000.a0002" / names.MANIFEST).write_bytes(b"{}")
+    (place / "step-00004000.a0002" / names.MANIFEST).unlink()
+    (place / "step-00004000.a0002" / names.MANIFEST).mkdir()
+    await scan_job(root.storage, job)
+    assert job.checkpoints == {}
+    assert sorted(job.damaged) == ["step-00003000.a0002", "step-00004000.a0002"]
+    assert "cannot read the manifest of gpt/step-00004000.a0002" in job.damaged["step-00004000.a0002"]
+    assert "Is a directory" in job.damaged["step-00004000.a0002"]
+
+
+async def test_a_root_that_cannot_be_read_ends_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    def jobs(self: PosixStorage) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(PosixStorage, "jobs", jobs)
+    with pytest.raises(StorageError, match="cannot use the root"):
+        await root.start()
+
+
+async def test_what_the_journal_knows_of_a_job_that_has_something_under_way(root: Root) -> None:
+    begun = r.Begun(job="gpt", attempt=5, world_size=3)
+    committed = r.Committed(job="other", attempt=1, step=3, tag="step-00000003.a0001", seq=9)
+    other = r.Staging(job="other", attempt=1, step=4, rank=0, tag="step-00000004.a0001", file=STRAY)
+    await root.journal(begun, staging(STRAY), committed, other)
+    app = await root.start()
+    found = {name: (job.attempt, job.world_size, job.seq) for name, job in app.catalog.jobs.items()}
+    assert found == {"gpt": (5, 3, 0), "other": (0, 1, 9)}
+
+
+# -- what was being deleted
+
+
+async def test_a_deletion_is_finished(root: Root) -> None:
+    manifest = write_checkpoint(root.path)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    app = await root.start()
+    assert root.storage.tags("gpt") == []
+    assert (app.catalog.job("gpt").checkpoints, root.left().retiring) == ({}, {})
+
+
+async def test_a_deletion_that_fails_is_left_for_the_next_start(root: Root) -> None:
+    manifest = write_checkpoint(root.path)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    await root.start(Failing("remove_directory"))
+    assert list(root.left().retiring) == [f"gpt/{TAG}"]
+    await root.start()
+    assert (root.storage.tags("gpt"), root.left().retiring) == ([], {})
+
+
+# -- what was being saved
+
+
+async def test_what_was_committed_loses_only_what_was_staged_beside_it(root: Root) -> None:
+    manifest = write_checkpoint(root.path)
+    part = manifest.parts[0].file
+    place = root.path / "gpt" / TAG
+    for name in (STRAY, "manifest.json.tmp", "notes.txt"):
+        (place / name).write_bytes(b"x")
+    await root.journal(staging(STRAY), staging(part))
+    await root.start()
+    assert root.files() == sorted([names.MANIFEST, part, "notes.txt"])
+    assert root.left().staged == {}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+async def test_durable_parts_of_all_ranks_are_committed(root: Root, world_size: int) -> None:
+    manifest = await uncommitted(root, world_size)
+    await root.start()
+    found = root.storage.read_manifest("gpt", TAG)
+    assert (found.parts, found.attempt, found.step, found.world_size) == (manifest.parts, 2, 1000, world_size)
+    assert root.storage.read_newest("gpt") == TAG
+    assert root.left().staged == {}
+
+
+async def dropped(root: Root) -> None:
+    await root.start()
+    assert root.storage.tags("gpt") == []
+    assert root.left().staged == {}
+
+
+async def test_parts_of_some_ranks_are_not(root: Root) -> None:
+    manifest = write_checkpoint(root.path, world_size=2)
+    (root.path / "gpt" / TAG / names.MANIFEST).unlink()
+    await root.journal(*(staging(part.file, part.rank) for part in manifest.parts), durable(manifest, 0))
+    await dropped(root)
+
+
+async def test_a_part_that_is_not_durable_is_not(root: Root) -> None:
+    (root.path / "gpt" / TAG).mkdir(parents=True)
+    (root.path / "gpt" / TAG / STRAY).write_bytes(b"half")
+    await root.journal(staging(STRAY))
+    await dropped(root)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: bytes(len(data)), lambda data: None], ids=["cut", "zeros", "gone"])
+async def test_a_damaged_part_is_not(root: Root, damage: Callable[[bytes], bytes | None]) -> None:
+    manifest = await uncommitted(root)
+    part = root.path / "gpt" / TAG / manifest.parts[0].file
+    changed = damage(part.read_bytes())
+    part.unlink()
+    if changed is not None:
+        part.write_bytes(changed)
+    await dropped(root)
+
+
+async def test_beside_a_manifest_that_is_damaged_nothing_is_touched(root: Root) -> None:
+    manifest = await uncommitted(root)
+    (root.path / "gpt" / TAG / names.MANIFEST).write_bytes(b"{}")
+    app = await root.start()
+    assert root.files() == sorted([names.MANIFEST, manifest.parts[0].file])
+    assert list(app.catalog.job("gpt").damaged) == [TAG]
+
+
+async def test_what_cannot_be_swept_is_left_for_the_next_start(root: Root) -> None:
+    (root.path / "gpt" / TAG).mkdir(parents=True)
+    (root.path / "gpt" / TAG / STRAY).write_bytes(b"half")
+    await root.journal(staging(STRAY))
+    await root.start(Failing("remove_directory"))
+    assert list(root.left().staged) == [f"gpt/{TAG}"]
+    await dropped(root)
+
+
+@pytest.mark.parametrize("what", ["staged", "committed", "retiring"])
+async def test_a_journal_that_breaks_meanwhile_ends_it_and_the_next_one_goes_on(root: Root, what: str) -> None:
+    manifest = await uncommitted(root) if what == "staged" else write_checkpoint(root.path)
+    if what == "committed":
+        await root.journal(staging(manifest.parts[0].file))
+    if what == "retiring":
+        await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    with pytest.raises(JournalBroken):
+        await root.start(Failing("sync_data"))
+    await root.start()
+    assert root.storage.tags("gpt") == ([] if what == "retiring" else [TAG])
+    assert (root.left().staged, root.left().retiring) == ({}, {})
+
+
+async def test_a_root_of_many_jobs(root: Root) -> None:
+    for job in ("a", "b", "c"):
+        write_checkpoint(root.path, job)
+    app = await root.start()
+    assert sorted(app.catalog.jobs) == ["a", "b", "c"]
+    assert [app.catalog.job(job).newest_checkpoint().tag for job in "abc"] == [TAG] * 3  # type: ignore[union-attr]
