@@ -147,7 +147,9 @@ class Saver:
         checks = read_check(sealed.fd, sealed.header)
         if checks is None or len(checks) != len(sealed.ranges):
             raise IntegrityError(f"{snapshot.job} step {snapshot.step}: its checksums in memory are gone")
-        for last in (False, True):
+        tried = 0
+        while True:
+            tried += 1
             nonce = names.new_nonce()
             file = names.part_file(shard.rank, nonce)
             common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": shard.rank, "tag": snapshot.tag}
@@ -158,7 +160,7 @@ class Saver:
                 with self._storage.directory(snapshot.job, snapshot.tag) as directory:
                     entry = await self._pipeline.write_part(sealed, checks, self._codec, directory, snapshot.tag, nonce)
             except OSError as error:
-                if last or error.errno != errno.EIO:
+                if tried == 2 or error.errno != errno.EIO:
                     raise
                 log.warning("snapshot %s/%s: %s; trying once more with a new file", snapshot.job, snapshot.tag, error.strerror)
                 self.counters["rewrites"] += 1
@@ -168,7 +170,6 @@ class Saver:
             )
             failpoint("persist.journaled")
             return entry
-        raise InternalError("unreachable")
 
     async def commit(self, job: Job, snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, Request]]) -> None:
         """The manifest, and what follows it. Every rank's part is there and durable."""

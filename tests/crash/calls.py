@@ -8,6 +8,7 @@ what it recovers, which must be as new as what was sealed or durable before.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import sys
@@ -35,6 +36,7 @@ class Unavailable(Exception):
 def train(socket: Path, diary: trainers.Diary) -> None:
     """Recover and compare; then step after step. What fails is noted and gone on from."""
     torch.set_num_threads(1)
+    logging.disable()
     try:
         agent = Agent(trainers.JOB, socket=socket)
         state = trainers.blank(SIZE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -38,6 +39,7 @@ done: Counter[str] = Counter()
 def serve(pipe: Connection, socket: Any) -> None:
     """A trainer that does as it is told."""
     torch.set_num_threads(1)
+    logging.disable()
     agent = None
     pendings: dict[int, Any] = {}
     while True:

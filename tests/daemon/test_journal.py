@@ -644,6 +644,19 @@ async def test_a_strict_journal_refuses_and_changes_nothing(place: Place, damage
     assert place.contents() == before
 
 
+async def test_a_file_that_cannot_be_read_ends_it(place: Place) -> None:
+    (place.path / FIRST).mkdir()
+    with pytest.raises(IsADirectoryError):
+        place.open()
+    assert place.names() == [FIRST]
+
+
+async def test_a_journal_that_was_not_begun_is_closed_all_the_same(place: Place) -> None:
+    journal = place.open()
+    await journal.close()
+    assert place.names() == []
+
+
 async def test_what_is_set_aside_is_synced(place: Place) -> None:
     (place.path / FIRST).write_bytes(flip(await _written(place), 8 * 200))
     place.fs.calls.clear()

@@ -158,6 +158,12 @@ def test_replaying_twice_is_replaying_once(records: list[r.Record]) -> None:
     assert state_of(*records, *records) == state_of(*records)
 
 
+def test_a_record_of_no_kind_changes_nothing() -> None:
+    state = r.JournalState()
+    state.apply(r.Record())
+    assert state == r.JournalState()
+
+
 @steady
 @given(ANY, st.lists(ANY, max_size=20))
 def test_a_record_counts_once(record: r.Record, before: list[r.Record]) -> None:
