@@ -6,8 +6,11 @@ INSTALLED := $(VENV)/.installed
 KILLS ?= 50
 MEGABYTES ?= 256
 ROUNDS ?= 10
+COVERED := */daemon/journal*.py,*/daemon/records.py,*/daemon/recovery.py,*/daemon/saver.py,*/shared/session.py
+COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/test_records.py tests/daemon/test_recovery.py tests/daemon/test_saver.py \
+	tests/shared/test_session.py
 
-.PHONY: demo test lint kills rank-kills crash-matrix trust bench clean
+.PHONY: demo test lint kills rank-kills crash-matrix trust coverage bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +43,11 @@ crash-matrix: $(INSTALLED)
 # Every rig that looks for what could be lost, for MINUTES, or as much as CI runs.
 trust: $(INSTALLED)
 	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),--short) $(if $(SEED),--seed $(SEED))
+
+# What must be covered whole, every branch: journal, commit, recovery, session.
+coverage: $(INSTALLED)
+	$(RUN) -m coverage run -m pytest -q $(COVERING)
+	$(RUN) -m coverage report -m --fail-under=100 --include="$(COVERED)"
 
 bench: $(INSTALLED)
 	$(RUN) -m benchmarks.daemon
