@@ -25,7 +25,7 @@ from ckptd.agent.merge import Foreign, merge
 from ckptd.agent.restore import Binding, OnReshape, mismatch
 from ckptd.agent.sources import Opened, open_memory, open_storage
 from ckptd.shared import messages as m
-from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, InvalidRequest, NotFound, RecoveryFailed
+from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, InvalidRequest, NotFound, RecoveryFailed, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.storage import PosixStorage
 
@@ -173,12 +173,20 @@ class _Attempt:
                 opened.verify(opened.sources[self._ranks.rank :: self._ranks.world_size])
             failpoint("agent.recover.opened")
         except (IntegrityError, NotFound, OSError) as error:
-            return {"damaged": str(error)}
+            return {"damaged": self._damage(error)}
         try:
             self._documents = [values.decode(opened.values(rank)) for rank in range(len(opened.sources))]
         except (IntegrityError, OSError) as error:  # but not NotFound: a class that is not imported
-            return {"damaged": str(error)}
+            return {"damaged": self._damage(error)}
         return {"damaged": ""}
+
+    def _damage(self, error: Exception) -> str:
+        """What is wrong with it. Raises StorageError where that is not known: an older one would lose what may be sound."""
+        if isinstance(error, OSError):
+            failure = StorageError.of(f"read {self._job}/{self._candidate.tag}", error)
+            if failure.is_of_the_machine:
+                raise failure from None
+        return str(error)
 
     def bind(self, state: Any) -> dict[str, Any]:
         """Compare, and write nothing. Raises StructureMismatch."""
@@ -218,7 +226,7 @@ class _Attempt:
             self._writing = True
             load(saved, binding.in_place)
         except (IntegrityError, OSError) as error:
-            return {"damaged": str(error), "writing": self._writing}
+            return {"damaged": self._damage(error), "writing": self._writing}
         return {"damaged": "", "writing": True}
 
     def finish(self) -> dict[str, Any]:

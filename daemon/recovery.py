@@ -30,7 +30,8 @@ log = logging.getLogger("ckptd.recovery")
 
 
 async def scan_job(storage: PosixStorage, job: Job) -> None:
-    """Bring the catalog up to what the manifests of a job say. Raises StorageError if the job cannot be listed."""
+    """Bring the catalog up to what the manifests of a job say. Raises StorageError if the job cannot be listed, or a manifest not be read
+    for something that has run out: an older one instead would lose history."""
     before = set(job.checkpoints)
     try:
         tags = storage.tags(job.name)
@@ -43,8 +44,11 @@ async def scan_job(storage: PosixStorage, job: Job) -> None:
         except (FileNotFoundError, NotADirectoryError):
             before.discard(tag)
             job.checkpoints.pop(tag, None)
-        except OSError as error:
-            job.damaged[tag] = str(StorageError.of(f"read the manifest of {job.name}/{tag}", error))
+        except OSError as problem:
+            failure = StorageError.of(f"read the manifest of {job.name}/{tag}", problem)
+            if failure.is_of_the_machine:
+                raise failure from None
+            job.damaged[tag] = str(failure)
         except IntegrityError as error:
             job.damaged[tag] = str(error)
             log.error("checkpoint %s/%s is damaged: %s", job.name, tag, error)

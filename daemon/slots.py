@@ -132,10 +132,14 @@ class Slots:
         return slot
 
     def open_again(self, slot: Slot, *, write: bool) -> int:
-        """A descriptor of an open file description of its own. Raises NotFound if the name is gone or another file's."""
+        """A descriptor of an open file description of its own. Raises NotFound if the name is gone or another file's, StorageError if
+        something has run out."""
         try:
             fd = os.open(slot.name, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
-        except OSError:
+        except OSError as problem:
+            error = StorageError.of(f"open the segment {slot.name}", problem)
+            if error.is_of_the_machine:
+                raise error from None
             raise NotFound(f"segment {slot.name} has been removed from {self.path}: that copy in memory is lost") from None
         if os.fstat(fd).st_ino != os.fstat(slot.fd).st_ino:
             os.close(fd)
@@ -172,6 +176,8 @@ class Slots:
             fd = self.open_again(slot, write=True)
         except NotFound:
             return False
+        except StorageError:
+            return True  # for all that is known
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -181,14 +187,20 @@ class Slots:
         return False
 
     def adopt(self) -> list[Slot]:
-        """Take up what an earlier daemon left; remove what is of another boot, half made or damaged. Strange names are left alone."""
+        """Take up what an earlier daemon left; remove what is of another boot, half made or damaged. Strange names are left alone.
+
+        Raises StorageError if one cannot be opened for something that has run out.
+        """
         for name in os.listdir(self._directory):
             if not names.is_segment_file(name):
                 continue
             try:
                 fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
-            except OSError as error:
-                log.warning("segment %s cannot be opened (%s): left alone", name, error.strerror)
+            except OSError as problem:
+                error = StorageError.of(f"open the segment {name}", problem)
+                if error.is_of_the_machine:  # what is sealed in it would be lost to those who recover
+                    raise error from None
+                log.warning("%s: left alone", error)
                 continue
             try:
                 header = read_header(fd)

@@ -83,6 +83,9 @@ class MachineError(CkptdError):
     pass
 
 
+_RUN_OUT = frozenset({_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM, _errno.ENOSPC, _errno.EDQUOT, _errno.EAGAIN})
+
+
 class StorageError(MachineError):
     """`errno` is the operating system's number, or 0 where none is known."""
 
@@ -92,6 +95,11 @@ class StorageError(MachineError):
     def __init__(self, message: str, errno: int = 0) -> None:
         super().__init__(message)
         self.errno = errno
+
+    @property
+    def is_of_the_machine(self) -> bool:
+        """Something has run out: it says nothing about the file that was asked for."""
+        return self.errno in _RUN_OUT
 
     @classmethod
     def of(cls, action: str, error: OSError) -> StorageError:

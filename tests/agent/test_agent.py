@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.shared import errors
+from ckptd.shared import errors, failpoints
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running
 
@@ -234,6 +234,22 @@ def test_plain_values_may_grow_beyond_the_slot(agent: Agent, daemon: Daemon) -> 
         agent.snapshot({"w": torch.ones(3), "history": history}, step=step).wait("durable", timeout=60)
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
         assert checkpoint.load()["history"] == history
+
+
+@pytest.mark.parametrize("point", ["agent.recover.opened", "agent.recover.loading"])
+def test_what_has_run_out_does_not_bring_an_older_state_back(agent: Agent, point: str) -> None:
+    for step in (1, 2):
+        agent.snapshot(trainers.expected(step), step=step).wait("durable", timeout=60)
+    state = trainers.blank()
+    failpoints.arm(f"{point}=error(EMFILE)")
+    try:
+        with pytest.raises(errors.StorageError, match="Too many open files"):
+            agent.recover(state)
+    finally:
+        failpoints.arm("")
+    recovered = agent.recover(state)
+    assert recovered is not None
+    trainers.assert_equal(state, 2)
 
 
 # -- bad input: one sentence, training goes on

@@ -24,7 +24,9 @@ from tests.crash.power import SIZE, STEPS
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, home
 
-CALLS = ("pwrite64", "fsync", "fdatasync", "renameat", "renameat2", "unlinkat", "fallocate", "ftruncate", "mkdirat", "openat", "sendmsg")
+DURABLE = ("pwrite64", "fsync", "fdatasync", "renameat", "renameat2", "unlinkat", "fallocate", "ftruncate", "mkdirat")
+"""What durability hangs on."""
+ALL = (*DURABLE, "openat", "sendmsg")
 FAULTS = ("signal=SIGKILL", "error=EIO", "error=ENOSPC")
 FIRST = {"openat": 300}  # before that it is Python that begins
 
@@ -104,7 +106,7 @@ def older(diary: trainers.Diary) -> list[str]:
     return problems
 
 
-def run(runs: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[tuple[str, str]], list[str]]:
+def run(runs: int, seed: int, seconds: float = float("inf"), kinds: tuple[str, ...] = ALL) -> tuple[Counter[tuple[str, str]], list[str]]:
     """How lives ended, by fault; what was lost. Raises Unavailable."""
     if shutil.which("strace") is None:
         raise Unavailable("strace is not installed")
@@ -115,7 +117,7 @@ def run(runs: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[tu
         for number in range(runs):
             if time.monotonic() > end or problems:
                 break
-            call, fault = CALLS[number % len(CALLS)], FAULTS[number // len(CALLS) % len(FAULTS)]
+            call, fault = kinds[number % len(kinds)], FAULTS[number // len(kinds) % len(FAULTS)]
             nth = FIRST.get(call, 0) + chance.randrange(1, 60 if call in FIRST else 16)
             how = live(place, diary, f"{call}:{fault}:when={nth}")
             ends[f"{call} {fault}", how] += 1

@@ -47,7 +47,7 @@ def _power(count: int, seconds: float, seed: int) -> Row:
 
 
 def _calls(count: int, seconds: float, seed: int) -> Row:
-    ends, problems = calls.run(count, seed, seconds)
+    ends, problems = calls.run(count, seed, seconds, calls.ALL if count == FOREVER else calls.DURABLE)
     kills = sum(number for (fault, how), number in ends.items() if "SIGKILL" in fault and how == "died")
     return Row("n-th system call", f"faults, {kills} SIGKILLs", ends.total(), problems, seed)
 

@@ -138,6 +138,36 @@ async def test_what_a_scan_finds(root: Root) -> None:
     assert "Is a directory" in job.damaged["step-00004000.a0002"]
 
 
+async def test_what_has_run_out_is_not_taken_for_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an older checkpoint, or none, would be recovered."""
+
+    async def read(*_: Any) -> Manifest:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    write_checkpoint(root.path)
+    monkeypatch.setattr("ckptd.daemon.recovery._read_manifest", read)
+    with pytest.raises(StorageError, match=f"cannot read the manifest of gpt/{TAG}: Too many open files"):
+        await root.start()
+
+
+async def test_a_segment_that_cannot_be_opened_for_want_of_something_ends_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = root._place / "shm" / names.segment_directory(root.path)
+    place.mkdir(mode=0o700)
+    segment = place / f"{'0' * 32}.seg"
+    segment.write_bytes(b"")
+    opened = os.open
+
+    def full(path: Any, *arguments: Any, **options: Any) -> int:
+        if path == segment.name:
+            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(StorageError, match=f"cannot open the segment {segment.name}: Too many open files in system"):
+        await root.start()
+    assert segment.exists()
+
+
 async def test_a_root_that_cannot_be_read_ends_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     def jobs(self: PosixStorage) -> list[str]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

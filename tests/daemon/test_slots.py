@@ -316,6 +316,21 @@ def test_looking_leaves_no_lock(shm: Shm) -> None:
         assert slots.is_held(made) is True
 
 
+def test_what_has_run_out_is_not_taken_for_a_segment_that_is_gone(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = shm.open()
+    made = slots.add(slots.create(header()))
+
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        with pytest.raises(StorageError, match=f"cannot open the segment {made.name}: Too many open files"):
+            slots.open_again(made, write=False)
+        assert slots.is_held(made) is True  # for all that is known
+    assert slots.is_held(made) is False
+
+
 # -- refresh
 
 
