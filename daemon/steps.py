@@ -177,10 +177,10 @@ class Steps:
     def give_up(self, job: Job, key: Key, error: CkptdError) -> None:
         """Not all ranks will seal it: every rank is told, and its slots are free again. Nothing if it is complete or given up already.
 
-        If some were planning it and others were not, all are told to plan anew, whatever it failed of.
+        If some were planning it and others were not, all are told to plan anew, unless it failed of something else than being late.
         """
         waiting = self._waiting.get((job.name, key))
-        if waiting is not None and waiting.planned and waiting.kept:
+        if type(error) is SnapshotFailed and waiting is not None and waiting.planned and waiting.kept:
             error = StructureChanged(str(error))
         snapshot = job.snapshots.get(key)
         if key not in job.given_up and (snapshot is None or snapshot.state is State.FILLING):
