@@ -19,7 +19,7 @@ from random import Random
 
 import torch
 
-from ckptd.agent import Agent, CkptdError
+from ckptd.agent import CkptdError
 from tests.crash.power import SIZE, STEPS
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, home
@@ -40,13 +40,9 @@ def train(socket: Path, diary: trainers.Diary) -> None:
     torch.set_num_threads(1)
     logging.disable()
     try:
-        agent = Agent(trainers.JOB, socket=socket)
-        state = trainers.blank(SIZE)
-        recovered = agent.recover(state)
+        agent, recovered = trainers.begin(socket, SIZE)
         if recovered is not None:
-            assert recovered.step is not None
-            trainers.assert_equal(state, recovered.step, SIZE)
-            diary.note("recovered", recovered.attempt, recovered.step)
+            diary.note("recovered", *recovered)
         for step in range(1, STEPS + 1):
             pending = agent.snapshot(trainers.expected(step, SIZE), step=step)
             if pending.state in ("sealed", "durable"):
@@ -69,26 +65,22 @@ def live(place: Home, diary: trainers.Diary, fault: str) -> str:
     """One life of a daemon with this fault; "died", "failed" or "went on"."""
     under = ("strace", "-D", "-f", "-qq", "--seccomp-bpf", "-o", "/dev/null", "-e", f"inject={fault}")
     daemon = Daemon(place, "--keep-last", "2", "--threads", "1", environment={"CKPTD_STALL_BUDGET": "1"}, under=under)
-    words = [word for word, _ in diary.read()]
+    finished, failed = diary.count("finished"), diary.count("failed")
     trainer = None
     try:
         if daemon.reached_ready():
             trainer = trainers.context().Process(target=train, args=(place.socket, diary), daemon=True)
             trainer.start()
-            while daemon.process.poll() is None and trainer.is_alive() and _count(diary, "finished") == words.count("finished"):
+            while daemon.process.poll() is None and trainer.is_alive() and diary.count("finished") == finished:
                 time.sleep(0.001)
         if daemon.process.poll() is not None:
             return "died"
-        return "failed" if _count(diary, "failed") > words.count("failed") else "went on"
+        return "failed" if diary.count("failed") > failed else "went on"
     finally:
         if trainer is not None:
             trainer.kill()
             trainer.join()
         daemon.close()
-
-
-def _count(diary: trainers.Diary, word: str) -> int:
-    return sum(found == word for found, _ in diary.read())
 
 
 def older(diary: trainers.Diary) -> list[str]:

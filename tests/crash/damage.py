@@ -27,6 +27,7 @@ from ckptd.daemon.journal import Journal
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.manifest import Manifest
+from tests.shared.samples import flip
 from tests.support.daemons import home, running
 from tests.support.trainers import JOB, assert_equal, expected
 
@@ -70,12 +71,6 @@ def misread(damaged: bytes, records: list[jf.RawRecord]) -> str:
         return f"{len(lost)} records are gone, and nobody says so"
     proof = [record for record in lost[1:] if record.durable >= lost[0].sequence]
     return f"record {lost[0].sequence} is called torn, and record {proof[0].sequence} says it was durable" if proof else ""
-
-
-def flip(data: bytes, bit: int) -> bytes:
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
 
 
 def journal_bits(size: int) -> Found:

@@ -40,19 +40,14 @@ def serve(pipe: Connection, socket: Any) -> None:
     """A trainer that does as it is told."""
     torch.set_num_threads(1)
     logging.disable()
-    agent = None
+    agent: Agent | None = None
     pendings: dict[int, Any] = {}
     while True:
         command, *arguments = pipe.recv()
         try:
             if command == "begin":
-                agent = Agent(trainers.JOB, socket=socket)
-                state = trainers.blank(SIZE)
-                recovered = agent.recover(state)
-                if recovered is not None:
-                    assert recovered.step is not None
-                    trainers.assert_equal(state, recovered.step, SIZE)
-                answer: Any = (agent.attempt, None if recovered is None else (recovered.attempt, recovered.step))
+                agent, recovered = trainers.begin(socket, SIZE)
+                answer: Any = (agent.attempt, recovered)
             elif command == "snapshot":
                 step, persist = arguments
                 assert agent is not None

@@ -112,12 +112,17 @@ class Machine:
         nth = 1 if point.startswith("start.") else self._chance.choice([1, 1, 1, 2, 3])
         daemon = Daemon(self._place, *OPTIONS, failpoints="" if point == ANY else f"{point}=kill@{nth}")
         trainer: Any = None
-        lives = self._finished()
+        lives = self._diary.count("finished")
         try:
             if daemon.reached_ready():
                 trainer = trainers.start(self._place.socket, self._diary, 1, STEPS, size=SIZE, wait_every=1)
                 until = time.monotonic() + (self._chance.uniform(0, 1) if point == ANY else 60)
-                while daemon.process.poll() is None and trainer.is_alive() and self._finished() == lives and time.monotonic() < until:
+                while (
+                    daemon.process.poll() is None
+                    and trainer.is_alive()
+                    and self._diary.count("finished") == lives
+                    and time.monotonic() < until
+                ):
                     time.sleep(0.001)
                 if not trainer.is_alive() and daemon.process.poll() is None:
                     self.problems.append(f"at {point}: the trainer ended with {trainer.exitcode}")
@@ -132,9 +137,6 @@ class Machine:
         shutil.rmtree(self._place.segments, ignore_errors=True)
         self._disk.again()
         self._look(point)
-
-    def _finished(self) -> int:
-        return sum(word == "finished" for word, _ in self._diary.read())
 
     def _look(self, point: str) -> None:
         """Whether each recovery was as new as what had been durable before it; and that every manifest there is sound."""

@@ -38,6 +38,7 @@ from ckptd.shared import names
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.storage import PosixStorage
 from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate
+from tests.support.daemons import Brief
 from tests.support.trainers import JOB, assert_equal, blank, expected
 
 SIZE = 300
@@ -66,13 +67,6 @@ def directory() -> Iterator[Path]:
 
 def small_journal() -> Any:
     return mock.patch.object(journal_file, "FILE_SIZE", JOURNAL)
-
-
-class Brief(App):
-    """Recovers, and ends."""
-
-    async def _serve(self, listener: Any) -> None:
-        pass
 
 
 @dataclass(slots=True)

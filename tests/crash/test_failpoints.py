@@ -36,18 +36,14 @@ def _first_life(place: Home, diary: trainers.Diary) -> None:
         daemon.kill()
 
 
-def _lives(diary: trainers.Diary) -> int:
-    return sum(word == "finished" for word, _ in diary.read())
-
-
 def _finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -> bool:
     """Wait until so many trainers have taken all their steps (True), or this one or its daemon has died (False)."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if _lives(diary) >= lives:
+        if diary.count("finished") >= lives:
             return True
         if not trainer.is_alive() or daemon.process.poll() is not None:
-            return _lives(diary) >= lives
+            return diary.count("finished") >= lives
         time.sleep(0.005)
     raise AssertionError("neither the end nor a death")
 
@@ -61,7 +57,7 @@ def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
             assert daemon.died() == -signal.SIGKILL, place.log_text()
             return
         trainer = trainers.start(place.socket, diary, *SECOND, armed=deadly if point in failpoints.AGENT else "")
-        finished = _finished(diary, _lives(diary) + 1, trainer, daemon)
+        finished = _finished(diary, diary.count("finished") + 1, trainer, daemon)
         if point in failpoints.AGENT:
             assert not finished, f"{point} was never reached"
             trainer.join()

@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from tests.crash.disk import LOST, Disk, Recorder, Step
-from tests.crash.states import Brief, Examiner, Life, Promises, a_life, after, config, directory, run, small_journal
+from tests.crash.states import Examiner, Life, Promises, a_life, after, config, directory, run, small_journal
+from tests.support.daemons import Brief
 
 
 @pytest.fixture(scope="module")

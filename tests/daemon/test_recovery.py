@@ -24,6 +24,7 @@ from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import PosixStorage
 from tests.shared.samples import write_checkpoint
+from tests.support.daemons import Brief
 
 TAG = "step-00001000.a0002"
 STRAY = names.part_file(0, bytes(range(1, 17)))
@@ -37,13 +38,6 @@ class Failing(PosixFileSystem):
 
     def _fail(self, *_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-class Brief(App):
-    """Recovers, and ends."""
-
-    async def _serve(self, listener: Any) -> None:
-        pass
 
 
 class Root:

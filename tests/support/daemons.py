@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckptd.daemon.app import App
 from ckptd.daemon.report import daemon_status
 from ckptd.shared import names
 
@@ -107,6 +108,13 @@ class Daemon:
         if self._ready >= 0:
             os.close(self._ready)
             self._ready = -1
+
+
+class Brief(App):
+    """In this process: it recovers, and ends."""
+
+    async def _serve(self, listener: Any) -> None:
+        pass
 
 
 @contextmanager

@@ -83,9 +83,24 @@ class Diary:
                 word, attempt, step = line.split()
                 yield word, (int(attempt), int(step))
 
+    def count(self, word: str) -> int:
+        return sum(found == word for found, _ in self.read())
+
     def newest(self, *words: str) -> tuple[int, int]:
         """The highest (attempt, step) with one of these words; (0, -1) if there is none."""
         return max((key for word, key in self.read() if word in words), default=(0, -1))
+
+
+def begin(socket: Path, size: int = 50_000) -> tuple[Agent, tuple[int, int] | None]:
+    """An agent that has recovered, bit for bit; (attempt, step) of what it was."""
+    agent = Agent(JOB, socket=socket)
+    state = blank(size)
+    recovered = agent.recover(state)
+    if recovered is None:
+        return agent, None
+    assert recovered.step is not None
+    assert_equal(state, recovered.step, size)
+    return agent, (recovered.attempt, recovered.step)
 
 
 def train(
@@ -93,13 +108,9 @@ def train(
 ) -> None:
     """Recover, then snapshot steps `first` to `last`, waiting for every `wait_every`-th to be durable; then stay alive to be killed."""
     failpoints.arm(armed)
-    agent = Agent(JOB, socket=socket)
-    state = blank(size)
-    recovered = agent.recover(state)
+    agent, recovered = begin(socket, size)
     if recovered is not None:
-        assert recovered.step is not None
-        assert_equal(state, recovered.step, size)
-        diary.note("recovered", recovered.attempt, recovered.step)
+        diary.note("recovered", *recovered)
     for step in range(first, last + 1):
         state = expected(step, size)
         pending = agent.snapshot(state, step=step)
