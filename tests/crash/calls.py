@@ -20,8 +20,8 @@ from random import Random
 import torch
 
 from ckptd.agent import CkptdError
-from tests.crash.power import SIZE, STEPS
-from tests.support import trainers
+from tests.crash.lives import SIZE, STEPS
+from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home
 
 DURABLE = ("pwrite64", "fsync", "fdatasync", "renameat", "renameat2", "unlinkat", "fallocate", "ftruncate", "mkdirat")
@@ -69,7 +69,7 @@ def live(place: Home, diary: trainers.Diary, fault: str) -> str:
     trainer = None
     try:
         if daemon.reached_ready():
-            trainer = trainers.context().Process(target=train, args=(place.socket, diary), daemon=True)
+            trainer = forks.context().Process(target=train, args=(place.socket, diary), daemon=True)
             trainer.start()
             while daemon.process.poll() is None and trainer.is_alive() and diary.count("finished") == finished:
                 time.sleep(0.001)

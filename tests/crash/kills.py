@@ -24,7 +24,7 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.part import PartReader
 from ckptd.shared.segment import SegmentHeader, SlotState, read_header
 from tests.crash.tally import Tally, wait_for
-from tests.support import trainers
+from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home
 
 PHASES = ("filling", "sealed", "writing", "before manifest", "after")
@@ -70,7 +70,7 @@ def job(socket: Path, diary: trainers.Diary, megabytes: int) -> None:
 
 
 def _start(place: Home, diary: trainers.Diary, megabytes: int) -> Any:
-    process = trainers.context().Process(target=job, args=(place.socket, diary, megabytes), daemon=True)
+    process = forks.context().Process(target=job, args=(place.socket, diary, megabytes), daemon=True)
     process.start()
     return process
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
 from tests.crash.power import Image, Unavailable
-from tests.support import trainers
+from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home
 
 SIZE = 4000
@@ -102,7 +102,7 @@ class Job(RuleBasedStateMachine):
     @rule()
     def start_daemon(self) -> None:
         done["start daemon"] += 1
-        daemon = Daemon(self.place, *OPTIONS, environment={"CKPTD_STALL_BUDGET": "0.5"})
+        daemon = Daemon(self.place, *OPTIONS, environment={"CKPTD_STALL_BUDGET": "0.5"}, forked=True)
         if daemon.reached_ready():
             self.daemon = daemon
         else:
@@ -141,8 +141,8 @@ class Job(RuleBasedStateMachine):
 
     def start_trainer(self) -> bool:
         done["start trainer"] += 1
-        self.pipe, theirs = trainers.context().Pipe()
-        self.trainer = trainers.context().Process(target=serve, args=(theirs, self.place.socket), daemon=True)
+        self.pipe, theirs = forks.context().Pipe()
+        self.trainer = forks.context().Process(target=serve, args=(theirs, self.place.socket), daemon=True)
         self.trainer.start()
         theirs.close()
         answer = self._ask("begin")

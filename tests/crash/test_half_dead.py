@@ -21,12 +21,12 @@ from ckptd.agent import Checkpoint, values
 from ckptd.shared import names
 from ckptd.shared.segment import read_header
 from tests.crash import rank_trainer as trainer
-from tests.support import trainers
+from tests.support import forks, trainers
 from tests.support.daemons import Home, running
 from tests.support.ranks import Ranks
 
 # Read before any rank is forked. What every rank would import anew: DTensor wants torch._dynamo, and pytest is this process's main module.
-trainers.context().set_forkserver_preload(["tests.support.trainers", "tests.crash.rank_trainer", "torch._dynamo", "pytest"])
+forks.context().set_forkserver_preload(["tests.support.trainers", "tests.crash.rank_trainer", "torch._dynamo", "pytest"])
 
 JOB = trainers.JOB
 WORLD = range(4)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ckptd.shared import failpoints
-from tests.support import trainers
+from tests.support import forks
 
 HERE: dict[str, Any] = {}
 """A rank's own, for as long as it lives."""
@@ -37,9 +37,9 @@ class Ranks:
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         for rank in range(world_size):
-            ours, theirs = trainers.context().Pipe()
+            ours, theirs = forks.context().Pipe()
             arguments = (rank, world_size, self._store.port, theirs, (armed or {}).get(rank, ""))
-            process = trainers.context().Process(target=_serve, args=arguments, daemon=True)
+            process = forks.context().Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)

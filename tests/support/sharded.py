@@ -28,11 +28,11 @@ from ckptd.agent import Agent
 from ckptd.shared.errors import StructureMismatch
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import Plan
-from tests.support import trainers
+from tests.support import forks
 from tests.support.daemons import Daemon, Home, home
 from tests.support.ranks import HERE, Ranks
 
-trainers.context().set_forkserver_preload([__name__])  # with _dynamo, which every rank's first optimizer would import
+forks.context().set_forkserver_preload([__name__])  # with _dynamo, which every rank's first optimizer would import
 
 KINDS = ("ddp", "fsdp2", "hsdp", "tp", "2d", "pipeline", "fsdp1", "fsdp1-flat")
 STAGES = 6

@@ -1,14 +1,11 @@
-"""Trainers for tests: processes forked from a server that has torch loaded, so that one costs little; and what they should have saved.
+"""Trainers for tests, and what they should have saved.
 
 The state of a step follows from its number alone, so that any process can say what a recovery must give, bit for bit.
 """
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import multiprocessing.context
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +13,9 @@ import torch
 
 from ckptd.agent import Agent
 from ckptd.shared import failpoints
+from tests.support.forks import context
 
 JOB = "job"
-_context: multiprocessing.context.ForkServerContext | None = None
-
-
-def context() -> multiprocessing.context.ForkServerContext:
-    global _context
-    if _context is None:
-        _context = mp.get_context("forkserver")
-        _context.set_forkserver_preload(["tests.support.trainers"])
-    return _context
 
 
 def expected(step: int, size: int = 50_000) -> dict[str, Any]:
@@ -72,16 +61,25 @@ class Diary:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._position = 0
+        self._notes: list[tuple[str, tuple[int, int]]] = []
 
     def note(self, word: str, attempt: int, step: int) -> None:
         with self.path.open("a") as file:
             file.write(f"{word} {attempt} {step}\n")
 
-    def read(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        if self.path.exists():
-            for line in self.path.read_text().splitlines():
+    def read(self) -> list[tuple[str, tuple[int, int]]]:
+        """Of everything noted so far the word, and (attempt, step)."""
+        if self.path.exists() and self.path.stat().st_size > self._position:
+            with self.path.open() as file:
+                file.seek(self._position)
+                added = file.read()
+            added = added[: added.rfind("\n") + 1]
+            self._position += len(added)
+            for line in added.splitlines():
                 word, attempt, step = line.split()
-                yield word, (int(attempt), int(step))
+                self._notes.append((word, (int(attempt), int(step))))
+        return self._notes
 
     def count(self, word: str) -> int:
         return sum(found == word for found, _ in self.read())

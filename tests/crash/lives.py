@@ -1,0 +1,219 @@
+"""Deaths at every pair of failpoints, one after the other: the second comes while what the first has left is recovered, or after.
+
+`python -m tests.crash.lives --deaths 3025 [--seed N]`. Lives of a daemon and a trainer follow one another on one root and one shared
+memory, in an order in which each point comes once after each other. Often the trainer outlives its daemon, and goes on with the next. Each
+recovery is compared bit for bit, and must be as new as what was promised before it; every manifest that is found must be sound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from ckptd.agent import Checkpoint
+from ckptd.shared import failpoints
+from tests.support import forks, trainers
+from tests.support.daemons import Daemon, Home, home, running
+
+SIZE = 4000
+STEPS = 4
+OPTIONS = ("--keep-last", "2", "--codec", "zstd:1", "--threads", "1")
+BUDGET = {"CKPTD_STALL_BUDGET": "1"}
+ANY = "any moment"
+SECONDS = 60.0
+
+
+def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True) -> None:
+    torch.set_num_threads(1)
+    logging.disable()
+    try:
+        trainers.train(socket, diary, 1, STEPS, armed, SIZE, wait_every=1, linger=linger)
+    except BaseException:
+        diary.path.with_name("error").write_text(traceback.format_exc())
+        sys.exit(1)
+
+
+class Lives:
+    """`hit`: deaths by point; `pairs`: those that came one after the other; `problems`: what was lost."""
+
+    def __init__(self, place: Home, seed: int, promises: tuple[str, ...] = ("sealed", "durable")) -> None:
+        """`promises`: the words in the diary that bind the next life."""
+        self.problems: list[str] = []
+        self.hit: Counter[str] = Counter()
+        self.pairs: set[tuple[str, str]] = set()
+        self.chance = Random(seed)
+        self._place, self._promises = place, promises
+        self._diary = trainers.Diary(place.path / "diary")
+        self._trainer: Any = None
+        self._begun = 0
+        self._before = ""
+
+    def live(self, point: str, nth: int = 1) -> None:
+        """Recover, save, and die at this point, when it is come to the n-th time; or at some moment, if it never is."""
+        deadly = f"{point}=kill@{nth}"
+        daemon = Daemon(self._place, *OPTIONS, failpoints=deadly if point in failpoints.DAEMON else "", environment=BUDGET, forked=True)
+        try:
+            if daemon.reached_ready():
+                self._work(daemon, point, deadly if point in failpoints.AGENT else "")
+            else:
+                daemon.died()
+            died = daemon.process.poll() is not None
+            reached = self._trainer is not None and not self._trainer.is_alive() if point in failpoints.AGENT else died
+            self.hit[point if reached else ANY] += 1
+            if reached and self._before:
+                self.pairs.add((self._before, point))
+            self._before = point if reached else ""
+            self.cut()
+        finally:
+            daemon.close()
+        if self._trainer is not None and not self.outlives():
+            self.end_trainer()
+        self.mend()
+        self._look(point)
+
+    def _work(self, daemon: Daemon, point: str, armed: str) -> None:
+        if self._trainer is not None and armed:
+            self.end_trainer()
+        finished = self._diary.count("finished")
+        if self._trainer is None:
+            self._begun = len(self._diary.read())
+            self._trainer = forks.context().Process(target=train, args=(self._place.socket, self._diary, armed), daemon=True)
+            self._trainer.start()
+        until = time.monotonic() + (self.chance.uniform(0, 1) if point == ANY else SECONDS)
+        while daemon.process.poll() is None and self._trainer.is_alive() and self._diary.count("finished") == finished:
+            if time.monotonic() > until:
+                if point != ANY:
+                    self.problems.append(f"at {point}: neither the end nor a death within {SECONDS:.0f} s")
+                break
+            time.sleep(0.001)
+        if not armed and not self._trainer.is_alive() and not _ends(daemon):
+            self.problems.append(f"at {point}: the trainer ended: {(self._place.path / 'error').read_text()}")
+
+    def rest(self) -> None:
+        """A life in peace: everything is saved, and nothing is left in memory."""
+        if self._trainer is not None:
+            self.end_trainer()
+        if self.problems:
+            return
+        with running(self._place, *OPTIONS) as daemon:
+            self._begun = len(self._diary.read())
+            trainer = forks.context().Process(target=train, args=(self._place.socket, self._diary, "", False), daemon=True)
+            trainer.start()
+            trainer.join()
+            words = Counter(word for word, _ in self._diary.read()[self._begun :])
+            if words["durable"] < STEPS or self._place.segment_files():
+                self.problems.append(f"in peace: {words}, {self._place.segment_files()}: {self._place.log_text()[-2000:]}")
+            if daemon.stop():
+                self.problems.append("in peace: the daemon did not end well")
+        self._look("the end")
+
+    def end_trainer(self) -> None:
+        self._trainer.kill()
+        self._trainer.join()
+        self._trainer = None
+
+    # -- what else happens, and when
+
+    def cut(self) -> None:
+        """At the moment of the death."""
+
+    def outlives(self) -> bool:
+        """Whether the trainer goes on with the next daemon."""
+        notes = self._diary.read()[self._begun :]
+        at_work = any(word == "sealed" for word, _ in notes) and notes[-1][0] != "finished"
+        return at_work and self._trainer.is_alive() and self.chance.random() < 0.5
+
+    def mend(self) -> None:
+        """Once everything is dead."""
+
+    # -- what must hold
+
+    def _look(self, point: str) -> None:
+        """Whether each recovery was as new as what had been promised before it; and that every manifest there is sound."""
+        promised, durable = (0, -1), self._diary.newest("durable")
+        for word, key in self._diary.read():
+            if word == "recovered" and key < promised:
+                self.problems.append(f"at {point}: {key} was recovered, and {promised} was promised")
+            promised = max(promised, key) if word in self._promises else promised
+        found = (0, -1)
+        for tag in sorted((self._place.root / trainers.JOB).glob("*/manifest.json")):
+            try:
+                with Checkpoint.open(self._place.root / trainers.JOB, tag.parent.name) as checkpoint:
+                    assert checkpoint.step is not None
+                    trainers.assert_equal(checkpoint.load(), checkpoint.step, SIZE)
+                    found = max(found, (checkpoint.attempt, checkpoint.step))
+            except Exception as error:
+                self.problems.append(f"at {point}: {tag.parent.name}: {error!r}")
+        if found < durable:
+            self.problems.append(f"at {point}: {durable} was durable, and the newest there is {found}")
+
+
+def _ends(daemon: Daemon) -> bool:
+    """Whether it has ended, or does so in a moment: the trainer may be seen to end before it."""
+    try:
+        daemon.died(5)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def each_after_each(points: Sequence[str]) -> Iterator[str]:
+    """A shortest round in which every point follows every point, itself too: a de Bruijn sequence of order 2."""
+    for number, one in enumerate(points):
+        yield one
+        for other in points[number + 1 :]:
+            yield one
+            yield other
+
+
+def rounds(points: Sequence[str], chance: Random) -> Iterator[tuple[str, int]]:
+    """Points, and when they are deadly: after the first round not only the first time that they are come to."""
+    for point in each_after_each(chance.sample(points, len(points))):
+        yield point, 1
+    while True:
+        for point in each_after_each(chance.sample(points, len(points))):
+            yield point, chance.choice([1, 1, 2, 3])
+
+
+def run(deaths: int, seed: int, seconds: float = float("inf")) -> Lives:
+    end = time.monotonic() + seconds
+    with home() as place:
+        lives = Lives(place, seed)
+        for point, nth in islice(rounds((*failpoints.AGENT, *failpoints.DAEMON), lives.chance), deaths):
+            if time.monotonic() > end or lives.problems:
+                break
+            lives.live(point, nth)
+        lives.rest()
+        return lives
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deaths", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    options = parser.parse_args()
+    lives = run(options.deaths, options.seed)
+    for point, count in sorted(lives.hit.items()):
+        print(f"{point:24} {count}")
+    print(*lives.problems, sep="\n")
+    print(
+        f"{lives.hit.total()} deaths at {len(lives.hit)} points, {len(lives.pairs)} pairs, seed {options.seed}, {len(lives.problems)} lost"
+    )
+    sys.exit(bool(lives.problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Processes for tests, forked from a server that has loaded what takes long, so that one costs little."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import multiprocessing.context
+
+_context: multiprocessing.context.ForkServerContext | None = None
+
+
+def context() -> multiprocessing.context.ForkServerContext:
+    global _context
+    if _context is None:
+        _context = mp.get_context("forkserver")
+        _context.set_forkserver_preload(["tests.support.trainers", "tests.support.daemons", "hypothesis.stateful"])
+    return _context
