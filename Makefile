@@ -42,7 +42,7 @@ crash-matrix: $(INSTALLED)
 
 # Every rig that looks for what could be lost, for MINUTES, or as much as CI runs.
 trust: $(INSTALLED)
-	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),--short) $(if $(SEED),--seed $(SEED))
+	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),$(if $(LONG),--long,--short)) $(if $(SEED),--seed $(SEED))
 
 # What must be covered whole, every branch: journal, commit, recovery, session.
 coverage: $(INSTALLED)

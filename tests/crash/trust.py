@@ -1,6 +1,8 @@
-"""All rigs, one table: `python -m tests.crash.trust --minutes 20 [--seed N]`, or `make trust MINUTES=20`; `--short` is what CI runs.
+"""All rigs, one table: `python -m tests.crash.trust --minutes 20 [--seed N]`, or `make trust MINUTES=20`.
 
-Each kind prints how much was tried, how much of it was lost, and its seed. The last line adds them up; the exit code says whether it is 0.
+`--short` is what CI runs, `--long` the counts that a release is measured by (hours). Every task that ends prints a line: how much was
+tried, how much of it was lost, its seed. Then comes the table by kind, and a last line that adds it up; the exit code says whether nothing
+was lost. Interrupted, it prints the table of what has ended.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing import get_context
+from random import Random
+from typing import Any
 
 import torch
 
-from tests.crash import calls, damage, guards, machine, power, states
+from tests.crash import calls, damage, guards, lives, machine, power, states
 
 LANES = 2
 FOREVER = 1 << 40
@@ -26,38 +31,68 @@ FOREVER = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`unit`: what was counted; `absent`: why it could not be tried here."""
+    """`hit`: the different things that were, with their name; `kills`: SIGKILLs among what was tried; `absent`: why it could not be."""
 
     kind: str
     unit: str
     tried: int
     problems: list[str]
-    seed: int | None = None
+    seeds: tuple[int, ...] = ()
     seconds: float = 0.0
+    hit: dict[str, frozenset[Any]] = field(default_factory=dict)
+    kills: int = 0
     absent: str = ""
+
+    def __add__(self, other: Row) -> Row:
+        return replace(
+            self,
+            tried=self.tried + other.tried,
+            problems=self.problems + other.problems,
+            seeds=self.seeds + other.seeds,
+            seconds=self.seconds + other.seconds,
+            hit={name: self.hit.get(name, frozenset()) | other.hit.get(name, frozenset()) for name in {**self.hit, **other.hit}},
+            kills=self.kills + other.kills,
+        )
+
+    def __str__(self) -> str:
+        if self.absent:
+            return f"{self.kind:30}{'-':>11}{'-':>6}{'-':>9}{'-':>12}  not tried: {self.absent}"
+        seeds = "-" if not self.seeds else str(self.seeds[0]) if len(self.seeds) == 1 else f"{min(self.seeds)}-{max(self.seeds)}"
+        what = ", ".join([self.unit, *(f"{len(things)} {name}" for name, things in self.hit.items())])
+        what += f", {self.kills:,d} SIGKILLs" if self.kills else ""
+        return f"{self.kind:30}{self.tried:11,d}{len(self.problems):6}{self.seconds:9.0f}{seeds:>12}  {what}"
+
+
+HEAD = f"{'kind':30}{'tried':>11}{'lost':>6}{'seconds':>9}{'seeds':>12}  what"
 
 
 def _simulated(count: int, seconds: float, seed: int) -> Row:
-    return Row("simulated disk", "states", *states.run(count, seed, seconds), seed)
+    return Row("simulated disk", "states", *states.run(count, seed, seconds))
+
+
+def _lives(count: int, seconds: float, seed: int) -> Row:
+    done = lives.run(count, seed, seconds)
+    hit = {"points": frozenset(done.hit) - {lives.ANY}, "pairs of them": frozenset(done.pairs)}
+    return Row("deaths at failpoints", "lives", done.hit.total(), done.problems, hit=hit, kills=done.hit.total())
 
 
 def _power(count: int, seconds: float, seed: int) -> Row:
-    hit, problems = power.run(count, seed, seconds)
-    return Row("power cuts of ext4", f"cuts at {len(hit)} points", hit.total(), problems, seed)
+    done = power.run(count, seed, seconds)
+    return Row("power cuts of ext4", "cuts", done.hit.total(), done.problems, hit={"points": frozenset(done.hit) - {lives.ANY}})
 
 
 def _calls(count: int, seconds: float, seed: int) -> Row:
-    ends, problems = calls.run(count, seed, seconds, calls.ALL if count == FOREVER else calls.DURABLE)
+    ends, problems = calls.run(count, seed, seconds, calls.ALL if count > 66 else calls.DURABLE)
     kills = sum(number for (fault, how), number in ends.items() if "SIGKILL" in fault and how == "died")
-    return Row("n-th system call", f"faults, {kills} SIGKILLs", ends.total(), problems, seed)
+    return Row("n-th system call", "faults", ends.total(), problems, kills=kills)
 
 
 def _machine(count: int, seconds: float, seed: int) -> Row:
-    end, tried, problem = time.monotonic() + seconds, 0, ""
-    while tried < count and time.monotonic() < end and not problem:
-        taken, problem = machine.run(min(400, count - tried), seed + tried)
-        tried += taken.total()
-    return Row("state machine", "steps", tried, [problem] if problem else [], seed)
+    end, taken, problem, chance = time.monotonic() + seconds, Counter[str](), "", Random(seed)
+    while taken.total() < count and time.monotonic() < end and not problem:
+        more, problem = machine.run(min(400, count - taken.total()), chance.getrandbits(32))
+        taken += more
+    return Row("state machine", "steps", taken.total(), [problem] if problem else [], kills=taken["kill daemon"] + taken["kill trainer"])
 
 
 def _journal(count: int, seconds: float, seed: int) -> Row:
@@ -68,7 +103,7 @@ def _journal(count: int, seconds: float, seed: int) -> Row:
 def _checkpoint(count: int, seconds: float, seed: int) -> Row:
     with damage.checkpoint() as tag:
         found = [damage.manifest_bits(tag), damage.part_bits(tag, count, seed)]
-    return Row("checkpoint, bits and lengths", "damaged files", *_sum(found), seed)
+    return Row("checkpoint, bits and lengths", "damaged files", *_sum(found))
 
 
 def _sum(found: list[damage.Found]) -> damage.Found:
@@ -82,21 +117,28 @@ def _guards(count: int, seconds: float, seed: int) -> Row:
 Rig = Callable[[int, float, int], Row]
 """Tries so many, or for so many seconds, whichever is over first."""
 
+SHORT: list[tuple[Rig, int]] = [
+    (_guards, 0), (_guards, 0), (_machine, 2000), (_simulated, 10_000), (_simulated, 10_000), (_calls, 66), (_lives, 200), (_power, 60),
+    (_journal, 4096), (_checkpoint, 4000),
+]  # fmt: skip
+LONG: list[tuple[Rig, int]] = [
+    (_guards, 0), (_guards, 0), (_journal, 65_536), (_checkpoint, 100_000), (_calls, 330), *4 * [(_power, 500)],
+    *10 * [(_lives, 1000), (_machine, 10_000), (_simulated, 20_000)], *40 * [(_simulated, 20_000)],
+]  # fmt: skip
+TIMED: list[tuple[Rig, int]] = [
+    (_simulated, FOREVER), (_simulated, FOREVER), (_machine, FOREVER), (_machine, FOREVER), (_lives, FOREVER), (_calls, FOREVER),
+    (_power, FOREVER),
+]  # fmt: skip
+UNTIMED: list[tuple[Rig, int]] = [(_guards, 0), (_guards, 0), (_journal, 4096), (_checkpoint, 20_000)]
+UNTIMED_SECONDS = 300
 
-def tasks(minutes: float | None, seed: int) -> list[tuple[Rig, int, float, int]]:
-    """What to run, the longest first."""
-    if minutes is None:
-        counted: list[tuple[Rig, int]] = [
-            (_machine, 2000), (_guards, 0), (_guards, 0), (_simulated, 10_000), (_simulated, 10_000), (_calls, 66), (_power, 60),
-            (_journal, 4096), (_checkpoint, 4000),
-        ]  # fmt: skip
-        return [(rig, count, float("inf"), seed + number) for number, (rig, count) in enumerate(counted)]
-    share = max(0.0, 60 * minutes - 300) * LANES / 6  # the rest takes five minutes of both lanes
-    timed: list[Rig] = [_simulated, _simulated, _power, _calls, _machine, _machine]
-    fixed: list[tuple[Rig, int]] = [(_guards, 0), (_guards, 0), (_journal, 4096 if minutes < 60 else 65_536), (_checkpoint, 20_000)]
-    return [(rig, FOREVER, share, seed + number) for number, rig in enumerate(timed)] + [
-        (rig, count, float("inf"), seed + number) for number, (rig, count) in enumerate(fixed)
-    ]
+
+def tasks(minutes: float | None, counts: list[tuple[Rig, int]], seed: int) -> list[tuple[Rig, int, float, int]]:
+    """What to run: `counts`, or what fits into so many minutes."""
+    seconds = float("inf")
+    if minutes is not None:
+        counts, seconds = [*TIMED, *UNTIMED], max(0.0, 60 * minutes - UNTIMED_SECONDS) * LANES / len(TIMED)
+    return [(rig, count, seconds if count == FOREVER else float("inf"), seed + number) for number, (rig, count) in enumerate(counts)]
 
 
 def _try(rig: Rig, count: int, seconds: float, seed: int) -> Row:
@@ -106,8 +148,12 @@ def _try(rig: Rig, count: int, seconds: float, seed: int) -> Row:
     try:
         row = rig(count, seconds, seed)
     except (power.Unavailable, calls.Unavailable) as error:
-        row = Row(rig.__name__.strip("_"), "", 0, [], seed, absent=str(error))
-    return Row(row.kind, row.unit, row.tried, row.problems, row.seed, time.monotonic() - begun, row.absent)
+        row = Row(rig.__name__.strip("_"), "", 0, [], absent=str(error))
+    return replace(row, seconds=time.monotonic() - begun, seeds=() if rig in (_guards, _journal) else (seed,))
+
+
+def _print(row: Row) -> None:
+    print(row, *row.problems, sep="\n  ", flush=True)
 
 
 def main() -> None:
@@ -115,21 +161,24 @@ def main() -> None:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--minutes", type=float)
     group.add_argument("--short", action="store_true")
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "little"))
+    group.add_argument("--long", action="store_true")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2), "little"))
     options = parser.parse_args()
-    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {LANES} at once", flush=True)
-    print(f"{'kind':32}{'tried':>10}{'lost':>6}{'seed':>12}{'seconds':>9}  what", flush=True)
-    tried = lost = 0
+    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {LANES} at once", HEAD, sep="\n", flush=True)
+    kinds: dict[str, Row] = {}
     with ProcessPoolExecutor(LANES, mp_context=get_context("spawn")) as pool:
-        for future in [pool.submit(_try, *task) for task in tasks(options.minutes, options.seed)]:
-            row = future.result()
-            seed = "" if row.seed is None else str(row.seed)
-            what = f"not tried: {row.absent}" if row.absent else row.unit
-            print(f"{row.kind:32}{row.tried:10,d}{len(row.problems):6}{seed:>12}{row.seconds:9.0f}  {what}", flush=True)
-            for problem in row.problems:
-                print(f"  {problem}")
-            tried, lost = tried + row.tried, lost + len(row.problems)
-    print(f"{tried:,d} tried, {lost} lost")
+        futures = [pool.submit(_try, *task) for task in tasks(options.minutes, LONG if options.long else SHORT, options.seed)]
+        try:
+            for future in as_completed(futures):
+                row = future.result()
+                _print(row)
+                kinds[row.kind] = kinds[row.kind] + row if row.kind in kinds else row
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            print("interrupted")
+    lost = sum(len(row.problems) for row in kinds.values())
+    print("", HEAD, *sorted(map(str, kinds.values())), sep="\n")
+    print(f"{sum(row.tried for row in kinds.values()):,d} tried, {lost} lost")
     sys.exit(bool(lost))
 
 
