@@ -148,17 +148,24 @@ class Lives:
             if word == "recovered" and key < promised:
                 self.problems.append(f"at {point}: {key} was recovered, and {promised} was promised")
             promised = max(promised, key) if word in self._promises else promised
-        found = (0, -1)
-        for tag in sorted((self._place.root / trainers.JOB).glob("*/manifest.json")):
-            try:
-                with Checkpoint.open(self._place.root / trainers.JOB, tag.parent.name) as checkpoint:
-                    assert checkpoint.step is not None
-                    trainers.assert_equal(checkpoint.load(), checkpoint.step, SIZE)
-                    found = max(found, (checkpoint.attempt, checkpoint.step))
-            except Exception as error:
-                self.problems.append(f"at {point}: {tag.parent.name}: {error!r}")
+        found, problems = examine(self._place.root, SIZE)
+        self.problems += [f"at {point}: {problem}" for problem in problems]
         if found < durable:
             self.problems.append(f"at {point}: {durable} was durable, and the newest there is {found}")
+
+
+def examine(root: Path, size: int) -> tuple[tuple[int, int], list[str]]:
+    """(attempt, step) of the newest checkpoint, (0, -1) if there is none; and what is wrong with any."""
+    newest, problems = (0, -1), []
+    for manifest in sorted((root / trainers.JOB).glob("*/manifest.json")):
+        try:
+            with Checkpoint.open(root / trainers.JOB, manifest.parent.name) as checkpoint:
+                assert checkpoint.step is not None
+                trainers.assert_equal(checkpoint.load(), checkpoint.step, size)
+                newest = max(newest, (checkpoint.attempt, checkpoint.step))
+        except Exception as error:
+            problems.append(f"{manifest.parent.name}: {error!r}")
+    return newest, problems
 
 
 def _ends(daemon: Daemon) -> bool:

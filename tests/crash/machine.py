@@ -8,7 +8,6 @@ should be there answers; at the end of each life work goes on, every checkpoint 
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import shutil
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
-from tests.crash.power import Image, Unavailable
+from tests.crash.images import Image, Unavailable, fill
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home
 
@@ -211,12 +210,7 @@ class Job(RuleBasedStateMachine):
         assert self.disk is not None
         with (self.disk.where / "hog").open("wb", buffering=0) as file:
             for size in (1 << 20, 1 << 12):
-                try:
-                    while file.write(bytes(size)):
-                        pass
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
+                fill(file, size)
         self.full = True
 
     @precondition(lambda self: self.full)

@@ -9,85 +9,17 @@ durable.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shutil
-import struct
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from itertools import cycle, islice
-from pathlib import Path
 
 from ckptd.shared import failpoints
+from tests.crash.images import FLUSHED, NOT_FLUSHED, Image
 from tests.crash.lives import ANY, Lives
 from tests.support.daemons import Home, home
-
-EXT4_IOC_SHUTDOWN = 0x8004587D
-FLUSHED, NOT_FLUSHED = 1, 2
-"""Whether the file system's own journal reaches the disk; data that was not synced never does."""
-
-
-class Unavailable(Exception):
-    """This machine has no loop mounts for us."""
-
-
-class Image:
-    """An ext4 in a file in memory, mounted at `where`."""
-
-    def __init__(self, megabytes: int = 64) -> None:
-        self._place = Path(tempfile.mkdtemp(prefix="ckptd-power-", dir="/dev/shm"))
-        self._file, self.where = self._place / "image", self._place / "mnt"
-        self.where.mkdir()
-        with self._file.open("wb") as file:
-            file.truncate(megabytes << 20)
-        try:
-            _run("mkfs.ext4", "-q", "-F", str(self._file))
-            self._mount()
-        except (OSError, subprocess.CalledProcessError) as error:
-            shutil.rmtree(self._place)
-            raise Unavailable(f"mounting an image needs root and mkfs.ext4: {error}") from None
-
-    def _mount(self) -> None:
-        _run("mount", "-o", "loop", str(self._file), str(self.where))
-
-    def _unmount(self) -> None:
-        for _ in range(100):
-            if subprocess.run(["umount", str(self.where)], check=False, capture_output=True).returncode == 0:
-                return
-            time.sleep(0.05)  # whoever was killed has not closed its files yet
-        raise RuntimeError(f"{self.where} is still in use")
-
-    def stop(self, how: int) -> None:
-        fd = os.open(self.where, os.O_RDONLY)
-        try:
-            fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", how))
-        finally:
-            os.close(fd)
-
-    def again(self) -> None:
-        self._unmount()
-        self._mount()
-
-    def close(self) -> None:
-        self._unmount()
-        shutil.rmtree(self._place)
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
-
-
-@contextmanager
-def image() -> Iterator[Image]:
-    made = Image()
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 class Machine(Lives):
@@ -112,7 +44,7 @@ class Machine(Lives):
 def run(cuts: int, seed: int, seconds: float = float("inf")) -> Machine:
     """Raises Unavailable."""
     end = time.monotonic() + seconds
-    with home() as place, image() as disk:
+    with home() as place, closing(Image()) as disk:
         machine = Machine(place, disk, seed)
         for number, point in enumerate(islice(cycle([*failpoints.DAEMON, ANY]), cuts)):
             if time.monotonic() > end or machine.problems:

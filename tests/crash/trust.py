@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests.crash import calls, damage, guards, lives, machine, power, states
+from tests.crash import calls, damage, guards, images, lives, machine, power, states
 
 LANES = 2
 FOREVER = 1 << 40
@@ -147,7 +147,7 @@ def _try(rig: Rig, count: int, seconds: float, seed: int) -> Row:
     begun = time.monotonic()
     try:
         row = rig(count, seconds, seed)
-    except (power.Unavailable, calls.Unavailable) as error:
+    except (images.Unavailable, calls.Unavailable) as error:
         row = Row(rig.__name__.strip("_"), "", 0, [], absent=str(error))
     return replace(row, seconds=time.monotonic() - begun, seeds=() if rig in (_guards, _journal) else (seed,))
 

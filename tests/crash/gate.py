@@ -1,0 +1,127 @@
+"""The fsync-gate on a real ext4: a disk that takes writes and loses them, says so once at the next fsync, and "ok" ever after.
+
+`python -m tests.crash.gate --rounds 20 [--seed N]`; needs root. Whatever a daemon has acknowledged must be there, bit for bit, once the
+page cache is dropped: whoever syncs the same file again is lied to (https://wiki.postgresql.org/wiki/Fsync_Errors). While the disk is starved
+nothing but a failure may be told, or the daemon may end; once it is fed, work goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from random import Random
+
+from ckptd.agent import Agent, CkptdError, Pending
+from tests.crash.images import ThinImage
+from tests.crash.lives import examine
+from tests.support import trainers
+from tests.support.daemons import Daemon, Home, home
+
+SIZE = 200_000
+STEPS = 4
+OPTIONS = ("--keep-last", "3", "--codec", "raw", "--threads", "1")
+BUDGET = {"CKPTD_STALL_BUDGET": "5"}
+
+
+class Gate:
+    """Lives of a daemon whose disk starves now and then; `ends`: what was told of each snapshot."""
+
+    def __init__(self, place: Home, disk: ThinImage, seed: int) -> None:
+        self.problems: list[str] = []
+        self.ends: Counter[str] = Counter()
+        self._place, self._disk, self._chance = place, disk, Random(seed)
+        place.root = disk.where / "root"
+        self._durable = (0, -1)
+
+    def live(self) -> None:
+        daemon = Daemon(self._place, *OPTIONS, environment=BUDGET, forked=True).wait_ready()
+        try:
+            agent, recovered = trainers.begin(self._place.socket, SIZE)
+            if (recovered or (0, -1)) < self._durable:
+                self.problems.append(f"{recovered} was recovered, and {self._durable} was durable")
+            for step in range(1, STEPS + 1):
+                daemon = self._save(agent, daemon, step)
+        finally:
+            self._disk.feed()
+            daemon.close()
+        agent._client.close()
+        shutil.rmtree(self._place.segments, ignore_errors=True)
+        self._disk.again()
+        self._look()
+
+    def _save(self, agent: Agent, daemon: Daemon, step: int) -> Daemon:
+        """One snapshot, on a disk that may starve before it or during it; the daemon that is there afterwards."""
+        starved = self._chance.random() < 0.6
+        if starved and self._chance.random() < 0.5:
+            self._disk.starve()
+        pending = agent.snapshot(trainers.expected(step, SIZE), step=step)
+        if starved:
+            time.sleep(self._chance.uniform(0, 0.02))
+            self._disk.starve()
+        while pending.state not in ("durable", "failed", "skipped") and daemon.process.poll() is None:
+            time.sleep(0.001)
+        if daemon.process.poll() is None:
+            self.ends[pending.state] += 1
+            if pending.state == "durable":
+                self._durable = (pending.attempt, step)
+            elif not starved:
+                self.problems.append(f"step {step} is {pending.state}, and the disk is well: {self._why(pending)}")
+        else:
+            self.ends["the daemon ended"] += 1
+            if not starved:
+                self.problems.append(f"the daemon ended, and the disk is well: {self._place.log_text()[-2000:]}")
+        self._disk.feed()
+        if daemon.process.poll() is not None:
+            daemon.close()
+            daemon = Daemon(self._place, *OPTIONS, environment=BUDGET, forked=True).wait_ready()
+            pending.wait("durable", timeout=60)
+            self._durable = (pending.attempt, step)
+        return daemon
+
+    def _why(self, pending: Pending) -> str:
+        try:
+            pending.wait("durable", timeout=0)
+        except (CkptdError, TimeoutError) as error:
+            return str(error)
+        return ""
+
+    def _look(self) -> None:
+        """Whether what was acknowledged is there, now that nothing comes from the page cache."""
+        found, problems = examine(self._place.root, SIZE)
+        self.problems += problems
+        if found < self._durable:
+            self.problems.append(f"{self._durable} was durable, and the newest there is {found}")
+
+
+def run(rounds: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
+    """What was told of each snapshot, of four a round; what was lost. Raises Unavailable."""
+    end = time.monotonic() + seconds
+    with home() as place, closing(ThinImage()) as disk:
+        gate = Gate(place, disk, seed)
+        for _ in range(rounds):
+            if time.monotonic() > end or gate.problems:
+                break
+            gate.live()
+        return gate.ends, gate.problems
+
+
+def main() -> None:
+    logging.disable()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    options = parser.parse_args()
+    ends, problems = run(options.rounds, options.seed)
+    print(*(f"{what:20} {count}" for what, count in ends.most_common()), *problems, sep="\n")
+    print(f"{ends.total()} snapshots, seed {options.seed}, {len(problems)} lost")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""File systems of our own, in memory: an ext4 that can lose its power, and one whose disk can lose what is written."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+EXT4_IOC_SHUTDOWN = 0x8004587D  # linux/fs/ext4/ext4.h
+FLUSHED, NOT_FLUSHED = 1, 2
+"""Whether the file system's own journal reaches the disk; data that was not synced never does."""
+
+
+class Unavailable(Exception):
+    """This machine has no loop mounts for us."""
+
+
+class Image:
+    """An ext4 in a file in memory, mounted at `where`. Raises Unavailable."""
+
+    def __init__(self, megabytes: int = 64) -> None:
+        self.place = Path(tempfile.mkdtemp(prefix="ckptd-image-", dir="/dev/shm"))
+        self.file, self.where = self.place / "image", self.place / "mnt"
+        self.where.mkdir()
+        try:
+            self.make(megabytes)
+            self._mount()
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.remove()
+            raise Unavailable(f"mounting an image needs root and mkfs.ext4: {error}") from None
+
+    def make(self, megabytes: int) -> None:
+        with self.file.open("wb") as file:
+            file.truncate(megabytes << 20)
+        call("mkfs.ext4", "-q", "-F", str(self.file))
+
+    def _mount(self) -> None:
+        call("mount", "-o", "loop,errors=continue", str(self.file), str(self.where))
+
+    def stop(self, how: int) -> None:
+        """As a power cut would."""
+        fd = os.open(self.where, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", how))
+        finally:
+            os.close(fd)
+
+    def again(self) -> None:
+        """Unmount and mount: what is only in the page cache is gone."""
+        unmount(self.where)
+        self._mount()
+
+    def close(self) -> None:
+        unmount(self.where)
+        self.remove()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.place)
+
+
+class ThinImage(Image):
+    """An ext4 on a disk that has promised more room than it has: a starved one takes writes into the page cache, and loses them."""
+
+    def make(self, megabytes: int) -> None:
+        self.thin = self.place / "thin"
+        self.thin.mkdir()
+        call("mount", "-t", "tmpfs", "-o", f"size={3 * megabytes}m", "ckptd-thin", str(self.thin))
+        sparse, self.file = self.thin / "sparse", self.thin / "image"
+        with sparse.open("wb") as file:
+            file.truncate(megabytes << 20)
+        call("mkfs.ext4", "-q", "-F", "-E", "nodiscard", str(sparse))
+        call("cp", "--sparse=never", str(sparse), str(self.file))  # its own journal and tables shall have their room for ever
+        sparse.unlink()
+        self._mount()
+        call("fstrim", str(self.where))
+        unmount(self.where)
+
+    def starve(self) -> None:
+        with (self.thin / "ballast").open("wb", buffering=0) as file:
+            for size in (1 << 20, 1 << 12):
+                fill(file, size)
+
+    def feed(self) -> None:
+        (self.thin / "ballast").unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        if hasattr(self, "thin") and self.thin.is_mount():
+            unmount(self.thin)
+        super().remove()
+
+
+def fill(file: io.FileIO, size: int) -> None:
+    """Write zeros, so many at once, until there is no room."""
+    try:
+        while file.write(bytes(size)):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+
+
+def unmount(where: Path) -> None:
+    for _ in range(100):
+        if subprocess.run(["umount", str(where)], check=False, capture_output=True).returncode == 0:
+            return
+        time.sleep(0.05)  # whoever was killed has not closed its files yet
+    raise RuntimeError(f"{where} is still in use")
+
+
+def call(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
