@@ -1,7 +1,7 @@
 """The fsync-gate on a real ext4: a disk that takes writes and loses them, says so once at the next fsync, and "ok" ever after.
 
 `python -m tests.crash.gate --rounds 20 [--seed N]`; needs root. Whatever a daemon has acknowledged must be there, bit for bit, once the
-page cache is dropped: whoever syncs the same file again is lied to (https://wiki.postgresql.org/wiki/Fsync_Errors). While the disk is starved
+page cache is dropped: whoever syncs the same file again is lied to (https://wiki.postgresql.org/wiki/Fsync_Errors). While the disk starves,
 nothing but a failure may be told, or the daemon may end; once it is fed, work goes on.
 """
 
@@ -18,6 +18,7 @@ from contextlib import closing
 from random import Random
 
 from ckptd.agent import Agent, CkptdError, Pending
+from ckptd.shared.fs import PosixFileSystem
 from tests.crash.images import ThinImage
 from tests.crash.lives import examine
 from tests.support import trainers
@@ -27,6 +28,12 @@ SIZE = 200_000
 STEPS = 4
 OPTIONS = ("--keep-last", "3", "--codec", "raw", "--threads", "1")
 BUDGET = {"CKPTD_STALL_BUDGET": "5"}
+
+
+def buffered() -> None:
+    """Without O_DIRECT, as where the file system has none: parts go through the page cache."""
+    create = PosixFileSystem.create
+    PosixFileSystem.create = lambda *arguments, direct=False, **options: create(*arguments, **options)  # type: ignore[method-assign]
 
 
 class Gate:
@@ -40,7 +47,7 @@ class Gate:
         self._durable = (0, -1)
 
     def live(self) -> None:
-        daemon = Daemon(self._place, *OPTIONS, environment=BUDGET, forked=True).wait_ready()
+        daemon = self._daemon()
         try:
             agent, recovered = trainers.begin(self._place.socket, SIZE)
             if (recovered or (0, -1)) < self._durable:
@@ -54,6 +61,9 @@ class Gate:
         shutil.rmtree(self._place.segments, ignore_errors=True)
         self._disk.again()
         self._look()
+
+    def _daemon(self) -> Daemon:
+        return Daemon(self._place, *OPTIONS, environment=BUDGET, forked=buffered).wait_ready()
 
     def _save(self, agent: Agent, daemon: Daemon, step: int) -> Daemon:
         """One snapshot, on a disk that may starve before it or during it; the daemon that is there afterwards."""
@@ -79,7 +89,7 @@ class Gate:
         self._disk.feed()
         if daemon.process.poll() is not None:
             daemon.close()
-            daemon = Daemon(self._place, *OPTIONS, environment=BUDGET, forked=True).wait_ready()
+            daemon = self._daemon()
             pending.wait("durable", timeout=60)
             self._durable = (pending.attempt, step)
         return daemon

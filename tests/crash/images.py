@@ -31,7 +31,7 @@ class Image:
         self.where.mkdir()
         try:
             self.make(megabytes)
-            self._mount()
+            self.mount()
         except (OSError, subprocess.CalledProcessError) as error:
             self.remove()
             raise Unavailable(f"mounting an image needs root and mkfs.ext4: {error}") from None
@@ -41,7 +41,7 @@ class Image:
             file.truncate(megabytes << 20)
         call("mkfs.ext4", "-q", "-F", str(self.file))
 
-    def _mount(self) -> None:
+    def mount(self) -> None:
         call("mount", "-o", "loop,errors=continue", str(self.file), str(self.where))
 
     def stop(self, how: int) -> None:
@@ -55,7 +55,7 @@ class Image:
     def again(self) -> None:
         """Unmount and mount: what is only in the page cache is gone."""
         unmount(self.where)
-        self._mount()
+        self.mount()
 
     def close(self) -> None:
         unmount(self.where)
@@ -78,9 +78,15 @@ class ThinImage(Image):
         call("mkfs.ext4", "-q", "-F", "-E", "nodiscard", str(sparse))
         call("cp", "--sparse=never", str(sparse), str(self.file))  # its own journal and tables shall have their room for ever
         sparse.unlink()
-        self._mount()
+        self.mount()
         call("fstrim", str(self.where))
         unmount(self.where)
+
+    def mount(self) -> None:
+        """With requests of a page each: of a larger one that gets half its room, the loop device says that all went well."""
+        super().mount()
+        device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(self.where))
+        Path("/sys/block", Path(device).name, "queue/max_sectors_kb").write_text("4")
 
     def starve(self) -> None:
         with (self.thin / "ballast").open("wb", buffering=0) as file:
