@@ -20,7 +20,7 @@ import psutil
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import FileSystem
+from ckptd.shared.fs import READ, FileSystem
 from ckptd.shared.numa import UNKNOWN, near
 from ckptd.shared.segment import SegmentHeader, read_header, this_boot, write_header
 
@@ -135,7 +135,7 @@ class Slots:
         """A descriptor of an open file description of its own. Raises NotFound if the name is gone or another file's, StorageError if
         something has run out."""
         try:
-            fd = os.open(slot.name, (os.O_RDWR if write else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+            fd = os.open(slot.name, READ | (os.O_RDWR if write else 0), dir_fd=self._directory)
         except OSError as problem:
             error = StorageError.of(f"open the segment {slot.name}", problem)
             if error.is_of_the_machine:
@@ -195,7 +195,7 @@ class Slots:
             if not names.is_segment_file(name):
                 continue
             try:
-                fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+                fd = os.open(name, READ | os.O_RDWR, dir_fd=self._directory)
             except OSError as problem:
                 error = StorageError.of(f"open the segment {name}", problem)
                 if error.is_of_the_machine:  # what is sealed in it would be lost to those who recover

@@ -23,6 +23,10 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 _RENAME_NOREPLACE = 1  # linux/fs.h
 
 
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""To open what others may have put there: no link is followed, and a FIFO does not block."""
+
+
 class FileSystem(Protocol):
     """What ckptd needs of a POSIX file system. `directory` is an open descriptor of one."""
 
@@ -201,7 +205,7 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
 
 def read_small(name: str, directory: int, limit: int) -> bytes:
     """A whole file of at most `limit` bytes. Raises OSError (EFBIG beyond the limit)."""
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)  # a FIFO must not block
+    fd = os.open(name, READ, dir_fd=directory)
     with open(fd, "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:

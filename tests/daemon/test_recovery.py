@@ -115,19 +115,21 @@ async def test_a_root_that_is_gone_cannot_be_scanned(root: Root) -> None:
 
 async def test_what_a_scan_finds(root: Root) -> None:
     job = Job("gpt")
-    for step in (1000, 2000, 3000, 4000):
+    for step in (1000, 2000, 3000, 4000, 5000):
         write_checkpoint(root.path, step=step)
     await scan_job(root.storage, job)
-    assert sorted(job.checkpoints) == [f"step-0000{n}000.a0002" for n in (1, 2, 3, 4)]
+    assert sorted(job.checkpoints) == [f"step-0000{n}000.a0002" for n in (1, 2, 3, 4, 5)]
     place = root.path / "gpt"
     shutil.rmtree(place / "step-00001000.a0002")
     (place / "step-00002000.a0002" / names.MANIFEST).unlink()
     (place / "step-00003000.a0002" / names.MANIFEST).write_bytes(b"{}")
     (place / "step-00004000.a0002" / names.MANIFEST).unlink()
     (place / "step-00004000.a0002" / names.MANIFEST).mkdir()
+    (place / "step-00005000.a0002" / names.MANIFEST).unlink()
+    os.mkfifo(place / "step-00005000.a0002" / names.MANIFEST)  # whoever opens it to read waits for somebody to write
     await scan_job(root.storage, job)
     assert job.checkpoints == {}
-    assert sorted(job.damaged) == ["step-00003000.a0002", "step-00004000.a0002"]
+    assert sorted(job.damaged) == ["step-00003000.a0002", "step-00004000.a0002", "step-00005000.a0002"]
     assert "cannot read the manifest of gpt/step-00004000.a0002" in job.damaged["step-00004000.a0002"]
     assert "Is a directory" in job.damaged["step-00004000.a0002"]
 

@@ -269,7 +269,7 @@ def test_open_again_is_another_description(shm: Shm) -> None:
     fcntl.flock(made.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced", "link"])
+@pytest.mark.parametrize("how", ["removed", "replaced", "link", "fifo", "directory"])
 def test_a_segment_that_is_not_there_any_more_is_lost(shm: Shm, how: str) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
@@ -282,6 +282,8 @@ def test_a_segment_that_is_not_there_any_more_is_lost(shm: Shm, how: str) -> Non
         path.symlink_to(shm.path / "old")
     else:
         path.unlink()
+        if how != "removed":
+            (os.mkfifo if how == "fifo" else os.mkdir)(path)  # whoever opens a FIFO to read waits for somebody to write
     before = open_descriptors()
     for write in (False, True):
         with pytest.raises(NotFound, match=f"segment {made.name} has been re(mov|plac)ed"):

@@ -341,6 +341,19 @@ def test_files_that_are_links_are_not_followed(tmp_path: Path, storage: PosixSto
     assert (tmp_path / PART).exists()
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_damage_and_holds_nobody_up(tmp_path: Path, storage: PosixStorage, make: Callable[[Path], None]) -> None:
+    write_checkpoint(tmp_path)
+    place = tmp_path / "gpt" / TAG
+    for name in ("manifest.json", PART):
+        (place / name).unlink()
+        make(place / name)
+    with pytest.raises((IntegrityError, IsADirectoryError)):
+        storage.read_manifest("gpt", TAG)
+    with pytest.raises(IntegrityError, match=PART):
+        storage.open_part("gpt", TAG, PART)
+
+
 def test_the_root_alone_may_be_a_link(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path / "real")
     (tmp_path / "root").symlink_to("real")

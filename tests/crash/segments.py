@@ -1,0 +1,128 @@
+"""Segments of shared memory that are cut, removed, replaced or damaged at random moments, by somebody who may.
+
+`python -m tests.crash.segments --damages 200 [--seed N]`. The daemon lives through all of it and answers (a mapping that is cut short would
+be its SIGBUS, so it has none). A trainer whose own segment is cut may die of that. The next one gets back, bit for bit, at least what was
+durable; at the end work goes on, and nothing is left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+from tests.crash.lives import OPTIONS, SIZE, STEPS, examine, train
+from tests.support import forks, trainers
+from tests.support.daemons import Daemon, Home, home, running
+
+HEADER = 4096
+KINDS = ("cut", "remove", "replace", "another", "header", "forbid")
+SECONDS = 60.0
+SLOWLY = "seal.received=sleep(0.002),persist.created=sleep(0.002),slot.created=sleep(0.002)"
+
+
+def damage(path: Path, kind: str, chance: Random) -> None:
+    """Raises OSError if it has gone meanwhile."""
+    size = path.stat().st_size
+    if kind == "cut":
+        os.truncate(path, chance.choice([0, 1, HEADER - 1, HEADER, chance.randrange(size), size - 1]))
+    elif kind == "remove":
+        path.unlink()
+    elif kind == "replace":
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data)
+    elif kind == "another":
+        path.unlink()
+        chance.choice([path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/etc/passwd")])()
+    elif kind == "header":
+        with path.open("r+b") as file:
+            file.seek(chance.randrange(HEADER))
+            file.write(bytes([chance.randrange(256)]))
+    else:
+        path.chmod(0)
+
+
+def descriptors(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chance: Random) -> tuple[bool, str]:
+    """A trainer, and a damage at some moment of its life; whether it was done, and what went wrong."""
+    durable, begun = diary.newest("durable"), len(diary.read())
+    trainer = forks.context().Process(target=train, args=(place.socket, diary, "", True), daemon=True)
+    trainer.start()
+    done, at = False, chance.randrange(0, 3 * STEPS)
+    until = time.monotonic() + SECONDS
+    while trainer.is_alive() and diary.count("finished") == sum(word == "finished" for word, _ in diary.read()[:begun]):
+        if not done and len(diary.read()) - begun >= at and (found := place.segment_files()):
+            time.sleep(chance.uniform(0, 0.01))
+            try:
+                damage(chance.choice(found), kind, chance)
+                done = True
+            except OSError:
+                pass
+        if time.monotonic() > until:
+            trainer.kill()
+            return done, f"{kind}: the trainer hangs"
+        time.sleep(0.0005)
+    trainer.kill()
+    trainer.join()
+    recovered = [key for word, key in diary.read()[begun:] if word == "recovered"]
+    if daemon.process.poll() is not None:
+        return done, f"{kind}: the daemon ended: {place.log_text()[-2000:]}"
+    if recovered and recovered[0] < durable:
+        return done, f"{kind}: {recovered[0]} was recovered, and {durable} was durable"
+    if not daemon.status()["ready"]:
+        return done, f"{kind}: the daemon is not ready any more"
+    if trainer.exitcode not in (-signal.SIGKILL, -signal.SIGBUS) and not done:
+        return done, f"{kind}: the trainer ended: {(place.path / 'error').read_text()}"
+    return done, ""
+
+
+def run(damages: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
+    """How many of each kind, and what went wrong."""
+    chance, kinds, end = Random(seed), Counter[str](), time.monotonic() + seconds
+    with home() as place:
+        diary = trainers.Diary(place.path / "diary")
+        problem = ""
+        environment = {"CKPTD_STALL_BUDGET": "0.5", "CKPTD_MEMORY_TTL": "1"}
+        with running(place, *OPTIONS, failpoints=SLOWLY, environment=environment) as daemon:
+            before = descriptors(daemon)
+            while kinds.total() < damages and time.monotonic() < end and not problem:
+                kind = chance.choice(KINDS)
+                done, problem = round_of(place, daemon, diary, kind, chance)
+                kinds[kind] += done
+            newest, problems = examine(place.root, SIZE)
+            problems += [problem] if problem else []
+            if newest < diary.newest("durable"):
+                problems.append(f"{diary.newest('durable')} was durable, and the newest there is {newest}")
+            begun = len(diary.read())
+            trainer = forks.context().Process(target=train, args=(place.socket, diary, "", False), daemon=True)
+            trainer.start()
+            trainer.join()
+            words = Counter(word for word, _ in diary.read()[begun:])
+            left = (daemon.status()["shared_memory"]["segments"], descriptors(daemon) - before)
+            if words["durable"] < STEPS or left != (0, 0):
+                problems.append(f"in peace: {words}, {left} segments and descriptors are left: {place.log_text()[-2000:]}")
+        return kinds, problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--damages", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    options = parser.parse_args()
+    kinds, problems = run(options.damages, options.seed)
+    print(*(f"{kind:10} {count}" for kind, count in kinds.most_common()), *problems, sep="\n")
+    print(f"{kinds.total()} damages, seed {options.seed}, {len(problems)} lost")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
