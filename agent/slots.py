@@ -7,6 +7,7 @@ the zeroing of all its pages, which must not hold the training.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -136,7 +137,16 @@ class Preparation:
             m.Segments, ALLOCATE_SECONDS,
         )  # fmt: skip
         before = list(self._slots.values())
-        made = [MappedSlot(held.segment, *descriptors[2 * n : 2 * n + 2]) for n, held in enumerate(reply.segments)]
+        made: list[MappedSlot] = []
+        try:
+            for n, held in enumerate(reply.segments):
+                made.append(MappedSlot(held.segment, *descriptors[2 * n : 2 * n + 2]))
+        except BaseException:
+            for slot in made:
+                slot.forget()
+            for fd in descriptors[2 * len(made) :]:
+                os.close(fd)  # a lock that stays would keep the segment
+            raise
         self._slots.clear()
         self._slots.update({slot.name: slot for slot in made})
         for slot in before:

@@ -20,7 +20,7 @@ import torch
 from ckptd.agent.fences import Transfer
 from ckptd.agent.lanes import lock_pages, unlock_pages
 from ckptd.agent.planning import Layout, as_integer, dtype_of
-from ckptd.shared.errors import QuotaExceeded
+from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import Item, align_region
 from ckptd.shared.segment import SegmentHeader, SlotState, read_header, write_document, write_header
@@ -59,14 +59,20 @@ def document_offsets(layout: Layout, values_length: int, request_length: int) ->
 
 
 class MappedSlot:
-    """One segment, mapped. Construction takes the lock that tells the daemon that this process lives."""
+    """One segment, mapped. Construction takes the lock that tells the daemon that this process lives.
+
+    Raises IntegrityError if the segment has been damaged or cut short, OSError if it cannot be mapped: the descriptors stay the caller's.
+    """
 
     def __init__(self, name: str, data_fd: int, lock_fd: int) -> None:
         self.name = name
         self._fd, self._lock_fd = data_fd, lock_fd
         fcntl.flock(lock_fd, fcntl.LOCK_EX)  # at most a daemon's test is in the way, for an instant
         self.header: SegmentHeader = read_header(data_fd)
-        mapped = mmap.mmap(data_fd, self.header.file_length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            mapped = mmap.mmap(data_fd, self.header.file_length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except ValueError:
+            raise IntegrityError(f"segment {name} has been cut short by another process") from None
         mapped.madvise(mmap.MADV_DONTFORK)  # a data loader's worker must not keep the pages of a slot that is gone
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)
         self._views: tuple[bytes, list[torch.Tensor]] = (b"", [])

@@ -232,10 +232,14 @@ class Journal:
         self._fd, self._number, self._salt = fd, number, header.salt
         self._end, self._crc, self._sequence, self._durable = jf.HEADER_SIZE + len(state), crc, 1, 1
         failpoint("journal.rotated")
+        replaced = False
         for old in os.listdir(self._directory):
             parsed = names.parse_journal_file(old.removesuffix(TMP_SUFFIX))
             if parsed is not None and parsed < number:
                 self._fs.unlink(old, self._directory)
+                replaced = True
+        if replaced:
+            self._fs.sync_directory(self._directory)  # or power cuts, one soon after the other, would pile them up
 
     async def close(self) -> None:
         if self._writer is not None:

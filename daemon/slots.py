@@ -165,6 +165,8 @@ class Slots:
             self._fs.unlink(slot.name, self._directory)
         except FileNotFoundError:
             pass
+        except OSError as error:
+            log.warning("what is at the name of segment %s cannot be removed: %s", slot.name, error)
         slot.released = True
         if not slot.pins:
             os.close(slot.fd)

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -30,7 +31,7 @@ def damage(path: Path, kind: str, chance: Random) -> None:
     """Raises OSError if it has gone meanwhile."""
     size = path.stat().st_size
     if kind == "cut":
-        os.truncate(path, chance.choice([0, 1, HEADER - 1, HEADER, chance.randrange(size), size - 1]))
+        os.truncate(path, chance.choice([0, 1, HEADER - 1, HEADER, chance.randrange(size + 1), max(0, size - 1)]))
     elif kind == "remove":
         path.unlink()
     elif kind == "replace":
@@ -50,6 +51,13 @@ def damage(path: Path, kind: str, chance: Random) -> None:
 
 def descriptors(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def settled(condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + 10
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return condition()
 
 
 def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chance: Random) -> tuple[bool, str]:
@@ -98,19 +106,21 @@ def run(damages: int, seed: int, seconds: float = float("inf")) -> tuple[Counter
                 kind = chance.choice(KINDS)
                 done, problem = round_of(place, daemon, diary, kind, chance)
                 kinds[kind] += done
-            newest, problems = examine(place.root, SIZE)
-            problems += [problem] if problem else []
-            if newest < diary.newest("durable"):
-                problems.append(f"{diary.newest('durable')} was durable, and the newest there is {newest}")
+            problems = [problem] if problem else []
             begun = len(diary.read())
             trainer = forks.context().Process(target=train, args=(place.socket, diary, "", False), daemon=True)
             trainer.start()
             trainer.join()
             words = Counter(word for word, _ in diary.read()[begun:])
-            left = (daemon.status()["shared_memory"]["segments"], descriptors(daemon) - before)
-            if words["durable"] < STEPS or left != (0, 0):
-                problems.append(f"in peace: {words}, {left} segments and descriptors are left: {place.log_text()[-2000:]}")
-        return kinds, problems
+            left = daemon.status()["shared_memory"]["segments"]
+            if words["durable"] < STEPS or left or not settled(lambda: descriptors(daemon) <= before):
+                problems.append(
+                    f"in peace: {words}, {left} segments, {descriptors(daemon) - before} descriptors: {place.log_text()[-2000:]}"
+                )
+        newest, unsound = examine(place.root, SIZE)
+        if newest < diary.newest("durable"):
+            problems.append(f"{diary.newest('durable')} was durable, and the newest there is {newest}")
+        return kinds, problems + unsound
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import Any
@@ -220,7 +221,23 @@ def test_slots_that_take_long_hold_the_training_once(place: Home) -> None:
         agent.close()
 
 
-numbers = iter(range(100_000))
+def test_slots_that_were_cut_while_they_were_made_cost_one_snapshot(place: Home) -> None:
+    with running(place, failpoints="slot.passing=sleep(1)@1") as daemon:
+        agent = Agent("job", socket=place.socket)
+        before = len(os.listdir("/proc/self/fd"))
+        pending = agent.snapshot({"x": torch.ones(3)}, step=1, on_busy="skip")
+        until(lambda: len(place.segment_files()) == 2, "segments")
+        os.truncate(place.segment_files()[1], 8192)
+        with pytest.raises(errors.CkptdError):
+            pending.wait("durable", timeout=60)
+        until(lambda: agent.snapshot({"x": torch.ones(3)}, step=next(numbers)).state in ("sealed", "durable"), "snapshot")
+        assert len(place.segment_files()) == 2
+        assert len(os.listdir("/proc/self/fd")) <= before + 6  # a file, its mapping and a lock of each slot
+        agent.close()
+        assert daemon.status()["shared_memory"]["segments"] == 0
+
+
+numbers = iter(range(100, 100_000))
 
 
 def test_a_step_that_was_skipped_may_be_asked_for_again(place: Home) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests.crash import calls, damage, guards, images, lives, machine, power, states
+from tests.crash import calls, damage, gate, guards, images, lives, machine, power, segments, states
 
 LANES = 2
 FOREVER = 1 << 40
@@ -87,6 +87,16 @@ def _calls(count: int, seconds: float, seed: int) -> Row:
     return Row("n-th system call", "faults", ends.total(), problems, kills=kills)
 
 
+def _gate(count: int, seconds: float, seed: int) -> Row:
+    ends, problems = gate.run(count, seed, seconds)
+    return Row("disk that loses pages", f"snapshots, {ends.total() - ends['durable']} of them failed", ends.total(), problems)
+
+
+def _segments(count: int, seconds: float, seed: int) -> Row:
+    kinds, problems = segments.run(count, seed, seconds)
+    return Row("segments damaged", "damages", kinds.total(), problems)
+
+
 def _machine(count: int, seconds: float, seed: int) -> Row:
     end, taken, problem, chance = time.monotonic() + seconds, Counter[str](), "", Random(seed)
     while taken.total() < count and time.monotonic() < end and not problem:
@@ -119,18 +129,20 @@ Rig = Callable[[int, float, int], Row]
 
 SHORT: list[tuple[Rig, int]] = [
     (_guards, 0), (_guards, 0), (_machine, 2000), (_simulated, 10_000), (_simulated, 10_000), (_calls, 66), (_lives, 200), (_power, 60),
+    (_gate, 6), (_segments, 60),
     (_journal, 4096), (_checkpoint, 4000),
 ]  # fmt: skip
 LONG: list[tuple[Rig, int]] = [
-    (_guards, 0), (_guards, 0), (_journal, 65_536), (_checkpoint, 100_000), (_calls, 330), *4 * [(_power, 500)],
+    (_guards, 0), (_guards, 0), (_journal, 65_536), (_checkpoint, 100_000), (_calls, 330), (_gate, 100), (_segments, 1000),
+    *4 * [(_power, 500)],
     *10 * [(_lives, 1000), (_machine, 10_000), (_simulated, 20_000)], *40 * [(_simulated, 20_000)],
 ]  # fmt: skip
 TIMED: list[tuple[Rig, int]] = [
     (_simulated, FOREVER), (_simulated, FOREVER), (_machine, FOREVER), (_machine, FOREVER), (_lives, FOREVER), (_calls, FOREVER),
     (_power, FOREVER),
 ]  # fmt: skip
-UNTIMED: list[tuple[Rig, int]] = [(_guards, 0), (_guards, 0), (_journal, 4096), (_checkpoint, 20_000)]
-UNTIMED_SECONDS = 300
+UNTIMED: list[tuple[Rig, int]] = [(_guards, 0), (_guards, 0), (_journal, 4096), (_checkpoint, 20_000), (_gate, 20), (_segments, 200)]
+UNTIMED_SECONDS = 360
 
 
 def tasks(minutes: float | None, counts: list[tuple[Rig, int]], seed: int) -> list[tuple[Rig, int, float, int]]:

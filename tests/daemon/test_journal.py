@@ -335,7 +335,7 @@ async def test_the_new_file_is_durable_before_the_old_one_goes(place: Place) -> 
     await journal.append(begun(1))
     place.fs.calls.clear()
     place.started()
-    assert place.fs.calls == ["create", "allocate", "write", "sync", "rename", "sync_directory", "unlink"]
+    assert place.fs.calls == ["create", "allocate", "write", "sync", "rename", "sync_directory", "unlink", "sync_directory"]
 
 
 async def test_a_death_between_the_new_file_and_the_end_of_the_old(place: Place) -> None:

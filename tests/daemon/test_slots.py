@@ -376,6 +376,11 @@ def test_release(shm: Shm) -> None:
     os.unlink(shm.inside / other.name)
     slots.release(other)  # somebody was faster
     assert (shm.files(), slots.used) == ([], 0)
+    third = slots.add(slots.create(header(2)))
+    os.unlink(shm.inside / third.name)
+    os.mkdir(shm.inside / third.name)
+    slots.release(third)  # or left something else
+    assert (shm.files(), slots.used) == ([third.name], 0)
 
 
 def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
