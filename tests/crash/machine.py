@@ -286,7 +286,8 @@ def run(steps: int, number: int, of_a_life: int = 40) -> tuple[Counter[str], str
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        return done, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        causes = (error, *getattr(error, "exceptions", ()))
+        return done, "\n".join([*(f"{type(cause).__name__}: {cause}" for cause in causes), *getattr(error, "__notes__", [])])
     return done, ""
 
 

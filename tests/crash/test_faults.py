@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from typing import Any
 
@@ -219,6 +220,52 @@ def test_slots_that_take_long_hold_the_training_once(place: Home) -> None:
         assert skipped[2].stall < skipped[1].stall
         until(lambda: agent.snapshot({"x": torch.ones(3)}, step=100 + next(numbers)).state == "sealed", "slots")
         agent.close()
+
+
+def test_a_stuck_disk_holds_up_nobody_but_its_snapshots(place: Home) -> None:
+    """Every worker thread hangs in a sync, as in one of a dead NFS server."""
+    hung = {"CKPTD_STALL_BUDGET": "0.2"}
+    with running(place, "--threads", "2", failpoints="persist.syncing=hang", environment=hung) as daemon:
+        agent = Agent("job", socket=place.socket)
+        pendings = [agent.snapshot(trainers.expected(step, SIZE), step=step) for step in range(1, 11)]
+        assert [pending.state for pending in pendings] == ["sealed"] * 2 + ["skipped"] * 8
+        status = daemon.status()
+        assert status["shared_memory"]["segments"] == 2
+        assert status["counters"]["skipped"] == 8
+        other = Agent("other", socket=place.socket)
+        assert other.snapshot(trainers.expected(7, SIZE), step=7, persist=False).state == "sealed"
+        state = trainers.blank(SIZE)
+        recovered = other.recover(state)
+        assert recovered is not None
+        assert recovered.source == "memory"
+        trainers.assert_equal(state, 7, SIZE)
+        daemon.process.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            daemon.died(2)  # it waits for what is under way; systemd kills it once that takes too long
+        daemon.kill()
+    with running(place):
+        for pending in pendings[:2]:
+            pending.wait("durable", timeout=60)
+        agent.close()
+    with Checkpoint.open(place.root / "job", 2) as checkpoint:
+        trainers.assert_equal(checkpoint.load(), 2, SIZE)
+
+
+def test_a_slow_disk_costs_snapshots_and_no_memory(place: Home) -> None:
+    with running(place, failpoints="persist.syncing=sleep(0.5)") as daemon:
+        agent = Agent("job", socket=place.socket)
+        pendings = []
+        for step in range(1, 40):
+            pendings.append(agent.snapshot(trainers.expected(step, SIZE), step=step, on_busy="skip"))
+            assert len(place.segment_files()) <= 2
+            time.sleep(0.05)
+        agent.close()
+        saved = [pending for pending in pendings if pending.state == "durable"]
+        assert len(saved) + sum(pending.state == "skipped" for pending in pendings) == 39
+        assert 2 <= len(saved) < 39
+        assert daemon.status()["counters"]["persisted"] == len(saved)
+    with Checkpoint.open(place.root / "job") as checkpoint:
+        trainers.assert_equal(checkpoint.load(), max(pending.step for pending in saved), SIZE)
 
 
 def test_slots_that_were_cut_while_they_were_made_cost_one_snapshot(place: Home) -> None:
