@@ -23,10 +23,13 @@ from typing import Any
 
 import torch
 
+from ckptd.shared import failpoints
 from tests.crash import calls, damage, gate, guards, images, lives, machine, power, segments, states
 
 LANES = 2
 FOREVER = 1 << 40
+ROUND = len((*failpoints.AGENT, *failpoints.DAEMON)) ** 2
+"""Lives in which every failpoint has been deadly after every other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +137,7 @@ SHORT: list[tuple[Rig, int]] = [
 ]  # fmt: skip
 LONG: list[tuple[Rig, int]] = [
     (_guards, 0), (_guards, 0), (_journal, 65_536), (_checkpoint, 100_000), (_calls, 330), (_gate, 100), (_segments, 1000),
-    *4 * [(_power, 500)],
-    *10 * [(_lives, 1000), (_machine, 10_000), (_simulated, 20_000)], *40 * [(_simulated, 20_000)],
+    *4 * [(_power, 500)], *3 * [(_lives, ROUND)], (_lives, 10_000 - 3 * ROUND), *10 * [(_machine, 10_000)], *50 * [(_simulated, 20_000)],
 ]  # fmt: skip
 TIMED: list[tuple[Rig, int]] = [
     (_simulated, FOREVER), (_simulated, FOREVER), (_machine, FOREVER), (_machine, FOREVER), (_lives, FOREVER), (_calls, FOREVER),
