@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from ckptd.agent import values
 from ckptd.agent.loading import load, materialize
 from ckptd.agent.merge import bare, merge
 from ckptd.agent.planning import dtype_of
+from ckptd.agent.slicing import Index, read_slice
 from ckptd.agent.sources import Opened, open_storage
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
@@ -101,13 +103,25 @@ class Checkpoint:
         described = self._opened.saved.describe(name)
         return dtype_of(described.dtype), torch.Size(described.size)
 
-    def tensor(self, name: str, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor, reading only its chunks. Raises NotFound, IntegrityError, StorageError.
+    def tensor(
+        self,
+        name: str,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        slices: Sequence[Index] | None = None,
+    ) -> torch.Tensor:
+        """One tensor, or `tensor[slices]` of it, reading only the chunks that hold it.
 
-        A chunk holds many small tensors and is decoded at every call: for most of a checkpoint, `load` is faster.
+        slices: numbers and slices, as in indexing, for the first dimensions; what is missing means all.
+
+        Raises NotFound, InvalidRequest for slices that the tensor does not have, IntegrityError, StorageError. A chunk holds many small
+        tensors and is decoded at every call: for most of a checkpoint, `load` is faster.
         """
         described = self._opened.saved.describe(name)
         try:
+            if slices is not None:
+                return read_slice(self._opened.saved, name, tuple(slices), device=device, dtype=dtype)
             if isinstance(described, Alias) or (dtype is None and torch.device(device).type == "cpu"):
                 made = materialize(self._opened.saved, [name])[name]
                 return made.to(device=device, dtype=dtype) if dtype or torch.device(device).type != "cpu" else made
