@@ -85,15 +85,14 @@ class Lives:
         self._look(point)
 
     def _work(self, daemon: Daemon, point: str, armed: str) -> None:
-        if self._trainer is not None and armed:
+        if self._trainer is not None and (armed or self._finished()):  # its last steps may have been skipped between the daemons
             self.end_trainer()
-        finished = self._diary.count("finished")
         if self._trainer is None:
             self._begun = len(self._diary.read())
             self._trainer = forks.context().Process(target=train, args=(self._place.socket, self._diary, armed), daemon=True)
             self._trainer.start()
         until = time.monotonic() + (self.chance.uniform(0, 1) if point == ANY else SECONDS)
-        while daemon.process.poll() is None and self._trainer.is_alive() and self._diary.count("finished") == finished:
+        while daemon.process.poll() is None and self._trainer.is_alive() and not self._finished():
             if time.monotonic() > until:
                 if point != ANY:
                     self.problems.append(f"at {point}: neither the end nor a death within {SECONDS:.0f} s")
@@ -101,6 +100,10 @@ class Lives:
             time.sleep(0.001)
         if not armed and not self._trainer.is_alive() and not _ends(daemon):
             self.problems.append(f"at {point}: the trainer ended: {(self._place.path / 'error').read_text()}")
+
+    def _finished(self) -> bool:
+        """Whether this trainer has taken all its steps."""
+        return any(word == "finished" for word, _ in self._diary.read()[self._begun :])
 
     def rest(self) -> None:
         """A life in peace: everything is saved, and nothing is left in memory."""
@@ -133,7 +136,7 @@ class Lives:
     def outlives(self) -> bool:
         """Whether the trainer goes on with the next daemon."""
         notes = self._diary.read()[self._begun :]
-        at_work = any(word == "sealed" for word, _ in notes) and notes[-1][0] != "finished"
+        at_work = any(word == "sealed" for word, _ in notes) and not self._finished()
         return at_work and self._trainer.is_alive() and self.chance.random() < 0.5
 
     def mend(self) -> None:
