@@ -1,4 +1,4 @@
-"""A slice of a saved tensor, from the bytes that hold it: of a chunk that it does not touch nothing is read."""
+"""A slice of a saved tensor, from the chunks that hold it, and of very many pieces of a shard also from those between them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 from ckptd.agent.loading import Saved, copy_any
 from ckptd.agent.planning import dtype_of, memory
-from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.errors import IntegrityError, InvalidRequest
 from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import Alias
 from ckptd.shared.scatter import Target, scatter
 
 Index = SupportsIndex | slice
-_SPANS = 4096
+_SPANS = 16_384
 """Byte ranges that one stored shard is read in at most: beyond that they take longer than the bytes between them."""
 
 
@@ -43,27 +43,28 @@ def read_slice(
     Raises NotFound, InvalidRequest for an index that the tensor does not have, IntegrityError, OSError.
     """
     described = saved.describe(name)
-    starts, lengths, last = _resolve(name, index, tuple(described.size))
-    made = torch.empty(lengths, dtype=dtype or dtype_of(described.dtype), device=device)
-    targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
-    copies = []
+    ranges = _ranges(name, index, tuple(described.size))
+    made = torch.empty([len(wanted) for wanted in ranges], dtype=dtype or dtype_of(described.dtype), device=device)
+    filled = 0
     for block in _blocks(saved, name):
-        low = [max(start, begin) for start, begin in zip(starts, block.origin, strict=True)]
-        high = [
-            min(start + length, begin + size) for start, length, begin, size in zip(starts, lengths, block.origin, block.sizes, strict=True)
-        ]
-        if all(a < b for a, b in zip(low, high, strict=True)):
-            box = [b - a for a, b in zip(low, high, strict=True)]
-            first = sum((a - begin) * step for a, begin, step in zip(low, block.origin, block.stride, strict=True))
-            wanted, stored = _read(block, first, box)
-            targets.setdefault(id(block.source), (block.source, []))[1].extend(wanted)
-            place = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, starts, strict=True))
-            copies.append((made[place], stored))
-    for source, wanted in targets.values():
-        scatter(source, wanted)
-    for target, stored in copies:
-        copy_any(target, stored)
-    return made[last].contiguous()
+        inside = [_inside(wanted, begin, size) for wanted, begin, size in zip(ranges, block.origin, block.sizes, strict=True)]
+        if all(inside):
+            box = [range(wanted[ours.start] - begin, wanted[ours.stop - 1] - begin + 1, wanted.step)
+                   for wanted, ours, begin in zip(ranges, inside, block.origin, strict=True)]  # fmt: skip
+            targets, stored = _read(block, box)
+            scatter(block.source, targets)
+            copy_any(made[tuple(slice(ours.start, ours.stop) for ours in inside)], stored)
+            filled += stored.numel()
+    if filled != made.numel():
+        raise IntegrityError(f"of {name} only {filled} of {made.numel()} elements are there")
+    numbers = [n for n, entry in enumerate(index) if not isinstance(entry, slice)]
+    return made.reshape([len(wanted) for n, wanted in enumerate(ranges) if n not in numbers])
+
+
+def _inside(wanted: range, begin: int, size: int) -> range:
+    """Which of the wanted indices, by their place among them, lie from `begin` on in `size` elements."""
+    first = max(0, -((wanted.start - begin) // wanted.step))
+    return range(first, max(first, min(len(wanted), -((wanted.start - begin - size) // wanted.step))))
 
 
 def _blocks(saved: Saved, name: str) -> Iterator[_Block]:
@@ -78,53 +79,55 @@ def _blocks(saved: Saved, name: str) -> Iterator[_Block]:
         yield _Block(shard.source, item.offset, dtype_of(item.dtype), shard.stride, item.offsets, item.sizes)
 
 
-def _read(block: _Block, first: int, box: list[int]) -> tuple[list[Target], torch.Tensor]:
-    """Where the bytes of a box go, and the box as a view of them: as few ranges as leave no more than gaps worth reading between them."""
-    order = sorted((n for n in range(len(box)) if box[n] > 1), key=lambda n: block.stride[n], reverse=True)
+def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
+    """Where the bytes of a box go, and the box as a view of them: in ranges without gaps, unless there would be too many."""
+    sizes = [len(wanted) for wanted in box]
+    steps = [wanted.step * stride for wanted, stride in zip(box, block.stride, strict=True)]
+    first = sum(wanted.start * stride for wanted, stride in zip(box, block.stride, strict=True))
+    order = sorted((n for n in range(len(box)) if sizes[n] > 1), key=lambda n: steps[n], reverse=True)
     outer: list[int] = []
-    while order and _span(block, box, order) > math.prod(box[n] for n in order):
-        if math.prod(box[n] for n in [*outer, order[0]]) > _SPANS:
-            break
+
+    def span() -> int:
+        """Elements from the first to the last of what one range holds."""
+        return 1 + sum((sizes[n] - 1) * steps[n] for n in order)
+
+    while order and span() > math.prod(sizes[n] for n in order) and math.prod(sizes[n] for n in [*outer, order[0]]) <= _SPANS:
         outer.append(order.pop(0))
-    span = _span(block, box, order)
-    width = block.dtype.itemsize
-    corners = list(itertools.product(*(range(box[n]) for n in outer)))
-    raw = torch.empty(len(corners) * span * width, dtype=torch.uint8)
+    length, width = span(), block.dtype.itemsize
+    corners = list(itertools.product(*(range(sizes[n]) for n in outer)))
+    raw = torch.empty(len(corners) * length * width, dtype=torch.uint8)
     view = memory(raw, raw.numel())
     targets = []
     for number, corner in enumerate(corners):
-        at = first + sum(i * block.stride[n] for i, n in zip(corner, outer, strict=True))
-        targets.append((block.offset + at * width, view[number * span * width : (number + 1) * span * width]))
-    stride = list(block.stride)
+        at = first + sum(i * steps[n] for i, n in zip(corner, outer, strict=True))
+        targets.append((block.offset + at * width, view[number * length * width : (number + 1) * length * width]))
     for place, n in enumerate(outer):
-        stride[n] = span * math.prod(box[m] for m in outer[place + 1 :])
-    return targets, raw.view(block.dtype).as_strided(box, stride)
+        steps[n] = length * math.prod(sizes[m] for m in outer[place + 1 :])
+    strides = [step if size > 1 else 1 for step, size in zip(steps, sizes, strict=True)]
+    return targets, raw.view(block.dtype).as_strided(sizes, strides)
 
 
-def _span(block: _Block, box: list[int], dimensions: list[int]) -> int:
-    """Elements from the first to the last of a box that has these dimensions only."""
-    return 1 + sum((box[n] - 1) * block.stride[n] for n in dimensions)
-
-
-def _resolve(name: str, index: Sequence[Index], size: tuple[int, ...]) -> tuple[list[int], list[int], tuple[int | slice, ...]]:
-    """The box to read, and what of it to give: a number takes its dimension away, a step passes elements over."""
+def _ranges(name: str, index: Sequence[Index], size: tuple[int, ...]) -> list[range]:
+    """Of each dimension the indices that are wanted."""
     if len(index) > len(size):
         raise InvalidRequest(f"{name} has {len(size)} dimensions, and {len(index)} slices were given")
-    starts, lengths, last = [], [], list[int | slice]()
-    for dimension, (entry, extent) in enumerate(itertools.zip_longest(index, size, fillvalue=slice(None))):
-        assert isinstance(extent, int)
-        if isinstance(entry, slice):
-            start, stop, step = entry.indices(extent)
-            if step < 1:
-                raise InvalidRequest(f"slice {dimension} of {name} has the step {step}; expected 1 or more")
-            starts.append(start)
-            lengths.append(max(0, stop - start))
-            last.append(slice(None, None, step))
-            continue
-        number = operator.index(entry)
+    ranges = []
+    for dimension, extent in enumerate(size):
+        entry = index[dimension] if dimension < len(index) else slice(None)
+        try:
+            if isinstance(entry, bool):
+                raise TypeError
+            if isinstance(entry, slice):
+                wanted = range(*entry.indices(extent))
+                if wanted.step < 1:
+                    raise ValueError
+                ranges.append(range(wanted.start, wanted.stop, min(wanted.step, max(1, extent))))
+                continue
+            number = operator.index(entry)
+        except (TypeError, ValueError):
+            what = f"slice {dimension} of {name} is {entry!r}"
+            raise InvalidRequest(f"{what}; expected a number, or a slice of numbers with a step of 1 or more") from None
         if not -extent <= number < extent:
             raise InvalidRequest(f"{name} has {extent} elements in dimension {dimension}: there is no {number}")
-        starts.append(number % extent)
-        lengths.append(1)
-        last.append(0)
-    return starts, lengths, tuple(last)
+        ranges.append(range(number % extent, number % extent + 1))
+    return ranges

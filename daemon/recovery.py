@@ -20,7 +20,7 @@ from ckptd.daemon.slots import Slots
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import READ
+from ckptd.shared.fs import open_regular
 from ckptd.shared.lifecycle import State
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest, PartEntry
 from ckptd.shared.plan import Plan
@@ -65,7 +65,7 @@ async def _read_manifest(storage: PosixStorage, job: str, tag: str) -> Manifest:
     with storage.directory(job, tag) as directory:
 
         def opener(path: str, flags: int) -> int:
-            return os.open(path, flags | READ, dir_fd=directory)
+            return open_regular(path, directory)
 
         async with aiofiles.open(names.MANIFEST, "rb", opener=opener) as file:
             data = await file.read(MAX_MANIFEST + 1)

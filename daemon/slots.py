@@ -165,8 +165,8 @@ class Slots:
             self._fs.unlink(slot.name, self._directory)
         except FileNotFoundError:
             pass
-        except OSError as error:
-            log.warning("what is at the name of segment %s cannot be removed: %s", slot.name, error)
+        except IsADirectoryError:
+            log.warning("a directory is at the name of segment %s: left alone", slot.name)
         slot.released = True
         if not slot.pins:
             os.close(slot.fd)

@@ -10,11 +10,13 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from ckptd.shared.errors import IntegrityError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.names import TMP_SUFFIX
 
@@ -203,10 +205,21 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
     fs.sync_directory(directory)
 
 
-def read_small(name: str, directory: int, limit: int) -> bytes:
-    """A whole file of at most `limit` bytes. Raises OSError (EFBIG beyond the limit)."""
+def open_regular(name: str, directory: int) -> int:
+    """To read a file that others may have put there: no link is followed, and a FIFO holds nobody up.
+
+    Raises OSError, or IntegrityError for what is no regular file.
+    """
     fd = os.open(name, READ, dir_fd=directory)
-    with open(fd, "rb") as file:
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise IntegrityError(f"{name} is no regular file")
+    return fd
+
+
+def read_small(name: str, directory: int, limit: int) -> bytes:
+    """A whole file of at most `limit` bytes. Raises OSError (EFBIG beyond the limit), IntegrityError for what is no regular file."""
+    with open(open_regular(name, directory), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit} bytes", name)

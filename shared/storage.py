@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.fs import READ, FileSystem, PosixFileSystem, opened_directory, publish, read_small
+from ckptd.shared.fs import FileSystem, PosixFileSystem, open_regular, opened_directory, publish, read_small
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
 
@@ -108,7 +108,7 @@ class PosixStorage:
         name = f"{job}/{tag}/{file}"
         try:
             with self.directory(job, tag) as directory:
-                fd = os.open(file, READ, dir_fd=directory)
+                fd = open_regular(file, directory)
         except FileNotFoundError:
             raise IntegrityError(f"{name} is missing") from None
         try:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.loading import Saved
 from ckptd.agent.slicing import read_slice
-from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MIN_CHUNK, Item, Plan, Region
 from tests.shared.samples import WRITER, encode_part, values_after
@@ -80,10 +81,18 @@ def test_in_another_dtype(checkpoint: Checkpoint) -> None:
         ([0, 0, 0, 0, 0], "plain has 4 dimensions, and 5 slices were given"),
         ([2], "plain has 2 elements in dimension 0: there is no 2"),
         ([0, -8], "plain has 7 elements in dimension 1: there is no -8"),
-        ([slice(None, None, -1)], "slice 0 of plain has the step -1; expected 1 or more"),
+        (
+            [slice(None, None, -1)],
+            r"slice 0 of plain is slice\(None, None, -1\); expected a number, or a slice of numbers with a step of 1",
+        ),
+        ([slice(None, None, 0)], "slice 0 of plain is slice"),
+        ([0, True], "slice 1 of plain is True; expected a number"),
+        ([None], "slice 0 of plain is None; expected a number"),
+        ([...], "slice 0 of plain is Ellipsis; expected a number"),
+        ([slice(0.5, 2)], "slice 0 of plain is slice"),
     ],
 )
-def test_an_index_that_is_not_there(checkpoint: Checkpoint, slices: list[int | slice], why: str) -> None:
+def test_an_index_that_is_not_there(checkpoint: Checkpoint, slices: list[Any], why: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{why}"):
         checkpoint.tensor("plain", slices=slices)
 
@@ -133,12 +142,21 @@ def halves(tmp_path: Path) -> Iterator[tuple[torch.Tensor, list[Counting]]]:
         ((slice(8, 16), slice(0, 10)), [2, 0]),
         ((slice(8, 17), slice(COLUMNS // 2 - 1, COLUMNS // 2 + 1)), [3, 3]),
         ((slice(3, 3),), [0, 0]),
-        ((slice(0, 64, 63), -1), [0, 16]),
+        ((slice(0, 64, 63), -1), [0, 2]),
+        ((slice(0, 63, 63),), [1, 1]),
+        ((slice(1, None, 1000), slice(None, None, COLUMNS - 1)), [1, 1]),
     ],
 )
 def test_of_shards_only_the_chunks_that_hold_it_are_read(
     halves: tuple[torch.Tensor, list[Counting]], index: tuple[int | slice, ...], chunks: list[int]
 ) -> None:
     whole, readers = halves
-    assert torch.equal(read_slice(Saved.of(readers), "w", index), whole[index])
+    got, wanted = read_slice(Saved.of(readers), "w", index), whole[index]
+    assert torch.equal(got, wanted)
+    assert got.untyped_storage().nbytes() == 4 * wanted.numel()
     assert [reader.read for reader in readers] == chunks
+
+
+def test_a_shard_that_is_not_there_is_no_zeros(halves: tuple[torch.Tensor, list[Counting]]) -> None:
+    with pytest.raises(IntegrityError, match=f"of w only {COLUMNS // 2} of {COLUMNS} elements are there"):
+        read_slice(Saved.of(halves[1][:1]), "w", [0])

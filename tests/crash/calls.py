@@ -41,8 +41,7 @@ def train(socket: Path, diary: trainers.Diary) -> None:
     logging.disable()
     try:
         agent, recovered = trainers.begin(socket, SIZE)
-        if recovered is not None:
-            diary.note("recovered", *recovered)
+        diary.note("recovered", *(recovered or (0, -1)))
         for step in range(1, STEPS + 1):
             pending = agent.snapshot(trainers.expected(step, SIZE), step=step)
             if pending.state in ("sealed", "durable"):

@@ -62,6 +62,8 @@ class Image:
         self.remove()
 
     def remove(self) -> None:
+        if self.where.is_mount():
+            unmount(self.where)
         shutil.rmtree(self.place)
 
 
@@ -97,6 +99,8 @@ class ThinImage(Image):
         (self.thin / "ballast").unlink(missing_ok=True)
 
     def remove(self) -> None:
+        if self.where.is_mount():
+            unmount(self.where)
         if hasattr(self, "thin") and self.thin.is_mount():
             unmount(self.thin)
         super().remove()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ckptd.agent import Checkpoint
+from ckptd.agent import Checkpoint, CkptdError
 from ckptd.shared import failpoints
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home, running
@@ -34,6 +35,7 @@ OPTIONS = ("--keep-last", "2", "--codec", "zstd:1", "--threads", "1")
 BUDGET = {"CKPTD_STALL_BUDGET": "1"}
 ANY = "any moment"
 SECONDS = 60.0
+GAVE_UP = 3
 
 
 def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True) -> None:
@@ -41,9 +43,11 @@ def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True) 
     logging.disable()
     try:
         trainers.train(socket, diary, 1, STEPS, armed, SIZE, wait_every=1, linger=linger)
+    except CkptdError:
+        sys.exit(GAVE_UP)  # as it may when its daemon dies
     except BaseException:
-        diary.path.with_name("error").write_text(traceback.format_exc())
-        sys.exit(1)
+        diary.path.with_name("wrong").write_text(traceback.format_exc())
+        raise
 
 
 class Lives:
@@ -70,8 +74,13 @@ class Lives:
                 self._work(daemon, point, deadly if point in failpoints.AGENT else "")
             else:
                 daemon.died()
-            died = daemon.process.poll() is not None
-            reached = self._trainer is not None and not self._trainer.is_alive() if point in failpoints.AGENT else died
+            code = daemon.process.poll()
+            if code is not None and (code != -signal.SIGKILL or point not in failpoints.DAEMON):
+                self.problems.append(f"at {point}: the daemon ended with {code}: {self._place.log_text()[-2000:]}")
+            reached = code is not None if point in failpoints.DAEMON else self._killed()
+            wrong = self._place.path / "wrong"
+            if wrong.exists():
+                self.problems.append(f"at {point}: {wrong.read_text()}")
             self.hit[point if reached else ANY] += 1
             if reached and self._before:
                 self.pairs.add((self._before, point))
@@ -98,8 +107,11 @@ class Lives:
                     self.problems.append(f"at {point}: neither the end nor a death within {SECONDS:.0f} s")
                 break
             time.sleep(0.001)
-        if not armed and not self._trainer.is_alive() and not _ends(daemon):
-            self.problems.append(f"at {point}: the trainer ended: {(self._place.path / 'error').read_text()}")
+        if not self._trainer.is_alive() and not (armed and self._killed()) and not _ends(daemon):
+            self.problems.append(f"at {point}: the trainer ended with {self._trainer.exitcode}, and its daemon lives")
+
+    def _killed(self) -> bool:
+        return self._trainer is not None and self._trainer.exitcode == -signal.SIGKILL
 
     def _finished(self) -> bool:
         """Whether this trainer has taken all its steps."""
@@ -187,6 +199,7 @@ def each_after_each(points: Sequence[str]) -> Iterator[str]:
         for other in points[number + 1 :]:
             yield one
             yield other
+    yield points[0]
 
 
 def rounds(points: Sequence[str], chance: Random) -> Iterator[tuple[str, int]]:

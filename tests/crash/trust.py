@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -28,7 +29,7 @@ from tests.crash import calls, damage, gate, guards, images, lives, machine, pow
 
 LANES = 2
 FOREVER = 1 << 40
-ROUND = len((*failpoints.AGENT, *failpoints.DAEMON)) ** 2
+ROUND = len((*failpoints.AGENT, *failpoints.DAEMON)) ** 2 + 1
 """Lives in which every failpoint has been deadly after every other."""
 
 
@@ -137,7 +138,8 @@ SHORT: list[tuple[Rig, int]] = [
 ]  # fmt: skip
 LONG: list[tuple[Rig, int]] = [
     (_guards, 0), (_guards, 0), (_journal, 65_536), (_checkpoint, 100_000), (_calls, 330), (_gate, 100), (_segments, 1000),
-    *4 * [(_power, 500)], *3 * [(_lives, ROUND)], (_lives, 10_000 - 3 * ROUND), *10 * [(_machine, 10_000)], *50 * [(_simulated, 20_000)],
+    *4 * [(_power, 500)], *3 * [(_lives, ROUND)], (_lives, max(0, 10_000 - 3 * ROUND)), *10 * [(_machine, 10_000)],
+    *50 * [(_simulated, 20_000)],
 ]  # fmt: skip
 TIMED: list[tuple[Rig, int]] = [
     (_simulated, FOREVER), (_simulated, FOREVER), (_machine, FOREVER), (_machine, FOREVER), (_lives, FOREVER), (_calls, FOREVER),
@@ -163,6 +165,8 @@ def _try(rig: Rig, count: int, seconds: float, seed: int) -> Row:
         row = rig(count, seconds, seed)
     except (images.Unavailable, calls.Unavailable) as error:
         row = Row(rig.__name__.strip("_"), "", 0, [], absent=str(error))
+    except Exception:
+        row = Row(rig.__name__.strip("_"), "ended by an error", 0, [traceback.format_exc()])
     return replace(row, seconds=time.monotonic() - begun, seeds=() if rig in (_guards, _journal) else (seed,))
 
 

@@ -115,10 +115,10 @@ async def test_a_root_that_is_gone_cannot_be_scanned(root: Root) -> None:
 
 async def test_what_a_scan_finds(root: Root) -> None:
     job = Job("gpt")
-    for step in (1000, 2000, 3000, 4000, 5000):
+    for step in (1000, 2000, 3000, 4000, 5000, 6000):
         write_checkpoint(root.path, step=step)
     await scan_job(root.storage, job)
-    assert sorted(job.checkpoints) == [f"step-0000{n}000.a0002" for n in (1, 2, 3, 4, 5)]
+    assert sorted(job.checkpoints) == [f"step-0000{n}000.a0002" for n in (1, 2, 3, 4, 5, 6)]
     place = root.path / "gpt"
     shutil.rmtree(place / "step-00001000.a0002")
     (place / "step-00002000.a0002" / names.MANIFEST).unlink()
@@ -127,11 +127,15 @@ async def test_what_a_scan_finds(root: Root) -> None:
     (place / "step-00004000.a0002" / names.MANIFEST).mkdir()
     (place / "step-00005000.a0002" / names.MANIFEST).unlink()
     os.mkfifo(place / "step-00005000.a0002" / names.MANIFEST)  # whoever opens it to read waits for somebody to write
+    (place / "step-00006000.a0002" / names.MANIFEST).rename(place / "manifest")
+    (place / "step-00006000.a0002" / names.MANIFEST).symlink_to(place / "manifest")
+    writer = os.open(place / "step-00005000.a0002" / names.MANIFEST, os.O_RDWR)
     await scan_job(root.storage, job)
+    os.close(writer)
     assert job.checkpoints == {}
-    assert sorted(job.damaged) == ["step-00003000.a0002", "step-00004000.a0002", "step-00005000.a0002"]
-    assert "cannot read the manifest of gpt/step-00004000.a0002" in job.damaged["step-00004000.a0002"]
-    assert "Is a directory" in job.damaged["step-00004000.a0002"]
+    assert sorted(job.damaged) == [f"step-0000{n}000.a0002" for n in (3, 4, 5, 6)]
+    assert job.damaged["step-00004000.a0002"] == job.damaged["step-00005000.a0002"] == "manifest.json is no regular file"
+    assert "cannot read the manifest of gpt/step-00006000.a0002: Too many levels of symbolic links" in job.damaged["step-00006000.a0002"]
 
 
 async def test_what_has_run_out_is_not_taken_for_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -137,17 +136,6 @@ def test_bytes_behind_the_end_are_seen() -> None:
     for more in (b"\0", bytes(ALIGN), SMALL[-ALIGN:]):
         with pytest.raises(IntegrityError, match=r"^p: "):
             check(SMALL + more)
-
-
-def test_what_is_no_file_is_called_that(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    for place in (tmp_path, tmp_path / "fifo"):
-        fd = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            with pytest.raises(IntegrityError, match="^p: it is no regular file$"):
-                PartReader(fd, "p")
-        finally:
-            os.close(fd)
 
 
 def test_a_header_that_is_damaged_is_called_that() -> None:

@@ -107,8 +107,7 @@ def train(
     """Recover, then snapshot steps `first` to `last`, waiting for every `wait_every`-th to be durable; then stay alive to be killed."""
     failpoints.arm(armed)
     agent, recovered = begin(socket, size)
-    if recovered is not None:
-        diary.note("recovered", *recovered)
+    diary.note("recovered", *(recovered or (0, -1)))
     for step in range(first, last + 1):
         state = expected(step, size)
         pending = agent.snapshot(state, step=step)
