@@ -45,9 +45,9 @@ def damage(path: Path, kind: str, chance: Random) -> None:
         with path.open("r+b") as file:
             at = chance.randrange(3 * HEADER)  # two copies, then the checksums
             file.seek(at)
-            old = file.read(1)
-            file.seek(at)
-            file.write(bytes([old[0] ^ 1 << chance.randrange(8)]))
+            for byte in file.read(1):  # none, if it has been cut already
+                file.seek(at)
+                file.write(bytes([byte ^ 1 << chance.randrange(8)]))
 
 
 def descriptors(daemon: Daemon) -> int:
