@@ -645,10 +645,21 @@ async def test_a_strict_journal_refuses_and_changes_nothing(place: Place, damage
 
 
 async def test_a_file_that_cannot_be_read_ends_it(place: Place) -> None:
-    (place.path / FIRST).mkdir()
-    with pytest.raises(IsADirectoryError):
+    (place.path / FIRST).symlink_to(place.path / "elsewhere")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
         place.open()
     assert place.names() == [FIRST]
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+async def test_what_is_no_file_is_set_aside_as_corrupt(place: Place, make: Callable[[Path], None]) -> None:
+    make(place.path / FIRST)
+    journal = place.open()
+    assert journal.corrupt == 1
+    assert [name.startswith(f"{FIRST}.corrupt.") for name in place.names()] == [True]
+    make(place.path / FIRST)
+    with pytest.raises(IntegrityError, match="is no regular file"):
+        place.open(strict=True)
 
 
 async def test_a_journal_that_was_not_begun_is_closed_all_the_same(place: Place) -> None:
