@@ -40,7 +40,7 @@ rank-kills: $(INSTALLED)
 crash-matrix: $(INSTALLED)
 	for round in $$(seq $(ROUNDS)); do $(RUN) -m pytest -n 2 -q tests/crash/test_failpoints.py || exit 1; done
 
-# Every rig that looks for what could be lost, for MINUTES, or as much as CI runs.
+# Every rig that looks for what could be lost: for MINUTES, with LONG=1 for hours, or as much as CI runs.
 trust: $(INSTALLED)
 	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),$(if $(LONG),--long,--short)) $(if $(SEED),--seed $(SEED))
 

@@ -113,7 +113,8 @@ class Checkpoint:
     ) -> torch.Tensor:
         """One tensor, or `tensor[slices]` of it, reading only the chunks that hold it.
 
-        slices: numbers and slices, as in indexing, for the first dimensions; what is missing means all.
+        slices: numbers and slices, as in indexing, for the first dimensions; what is missing means all. If they cut a stored shard into
+        more than 16,384 pieces, chunks between those are read too.
 
         Raises NotFound, InvalidRequest for slices that the tensor does not have, IntegrityError, StorageError. A chunk holds many small
         tensors and is decoded at every call: for most of a checkpoint, `load` is faster.

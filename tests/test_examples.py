@@ -66,7 +66,7 @@ def test_it_says_in_one_sentence_what_is_missing(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, str(TRAINER), *TINY], env=clean, timeout=200, capture_output=True, text=True, check=False)
     if Path("/run/ckptd").exists():
         # Where the machine has a daemon of its own the example finds it, as it should, and nothing is missing to speak of.
-        pytest.skip("a daemon of this machine may be found")
+        pytest.skip("a daemon of this machine may be found")  # then nothing is missing that could be told
     assert result.returncode == 1
     assert result.stderr.startswith("ckptd: no daemon runs on this node and no root is known")
     assert "Traceback" not in result.stderr

@@ -317,7 +317,7 @@ def small_tmpfs(tmp_path: Path) -> Any:
     if made.returncode:
         # Only root may mount, and no directory of a plain user has a size of its own. CI runs it as root; elsewhere the same paths are
         # tried with ENOSPC from failpoints (test_a_save_that_fails_is_told_and_leaves_nothing).
-        pytest.skip("mounting a small tmpfs needs root")
+        pytest.skip("mounting a small tmpfs needs root")  # see above: CI has it; failpoints try the same paths elsewhere
     yield where
     subprocess.run(["umount", "-l", str(where)], check=True)
 

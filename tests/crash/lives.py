@@ -1,6 +1,6 @@
 """Deaths at every pair of failpoints, one after the other: the second comes while what the first has left is recovered, or after.
 
-`python -m tests.crash.lives --deaths 3025 [--seed N]`. Lives of a daemon and a trainer follow one another on one root and one shared
+`python -m tests.crash.lives --deaths 3026 [--seed N]`. Lives of a daemon and a trainer follow one another on one root and one shared
 memory, in an order in which each point comes once after each other. Often the trainer outlives its daemon, and goes on with the next. Each
 recovery is compared bit for bit, and must be as new as what was promised before it; every manifest that is found must be sound.
 """
@@ -223,19 +223,22 @@ def run(deaths: int, seed: int, seconds: float = float("inf")) -> Lives:
         return lives
 
 
+def report(lives: Lives, what: str, seed: int) -> int:
+    """Print it; the exit code."""
+    for point, count in sorted(lives.hit.items()):
+        print(f"{point:24} {count}")
+    print(*lives.problems, sep="\n")
+    tried = f"{lives.hit.total()} {what} at {len(lives.hit)} points, {len(lives.pairs)} pairs"
+    print(f"{tried}, seed {seed}, {len(lives.problems)} lost")
+    return int(bool(lives.problems))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deaths", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     options = parser.parse_args()
-    lives = run(options.deaths, options.seed)
-    for point, count in sorted(lives.hit.items()):
-        print(f"{point:24} {count}")
-    print(*lives.problems, sep="\n")
-    print(
-        f"{lives.hit.total()} deaths at {len(lives.hit)} points, {len(lives.pairs)} pairs, seed {options.seed}, {len(lives.problems)} lost"
-    )
-    sys.exit(bool(lives.problems))
+    sys.exit(report(run(options.deaths, options.seed), "deaths", options.seed))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from itertools import cycle, islice
 
 from ckptd.shared import failpoints
 from tests.crash.images import FLUSHED, NOT_FLUSHED, Image
-from tests.crash.lives import ANY, Lives
+from tests.crash.lives import ANY, Lives, report
 from tests.support.daemons import Home, home
 
 
@@ -59,12 +59,7 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, default=60)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     options = parser.parse_args()
-    machine = run(options.cuts, options.seed)
-    for point, count in sorted(machine.hit.items()):
-        print(f"{point:24} {count}")
-    print(*machine.problems, sep="\n")
-    print(f"{machine.hit.total()} power cuts at {len(machine.hit)} points, seed {options.seed}, {len(machine.problems)} lost")
-    sys.exit(bool(machine.problems))
+    sys.exit(report(run(options.cuts, options.seed), "power cuts", options.seed))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chan
     trainer.start()
     done, at = False, chance.randrange(0, 2 * STEPS)
     until = time.monotonic() + SECONDS
-    while trainer.is_alive() and diary.count("finished") == sum(word == "finished" for word, _ in diary.read()[:begun]):
+    while trainer.is_alive() and not any(word == "finished" for word, _ in diary.read()[begun:]):
         if not done and len(diary.read()) - begun >= at and (found := place.segment_files()):
             time.sleep(chance.uniform(0, 0.01))
             try:

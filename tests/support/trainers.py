@@ -64,6 +64,10 @@ class Diary:
         self._position = 0
         self._notes: list[tuple[str, tuple[int, int]]] = []
 
+    def __reduce__(self) -> tuple[type[Diary], tuple[Path]]:
+        """Whoever is sent it reads it anew."""
+        return Diary, (self.path,)
+
     def note(self, word: str, attempt: int, step: int) -> None:
         with self.path.open("a") as file:
             file.write(f"{word} {attempt} {step}\n")

@@ -1,0 +1,19 @@
+"""The order in which failpoints are deadly."""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise, product
+from random import Random
+
+from tests.crash.lives import each_after_each, rounds
+
+
+def test_every_point_follows_every_point_once() -> None:
+    order = list(each_after_each("abcde"))
+    assert sorted(pairwise(order)) == sorted(product("abcde", repeat=2))
+
+
+def test_in_the_first_round_a_point_is_deadly_at_once() -> None:
+    first = list(islice(rounds("abcde", Random(1)), 26))
+    assert {nth for _, nth in first} == {1}
+    assert set(pairwise(point for point, _ in first)) == set(product("abcde", repeat=2))
