@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import stat
 import sys
 import time
 from collections import Counter
@@ -28,8 +29,11 @@ SLOWLY = "seal.received=sleep(0.002),persist.created=sleep(0.002),slot.created=s
 
 
 def damage(path: Path, kind: str, chance: Random) -> None:
-    """Raises OSError if it has gone meanwhile."""
-    size = path.stat().st_size
+    """Raises OSError if it has gone meanwhile, or is no file any more: to open a FIFO would hold this process up."""
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(f"{path} has been replaced already")
+    size = found.st_size
     if kind == "cut":
         os.truncate(path, chance.choice([0, 1, HEADER - 1, HEADER, chance.randrange(size + 1), max(0, size - 1)]))
     elif kind == "remove":
