@@ -14,15 +14,30 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ckptd.agent.agent import CLOSE_SECONDS, Agent
+from ckptd.agent.agent import Agent
+from ckptd.agent.attachment import CLOSE_SECONDS
 from ckptd.agent.checkpoint import Checkpoint
 from ckptd.agent.pending import Pending
 from ckptd.agent.recovery import Recovered
 from ckptd.agent.restore import OnReshape
+from ckptd.agent.storage_reader import StorageReader
+from ckptd.agent.storage_writer import StorageWriter
 from ckptd.agent.values import per_rank
 from ckptd.shared.errors import CkptdError
 
-__all__ = ["Agent", "Checkpoint", "CkptdError", "Pending", "Recovered", "close", "per_rank", "recover", "snapshot"]
+__all__ = [
+    "Agent",
+    "Checkpoint",
+    "CkptdError",
+    "Pending",
+    "Recovered",
+    "StorageReader",
+    "StorageWriter",
+    "close",
+    "per_rank",
+    "recover",
+    "snapshot",
+]
 
 _default: Agent | None = None
 _lock = threading.Lock()

@@ -8,52 +8,33 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch.distributed
 
-from ckptd.agent.arguments import job_name, make_request, ranks_of
-from ckptd.agent.asking import Asking, give_back
+from ckptd.agent.arguments import make_request, ranks_of
+from ckptd.agent.asking import Asking
+from ckptd.agent.attachment import Attachment
 from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come, values_document
-from ckptd.agent.client import Client
-from ckptd.agent.launch import find_place
 from ckptd.agent.layouts import Layouts
-from ckptd.agent.meeting import begin
 from ckptd.agent.naming import modules_of
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout
 from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
-from ckptd.agent.sealing import Sealing
-from ckptd.agent.slots import Slots
-from ckptd.agent.staging import Documents, MappedSlot, document_offsets
-from ckptd.shared import messages as m
-from ckptd.shared.errors import (
-    CkptdError,
-    DaemonUnreachable,
-    InternalError,
-    InvalidRequest,
-    SnapshotFailed,
-    StructureChanged,
-    from_wire,
-)
+from ckptd.agent.staging import Documents, document_offsets
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event
 from ckptd.shared.request import Request
 
 log = logging.getLogger("ckptd.agent")
 
-CALL_SECONDS = 30.0
-CLOSE_SECONDS = 600.0
-MOST_REASON = 4096
 
-
-class Agent:
+class Agent(Attachment):
     """Made lazily by `snapshot()` and `recover()` of this package; make one yourself to name job, socket or root.
 
     job: name of the training run; else CKPTD_JOB, else "default" with a private daemon only.
@@ -72,49 +53,14 @@ class Agent:
         root: str | os.PathLike[str] | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        self._ranks = ranks_of(process_group)
-        self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
-        self._lock = threading.RLock()
-        self._pending: dict[tuple[int, int], Pending] = {}
-        self._closed = False
-        self.attempt = 0
-        self.last_step = -1
+        super().__init__(ranks_of(process_group), job, socket=socket, root=root)
         self._habits = Habits()
         self._rng_room = 1 << 14  # bytes that random generators take, as far as known
-        self._sealing = Sealing()
-        try:
-            place = find_place(socket, root)
-            self._client = Client(place, resume=self._resume, news=self._news, lost=self._fenced, late=self._late)
-        except CkptdError as error:
-            begin(self._ranks, error)
-            raise
-        self._layouts, self._slots = Layouts(self._client, self._ranks), Slots(self._client, self._sealing.settle)
-        try:
-            self._begin(job)
-        except BaseException:
-            self._client.close()
-            raise
-        _agents.add(self)
-
-    @property
-    def closed(self) -> bool:
-        """Also in a forked child, which needs an agent of its own."""
-        return self._closed
+        self._layouts = Layouts(self._client, self._ranks)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self._client.connected else "without a daemon"
         return f"<Agent {self.job} attempt {self.attempt} rank {self.rank} of {self.world_size}, {state}>"
-
-    def _begin(self, job: str | None) -> None:
-        """Begin the next attempt with the other ranks. Steps start over; slots of the attempt before are gone."""
-        try:
-            self.job = job_name(job, private=self._client.welcome.private)
-        except CkptdError as error:
-            begin(self._ranks, error)
-            raise
-        self.attempt, self.last_step = begin(self._ranks, None, self._client, self.job), -1
-        self._ranks.scope = self.job
-        failpoint("agent.begun")
 
     # -- saving
 
@@ -154,20 +100,6 @@ class Agent:
             asking.drop()  # after the reason was told
         pending.stall = time.perf_counter() - begun
         return pending
-
-    def _fail(self, pending: Pending, error: CkptdError) -> None:
-        pending.fail(error)
-        self._pass_over(pending, error)
-
-    def _pass_over(self, pending: Pending, reason: CkptdError) -> None:
-        """What this rank has not, no rank has: the others need not wait for it."""
-        known = self._pending.get((pending.attempt, pending.step))
-        if known is pending:
-            del self._pending[pending.attempt, pending.step]
-        first = known is pending or (known is None and pending.step > self.last_step)  # and no second call of a step that is taken
-        if self.world_size > 1 and first and pending.step >= 0 and not self._closed:
-            why = str(reason)[:MOST_REASON]
-            self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
 
     def _snapshot(self, pending: Pending, asking: Asking, state: Any, request: Request, on_busy: str, rng: bool) -> None:
         self._check_open()
@@ -229,61 +161,8 @@ class Agent:
         pending.skip(why)
         self._pending.pop((pending.attempt, pending.step), None)
 
-    def _seal(self, pending: Pending, slot: MappedSlot, layout: Layout, documents: Documents) -> None:
-        pending.move(Event.STAGE)
-        slot.seal(layout, documents)
-        pending.move(Event.SEAL)
-        self._hand_over(pending)
-        failpoint("agent.handed_over")
-
-    def _not_sealed(self, pending: Pending, slot: MappedSlot, error: Exception) -> None:
-        self._fail(pending, error if isinstance(error, CkptdError) else InternalError(f"snapshot of step {pending.step}: {error!r}"))
-        self._abandon(slot, error)
-
-    def _settle(self) -> None:
-        """Until nothing is under way on other threads."""
-        self._sealing.settle()
-        self._slots.settle()
-
-    def _hand_over(self, pending: Pending) -> None:
-        """Tell of the seal without waiting for what becomes of it. If the daemon is away, `_resume` tells again."""
-        self._client.post(
-            lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step),
-            lambda reply: self._seal_answered(pending, reply),
-        )
-
-    def _seal_answered(self, pending: Pending, reply: m.Reply) -> None:
-        if isinstance(reply, m.Error):
-            self._finish(pending, from_wire(reply.code, reply.message))
-        elif isinstance(reply, m.Sealed) and reply.durable:
-            self._finish(pending, None)
-
-    def _abandon(self, slot: MappedSlot, error: BaseException) -> None:
-        step, why = slot.header.step, str(error)[:MOST_REASON]
-        slot.clear()
-        code = error.code if isinstance(error, CkptdError) else ""
-        self._client.post(lambda n: m.Abandon(id=n, segment=slot.name, step=step, reason=why, code=code), lambda _: None)
-
-    def _news(self, progress: m.Progress) -> None:
-        pending = self._pending.get((progress.attempt, progress.step))
-        if progress.code == StructureChanged.code:
-            self._layouts.plan_anew()
-        if pending is not None:
-            self._finish(pending, None if progress.state == "durable" else from_wire(progress.code or "snapshot-failed", progress.reason))
-
-    def _late(self, reply: m.Reply) -> None:
-        """An answer that nobody waits for any more: a slot granted too late is given back."""
-        if isinstance(reply, m.Granted):
-            give_back(self._client, reply)
-
-    def _finish(self, pending: Pending, error: CkptdError | None) -> None:
-        self._pending.pop((pending.attempt, pending.step), None)
-        if pending.done:
-            return
-        if error is None:
-            pending.move(Event.COMMIT)
-        else:
-            pending.fail(error)
+    def _plan_anew(self) -> None:
+        self._layouts.plan_anew()
 
     # -- slots
 
@@ -326,74 +205,3 @@ class Agent:
             except CkptdError as error:
                 log.warning("slots are made at the first snapshot, since this state cannot be saved as it is: %s", error)
         return recovered
-
-    # -- a daemon that comes and goes
-
-    def _resume(self) -> None:
-        """On a new connection: take up the attempt, and tell again of every seal that has no answer."""
-        if not self.attempt:
-            return
-        began, _ = self._client.call(
-            lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt), m.Began, CALL_SECONDS
-        )
-        self._slots.keep({segment.segment for segment in began.held})
-        for pending in list(self._pending.values()):
-            if pending.state == "sealed":
-                self._hand_over(pending)
-
-    def _fenced(self, error: CkptdError) -> None:
-        for pending in list(self._pending.values()):
-            self._finish(pending, error)
-
-    # -- the end
-
-    def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Make the newest snapshot durable, then free the slots.
-
-        Raises SnapshotFailed if it could not be saved, DaemonUnreachable if that is not known within `timeout` seconds. The agent is closed
-        in any case, and the daemon goes on as if the process had died.
-
-        A process that ends without it counts as dead: the daemon saves the newest snapshot unasked and keeps it in memory for a while.
-        """
-        with self._lock:
-            if self._closed:
-                return
-            self._settle()
-            try:
-                if not self._client.wait_connected(self._client.welcome.stall_budget):
-                    raise DaemonUnreachable(
-                        "the daemon is gone; what is sealed waits in shared memory for the next one, which will save it"
-                    )
-                self._client.call(lambda n: m.Persist(id=n), m.Done, timeout)
-                self._client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
-            finally:
-                self._closed = True
-                self._sealing.close()
-                self._client.close()
-                self._slots.drop()
-                for pending in list(self._pending.values()):
-                    if pending.persist:
-                        self._finish(pending, SnapshotFailed("the agent was closed first"))
-                    else:
-                        pending.supersede()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidRequest("this agent is closed; make another one")
-
-    def _forget(self) -> None:
-        """In a forked child: neither the parent's connection nor its locks may live on in here."""
-        self._closed = True
-        self._client.forget()
-        self._slots.forget()
-
-
-_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for agent in list(_agents):
-        agent._forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

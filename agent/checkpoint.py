@@ -15,7 +15,7 @@ from ckptd.agent.loading import load, materialize
 from ckptd.agent.merge import bare, merge
 from ckptd.agent.planning import dtype_of
 from ckptd.agent.slicing import Index, read_slice
-from ckptd.agent.sources import Opened, open_storage
+from ckptd.agent.sources import Opened, locate, open_storage
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
@@ -35,7 +35,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], which: str | int = "newest") -> Checkpoint:
-        """A checkpoint of the job directory `path`: the "newest" that is sound, a step (of its highest attempt), or a tag.
+        """A checkpoint of the job directory `path`: the "newest" that is sound, a step (of its highest attempt), or a tag. Or the one in
+        the directory `path` itself, wherever it lies.
 
         Raises NotFound, IntegrityError (newer ones damaged count only for the one asked for), StorageError.
         """
@@ -43,6 +44,9 @@ class Checkpoint:
         storage, job = PosixStorage(where.parent), where.name
         try:
             tags = storage.tags(job)
+            if not tags and which == "newest":
+                storage, job, tag = locate(where)
+                return cls(storage, job, storage.read_manifest(job, tag))
         except OSError as error:
             raise StorageError.of(f"list {where}", error) from None
         manifests = []
@@ -139,11 +143,11 @@ class Checkpoint:
         IntegrityError, StorageError.
         """
         try:
-            documents = [self._opened.values(rank) for rank in range(self.manifest.world_size)]
+            documents = [self._opened.document(rank) for rank in range(self.manifest.world_size)]
             made = materialize(self._opened.saved, self.keys())
         except OSError as error:
             raise StorageError.of(f"read {self.tag}", error) from None
-        return values.filled(bare(merge([values.decode(document)["state"] for document in documents])), made.__getitem__)
+        return values.filled(bare(merge([document["state"] for document in documents])), made.__getitem__)
 
     def verify(self) -> int:
         """Read every byte against its checksum; returns how many raw bytes there are. Raises IntegrityError, StorageError."""

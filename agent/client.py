@@ -70,6 +70,11 @@ class Client:
     def connected(self) -> bool:
         return self._up.is_set() and not self._silent
 
+    @property
+    def closed(self) -> bool:
+        """For good: nothing is sent or heard any more."""
+        return self._closed
+
     def wait_connected(self, budget: float) -> bool:
         """Wait for a lost connection to come back, `budget` seconds since it was lost: an outage costs that once, not at every call."""
         if self._silent:

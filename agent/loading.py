@@ -7,19 +7,25 @@ verified bytes only, and dtypes and shapes are as planned before the first byte 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ckptd.agent.planning import as_integer, dtype_of, memory
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
-from ckptd.shared.plan import HIDDEN, ITEM_SIZES, Alias, Item
+from ckptd.shared.plan import BLOB, HIDDEN, ITEM_SIZES, Alias, Item
 from ckptd.shared.scatter import Target, scatter
 
 _BATCH = 512 << 20  # bytes that are read into temporaries at once, where they cannot go straight to their destination
@@ -43,6 +49,8 @@ class Saved:
 
     shards: dict[str, list[Shard]] = field(default_factory=dict)
     aliases: dict[str, tuple[Shard, Alias]] = field(default_factory=dict)
+    blobs: dict[str, Shard] = field(default_factory=dict)
+    """Of a save that DCP has planned: what is no tensor, as torch.save or a planner of the caller's has written it."""
 
     @classmethod
     def of(cls, sources: Sequence[ChunkSource]) -> Saved:
@@ -50,6 +58,9 @@ class Saved:
         for source in sources:
             own: dict[str, Shard] = {}
             for item in source.plan.items:
+                if item.dtype == BLOB:
+                    saved.blobs[item.fqn] = Shard(source, item)
+                    continue
                 own[item.fqn] = Shard(source, item)
                 saved.shards.setdefault(item.fqn, []).append(own[item.fqn])
             for alias in source.plan.aliases:
@@ -80,7 +91,18 @@ class Saved:
         for name, (_, alias) in self.aliases.items():
             whole = ChunkStorageMetadata(torch.Size([0] * len(alias.size)), torch.Size(alias.size))
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(alias.dtype)), torch.Size(alias.size), [whole])
+        entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
         return Metadata(state_dict_metadata=entries)
+
+    def blob(self, name: str) -> bytes:
+        """Raises NotFound, IntegrityError, OSError."""
+        if name not in self.blobs:
+            raise NotFound(f"no value {name!r} in this checkpoint")
+        shard = self.blobs[name]
+        data = bytearray(shard.item.length)
+        if data:
+            scatter(shard.source, [(shard.item.offset, memoryview(data))])
+        return bytes(data)
 
 
 def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None) -> int:
@@ -95,8 +117,13 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(destinations), saved.metadata(), is_coordinator=True)
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+    return execute(saved, plan.items, planner, threads=threads)
+
+
+def execute(saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, threads: int | None = None) -> int:
+    """Read what DCP's planner wants of tensors, into where it resolves them. Returns raw bytes read. Raises as `load`."""
     total, batch, size_of_batch = 0, _Batch(planner), 0
-    for read in plan.items:
+    for read in reads:
         size_of_batch += batch.add(saved, read)
         if size_of_batch > _BATCH:
             total += batch.run(threads)
@@ -107,7 +134,7 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
 class _Batch:
     """Read items that are fetched together: targets by source, and what is to be done once they are filled."""
 
-    def __init__(self, planner: DefaultLoadPlanner) -> None:
+    def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
         self._targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
         self._raw: dict[tuple[int, int], torch.Tensor] = {}
@@ -115,15 +142,15 @@ class _Batch:
 
     def add(self, saved: Saved, read: ReadItem) -> int:
         """Returns the bytes of temporaries that it takes."""
-        name = read.storage_index.fqn
-        alias: Alias | None = None
-        if name in saved.aliases:
-            shard, alias = saved.aliases[name]
-        else:
-            offset = tuple(read.storage_index.offset or ())
-            shard = next(s for s in saved.shards[name] if tuple(s.item.offsets) == offset or not offset)
-        target = self._planner.resolve_tensor(read).detach()
-        item = shard.item
+        shard, alias = _stored(saved, read)
+        target, item = self._planner.resolve_tensor(read).detach(), shard.item
+        if tuple(target.shape) != tuple(read.lengths):
+            raise StructureMismatch(
+                f"{read.storage_index.fqn}: the planner reads a piece of shape {list(read.lengths)} into a tensor of shape "
+                f"{list(target.shape)}"
+            )
+        if target.is_meta:
+            raise StructureMismatch(f"{read.storage_index.fqn}: the planner reads into a tensor on the meta device, which has no memory")
         whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
         plain = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
         if whole and plain and target.dtype == dtype_of(item.dtype) and _same_stride(target, shard.stride):
@@ -157,6 +184,26 @@ class _Batch:
                     copy_any(target, stored)
                 self._planner.commit_tensor(read, target)
         return total
+
+
+def _stored(saved: Saved, read: ReadItem) -> tuple[Shard, Alias | None]:
+    """Where the item that is to be read is stored. Raises NotFound, or StructureMismatch for a piece that it does not have."""
+    name, offset = read.storage_index.fqn, tuple(read.storage_index.offset or ())
+    saved.describe(name)
+    if name in saved.aliases:
+        shard, alias = saved.aliases[name]
+        size: tuple[int, ...] = alias.size
+    else:
+        found = [s for s in saved.shards[name] if tuple(s.item.offsets) == offset or not offset]
+        if not found:
+            raise NotFound(f"{name}: nothing is stored at {list(offset)}")
+        shard, alias, size = found[0], None, found[0].item.sizes
+    ends = [start + length for start, length in zip(read.storage_offsets, read.lengths, strict=False)]
+    if not len(read.storage_offsets) == len(read.lengths) == len(size) or any(e > s for e, s in zip(ends, size, strict=True)):
+        raise StructureMismatch(
+            f"{name}: the planner reads {list(read.lengths)} from {list(read.storage_offsets)}, and {list(size)} are stored there"
+        )
+    return shard, alias
 
 
 def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = None) -> dict[str, torch.Tensor]:

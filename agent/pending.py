@@ -83,6 +83,10 @@ class Pending:
     def why(self) -> CkptdError:
         return self.error or SnapshotFailed(f"step {self.step} is {self.state}")
 
+    @property
+    def granted(self) -> bool:
+        return self._state is not State.NEW
+
     def move(self, event: Event) -> None:
         """Raises the reason if it has failed meanwhile: another rank could not take it."""
         with self._changed:

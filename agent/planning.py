@@ -8,6 +8,7 @@ item, the others as aliases; where none covers the rest, the storage's range bec
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import re
 from collections import defaultdict
@@ -27,7 +28,20 @@ from ckptd.agent.capture import check_tensor
 from ckptd.agent.structure import PLAIN, shard_at
 from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import ELEMENT_SIZES, HIDDEN, ITEM_SIZES, MAX_TEXT, Alias, Item, Plan, Region, align_region, is_dense, signature
+from ckptd.shared.plan import (
+    BLOB,
+    ELEMENT_SIZES,
+    HIDDEN,
+    ITEM_SIZES,
+    MAX_TEXT,
+    Alias,
+    Item,
+    Plan,
+    Region,
+    align_region,
+    is_dense,
+    signature,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +62,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises UnsavableValue for a dtype that this torch does not have."""
-    found = getattr(torch, name, None)
+    """Raises UnsavableValue for a dtype that this torch does not have. A blob is bytes."""
+    found = torch.uint8 if name == BLOB else getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise UnsavableValue(f"this torch ({torch.__version__}) has no dtype {name!r}; load with a newer one")
     return found
@@ -139,6 +153,10 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     def key(self) -> Key:
         return self.fqn, self.offsets
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * ITEM_SIZES[self.dtype]
+
 
 @dataclass(frozen=True, slots=True)
 class Local:
@@ -156,12 +174,7 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
     tensors = {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in PLAIN}
     for name, tensor in tensors.items():
-        if name.startswith(HIDDEN):
-            raise UnsavableValue(f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages")
-        if len(name) >= MAX_TEXT:
-            raise UnsavableValue(f"{name[:40]}...: this key has {len(name):,d} characters; a tensor's has less than {MAX_TEXT:,d}")
-        if dtype_name(tensor.dtype) not in ITEM_SIZES:
-            raise UnsavableValue(f"{name}: tensors of dtype {tensor.dtype} cannot be saved by this version")
+        check_item(name, dtype_name(tensor.dtype))
     aliases, hidden = _aliases(plain)
     bases, of_modules = {alias.fqn: alias.base for alias in aliases}, set(buffers)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -180,6 +193,18 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
     for name, length, device in hidden:
         rows.append(Row(name, "uint8", (length,), (0,), (length,), None, device, False))
     return Local(rows, aliases)
+
+
+def check_item(name: str, dtype: str) -> None:
+    """Whether an item can have this name and dtype. Raises UnsavableValue."""
+    if not name:
+        raise UnsavableValue("a tensor has the empty text for its key: give it a name")
+    if name.startswith(HIDDEN):
+        raise UnsavableValue(f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages")
+    if len(name) >= MAX_TEXT:
+        raise UnsavableValue(f"{name[:40]}...: this key has {len(name):,d} characters; a tensor's has less than {MAX_TEXT:,d}")
+    if dtype not in ITEM_SIZES:
+        raise UnsavableValue(f"{name}: tensors of dtype {dtype} cannot be saved by this version")
 
 
 def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer: bool, base: str, world_size: int) -> Row:
@@ -224,11 +249,16 @@ def lay_out(local: Local, kept: Iterable[int], *, aliases: set[str], metadata: d
     """The plan of the rows that this rank writes (`kept`, by number), and of the aliases among `aliases` that lie in them."""
     rows = [local.rows[number] for number in kept]
     names = {row.fqn for row in rows}
+    inside = [alias for alias in local.aliases if alias.base in names and alias.fqn in aliases]
+    return layout_of(rows, inside, metadata=metadata, global_plan=global_plan)
+
+
+def layout_of(rows: list[Row], aliases: list[Alias], *, metadata: dict[str, Any] | None, global_plan: bytes) -> Layout:
     regions, items = _place(rows)
     plan = Plan(
         regions=regions,
         items=items,
-        aliases=[alias for alias in local.aliases if alias.base in names and alias.fqn in aliases],
+        aliases=aliases,
         metadata=metadata,
         global_plan=global_plan,
         writer={"ckptd": __version__, "torch": str(torch.__version__), "python": platform.python_version()},

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptd.agent import values
 from ckptd.agent.capture import set_rng_state
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
@@ -175,7 +174,7 @@ class _Attempt:
         except (IntegrityError, NotFound, OSError) as error:
             return {"damaged": self._damage(error)}
         try:
-            self._documents = [values.decode(opened.values(rank)) for rank in range(len(opened.sources))]
+            self._documents = [opened.document(rank) for rank in range(len(opened.sources))]
         except (IntegrityError, OSError) as error:  # but not NotFound: a class that is not imported
             return {"damaged": self._damage(error)}
         return {"damaged": ""}

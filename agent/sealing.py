@@ -29,10 +29,14 @@ class Sealing:
         self._under_way = {name: future for name, future in self._under_way.items() if not future.done()}
         self._under_way[segment] = self._thread.submit(self._run, transfer, seal, failed)
 
-    def _run(self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+    def finish(self, transfer: Transfer) -> None:
+        """Until the copies are done; raises what is wrong with them."""
         assert self._fences is not None
+        self._fences.finish(transfer)
+
+    def _run(self, transfer: Transfer, seal: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         try:
-            self._fences.finish(transfer)
+            self.finish(transfer)
             seal()
         except Exception as error:
             failed(error)

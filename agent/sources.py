@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from crc32c import crc32c
 
 from ckptd.agent.loading import Saved
-from ckptd.shared.errors import IntegrityError
+from ckptd.agent.values import TensorRef, decode, replaced
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.fs import read_exactly
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.part import ChunkSource
@@ -19,7 +24,7 @@ from ckptd.shared.plan import Plan, chunk_ranges, with_values
 from ckptd.shared.request import Request
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SlotState, read_check, read_document, read_header
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage import PosixStorage, StandaloneStorage
 
 
 class SlotSource:
@@ -68,6 +73,19 @@ class Opened:
         scatter(source, [(offset, memoryview(document))])
         return bytes(document)
 
+    def document(self, rank: int = 0) -> dict[str, Any]:
+        """The values document of a rank, decoded, blobs and all. Raises IntegrityError, OSError; NotFound for an enum whose class is not
+        imported, UnsavableValue for what only pickled code could bring back."""
+        found: dict[str, Any] = decode(self.values(rank))
+        if self.saved.blobs:
+            found["state"] = replaced(found["state"], self._value)
+        return found
+
+    def _value(self, reference: TensorRef) -> Any:
+        if reference.fqn not in self.saved.blobs:
+            return reference
+        return load_blob(reference.fqn, self.saved.blob(reference.fqn))
+
     def verify(self, sources: Sequence[ChunkSource] | None = None) -> int:
         """Read every chunk, of all sources or of some; returns raw bytes. Raises IntegrityError, OSError."""
         return sum(verify(source) for source in (self.sources if sources is None else sources))
@@ -75,6 +93,14 @@ class Opened:
     def close(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
+
+
+def load_blob(name: str, data: bytes) -> Any:
+    """What torch.save has written. Raises UnsavableValue if that takes pickled code."""
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception:  # whatever it is
+        raise UnsavableValue(f"{name}: it can only be loaded by running pickled code, which ckptd does not do") from None
 
 
 def open_memory(descriptors: Sequence[int], attempt: int, step: int, tag: str) -> Opened:
@@ -107,3 +133,40 @@ def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest |
         raise
     metrics = {key: float(value) for key, value in manifest.metrics.items()}
     return Opened(tag, readers, Saved.of(readers), metrics, manifest.user_content, [reader.fileno() for reader in readers])
+
+
+def locate(path: Path) -> tuple[PosixStorage, str, str]:
+    """Storage, job and tag of the checkpoint in a directory, or of `<root>/<job>/<tag>`: of the tag's highest attempt.
+
+    Raises NotFound, OSError.
+    """
+    standalone = StandaloneStorage(path)
+    try:
+        if standalone.has_manifest():
+            return standalone, standalone.job, standalone.tag
+    except FileNotFoundError:
+        pass
+    storage, job = PosixStorage(path.parent.parent), path.parent.name
+    found = _attempts(storage, job, path.name)
+    if found:
+        return storage, job, found[max(found)]
+    if os.path.lexists(path / ".metadata"):
+        raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: read it with its FileSystemReader")
+    raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is no directory"))
+
+
+def _attempts(storage: PosixStorage, job: str, name: str) -> dict[int, str]:
+    """Directories that are committed, by attempt, of a tag: the user's own, or `step-<number>` with any number of digits."""
+    wanted = name
+    if (digits := name.removeprefix("step-")) != name and digits.isascii() and digits.isdigit():
+        wanted = f"step-{int(digits):08d}"
+    found = {}
+    try:
+        tags = storage.tags(job)
+    except OSError:
+        return {}
+    for tag in tags:
+        parsed = names.parse_tag_directory(tag)
+        if parsed is not None and parsed[0] == wanted and storage.has_manifest(job, tag):
+            found[parsed[2]] = tag
+    return found

@@ -103,15 +103,27 @@ class MappedSlot:
 
     def fill(self, sources: list[torch.Tensor], layout: Layout, step: int, carry: Carry) -> Transfer | None:
         """Copy all sources; when this returns they may change. What is on accelerators `carry` takes: it is there once that is finished."""
+        self.begin(step)
+        transfer = self.copy(sources, layout, range(len(layout.plan.items)), carry)
+        failpoint("agent.copied")
+        return transfer
+
+    def begin(self, step: int) -> None:
+        """Say that it is being filled, before the first byte changes."""
         write_header(self._fd, header := self.header.next(SlotState.FILLING, step=step))
         self.header = header
         failpoint("agent.filling")
-        targets, transfer = self._targets(layout), None
+
+    def copy(self, sources: list[torch.Tensor], layout: Layout, numbers: range, carry: Carry) -> Transfer | None:
+        """As `fill`, for those items of the plan that have these numbers."""
+        targets, transfer = self._targets(layout)[numbers.start : numbers.stop], None
         if self._as_integers:
             targets, sources = _integers(targets, sources)
         if self._elsewhere:
-            transfer = carry([targets[n] for n in self._elsewhere], [sources[n] for n in self._elsewhere])
-            here = [n for n, item in enumerate(layout.plan.items) if item.device == "cpu"]
+            elsewhere = [n - numbers.start for n in self._elsewhere if n in numbers]
+            if elsewhere:
+                transfer = carry([targets[n] for n in elsewhere], [sources[n] for n in elsewhere])
+            here = [n for n, number in enumerate(numbers) if layout.plan.items[number].device == "cpu"]
             targets, sources = [targets[n] for n in here], [sources[n] for n in here]
         half = len(targets) // 2
         try:
@@ -123,7 +135,6 @@ class MappedSlot:
             if transfer is not None:
                 transfer.wait()
             raise
-        failpoint("agent.copied")
         return transfer
 
     def seal(self, layout: Layout, documents: Documents) -> None:

@@ -192,6 +192,8 @@ class Packer:
             raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot say: {text[:40]!r}") from None
 
     def _other(self, value: Any, kind: type, path: str) -> Any:
+        if kind is TensorRef:
+            return _reference(value.fqn)
         if kind is PerRank:
             return Ext(PER_RANK, _encode(self.pack(value.value, f"{path}@{self._rank}")))
         if kind is tuple:
@@ -359,6 +361,15 @@ def _stands_in(tree: Any) -> bool:
     if isinstance(tree, dict):
         return any(map(_stands_in, tree.values()))
     return isinstance(tree, (list, tuple, set, frozenset, deque)) and any(map(_stands_in, tree))
+
+
+def replaced(tree: Any, by: Callable[[TensorRef], Any]) -> Any:
+    """A decoded tree of dicts and lists with something else in the place of each TensorRef."""
+    if isinstance(tree, TensorRef):
+        return by(tree)
+    if isinstance(tree, dict):
+        return {key: replaced(value, by) for key, value in tree.items()}
+    return [replaced(value, by) for value in tree] if isinstance(tree, list) else tree
 
 
 def filled(tree: Any, resolve: Callable[[str], Any]) -> Any:

@@ -1,13 +1,12 @@
 """The save plan on worker threads: pread, checksum, encode, aligned write, all under one byte budget.
 
 A chunk costs two buffers, taken from a pool that holds `memory_budget` bytes at most, however many parts are being written. Owns the
-part file from its creation to its sync; journals nothing and knows no catalog.
+part file, through `shared/part_writer.py`, from its creation to its sync; journals nothing and knows no catalog.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import mmap
 import threading
@@ -20,14 +19,13 @@ from typing import TypeVar
 
 from crc32c import crc32c
 
-from ckptd.shared import names
-from ckptd.shared.binary import ALIGN, align
-from ckptd.shared.codec import RAW, Codec
+from ckptd.shared.binary import align
+from ckptd.shared.codec import Codec
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem, read_exactly
 from ckptd.shared.manifest import PartEntry
-from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header, file_bound
+from ckptd.shared.part import Chunk, PartIndex, file_bound
+from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
 from ckptd.shared.request import Request
 from ckptd.shared.segment import SegmentHeader, read_document
@@ -173,12 +171,28 @@ class Pipeline:
 
         Raises IntegrityError if memory no longer holds what `checks` says, else OSError.
         """
-        file = names.part_file(slot.header.rank, nonce)
-        writer = _PartWriter(self._fs, slot, checks, codec, directory, tag, file, nonce)
+        header = slot.header
+        assert header.step is not None
+        index = PartIndex(
+            job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
+            signature=header.signature, plan=slot.plan_document, request=slot.request.encode(),
+            values=(header.values.offset, header.values.length), chunk_size=header.chunk_size, chunks=[],
+        )  # fmt: skip
+        writer = PartWriter(self._fs, directory, nonce, codec)
+
+        def work(number: int, buffers: Buffers) -> Chunk:
+            chunk = slot.ranges[number]
+            with memoryview(buffers.raw) as raw, memoryview(buffers.stored) as stored:
+                slot.pread(chunk, raw[: chunk.length])
+                written = writer.chunk(chunk, raw, stored)
+            if written.raw_crc != checks[number]:
+                raise IntegrityError(f"chunk {number} of {header.job} step {header.step} has changed in memory since it was sealed")
+            return written
+
         try:
-            await self.run(writer.create)
-            chunks = await self._each(slot.ranges, writer.chunk)
-            entry = await self.run(lambda: writer.finish(chunks))
+            await self.run(lambda: writer.create(header.rank, file_bound(slot.ranges, len(index.plan) + len(index.request))))
+            chunks = await self._each(slot.ranges, work)
+            entry = await self.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
         except BaseException:
             await self.run(writer.discard)
             raise
@@ -188,87 +202,3 @@ class Pipeline:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-class _PartWriter:
-    """One part file on its way. All methods run on worker threads; `chunk` on several at once."""
-
-    def __init__(
-        self, fs: FileSystem, slot: SealedSlot, checks: list[int], codec: Codec, directory: int, tag: str, file: str, nonce: bytes
-    ) -> None:
-        self._fs, self._slot, self._checks, self._codec = fs, slot, checks, codec
-        self._directory, self._tag, self._file, self._nonce = directory, tag, file, nonce
-        self._fd = -1
-        self._next = ALIGN
-        self._lock = threading.Lock()
-
-    def create(self) -> None:
-        self._fd = self._fs.create(self._file, self._directory, direct=True)
-        documents = len(self._slot.plan_document) + self._slot.header.request.length
-        self._fs.allocate(self._fd, file_bound(self._slot.ranges, documents))
-        failpoint("persist.created")
-
-    def chunk(self, number: int, buffers: Buffers) -> Chunk:
-        chunk = self._slot.ranges[number]
-        with memoryview(buffers.raw) as whole, memoryview(buffers.stored) as out, whole[: chunk.length] as raw:
-            self._slot.pread(chunk, raw)
-            crc = crc32c(raw)
-            if crc != self._checks[number]:
-                raise IntegrityError(
-                    f"chunk {number} of {self._slot.header.job} step {self._slot.header.step} has changed in memory since it was sealed"
-                )
-            encoded = self._codec.encode(raw, chunk.element_size)
-            stored, number_of_codec, buffer = chunk.length, RAW, whole
-            if encoded is not None:
-                stored, number_of_codec, buffer = len(encoded), self._codec.number, out
-                out[:stored] = encoded
-            padded = align(stored)
-            buffer[stored:padded] = bytes(padded - stored)
-            with self._lock:
-                offset = self._next
-                self._next += padded
-            if failpoint("persist.writing"):
-                self._fs.write(self._fd, buffer[: padded // 2 // ALIGN * ALIGN], offset)
-                raise OSError(errno.EIO, "short write")
-            self._fs.write(self._fd, buffer[:padded], offset)
-            return Chunk(chunk.offset, chunk.length, offset, stored, number_of_codec, chunk.element_size, crc, crc32c(buffer[:stored]))
-
-    def finish(self, chunks: list[Chunk]) -> PartEntry:
-        header = self._slot.header
-        index = PartIndex(
-            job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=self._tag,
-            signature=header.signature, plan=self._slot.plan_document,
-            request=self._slot.request.encode(), values=(header.values.offset, header.values.length),
-            chunk_size=header.chunk_size, chunks=chunks,
-        )  # fmt: skip
-        document = index.encode()
-        self._write_aligned(encode_header(index, self._nonce), 0)
-        failpoint("persist.index")
-        end = encode_end(self._next, document)
-        self._write_aligned(end, self._next)
-        length = self._next + len(end)
-        self._fs.truncate(self._fd, length)
-        failpoint("persist.syncing")
-        self._fs.sync(self._fd)
-        fd, self._fd = self._fd, -1
-        self._fs.close(fd)
-        self._fs.sync_directory(self._directory)
-        failpoint("persist.synced")
-        return PartEntry(
-            rank=header.rank, file=self._file, bytes=length, raw_bytes=sum(c.raw_length for c in chunks),
-            items=len(self._slot.plan.items), index_sha256=hashlib.sha256(document).hexdigest(),
-        )  # fmt: skip
-
-    def _write_aligned(self, data: bytes, offset: int) -> None:
-        with mmap.mmap(-1, len(data)) as buffer:  # O_DIRECT wants aligned memory
-            buffer[:] = data
-            self._fs.write(self._fd, buffer, offset)
-
-    def discard(self) -> None:
-        if self._fd >= 0:
-            self._fs.close(self._fd)
-            self._fd = -1
-        try:
-            self._fs.unlink(self._file, self._directory)
-        except OSError:
-            pass  # the journal knows that it was staged: the next sweep tries again

@@ -19,11 +19,13 @@ REGION_ALIGN = 64  # a cache line, and what any SIMD load wants
 MIN_CHUNK, DEFAULT_CHUNK, MAX_CHUNK = 64 << 10, 8 << 20, 16 << 20
 MAX_DOCUMENT = 256 << 20
 HIDDEN = "~"
+BLOB = "bytes"
+"""Stands for the dtype of an item that is no tensor."""
 VALUES_ELEMENT_SIZE = 1
 ELEMENT_SIZES = (16, 8, 4, 2, 1)
 
 ITEM_SIZES: dict[str, int] = {
-    **dict.fromkeys(["bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"], 1),
+    **dict.fromkeys(["bool", "uint8", "int8", "bits8", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2", BLOB], 1),
     **dict.fromkeys(["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"], 1),
     **dict.fromkeys([f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)], 1),
     **dict.fromkeys(["uint16", "int16", "bits16", "float16", "bfloat16"], 2),

@@ -8,6 +8,7 @@ parent before anything inside it counts. Raises OSError; callers translate.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.fs import FileSystem, PosixFileSystem, open_regular, opened_directory, publish, read_small
+from ckptd.shared.fs import FileSystem, PosixFileSystem, make_directories, open_regular, opened_directory, publish, read_small
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
 
@@ -28,6 +29,7 @@ class Storage(Protocol):
     def tags(self, job: str) -> list[str]: ...
     def files(self, job: str, tag: str) -> list[str]: ...
     def read_manifest(self, job: str, tag: str) -> Manifest: ...
+    def has_manifest(self, job: str, tag: str) -> bool: ...
     def open_part(self, job: str, tag: str, file: str, index_sha256: str | None = None) -> PartReader: ...
     def read_newest(self, job: str) -> str | None: ...
     def make_tag(self, job: str, tag: str) -> None: ...
@@ -103,6 +105,15 @@ class PosixStorage:
         check_manifest_place(manifest, job, tag)
         return manifest
 
+    def has_manifest(self, job: str, tag: str) -> bool:
+        """Whether anything is committed there, sound or not. Raises OSError."""
+        try:
+            with self.directory(job, tag) as fd:
+                os.stat(names.MANIFEST, dir_fd=fd, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
     def open_part(self, job: str, tag: str, file: str, index_sha256: str | None = None) -> PartReader:
         """The caller closes `reader.fileno()`. Raises IntegrityError for a missing or damaged part."""
         name = f"{job}/{tag}/{file}"
@@ -170,6 +181,59 @@ class PosixStorage:
         return True
 
 
+class StandaloneStorage(PosixStorage):
+    """A directory that is one checkpoint by itself, outside every root: whatever the job and the tag, it is in there."""
+
+    job, tag, attempt = "standalone", "standalone.a0001", 1
+
+    @contextmanager
+    def directory(self, *parts: str) -> Iterator[int]:
+        with super().directory() as fd:
+            yield fd
+
+    def ensure(self, *parts: str) -> None:
+        make_directories(self.fs, self.root)
+
+    def has_manifest(self, job: str = job, tag: str = tag) -> bool:
+        return super().has_manifest(job, tag)
+
+    def read_manifest(self, job: str = job, tag: str = tag) -> Manifest:
+        """Whatever job and tag it was made for: a checkpoint may have been moved or copied here."""
+        try:
+            with self.directory() as fd:
+                return Manifest.decode(read_small(names.MANIFEST, fd, MAX_MANIFEST))
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFound(f"no checkpoint in {self.root}") from None
+        except IntegrityError as error:
+            raise type(error)(f"{self.root}: {error}") from None
+
+    def replace_manifest(self, data: bytes) -> None:
+        """The commit, over the one before."""
+        with self.directory() as fd:
+            publish(self.fs, names.MANIFEST, fd, data, replace=True)
+
+    def sweep(self) -> None:
+        """Remove what the manifest does not name: of a save that ended half way, and of a checkpoint that was written over.
+
+        Nothing while another process saves there, which `saving` tells.
+        """
+        with self.directory() as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return
+            keep = {part.file for part in self.read_manifest().parts}
+            mine = [file for file in os.listdir(fd) if names.parse_part_file(file) and file not in keep]
+            self.delete_files(self.job, self.tag, mine)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Held by whoever saves there, so that nobody sweeps what is not committed yet."""
+        with self.directory() as fd:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            yield
+
+
 def check_manifest_place(manifest: Manifest, job: str, tag: str) -> None:
     """Raises IntegrityError for a manifest that lies where another one belongs."""
     parsed = names.parse_tag_directory(tag)
@@ -177,4 +241,4 @@ def check_manifest_place(manifest: Manifest, job: str, tag: str) -> None:
         raise IntegrityError(f"{job}/{tag}: the manifest there is that of {manifest.job}/{manifest.tag}")
 
 
-__all__ = ["PosixStorage", "Storage", "check_manifest_place", "opened_directory"]
+__all__ = ["PosixStorage", "StandaloneStorage", "Storage", "check_manifest_place", "opened_directory"]

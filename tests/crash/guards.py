@@ -36,6 +36,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "shared/fs.py": ("pytest tests/shared/test_fs.py tests/crash/test_disk.py", STATES),
     "shared/manifest.py": ("pytest tests/shared/test_manifest.py", DAMAGE),
     "shared/part.py": ("pytest tests/shared/test_part.py", DAMAGE),
+    "shared/part_writer.py": ("pytest tests/daemon/test_pipeline.py", STATES),
     "shared/segment.py": ("pytest tests/shared/test_segment.py",),
     "shared/storage.py": ("pytest tests/shared/test_storage.py tests/crash/test_disk.py", STATES),
 }

@@ -1,0 +1,341 @@
+"""One rank of a job at its daemon: the connection, the slots, and what is on its way. `Agent` and `StorageWriter` stand on it.
+
+After a lost connection it takes up its work by itself; after a newer attempt has begun everything under way fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ckptd.agent.arguments import job_name
+from ckptd.agent.asking import Asking, give_back
+from ckptd.agent.client import Client
+from ckptd.agent.exchange import Ranks
+from ckptd.agent.fences import Transfer
+from ckptd.agent.launch import find_place
+from ckptd.agent.meeting import begin
+from ckptd.agent.pending import Pending
+from ckptd.agent.planning import Layout
+from ckptd.agent.sealing import Sealing
+from ckptd.agent.slots import Slots
+from ckptd.agent.staging import Documents, MappedSlot
+from ckptd.shared import messages as m
+from ckptd.shared.errors import (
+    CkptdError,
+    DaemonUnreachable,
+    InternalError,
+    InvalidRequest,
+    SnapshotFailed,
+    StructureChanged,
+    from_wire,
+)
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.lifecycle import Event
+
+log = logging.getLogger("ckptd.agent")
+
+CALL_SECONDS = 30.0
+CLOSE_SECONDS = 600.0
+SAVE_SECONDS = 600.0  # for a slot, when the caller waits for the save anyway
+AWAY_SECONDS = 60.0
+_BATCH = 256 << 20  # bytes that are copied at once, of sources that may be made for it
+MOST_REASON = 4096
+
+
+class Attachment:
+    """`attempt`: the one that it belongs to; `last_step`: the last that it has captured in it, or -1.
+
+    Raises DaemonUnreachable, InvalidName, InvalidRequest, StorageError; SnapshotFailed if a rank does not come.
+    """
+
+    def __init__(
+        self, ranks: Ranks, job: str | None, *, socket: str | os.PathLike[str] | None = None, root: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._ranks = ranks
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self._lock = threading.RLock()
+        self._pending: dict[tuple[int, int], Pending] = {}
+        self._closed = False
+        self.attempt = 0
+        self.last_step = -1
+        self._sealing = Sealing()
+        try:
+            self.place = find_place(socket, root)
+            self._client = Client(self.place, resume=self._resume, news=self._news, lost=self._fenced, late=self._late)
+        except CkptdError as error:
+            begin(self._ranks, error)
+            raise
+        self._slots = Slots(self._client, self._sealing.settle)
+        try:
+            self._begin(job)
+        except BaseException:
+            self._client.close()
+            raise
+        _attachments.add(self)
+
+    @property
+    def closed(self) -> bool:
+        """Also in a forked child, which needs an agent of its own."""
+        return self._closed
+
+    def _begin(self, job: str | None) -> None:
+        """Begin the next attempt with the other ranks. Steps start over; slots of the attempt before are gone."""
+        try:
+            self.job = job_name(job, private=self._client.welcome.private)
+        except CkptdError as error:
+            begin(self._ranks, error)
+            raise
+        self.attempt, self.last_step = begin(self._ranks, None, self._client, self.job), -1
+        self._ranks.scope = self.job
+        failpoint("agent.begun")
+
+    @property
+    def root(self) -> str:
+        return self._client.welcome.root
+
+    @property
+    def usable(self) -> bool:
+        """Neither closed nor behind a newer attempt."""
+        return not self._closed and not self._client.closed
+
+    # -- what is on its way
+
+    def _fail(self, pending: Pending, error: CkptdError) -> None:
+        pending.fail(error)
+        self._pass_over(pending, error)
+
+    def _pass_over(self, pending: Pending, reason: CkptdError) -> None:
+        """What this rank has not, no rank has: the others need not wait for it."""
+        known = self._pending.get((pending.attempt, pending.step))
+        if known is pending:
+            del self._pending[pending.attempt, pending.step]
+        first = known is pending or (known is None and pending.step > self.last_step)  # and no second call of a step that is taken
+        if self.world_size > 1 and first and pending.step >= 0 and not self._closed:
+            why = str(reason)[:MOST_REASON]
+            self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
+
+    def fill(
+        self, pending: Pending | int | None, tag: str | None, layout: Layout, needed: int, source: Callable[[int], torch.Tensor]
+    ) -> tuple[Pending, MappedSlot]:
+        """A slot of `needed` bytes for a step that is planned elsewhere, filled with what `source` gives for each number of an item.
+
+        pending: the step, or None for the next; or of an earlier call, in the place of whose slot there is to be a larger one. Raises what
+        the daemon says, SnapshotFailed if there is no slot within `SAVE_SECONDS`, and what `source` raises; the slot is given up then, and
+        with it the step, on all ranks.
+        """
+        with self._lock:
+            self._check_open()
+            deadline = time.monotonic() + SAVE_SECONDS
+            if not isinstance(pending, Pending):
+                pending = Pending(self.last_step + 1 if pending is None else pending, self.attempt)
+            self.last_step = max(self.last_step, pending.step)
+            self._pending[pending.attempt, pending.step] = pending
+            asking = Asking(self._client, pending.step, tag)
+            try:
+                if not self._slots.ensure(needed, deadline):
+                    raise SnapshotFailed("the slots in shared memory could not be made in time")
+                asking.ask(deadline)
+                if not asking.answer():
+                    raise SnapshotFailed(asking.why)
+                slot = self._slots.get(asking.take())
+            except BaseException as error:
+                self._fail(pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
+                raise
+            finally:
+                asking.drop()
+            try:
+                pending.segment = slot.name
+                if not pending.granted:
+                    pending.move(Event.GRANT)
+                slot.begin(pending.step)
+                for numbers in _batches(layout):
+                    transfer = slot.copy([source(number) for number in numbers], layout, numbers, self._carry)
+                    if transfer is not None:
+                        self._sealing.finish(transfer)
+            except BaseException as error:
+                self.give_up(pending, slot, error)
+                raise
+            return pending, slot
+
+    def _carry(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Transfer:
+        return self._sealing.carry(targets, sources, [])
+
+    def give_up(self, pending: Pending, slot: MappedSlot, error: BaseException) -> None:
+        """What `fill` has filled will not be sealed."""
+        self._pending.pop((pending.attempt, pending.step), None)
+        pending.fail(error if isinstance(error, CkptdError) else InternalError(repr(error)))
+        self._abandon(slot, error)
+
+    def seal(self, pending: Pending, slot: MappedSlot, layout: Layout, documents: Documents) -> None:
+        """Hand over what `fill` has filled, also while another `fill` waits for the slot. Raises QuotaExceeded if the documents do not
+        fit: fill another slot, or give it up."""
+        self._seal(pending, slot, layout, documents)
+
+    def wait_durable(self, pending: Pending) -> None:
+        """Until it is committed. Raises why it cannot be; DaemonUnreachable if the daemon has been away for `AWAY_SECONDS`."""
+        while True:
+            try:
+                pending.wait("durable", timeout=1.0)
+                return
+            except TimeoutError:
+                if not self._client.wait_connected(AWAY_SECONDS):
+                    raise DaemonUnreachable(
+                        "the daemon is gone; what is sealed waits in shared memory for the next one, which will save it"
+                    ) from None
+
+    def _seal(self, pending: Pending, slot: MappedSlot, layout: Layout, documents: Documents) -> None:
+        pending.move(Event.STAGE)
+        slot.seal(layout, documents)
+        pending.move(Event.SEAL)
+        self._hand_over(pending)
+        failpoint("agent.handed_over")
+
+    def _not_sealed(self, pending: Pending, slot: MappedSlot, error: Exception) -> None:
+        self._fail(pending, error if isinstance(error, CkptdError) else InternalError(f"snapshot of step {pending.step}: {error!r}"))
+        self._abandon(slot, error)
+
+    def _plan_anew(self) -> None:
+        """The structure has changed on some ranks only."""
+
+    def _settle(self) -> None:
+        """Until nothing is under way on other threads."""
+        self._sealing.settle()
+        self._slots.settle()
+
+    def _hand_over(self, pending: Pending) -> None:
+        """Tell of the seal without waiting for what becomes of it. If the daemon is away, `_resume` tells again."""
+        self._client.post(
+            lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step),
+            lambda reply: self._seal_answered(pending, reply),
+        )
+
+    def _seal_answered(self, pending: Pending, reply: m.Reply) -> None:
+        if isinstance(reply, m.Error):
+            self._finish(pending, from_wire(reply.code, reply.message))
+        elif isinstance(reply, m.Sealed) and reply.durable:
+            self._finish(pending, None)
+
+    def _abandon(self, slot: MappedSlot, error: BaseException) -> None:
+        step, why = slot.header.step, str(error)[:MOST_REASON]
+        slot.clear()
+        code = error.code if isinstance(error, CkptdError) else ""
+        self._client.post(lambda n: m.Abandon(id=n, segment=slot.name, step=step, reason=why, code=code), lambda _: None)
+
+    def _news(self, progress: m.Progress) -> None:
+        pending = self._pending.get((progress.attempt, progress.step))
+        if progress.code == StructureChanged.code:
+            self._plan_anew()
+        if pending is not None:
+            self._finish(pending, None if progress.state == "durable" else from_wire(progress.code or "snapshot-failed", progress.reason))
+
+    def _late(self, reply: m.Reply) -> None:
+        """An answer that nobody waits for any more: a slot granted too late is given back."""
+        if isinstance(reply, m.Granted):
+            give_back(self._client, reply)
+
+    def _finish(self, pending: Pending, error: CkptdError | None) -> None:
+        self._pending.pop((pending.attempt, pending.step), None)
+        if pending.done:
+            return
+        if error is None:
+            pending.move(Event.COMMIT)
+        else:
+            pending.fail(error)
+
+    # -- a daemon that comes and goes
+
+    def _resume(self) -> None:
+        """On a new connection: take up the attempt, and tell again of every seal that has no answer."""
+        if not self.attempt:
+            return
+        began, _ = self._client.call(
+            lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt), m.Began, CALL_SECONDS
+        )
+        self._slots.keep({segment.segment for segment in began.held})
+        for pending in list(self._pending.values()):
+            if pending.state == "sealed":
+                self._hand_over(pending)
+
+    def _fenced(self, error: CkptdError) -> None:
+        for pending in list(self._pending.values()):
+            self._finish(pending, error)
+
+    # -- the end
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Make the newest snapshot durable, then free the slots.
+
+        Raises SnapshotFailed if it could not be saved, DaemonUnreachable if that is not known within `timeout` seconds. The agent is closed
+        in any case, and the daemon goes on as if the process had died.
+
+        A process that ends without it counts as dead: the daemon saves the newest snapshot unasked and keeps it in memory for a while.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._settle()
+            try:
+                if not self._client.wait_connected(self._client.welcome.stall_budget):
+                    raise DaemonUnreachable(
+                        "the daemon is gone; what is sealed waits in shared memory for the next one, which will save it"
+                    )
+                self._client.call(lambda n: m.Persist(id=n), m.Done, timeout)
+                self._client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
+            finally:
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Close without a word to the daemon, which takes this process for dead."""
+        self._closed = True
+        self._sealing.close()
+        self._client.close()
+        self._slots.drop()
+        for pending in list(self._pending.values()):
+            if pending.persist:
+                self._finish(pending, SnapshotFailed("the agent was closed first"))
+            else:
+                pending.supersede()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest("this agent is closed; make another one")
+
+    def _forget(self) -> None:
+        """In a forked child: neither the parent's connection nor its locks may live on in here."""
+        self._closed = True
+        self._client.forget()
+        self._slots.forget()
+
+
+def _batches(layout: Layout) -> Iterator[range]:
+    """Numbers of items, as many as make `_BATCH` bytes."""
+    first, nbytes = 0, 0
+    for number, item in enumerate(layout.plan.items):
+        nbytes += item.length
+        if nbytes >= _BATCH:
+            yield range(first, number + 1)
+            first, nbytes = number + 1, 0
+    yield range(first, len(layout.plan.items))
+
+
+def attachments() -> list[Attachment]:
+    """Those of this process that may be used."""
+    return [attachment for attachment in list(_attachments) if attachment.usable]
+
+
+_attachments: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for attachment in list(_attachments):
+        attachment._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,211 @@
+"""A rank's share of a save that DCP has planned, in a slot of the daemon's; and which daemon, job and step a path means.
+
+Who coordinates claims the attempt and tells the others. What this process has begun is kept for the next save, and given back at its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptd.agent.attachment import Attachment, attachments
+from ckptd.agent.exchange import Told
+from ckptd.agent.launch import find_place
+from ckptd.agent.pending import Pending
+from ckptd.agent.planning import Layout, dtype_of
+from ckptd.agent.save_plan import Resolved
+from ckptd.agent.staging import Documents, MappedSlot, document_offsets
+from ckptd.shared import names
+from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed
+from ckptd.shared.request import Request
+from ckptd.shared.storage import PosixStorage
+
+log = logging.getLogger("ckptd.agent")
+
+EXIT_SECONDS = 5.0
+_STEP = re.compile(r"step-([0-9]{1,18})")
+_lock = threading.Lock()
+_own: dict[tuple[str, str], Attachment] = {}  # by root and job; of what `StorageWriter` has begun itself
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What `<root>/<job>/<tag>` means to the daemon at `socket` (None: the private one of `root`). `step`: of a tag that is
+    `step-<number>`; `tag` is None then."""
+
+    socket: str | None
+    root: str
+    job: str
+    tag: str | None
+    step: int | None
+
+    @classmethod
+    def of(cls, path: Path, socket: str | None) -> Target | None:
+        """None where no daemon of this node keeps its checkpoints, or not at this depth.
+
+        Raises DaemonUnreachable for a socket that is named and not there, InvalidName for a tag that cannot be.
+        """
+        path = path.parent.resolve() / path.name
+        found = _daemon(path, socket)
+        if found is None:
+            return None
+        place, root = found
+        parts = path.relative_to(root).parts
+        job = names.check_name("job", parts[0])
+        step = _STEP.fullmatch(parts[1])
+        if step is not None:
+            return cls(place, str(root), job, None, int(step[1]))
+        return cls(place, str(root), job, names.check_user_tag(parts[1]), None)
+
+
+def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
+    """Socket and root of the daemon under whose root `path` is a tag."""
+    for known in attachments():
+        root = Path(known.root).resolve()
+        if socket in (None, str(known.place.socket)) and _is_tag(path, root):
+            return None if known.place.private else str(known.place.socket), root
+    try:
+        place = find_place(socket, None)
+    except DaemonUnreachable:
+        if socket or os.environ.get("CKPTD_SOCKET"):
+            raise
+        return None
+    if place.private and place.root is not None and not _is_tag(path, place.root.resolve()):
+        return None  # none is started for nothing
+    channel = place.connect()
+    channel.close()
+    root = Path(channel.welcome.root).resolve()
+    if not _is_tag(path, root):
+        return None
+    return None if place.private else str(place.socket), root
+
+
+def _is_tag(path: Path, root: Path) -> bool:
+    return path.is_relative_to(root) and len(path.relative_to(root).parts) == 2 and not path.relative_to(root).parts[0].startswith(".")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What the coordinator has got from the daemon for one save. `step`: None for the next, of a rank that has nobody to agree with."""
+
+    target: Target
+    attempt: int
+    step: int | None
+
+
+def claim(target: Target, world_size: int, *, overwrite: bool) -> Claim:
+    """The attempt and step of the next save, for all ranks; on the coordinator.
+
+    A step that is behind the last, and a tag that is to be written over, begin a new attempt. Raises AlreadyExists, InvalidRequest, and
+    what the daemon says.
+    """
+    with _lock:
+        held = _find(target, 0, world_size, None) or _begin(target, 0, world_size, None)
+        directory = names.tag_directory(target.step, target.tag, held.attempt)
+        taken = PosixStorage(Path(target.root)).has_manifest(target.job, directory)
+        if taken and not overwrite:
+            raise AlreadyExists(f"{target.job}/{directory} exists; choose another name, or say overwrite=True")
+        if taken or (target.step is not None and target.step <= held.last_step):
+            if held not in _own.values():
+                raise InvalidRequest(
+                    f"step {target.step} does not follow step {held.last_step}, the last of attempt {held.attempt} of this process's own "
+                    "Agent: recover() to go back"
+                )
+            held = _begin(target, 0, world_size, None)
+        step = target.step
+        if step is None and world_size > 1:
+            step = held.last_step = held.last_step + 1
+        return Claim(target, held.attempt, step)
+
+
+def attach(claimed: Claim, rank: int, world_size: int) -> Attachment:
+    """This rank, at the daemon."""
+    with _lock:
+        held = _find(claimed.target, rank, world_size, claimed.attempt)
+        return held or _begin(claimed.target, rank, world_size, claimed.attempt)
+
+
+def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> Attachment | None:
+    for known in attachments():
+        who = (str(Path(known.root).resolve()), known.job, known.rank, known.world_size)
+        if who == (target.root, target.job, rank, world_size) and attempt in (None, known.attempt):
+            return known
+    return None
+
+
+def _begin(target: Target, rank: int, world_size: int, attempt: int | None) -> Attachment:
+    key = (target.root, target.job)
+    before = _own.pop(key, None)
+    if before is not None:
+        _leave(before)
+    root = target.root if target.socket is None else None
+    made = _own[key] = Attachment(Told(rank, world_size, attempt), target.job, socket=target.socket, root=root)
+    return made
+
+
+def _leave(attachment: Attachment) -> None:
+    try:
+        attachment.close(EXIT_SECONDS)
+    except CkptdError as error:  # nothing that was acknowledged is lost by it
+        log.debug("an attachment is left: %s", error)
+
+
+@atexit.register
+def leave_all() -> None:
+    """What this process has begun for DCP ends in order: everything that was acknowledged is durable, and the slots are freed."""
+    with _lock:
+        while _own:
+            _leave(_own.popitem()[1])
+
+
+class SlotPart:
+    """`write`, then `finish`; or `discard`."""
+
+    def __init__(self, claimed: Claim, rank: int, world_size: int) -> None:
+        self._attachment = attach(claimed, rank, world_size)
+        self._tag, self._step = claimed.target.tag, claimed.step
+        self._pending: Pending | None = None
+        self._slot: MappedSlot | None = None
+        self._layout: Layout | None = None
+        self._resolved: Resolved | None = None
+
+    def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
+        """Fill a slot that has room for documents of `room` bytes. Raises what goes wrong: the step is then given up on all ranks."""
+        items = layout.plan.items
+        self._layout, self._resolved, self._slot = layout, resolved, None
+        self._pending, self._slot = self._attachment.fill(
+            self._pending or self._step, self._tag, layout, document_offsets(layout, 0, 0)[-1] + room,
+            lambda number: resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype)),
+        )  # fmt: skip
+
+    def finish(self, layout: Layout, values: bytes, request: Request) -> None:
+        """Seal it. `layout`: as it was written, but for its metadata."""
+        assert self._pending is not None
+        assert self._slot is not None
+        assert self._layout is not None
+        assert self._resolved is not None
+        documents = Documents(values, request.encode())
+        if documents.offsets(layout)[-1] > self._slot.capacity:
+            room = documents.offsets(layout)[-1] - document_offsets(self._layout, 0, 0)[-1]
+            self.write(self._layout, self._resolved, room)
+        self._attachment.seal(self._pending, self._slot, layout, documents)
+        self._slot = self._resolved = None
+
+    def wait(self) -> None:
+        """Until it is durable, with the other ranks' parts. Raises why it cannot be."""
+        assert self._pending is not None
+        self._attachment.wait_durable(self._pending)
+
+    def close(self) -> None:
+        """It is the daemon's."""
+
+    def discard(self, why: str) -> None:
+        """It will not be sealed: the step fails on all ranks."""
+        if self._slot is not None and self._pending is not None:
+            slot, self._slot, self._resolved = self._slot, None, None
+            self._attachment.give_up(self._pending, slot, SnapshotFailed(why))

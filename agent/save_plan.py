@@ -1,0 +1,205 @@
+"""A DCP `SavePlan` as ckptd executes it: what each item is, resolved by its planner, and where it lies in the packed slot.
+
+Items are resolved twice: first for their dtype and length, which the layout depends on, then one after the other when they are copied, so
+that a planner which makes something anew (a cast) never makes all of it at once.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from ckptd.agent.capture import check_tensor
+from ckptd.agent.planning import Key, Layout, Row, check_item, dtype_name, dtype_of, layout_of, memory
+from ckptd.agent.values import Packer, TensorRef
+from ckptd.shared.errors import InvalidRequest, UnsavableValue
+from ckptd.shared.plan import BLOB
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The items of one rank's plan, each with its row. `blobs`: the bytes of those that are no tensors."""
+
+    planner: SavePlanner
+    writes: dict[Key, WriteItem]
+    rows: list[Row]
+    blobs: dict[Key, torch.Tensor]
+
+    @classmethod
+    def of(cls, plan: SavePlan, planner: SavePlanner, *, weights_only: bool) -> Resolved:
+        """Raises UnsavableValue or InvalidRequest naming the item."""
+        made = cls(planner, {}, [], {})
+        for write in plan.items:
+            row = made._blob(write, weights_only) if write.type is WriteItemType.BYTE_IO else made._tensor(write)
+            check_item(row.fqn, row.dtype)
+            if row.key in made.writes:
+                raise InvalidRequest(f"the planner writes {_shown(row.key)} twice on one rank; each item belongs to one rank, once")
+            made.writes[row.key] = write
+            made.rows.append(row)
+        return made
+
+    def _tensor(self, write: WriteItem) -> Row:
+        fqn, data = write.index.fqn, write.tensor_data
+        if data is None:
+            raise InvalidRequest(f"{fqn}: the planner's item is a tensor and has no tensor_data")
+        tensor = self._resolve(write)
+        sizes, offsets = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
+        if tuple(tensor.shape) != sizes:
+            raise InvalidRequest(f"{fqn}: the planner's item has shape {list(sizes)}, what it resolves to {list(tensor.shape)}")
+        if len(data.size) != len(sizes) or any(o + s > t for o, s, t in zip(offsets, sizes, data.size, strict=True)):
+            raise InvalidRequest(f"{fqn}: the planner's item of shape {list(sizes)} at {list(offsets)} is not within {list(data.size)}")
+        grad = bool(data.properties.requires_grad)
+        return Row(fqn, dtype_name(tensor.dtype), tuple(data.size), offsets, sizes, None, tensor.device.type, grad)
+
+    def _resolve(self, write: WriteItem) -> torch.Tensor:
+        tensor = self.planner.resolve_data(write)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidRequest(f"{write.index.fqn}: the planner's item is a tensor and resolves to {type(tensor).__name__}")
+        return check_tensor(write.index.fqn, tensor.detach())
+
+    def _blob(self, write: WriteItem, weights_only: bool) -> Row:
+        fqn, data = write.index.fqn, self.planner.resolve_data(write)
+        if not isinstance(data, io.BytesIO):
+            raise InvalidRequest(f"{fqn}: the planner's item is bytes and resolves to {type(data).__name__}")
+        if weights_only and _pickles(self.planner) and not loads_as_weights(data.getbuffer()):
+            raise UnsavableValue(
+                f"{fqn}: what the planner has pickled could not be loaded without running pickled code; save plain values instead, or say "
+                "weights_only=False to StorageWriter and StorageReader if you trust whoever can write there"
+            )
+        length = len(data.getbuffer())
+        blob = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8)
+        row = Row(fqn, BLOB, (length,), (0,), (length,), None, "cpu", False)
+        self.blobs[row.key] = blob
+        return row
+
+    def source(self, key: Key, dtype: torch.dtype) -> torch.Tensor:
+        """What belongs at this item, as it is now. Raises InvalidRequest if it is another than it was."""
+        if key in self.blobs:
+            return self.blobs[key]
+        write = self.writes[key]
+        tensor = self._resolve(write)
+        assert write.tensor_data is not None
+        if tensor.dtype != dtype or tensor.shape != write.tensor_data.chunk.sizes:
+            raise InvalidRequest(f"{_shown(key)}: the planner has resolved it to another dtype or shape than a moment ago")
+        return tensor
+
+    def lay_out(self, *, global_plan: bytes, metadata: dict[str, Any] | None = None) -> Layout:
+        return layout_of(self.rows, [], metadata=metadata, global_plan=global_plan)
+
+
+def loads_as_weights(data: bytes | memoryview) -> bool:
+    """Whether what torch.save has written can be loaded without running pickled code."""
+    try:
+        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception:  # whatever it is, it cannot be loaded
+        return False
+    return True
+
+
+def _pickles(planner: SavePlanner) -> bool:
+    """Whether its bytes are what torch.save makes of values, and not in a form of its own."""
+    own, default = type(planner), DefaultSavePlanner
+    return own.resolve_data is default.resolve_data and getattr(own, "transform_object", None) is default.transform_object
+
+
+def check_complete(metadata: Metadata, written: Iterable[MetadataIndex]) -> None:
+    """What the metadata names must have been written once. Raises InvalidRequest naming what is missing, doubled or unknown."""
+    planned: set[tuple[str, tuple[int, ...] | None]] = set()
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            planned.update((fqn, tuple(chunk.offsets)) for chunk in entry.chunks)
+        else:
+            planned.add((fqn, None))
+    found = Counter((index.fqn, _offsets(metadata, index)) for index in written)
+    for what, keys in (
+        ("has dropped", planned - found.keys()),
+        ("has made items that its metadata lacks:", found.keys() - planned),
+        ("writes more than once", {key for key, times in found.items() if times > 1}),
+    ):
+        if keys:
+            shown = sorted(_shown((fqn, offsets or ())) for fqn, offsets in keys)
+            more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+            raise InvalidRequest(f"the planner {what} {', '.join(shown[:3])}{more}; nothing was saved")
+
+
+def _offsets(metadata: Metadata, index: MetadataIndex) -> tuple[int, ...] | None:
+    entry = metadata.state_dict_metadata.get(index.fqn)
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    return tuple(index.offset) if index.offset is not None else (0,) * len(entry.size)
+
+
+def _shown(key: Key) -> str:
+    return key[0] if not any(key[1]) else f"{key[0]} at {list(key[1])}"
+
+
+def plain_metadata(metadata: Metadata) -> dict[str, Any]:
+    """`Metadata.state_dict_metadata` as the plan document and the manifest have it (FORMAT.md, section 3)."""
+    found: dict[str, Any] = {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
+            found[fqn] = {"dtype": dtype_name(entry.properties.dtype), "size": list(entry.size), "chunks": chunks}
+        else:
+            found[fqn] = {"dtype": BLOB}
+    return found
+
+
+def values_of(metadata: Metadata | None) -> bytes:
+    """The values document: on the rank that coordinates the state as it was nested, and what the planner wants to have back.
+
+    Raises UnsavableValue for planner data that could not be brought back.
+    """
+    packer = Packer()
+    if metadata is None:
+        return packer.encode_map({"state": {}, "rng": None})
+    tree, planner_data = _tree(metadata), packer.pack(metadata.planner_data, "the metadata's planner_data")
+    return packer.encode_map({"state": packer.pack(tree, ""), "rng": None, "planner_data": planner_data})
+
+
+def _tree(metadata: Metadata) -> Any:
+    """The nested state that DCP's planner has flattened, by its own word; flat without one."""
+    mapping = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    tree: dict[Any, Any] = {}
+    for fqn in metadata.state_dict_metadata:
+        path = mapping.get(fqn)
+        if not isinstance(path, tuple) or not path or not all(type(key) in (str, int) for key in path):
+            path = (fqn,)
+        _put(tree, path, TensorRef(fqn))
+    return _with_lists(tree)
+
+
+class _Numbered(dict[int, Any]):
+    """A list on its way: what is an integer in a path of DCP's is a place in a list."""
+
+
+def _put(tree: dict[Any, Any], path: tuple[Any, ...], leaf: TensorRef) -> None:
+    for key, after in itertools.pairwise(path):
+        inner = tree.get(key)
+        if not isinstance(inner, dict):
+            inner = tree[key] = _Numbered() if type(after) is int else {}
+        tree = inner
+    tree[path[-1]] = leaf
+
+
+def _with_lists(tree: Any) -> Any:
+    if isinstance(tree, _Numbered) and sorted(tree) == list(range(len(tree))):
+        return [_with_lists(tree[n]) for n in range(len(tree))]
+    return {key: _with_lists(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def stream(layout: Layout, resolved: Resolved) -> Iterator[memoryview]:
+    """The bytes of the regions of a packed slot, item after item, each valid until the next is asked for."""
+    for item in layout.plan.items:
+        if item.length:
+            tensor = resolved.source((item.fqn, item.offsets), dtype_of(item.dtype)).to("cpu").contiguous()
+            yield memory(tensor, item.length)

@@ -1,0 +1,136 @@
+"""A checkpoint outside every root, written by the process that has the state: each rank its part, the coordinator the manifest.
+
+The format is the daemon's. Chunks are filled by the calling thread, item after item, and encoded and written by others; memory is a few
+chunks and one item.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime
+
+import msgspec
+
+from ckptd.agent.planning import Layout
+from ckptd.agent.save_plan import Resolved, stream
+from ckptd.shared import names
+from ckptd.shared.binary import align
+from ckptd.shared.codec import Codec
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
+from ckptd.shared.part import Chunk, PartIndex, file_bound
+from ckptd.shared.part_writer import PartWriter
+from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange, Region, align_region, chunk_ranges
+from ckptd.shared.request import Request
+from ckptd.shared.storage import StandaloneStorage
+
+_MOST_THREADS = 8
+
+
+class StandalonePart:
+    """One rank's part: `write`, then `finish`; or `discard`. The directory is made. Raises OSError."""
+
+    def __init__(self, storage: StandaloneStorage, rank: int, world_size: int, codec: Codec, threads: int | None) -> None:
+        storage.ensure()
+        self._storage, self._rank, self._world_size, self._codec = storage, rank, world_size, codec
+        self._threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._nonce = names.new_nonce()
+        self._chunks: list[Chunk] = []
+        self._directory = storage.fs.open_directory(str(storage.root.resolve()))
+        self._writer = PartWriter(storage.fs, self._directory, self._nonce, codec)
+
+    def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
+        """The regions of the packed slot. `room`: bytes that the documents will take, about."""
+        ranges = chunk_ranges(layout.plan.regions, DEFAULT_CHUNK)
+        self._writer.create(self._rank, file_bound(ranges, room))
+        self._chunks = self._write(ranges, stream(layout, resolved))
+
+    def finish(self, layout: Layout, values: bytes, request: Request) -> PartEntry:
+        """The values document, index and trailer; then it is durable. `layout`: as it was, but for its metadata."""
+        region = Region(align_region(layout.data_length), len(values), 1)
+        last = self._write(chunk_ranges([region], DEFAULT_CHUNK), iter([memoryview(values)]))
+        index = PartIndex(
+            job=self._storage.job, attempt=self._storage.attempt, step=None, rank=self._rank, world_size=self._world_size,
+            tag=self._storage.tag, signature=layout.signature, plan=layout.document, request=request.encode(),
+            values=(region.offset, region.length), chunk_size=DEFAULT_CHUNK, chunks=[],
+        )  # fmt: skip
+        return self._writer.finish(index, [*self._chunks, *last], items=len(layout.plan.items))
+
+    def discard(self, why: str) -> None:
+        """It will not be committed: its file goes."""
+        if self._directory >= 0:
+            self._writer.discard()
+            self.close()
+
+    def close(self) -> None:
+        """It stays, whatever becomes of it."""
+        self._storage.fs.close(self._directory)
+        self._directory = -1
+
+    def _write(self, ranges: list[ChunkRange], pieces: Iterator[memoryview]) -> list[Chunk]:
+        free: queue.SimpleQueue[tuple[mmap.mmap, mmap.mmap]] = queue.SimpleQueue()
+        size = align(max((chunk.length for chunk in ranges), default=1))
+        for _ in range(min(self._threads + 1, len(ranges))):
+            free.put((mmap.mmap(-1, size), mmap.mmap(-1, size)))
+        failed = threading.Event()
+
+        def work(chunk: ChunkRange, buffers: tuple[mmap.mmap, mmap.mmap]) -> Chunk:
+            try:
+                with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
+                    return self._writer.chunk(chunk, raw, stored)
+            except BaseException:
+                failed.set()
+                raise
+            finally:
+                free.put(buffers)
+
+        under_way: list[Future[Chunk]] = []
+        source = _Pieces(pieces)
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="ckptd-write") as pool:
+            for chunk in ranges:
+                buffers = free.get()
+                if failed.is_set():
+                    break
+                with memoryview(buffers[0]) as raw:
+                    source.fill(raw[: chunk.length])
+                under_way.append(pool.submit(work, chunk, buffers))
+        written = [future.result() for future in under_way]  # the first failure is raised
+        if len(written) != len(ranges):
+            raise IntegrityError(f"{len(written)} of {len(ranges)} chunks have been written")
+        return written
+
+
+class _Pieces:
+    """Bytes that come in pieces of any length, taken in others."""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces, self._left = pieces, memoryview(b"")
+
+    def fill(self, target: memoryview) -> None:
+        at = 0
+        while at < len(target):
+            if not self._left:
+                self._left = next(self._pieces)
+            count = min(len(self._left), len(target) - at)
+            target[at : at + count] = self._left[:count]
+            self._left, at = self._left[count:], at + count
+
+
+def commit(storage: StandaloneStorage, layout: Layout, parts: list[PartEntry], request: Request, codec: str, *, overwrite: bool) -> None:
+    """The manifest, and with `overwrite` in the place of another one. Raises FileExistsError, OSError."""
+    manifest = Manifest(
+        job=storage.job, attempt=storage.attempt, step=None, tag=storage.tag, seq=1, world_size=len(parts),
+        created=datetime.fromtimestamp(request.created, UTC).isoformat(timespec="seconds"), parts=parts,
+        metadata={"state_dict_metadata": layout.plan.metadata or {}, "planner_data": None},
+        metrics=plain_metrics(request.metrics), user_content=msgspec.json.decode(request.user_content),
+        writer={**layout.plan.writer, "codec": codec},
+    )  # fmt: skip
+    if overwrite:
+        storage.replace_manifest(manifest.encode())
+    else:
+        storage.publish_manifest(storage.job, storage.tag, manifest.encode())

@@ -1,0 +1,120 @@
+"""`StorageReader` for `torch.distributed.checkpoint`: dcp.load(state, storage_reader=StorageReader(path)). Needs no daemon."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import storage as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from ckptd.agent import values
+from ckptd.agent.loading import execute
+from ckptd.agent.save_plan import loads_as_weights
+from ckptd.agent.sources import Opened, locate, open_storage
+from ckptd.shared.errors import InvalidRequest, StorageError, UnsavableValue
+
+
+class StorageReader(dcp.StorageReader):
+    """Reads what `StorageWriter` or `snapshot` have saved, for any DCP planner; everything is verified before the planner gets it.
+
+    path: as for `StorageWriter`, or any directory that holds a checkpoint; may come as DCP's `checkpoint_id` instead.
+    weights_only: False lets DCP's planner unpickle what could run code; only for files that nobody else can write.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, weights_only: bool = True) -> None:
+        super().__init__()
+        self.weights_only = weights_only
+        self._path = None if path is None else Path(os.path.abspath(path))
+        self._opened: Opened | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self._where())
+
+    def _where(self) -> Path:
+        if self._path is None:
+            raise InvalidRequest("StorageReader has no path: give it one, or say checkpoint_id= to dcp.load")
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path of a file system."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.close()
+        if checkpoint_id:
+            self._path = Path(os.path.abspath(checkpoint_id))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Open the checkpoint; with `rank`, that which this rank has saved alone (`use_collectives=False`).
+
+        Raises NotFound, IntegrityError, StorageError.
+        """
+        path, rank = self._where(), kwargs.get("rank")
+        self.close()
+        try:
+            opened = self._opened = open_storage(*locate(path if rank is None else path / f"rank-{rank:05d}"))
+            document = values.decode(opened.values())
+        except OSError as error:
+            raise StorageError.of(f"read {path}", error) from None
+        metadata = opened.saved.metadata()
+        metadata.planner_data = document.get("planner_data")
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(path), load_id=secrets.token_hex(8))
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._opened is None:  # the planner was given metadata that was read elsewhere
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Only the chunks that hold what the plan wants.
+
+        Raises NotFound, StructureMismatch, IntegrityError, StorageError; UnsavableValue for bytes that only pickled code could bring back.
+        """
+        opened = self._opened
+        assert opened is not None
+        try:
+            execute(opened.saved, [read for read in plan.items if read.type is not LoadItemType.BYTE_IO], planner)
+            for read in plan.items:
+                if read.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(read, self._bytes(opened, read, planner))
+        except OSError as error:
+            raise StorageError.of(f"read {self._where()}", error) from None
+        finally:
+            self.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _bytes(self, opened: Opened, read: ReadItem, planner: LoadPlanner) -> io.BytesIO:
+        data = opened.saved.blob(read.storage_index.fqn)
+        pickled = isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+        if self.weights_only and pickled and not loads_as_weights(data):
+            raise UnsavableValue(
+                f"{read.storage_index.fqn}: it can only be loaded by running pickled code; say weights_only=False to StorageReader if "
+                "nobody else could have written it"
+            )
+        return io.BytesIO(data)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_opened"):
+            self.close()

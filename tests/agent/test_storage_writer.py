@@ -1,0 +1,592 @@
+"""`dcp.save`, `async_save` and `load` through ckptd, in one process: alone in a directory, and under the root of a daemon."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
+from ckptd.agent.handing import leave_all
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError
+from tests.support.daemons import Daemon
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+
+
+class Place:
+    """Where a save goes, and what lies there."""
+
+    def __init__(self, base: Path, daemon: Daemon | None) -> None:
+        self.base, self.daemon = base, daemon
+
+    def path(self, name: str) -> Path:
+        return self.base / name
+
+    def writer(self, name: str, **options: Any) -> StorageWriter:
+        return StorageWriter(self.path(name), socket=self.daemon.home.socket if self.daemon else None, **options)
+
+    def files(self) -> dict[str, list[str]]:
+        """Of each checkpoint directory."""
+        found = {where.name: sorted(p.name for p in where.iterdir()) for where in self.base.iterdir() if where.is_dir()}
+        return {name: files for name, files in found.items() if files}
+
+
+@pytest.fixture(params=["alone", "daemon"])
+def spot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    if request.param == "alone":
+        yield Place(tmp_path, None)
+        return
+    daemon = request.getfixturevalue("daemon")
+    (daemon.home.root / "gpt").mkdir()
+    yield Place(daemon.home.root / "gpt", daemon)
+    leave_all()
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(30, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 30)).sum().backward()
+    optimizer.step()
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+        "half": torch.randn(9, 7).bfloat16().t(),
+        "number": torch.tensor(seed),
+        "empty": torch.empty(0, 3),
+        "history": [seed, torch.arange(5) + seed, {"deep": "text"}],
+        "epoch": seed,
+    }
+
+
+def blank() -> dict[str, Any]:
+    """The same tensors with other values."""
+    made = state(99)
+    made["epoch"] = -1
+    return made
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit, of the same types."""
+    if isinstance(one, torch.Tensor):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+            one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+        )
+    if isinstance(one, dict):
+        return isinstance(other, dict) and list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def directories(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+
+
+def refused(function: Any, *arguments: Any, **options: Any) -> str:
+    """The last line of what DCP raises, in which our own error stands by its name."""
+    with pytest.raises(dcp.CheckpointException) as caught:
+        function(*arguments, **options)
+    return str(caught.value).strip().splitlines()[-1].removeprefix("ckptd.shared.errors.")
+
+
+def test_what_was_saved_is_loaded(spot: Place) -> None:
+    dcp.save(state(1), storage_writer=spot.writer("first"))
+    loaded = blank()
+    dcp.load(loaded, storage_reader=StorageReader(spot.path("first")))
+    assert same(loaded, state(1))
+
+
+def test_by_checkpoint_id(spot: Place) -> None:
+    writer = StorageWriter(socket=spot.daemon.home.socket if spot.daemon else None)
+    for seed in (1, 2):
+        dcp.save(state(seed), checkpoint_id=spot.path(f"save-{seed}"), storage_writer=writer)
+    reader = StorageReader()
+    for seed in (2, 1):
+        loaded = blank()
+        dcp.load(loaded, checkpoint_id=spot.path(f"save-{seed}"), storage_reader=reader)
+        assert same(loaded, state(seed))
+
+
+def test_async_save_has_what_was_there_when_it_was_called(spot: Place) -> None:
+    changing = state(1)
+    future = dcp.async_save(changing, storage_writer=spot.writer("later"))
+    changing["model"]["weight"].zero_()
+    changing["history"][1].zero_()
+    future.result()  # type: ignore[union-attr]
+    loaded = blank()
+    dcp.load(loaded, storage_reader=StorageReader(spot.path("later")))
+    assert same(loaded, state(1))
+
+
+def test_saves_of_one_writer_may_overlap(spot: Place) -> None:
+    writer = spot.writer("unused")
+    futures = [dcp.async_save(state(n), checkpoint_id=spot.path(f"save-{n}"), storage_writer=writer) for n in range(4)]
+    for n, future in enumerate(futures):
+        future.result()  # type: ignore[union-attr]
+        assert same(Checkpoint.open(spot.path(f"save-{n}")).load(), state(n))
+
+
+def test_it_is_a_stager_and_can_be_pickled() -> None:
+    writer = StorageWriter("/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False)
+    assert isinstance(writer, AsyncStager)
+    other = pickle.loads(pickle.dumps(writer))
+    assert (other.checkpoint_id, other.codec, other.overwrite, other.weights_only) == ("/ckpts/gpt/best", "zstd:3", True, False)
+
+
+# -- what lies there, and how else it can be read
+
+
+def test_a_save_outside_every_root_is_one_directory(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=StorageWriter(tmp_path / "deep" / "er"))
+    manifest, part = sorted(p.name for p in (tmp_path / "deep" / "er").iterdir())
+    assert manifest == "manifest.json"
+    assert names.parse_part_file(part) is not None
+
+
+def test_under_a_root_the_daemon_commits(daemon: Daemon) -> None:
+    root, socket = daemon.home.root, daemon.home.socket
+    dcp.save(state(), storage_writer=StorageWriter(root / "gpt" / "best", socket=socket))
+    dcp.save(state(), storage_writer=StorageWriter(root / "gpt" / "step-7", socket=socket))
+    assert directories(root / "gpt") == ["best.a0001", "step-00000007.a0001"]
+    (job,) = daemon.status()["jobs"]
+    assert (job["job"], job["attempt"], job["last_durable"]["step"]) == ("gpt", 1, 7)
+    leave_all()
+    assert daemon.status()["shared_memory"]["segments"] == 0
+
+
+@pytest.mark.parametrize("path", ["best", "a/b/best", ".ckptd/best"])
+def test_at_another_depth_the_process_writes_itself(daemon: Daemon, path: str) -> None:
+    dcp.save(state(), storage_writer=StorageWriter(daemon.home.root / path, socket=daemon.home.socket))
+    assert (daemon.home.root / path / "manifest.json").is_file()
+    assert daemon.status()["jobs"] == []
+
+
+def test_it_can_be_read_without_dcp(spot: Place) -> None:
+    dcp.save(state(3), storage_writer=spot.writer("read"))
+    with Checkpoint.open(spot.path("read")) as checkpoint:
+        assert same(checkpoint.load(), state(3))
+        assert same(checkpoint.tensor("model.weight", slices=(2,)), state(3)["model"]["weight"][2])
+        assert sorted(checkpoint.keys())[:2] == ["empty", "half"]
+        assert "epoch" not in checkpoint.keys()  # noqa: SIM118 (a method of ours)
+        assert checkpoint.verify() > 0
+
+
+def test_recover_brings_it_back(daemon: Daemon) -> None:
+    dcp.save(state(4), storage_writer=StorageWriter(daemon.home.root / "gpt" / "step-7", socket=daemon.home.socket))
+    leave_all()
+    agent = Agent("gpt", socket=daemon.home.socket)
+    loaded = blank()
+    recovered = agent.recover(loaded)
+    assert recovered is not None
+    assert (recovered.step, recovered.source) == (7, "storage")
+    assert same(loaded, state(4))
+    agent.close()
+
+
+def test_a_snapshot_is_loaded_by_dcp(daemon: Daemon) -> None:
+    agent = Agent("gpt", socket=daemon.home.socket)
+    agent.snapshot(state(5), step=3).wait("durable", timeout=60)
+    agent.close()
+    loaded = {"model": blank()["model"], "half": blank()["half"]}
+    dcp.load(loaded, storage_reader=StorageReader(daemon.home.root / "gpt" / "step-3"))
+    assert same(loaded, {key: state(5)[key] for key in loaded})
+
+
+def test_an_agent_of_this_process_is_used(daemon: Daemon) -> None:
+    agent = Agent("gpt", socket=daemon.home.socket)
+    agent.snapshot(state(1), step=10).wait("durable", timeout=60)
+    dcp.save(state(2), storage_writer=StorageWriter(daemon.home.root / "gpt" / "best", socket=daemon.home.socket))
+    assert agent.attempt == 1
+    agent.snapshot(state(3), step=12).wait("durable", timeout=60)
+    going_back = StorageWriter(daemon.home.root / "gpt" / "step-3", socket=daemon.home.socket)
+    assert "recover() to go back" in refused(dcp.save, state(), storage_writer=going_back)
+    agent.close()
+    assert directories(daemon.home.root / "gpt") == ["best.a0001", "step-00000010.a0001", "step-00000012.a0001"]
+
+
+# -- again
+
+
+def test_a_name_that_is_taken(spot: Place) -> None:
+    dcp.save(state(1), storage_writer=spot.writer("taken"))
+    before = spot.files()
+    reason = refused(dcp.save, state(2), storage_writer=spot.writer("taken"))
+    assert reason.startswith("AlreadyExists: ")
+    assert reason.endswith("say overwrite=True")
+    assert spot.files() == before
+    assert same(Checkpoint.open(spot.path("taken")).load(), state(1))
+
+
+def test_overwrite(spot: Place) -> None:
+    for seed in (1, 2, 3):
+        dcp.save(state(seed), storage_writer=spot.writer("latest", overwrite=True))
+        loaded = blank()
+        dcp.load(loaded, storage_reader=StorageReader(spot.path("latest")))
+        assert same(loaded, state(seed))
+    if spot.daemon is None:
+        assert [len(files) for files in spot.files().values()] == [2]  # nothing is left of those before
+
+
+def test_a_step_that_is_behind_begins_a_new_attempt(daemon: Daemon) -> None:
+    for number in (7, 9, 8):
+        dcp.save(state(number), storage_writer=StorageWriter(daemon.home.root / "gpt" / f"step-{number}", socket=daemon.home.socket))
+    leave_all()
+    assert directories(daemon.home.root / "gpt") == ["step-00000007.a0001", "step-00000008.a0002", "step-00000009.a0001"]
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=StorageWriter(tmp_path))
+    left = tmp_path / names.part_file(0, names.new_nonce())
+    left.write_bytes(b"half")
+    mine = tmp_path / "notes.txt"
+    mine.write_text("mine")
+    dcp.save(state(2), storage_writer=StorageWriter(tmp_path, overwrite=True))
+    assert not left.exists()
+    assert mine.exists()
+
+
+# -- planners
+
+
+class Renamed(DefaultSavePlanner):
+    """Every name with something before it."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner({f"old-{key}": value for key, value in state_dict.items()}, storage_meta, is_coordinator)
+
+
+class Halved(DefaultSavePlanner):
+    """As the DCP documentation has it: saved as float16."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        item = super().resolve_data(write_item)
+        return item if write_item.type is WriteItemType.BYTE_IO else item.to(torch.float16)  # type: ignore[union-attr]
+
+
+class HalvedUnawares(DefaultSavePlanner):
+    """Resolves to another dtype than it has planned."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        found = super().transform_object(write_item, object)
+        return found.to(torch.float16) if isinstance(found, torch.Tensor) else found
+
+
+class Extra(DefaultSavePlanner):
+    """Planner data of its own, as the DCP documentation has it."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, replace(metadata, planner_data={**metadata.planner_data, "my-note": {"seen": (1, 2)}})
+
+
+class Reading(DefaultLoadPlanner):
+    """Keeps what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        self.planner_data = metadata.planner_data
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        self.calls.append("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        self.calls.append(f"resolve {read_item.dest_index.fqn}")
+        return torch.empty(read_item.lengths, dtype=torch.float64)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.calls.append(f"commit {read_item.dest_index.fqn}")
+        super().resolve_tensor(read_item).copy_(tensor * 2)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.calls.append(f"bytes {read_item.dest_index.fqn}")
+        super().load_bytes(read_item, value)
+
+
+def test_a_planner_that_renames(spot: Place) -> None:
+    dcp.save({"a": torch.arange(4), "b": 2}, storage_writer=spot.writer("renamed"), planner=Renamed())
+    assert same(Checkpoint.open(spot.path("renamed")).load(), {"old-a": torch.arange(4), "old-b": 2})
+
+
+@pytest.mark.parametrize("planner", [Halved, HalvedUnawares])
+def test_a_planner_that_casts(spot: Place, planner: type[DefaultSavePlanner]) -> None:
+    values = torch.randn(5000)
+    dcp.save({"a": values, "b": 2}, storage_writer=spot.writer("cast"), planner=planner())
+    with Checkpoint.open(spot.path("cast")) as checkpoint:
+        assert checkpoint.metadata("a") == (torch.float16, torch.Size([5000]))
+    loaded = {"a": torch.zeros(5000), "b": 0}
+    dcp.load(loaded, storage_reader=StorageReader(spot.path("cast")))
+    assert same(loaded, {"a": values.half().float(), "b": 2})
+
+
+def test_planner_data_comes_back(spot: Place) -> None:
+    dcp.save({"a": torch.arange(4)}, storage_writer=spot.writer("extra"), planner=Extra())
+    planner = Reading()
+    dcp.load({"a": torch.zeros(4)}, storage_reader=StorageReader(spot.path("extra")), planner=planner)
+    assert planner.planner_data == {"a": ("a",), "my-note": {"seen": (1, 2)}}
+
+
+def test_a_load_planner_that_makes_its_own_tensors(spot: Place) -> None:
+    dcp.save({"a": torch.arange(4.0), "b": 2}, storage_writer=spot.writer("own"))
+    planner, loaded = Reading(), {"a": torch.zeros(4), "b": 0}
+    dcp.load(loaded, storage_reader=StorageReader(spot.path("own")), planner=planner)
+    assert same(loaded, {"a": torch.arange(4.0) * 2, "b": 2})
+    assert planner.calls == ["finish_plan", "resolve a", "commit a", "bytes b"]
+
+
+def test_plans_that_are_cached(spot: Place) -> None:
+    """DCP then hands the writer the plan of the first save."""
+    writer = spot.writer("unused")
+    for n in range(3):
+        tensor = torch.full((1000,), float(n))
+        dcp.save({"a": tensor}, checkpoint_id=spot.path(f"save-{n}"), storage_writer=writer, planner=Cached())
+    assert [Checkpoint.open(spot.path(f"save-{n}")).tensor("a")[0].item() for n in range(3)] == [0.0, 1.0, 2.0]
+
+
+class Cached(DefaultSavePlanner):
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+
+
+# -- planners that are wrong
+
+
+class Dropping(DefaultSavePlanner):
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return replace(new_plan, items=new_plan.items[1:])
+
+
+class Doubling(DefaultSavePlanner):
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return replace(new_plan, items=[*new_plan.items, new_plan.items[0]])
+
+
+class Inventing(DefaultSavePlanner):
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        del metadata.state_dict_metadata["b"]
+        return plans, metadata
+
+
+class OfAnotherShape(DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return torch.zeros(3)
+
+
+class Unsure(DefaultSavePlanner):
+    """Another dtype each time it is asked."""
+
+    asked = 0
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self.asked += 1
+        return torch.zeros(4, dtype=torch.float32 if self.asked % 2 else torch.float64)
+
+
+class Failing(DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        raise KeyError("lost")
+
+
+@pytest.mark.parametrize(
+    ("planner", "reason"),
+    [
+        (Dropping, "InvalidRequest: the planner has dropped a; nothing was saved"),
+        (Doubling, "InvalidRequest: the planner writes a twice on one rank; each item belongs to one rank, once"),
+        (Inventing, "InvalidRequest: the planner has made items that its metadata lacks: b; nothing was saved"),
+        (OfAnotherShape, "InvalidRequest: a: the planner's item has shape [4], what it resolves to [3]"),
+        (Unsure, "InvalidRequest: a: the planner has resolved it to another dtype or shape than a moment ago"),
+        (Failing, "KeyError: 'lost'"),
+    ],
+)
+def test_a_planner_that_is_wrong_saves_nothing(spot: Place, planner: type[DefaultSavePlanner], reason: str) -> None:
+    wrong = {"a": torch.zeros(4)} if planner is Unsure else {"a": torch.zeros(4), "b": torch.zeros(4)}
+    writer = spot.writer("wrong")
+    assert refused(dcp.save, wrong, storage_writer=writer, planner=planner()) == reason
+    writer.close()
+    assert spot.files() == {}
+    dcp.save(wrong, storage_writer=spot.writer("wrong"))
+    assert same(Checkpoint.open(spot.path("wrong")).load(), wrong)
+
+
+class IntoAnotherShape(DefaultLoadPlanner):
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.zeros(3)
+
+
+class IntoNothing(DefaultLoadPlanner):
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return torch.zeros(4, device="meta")
+
+
+class Beyond(DefaultLoadPlanner):
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return replace(plan, items=[replace(item, lengths=torch.Size([5])) for item in plan.items])
+
+
+class Elsewhere(DefaultLoadPlanner):
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        return replace(plan, items=[replace(item, storage_index=replace(item.storage_index, fqn="c")) for item in plan.items])
+
+
+@pytest.mark.parametrize(
+    ("planner", "reason"),
+    [
+        (IntoAnotherShape, "StructureMismatch: a: the planner reads a piece of shape [4] into a tensor of shape [3]"),
+        (IntoNothing, "StructureMismatch: a: the planner reads into a tensor on the meta device, which has no memory"),
+        (Beyond, "StructureMismatch: a: the planner reads [5] from [0], and [4] are stored there"),
+        (Elsewhere, "NotFound: no tensor 'c'; there are 1, like a"),
+    ],
+)
+def test_a_load_planner_that_is_wrong(tmp_path: Path, planner: type[DefaultLoadPlanner], reason: str) -> None:
+    dcp.save({"a": torch.arange(4)}, storage_writer=StorageWriter(tmp_path))
+    loaded = {"a": torch.zeros(4)}
+    assert refused(dcp.load, loaded, storage_reader=StorageReader(tmp_path), planner=planner()) == reason
+    assert same(loaded, {"a": torch.zeros(4)})
+
+
+# -- bad input
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(MARK),)
+
+
+MARK = Path("unset")
+
+
+def test_what_only_pickled_code_could_bring_back(spot: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
+    state = {"a": torch.arange(4), "b": Hostile()}
+    reason = refused(dcp.save, state, storage_writer=spot.writer("hostile"))
+    assert reason.startswith("UnsavableValue: b: what the planner has pickled could not be loaded without running pickled code")
+    assert spot.files() == {}
+    dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))
+    loaded = {"a": torch.zeros(4, dtype=torch.int64), "b": None}
+    assert refused(dcp.load, loaded, storage_reader=StorageReader(spot.path("hostile"))).startswith("UnsavableValue: b: ")
+    with Checkpoint.open(spot.path("hostile")) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a"), torch.arange(4))
+        with pytest.raises(CkptdError, match="b: it can only be loaded by running pickled code"):
+            checkpoint.load()
+    assert not MARK.exists()
+
+
+def test_a_checkpoint_of_dcp_itself_is_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    assert "read it with its FileSystemReader" in refused(dcp.load, {}, storage_reader=StorageReader(tmp_path / "theirs"))
+    assert not MARK.exists()
+
+
+@pytest.mark.parametrize("found", ["nothing", "empty", "file"])
+def test_a_directory_that_is_no_checkpoint(tmp_path: Path, found: str) -> None:
+    where = tmp_path / "it"
+    if found == "empty":
+        where.mkdir()
+    elif found == "file":
+        where.write_text("text")
+    assert f"no checkpoint at {where}" in refused(dcp.load, {"a": torch.zeros(1)}, storage_reader=StorageReader(where))
+
+
+def test_a_newer_format(tmp_path: Path) -> None:
+    dcp.save({"a": torch.zeros(1)}, storage_writer=StorageWriter(tmp_path))
+    manifest = tmp_path / "manifest.json"
+    newer = manifest.read_bytes().replace(b'"version": 1', b'"version": 2')
+    import hashlib
+
+    body = newer[: newer.rindex(b'"sha256"')]
+    manifest.write_bytes(body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode())
+    assert "written by a newer ckptd (version 2): upgrade this one" in refused(
+        dcp.load, {"a": torch.zeros(1)}, storage_reader=StorageReader(tmp_path)
+    )
+
+
+def test_damage_is_noticed(spot: Place) -> None:
+    dcp.save(state(1), storage_writer=spot.writer("damaged"))
+    (part,) = spot.base.glob("*/rank-*.ckpt")
+    with part.open("r+b") as file:
+        file.seek(4096 + 100)
+        file.write(b"\xff\xfe\xfd")
+    assert refused(dcp.load, blank(), storage_reader=StorageReader(spot.path("damaged"))).startswith("IntegrityError: ")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"a": torch.zeros(2, device="meta")}, "UnsavableValue: a: a tensor on the meta device, which has no values"),
+        ({"~a": torch.zeros(2)}, "UnsavableValue: ~a: keys may not begin with '~'"),
+        ({"a": torch.zeros(2).to_sparse()}, "UnsavableValue: a: a tensor of layout torch.sparse_coo cannot be saved"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(spot: Place, state: dict[str, Any], reason: str) -> None:
+    assert refused(dcp.save, state, storage_writer=spot.writer("cannot")).startswith(reason)
+    assert spot.files() == {}
+
+
+def test_keys_and_shapes_that_do_not_fit(spot: Place) -> None:
+    dcp.save({"a": torch.zeros(4)}, storage_writer=spot.writer("it"))
+    assert "Missing key in checkpoint state_dict: b" in refused(
+        dcp.load, {"b": torch.zeros(4)}, storage_reader=StorageReader(spot.path("it"))
+    )
+    assert "Size mismatch between saved torch.Size([4]) and current: torch.Size([5]) for a" in refused(
+        dcp.load, {"a": torch.zeros(5)}, storage_reader=StorageReader(spot.path("it"))
+    )
+
+
+@pytest.mark.parametrize("options", [{"path": "s3://bucket/it"}, {"codec": "lzma"}])
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(CkptdError):
+        StorageWriter(**options)
+
+
+def test_names_under_a_root_that_cannot_be(daemon: Daemon) -> None:
+    writer = StorageWriter(daemon.home.root / "gpt" / "step-seven", socket=daemon.home.socket)
+    assert "InvalidName" in refused(dcp.save, state(), storage_writer=writer)
+
+
+def test_a_socket_that_is_named_and_not_there(tmp_path: Path) -> None:
+    assert "no daemon listens at" in refused(dcp.save, state(), storage_writer=StorageWriter(tmp_path / "a", socket=tmp_path / "s"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_without_a_path(tmp_path: Path) -> None:
+    assert "StorageWriter has no path" in refused_any(dcp.save, state(), storage_writer=StorageWriter())
+    assert "StorageReader has no path" in refused_any(dcp.load, state(), storage_reader=StorageReader())
+
+
+def refused_any(function: Any, *arguments: Any, **options: Any) -> str:
+    with pytest.raises((dcp.CheckpointException, CkptdError)) as caught:
+        function(*arguments, **options)
+    return str(caught.value)
