@@ -61,6 +61,26 @@ def test_the_same_on_two_ranks_of_which_one_is_killed(tmp_path: Path, monkeypatc
         killed.end()
 
 
+@pytest.mark.parametrize("where", ["directory", "daemon"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_planners(where: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    torchrun = (
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else [sys.executable, "-m"]
+    )
+    base, variables = tmp_path, environment(tmp_path)
+    if where == "daemon":
+        home = request.getfixturevalue("daemon").home
+        base, variables["CKPTD_SOCKET"] = home.root / "job", str(home.socket)
+    command = [*torchrun, "examples.planners", str(base)]
+    place = TRAINER.parents[1]
+    result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=place)
+    assert result.returncode == 0, result.stderr
+    said = [line.partition(":")[0] for line in result.stdout.splitlines()]
+    assert said == ["renamed", "half", "balanced", "notes", "one tensor", "meta"]
+    written = {path.parent.name.partition(".")[0] for path in base.glob("*/manifest.json")}
+    assert written == {"renamed", "half", "balanced", "notes"}
+
+
 def test_it_says_in_one_sentence_what_is_missing(tmp_path: Path) -> None:
     clean = {key: value for key, value in environment(tmp_path).items() if key != "XDG_RUNTIME_DIR"}
     result = subprocess.run([sys.executable, str(TRAINER), *TINY], env=clean, timeout=200, capture_output=True, text=True, check=False)
