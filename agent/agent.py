@@ -14,21 +14,23 @@ from functools import partial
 from typing import Any
 
 import torch.distributed
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.arguments import make_request, ranks_of
 from ckptd.agent.asking import Asking
 from ckptd.agent.attachment import Attachment
-from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come, values_document
-from ckptd.agent.layouts import Layouts
+from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
+from ckptd.agent.layouts import PLAN_SECONDS, Layouts
 from ckptd.agent.naming import modules_of
 from ckptd.agent.pending import Pending
-from ckptd.agent.planning import Layout
+from ckptd.agent.planned import plan_save
+from ckptd.agent.planning import Layout, dtype_of
 from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
+from ckptd.agent.save_plan import values_of
 from ckptd.agent.staging import Documents, document_offsets
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.lifecycle import Event
 from ckptd.shared.request import Request
 
 log = logging.getLogger("ckptd.agent")
@@ -40,6 +42,8 @@ class Agent(Attachment):
     job: name of the training run; else CKPTD_JOB, else "default" with a private daemon only.
     socket: the daemon's; else CKPTD_SOCKET, else the default places, else a private daemon is started.
     root: directory of the checkpoints, for a private daemon; else CKPTD_ROOT.
+    planner, load_planner: DCP's, of your own. The state is then what `dcp.save` and `dcp.load` take: a dict, of which what has a state_dict
+    is asked for it. Ranks plan at every snapshot. `recover` does what `dcp.load` does: `strict` and `on_reshape` are the planner's affair.
     process_group: the ranks of this job, all on one node; else the default group, or one rank if there is none. Every rank makes its agent,
     and calls `snapshot`, `recover` and `close`, like the others.
     Raises DaemonUnreachable, InvalidName, InvalidRequest, StorageError; SnapshotFailed if a rank does not come.
@@ -51,9 +55,13 @@ class Agent(Attachment):
         *,
         socket: str | os.PathLike[str] | None = None,
         root: str | os.PathLike[str] | None = None,
+        planner: SavePlanner | None = None,
+        load_planner: LoadPlanner | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         super().__init__(ranks_of(process_group), job, socket=socket, root=root)
+        self._planner = planner
+        self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
         self._rng_room = 1 << 14  # bytes that random generators take, as far as known
         self._layouts = Layouts(self._client, self._ranks)
@@ -113,6 +121,9 @@ class Agent(Attachment):
                 "steps only rise within an attempt; recover() to go back"
             )
         self._pending[pending.attempt, pending.step] = pending
+        if self._planner is not None:
+            self._snapshot_planned(pending, self._planner, state, request, budget, rng)
+            return
         if self._layouts.settled and self._slots.fit(0):
             asking.ask(deadline)  # most likely all is as it was: the answer comes while that is looked at
         captured, encoded = capture(state, rank=self.rank, habits=self._habits), request.encode()
@@ -138,13 +149,7 @@ class Agent(Attachment):
             return
         slot = self._slots.get(asking.take())
         try:
-            for old in [p for p in list(self._pending.values()) if p.segment == slot.name and not p.persist]:
-                self._pending.pop((old.attempt, old.step), None)
-                old.supersede()
-            pending.segment = slot.name
-            self._sealing.settle(slot.name)  # of a step that was given up meanwhile
-            pending.move(Event.GRANT)
-            failpoint("agent.granted")
+            self._take(pending, slot)
             transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealing.carry(to, of, modules_of(state)))
             if transfer is None:
                 self._seal(pending, slot, layout, documents)
@@ -157,9 +162,18 @@ class Agent(Attachment):
             seal = partial(self._seal, pending, slot, layout, documents)
             self._sealing.later(slot.name, transfer, seal, partial(self._not_sealed, pending, slot))
 
-    def _skip(self, pending: Pending, why: str) -> None:
-        pending.skip(why)
-        self._pending.pop((pending.attempt, pending.step), None)
+    def _snapshot_planned(self, pending: Pending, planner: SavePlanner, state: Any, request: Request, budget: float, rng: bool) -> None:
+        deadline = time.monotonic() + max(budget, PLAN_SECONDS)
+        topic = f"plan/{pending.attempt}/{pending.step}"
+        planned = plan_save(planner, state, self._ranks, topic, deadline, lambda: pending.error)
+        layout, resolved, items = planned.layout, planned.resolved, planned.layout.plan.items
+        documents = Documents(values_of(planned.metadata, rng_state() if rng else None), request.encode())
+
+        def source(number: int) -> torch.Tensor:
+            return resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype))
+
+        _, slot = self.fill(pending, request.tag, layout, documents.offsets(layout)[-1], source, budget)
+        self._seal(pending, slot, layout, documents)
 
     def _plan_anew(self) -> None:
         self._layouts.plan_anew()
@@ -193,7 +207,9 @@ class Agent(Attachment):
             self._check_open()
             self._client.wait_connected(self._client.welcome.stall_budget)
             topic = f"recover/{self.attempt}"
-            recovery = Recovery(self._client, self._ranks, self.job, topic, strict=strict, on_reshape=on_reshape)
+            recovery = Recovery(
+                self._client, self._ranks, self.job, topic, strict=strict, on_reshape=on_reshape, planner=self._load_planner
+            )
             recovered = recovery.run(state, step=step, last_step=self.last_step)
             if recovered is not None and recovered.step < recovery.last_step:
                 self._settle()

@@ -122,17 +122,23 @@ class Attachment:
             self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
 
     def fill(
-        self, pending: Pending | int | None, tag: str | None, layout: Layout, needed: int, source: Callable[[int], torch.Tensor]
+        self,
+        pending: Pending | int | None,
+        tag: str | None,
+        layout: Layout,
+        needed: int,
+        source: Callable[[int], torch.Tensor],
+        wait: float = SAVE_SECONDS,
     ) -> tuple[Pending, MappedSlot]:
         """A slot of `needed` bytes for a step that is planned elsewhere, filled with what `source` gives for each number of an item.
 
         pending: the step, or None for the next; or of an earlier call, in the place of whose slot there is to be a larger one. Raises what
-        the daemon says, SnapshotFailed if there is no slot within `SAVE_SECONDS`, and what `source` raises; the slot is given up then, and
-        with it the step, on all ranks.
+        the daemon says, SnapshotFailed if there is no slot within `wait` seconds (the step is then skipped), and what `source` raises; the
+        slot is given up then, and with it the step, on all ranks.
         """
         with self._lock:
             self._check_open()
-            deadline = time.monotonic() + SAVE_SECONDS
+            deadline = time.monotonic() + wait
             if not isinstance(pending, Pending):
                 pending = Pending(self.last_step + 1 if pending is None else pending, self.attempt)
             self.last_step = max(self.last_step, pending.step)
@@ -140,10 +146,13 @@ class Attachment:
             asking = Asking(self._client, pending.step, tag)
             try:
                 if not self._slots.ensure(needed, deadline):
-                    raise SnapshotFailed("the slots in shared memory could not be made in time")
+                    self._skip(pending, "the slots in shared memory are still being made; a later snapshot will find them")
+                    self._pass_over(pending, pending.why)
+                    raise pending.why
                 asking.ask(deadline)
                 if not asking.answer():
-                    raise SnapshotFailed(asking.why)
+                    self._skip(pending, asking.why)
+                    raise pending.why
                 slot = self._slots.get(asking.take())
             except BaseException as error:
                 self._fail(pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
@@ -151,9 +160,7 @@ class Attachment:
             finally:
                 asking.drop()
             try:
-                pending.segment = slot.name
-                if not pending.granted:
-                    pending.move(Event.GRANT)
+                self._take(pending, slot)
                 slot.begin(pending.step)
                 for numbers in _batches(layout):
                     transfer = slot.copy([source(number) for number in numbers], layout, numbers, self._carry)
@@ -163,6 +170,21 @@ class Attachment:
                 self.give_up(pending, slot, error)
                 raise
             return pending, slot
+
+    def _take(self, pending: Pending, slot: MappedSlot) -> None:
+        """The slot is this snapshot's from now on."""
+        for old in [p for p in list(self._pending.values()) if p.segment == slot.name and not p.persist]:
+            self._pending.pop((old.attempt, old.step), None)
+            old.supersede()
+        pending.segment = slot.name
+        self._sealing.settle(slot.name)  # of a step that was given up meanwhile
+        if not pending.granted:
+            pending.move(Event.GRANT)
+        failpoint("agent.granted")
+
+    def _skip(self, pending: Pending, why: str) -> None:
+        pending.skip(why)
+        self._pending.pop((pending.attempt, pending.step), None)
 
     def _carry(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Transfer:
         return self._sealing.carry(targets, sources, [])

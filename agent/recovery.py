@@ -15,12 +15,14 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ckptd.agent.capture import set_rng_state
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
 from ckptd.agent.loading import load, materialize
 from ckptd.agent.merge import Foreign, merge
+from ckptd.agent.planned import PlannedLoad
 from ckptd.agent.restore import Binding, OnReshape, mismatch
 from ckptd.agent.sources import Opened, open_memory, open_storage
 from ckptd.shared import messages as m
@@ -53,9 +55,19 @@ class Recovery:
     """One call of `Agent.recover`, on all ranks: each step of it is taken by every rank, and then every rank hears what came of it on all,
     so that all come to the same decisions. `topic` is this call's own."""
 
-    def __init__(self, client: Client, ranks: Ranks, job: str, topic: str, *, strict: bool, on_reshape: OnReshape | None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        ranks: Ranks,
+        job: str,
+        topic: str,
+        *,
+        strict: bool,
+        on_reshape: OnReshape | None,
+        planner: LoadPlanner | None = None,
+    ) -> None:
         self._client, self._ranks, self._job, self._topic = client, ranks, job, topic
-        self._strict, self._on_reshape = strict, on_reshape
+        self._strict, self._on_reshape, self._planner = strict, on_reshape, planner
         self.last_step = -1
         """The highest that any rank has captured in this attempt; known once `run` has begun."""
 
@@ -73,7 +85,7 @@ class Recovery:
         overwritten = False
         for number, candidate in enumerate(candidates):
             where = f"{self._job}/{candidate.tag} in {candidate.source}"
-            attempt = _Attempt(self._client, self._ranks, self._job, candidate, strict=self._strict, on_reshape=self._on_reshape)
+            attempt = self._attempt(candidate, f"{self._topic}/{number}")
             try:
                 damage = _damage(self._all(f"{number}/open", attempt.open))
                 if not damage:
@@ -101,6 +113,11 @@ class Recovery:
         if step is not None:
             raise NotFound(f"job {self._job!r} has no checkpoint of step {step}")
         return None
+
+    def _attempt(self, candidate: m.Candidate, topic: str) -> _Attempt:
+        if self._planner is not None:
+            return _PlannedAttempt(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
+        return _Attempt(self._client, self._ranks, self._job, candidate, strict=self._strict, on_reshape=self._on_reshape)
 
     def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
@@ -258,3 +275,34 @@ class _Attempt:
             step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt, tag=candidate.tag, source=candidate.source,
             metrics=opened.metrics, user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
         )  # fmt: skip
+
+
+class _PlannedAttempt(_Attempt):
+    """The same, planned by a LoadPlanner of the caller's."""
+
+    def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.Candidate, planned: PlannedLoad, topic: str) -> None:
+        super().__init__(client, ranks, job, candidate, strict=False, on_reshape=None)
+        self._planned, self._topic = planned, topic
+
+    def bind(self, state: Any) -> dict[str, Any]:
+        assert self._opened is not None
+        documents = self._documents
+        if len(documents) == self._ranks.world_size:
+            self._rng = documents[self._ranks.rank].get("rng")
+        self._planned.begin(state, self._opened.metadata(), self._ranks, self._topic, RANKS_SECONDS)
+        return {"unused": []}
+
+    def load(self) -> dict[str, Any]:
+        assert self._opened is not None
+        self._writing = True
+        try:
+            self._planned.read(self._opened)
+        except (IntegrityError, OSError) as error:
+            return {"damaged": self._damage(error), "writing": True}
+        return {"damaged": "", "writing": True}
+
+    def finish(self) -> dict[str, Any]:
+        self._planned.finish()
+        if self._rng is not None:
+            set_rng_state(self._rng)
+        return {}

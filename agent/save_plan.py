@@ -7,13 +7,13 @@ that a planner which makes something anew (a cast) never makes all of it at once
 from __future__ import annotations
 
 import io
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -154,47 +154,29 @@ def plain_metadata(metadata: Metadata) -> dict[str, Any]:
     return found
 
 
-def values_of(metadata: Metadata | None) -> bytes:
+def values_of(metadata: Metadata | None, rng: Any = None) -> bytes:
     """The values document: on the rank that coordinates the state as it was nested, and what the planner wants to have back.
 
     Raises UnsavableValue for planner data that could not be brought back.
     """
     packer = Packer()
-    if metadata is None:
-        return packer.encode_map({"state": {}, "rng": None})
-    tree, planner_data = _tree(metadata), packer.pack(metadata.planner_data, "the metadata's planner_data")
-    return packer.encode_map({"state": packer.pack(tree, ""), "rng": None, "planner_data": planner_data})
+    document = {"state": {}, "rng": packer.pack(rng, "rng")}
+    if metadata is not None:
+        document["state"] = packer.pack(_tree(metadata), "")
+        document["planner_data"] = packer.pack(metadata.planner_data, "the metadata's planner_data")
+    return packer.encode_map(document)
 
 
-def _tree(metadata: Metadata) -> Any:
+def _tree(metadata: Metadata) -> dict[str, Any]:
     """The nested state that DCP's planner has flattened, by its own word; flat without one."""
     mapping = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    tree: dict[Any, Any] = {}
+    tree: dict[str, Any] = {}
     for fqn in metadata.state_dict_metadata:
         path = mapping.get(fqn)
-        if not isinstance(path, tuple) or not path or not all(type(key) in (str, int) for key in path):
+        if not (isinstance(path, tuple) and path and all(type(key) in (str, int) for key in path)):
             path = (fqn,)
-        _put(tree, path, TensorRef(fqn))
-    return _with_lists(tree)
-
-
-class _Numbered(dict[int, Any]):
-    """A list on its way: what is an integer in a path of DCP's is a place in a list."""
-
-
-def _put(tree: dict[Any, Any], path: tuple[Any, ...], leaf: TensorRef) -> None:
-    for key, after in itertools.pairwise(path):
-        inner = tree.get(key)
-        if not isinstance(inner, dict):
-            inner = tree[key] = _Numbered() if type(after) is int else {}
-        tree = inner
-    tree[path[-1]] = leaf
-
-
-def _with_lists(tree: Any) -> Any:
-    if isinstance(tree, _Numbered) and sorted(tree) == list(range(len(tree))):
-        return [_with_lists(tree[n]) for n in range(len(tree))]
-    return {key: _with_lists(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+        set_element(tree, path, TensorRef(fqn))
+    return tree
 
 
 def stream(layout: Layout, resolved: Resolved) -> Iterator[memoryview]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from crc32c import crc32c
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckptd.agent.loading import Saved
-from ckptd.agent.values import TensorRef, decode, replaced
+from ckptd.agent.merge import bare, merge
+from ckptd.agent.values import TensorRef, decode, filled, replaced
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.fs import read_exactly
@@ -64,6 +67,7 @@ class Opened:
     metrics: dict[str, float]
     user_content: Any
     descriptors: list[int]
+    plain: dict[str, Any] = field(default_factory=dict)
 
     def values(self, rank: int = 0) -> bytes:
         """The values document of a rank, verified. Raises IntegrityError, OSError."""
@@ -80,6 +84,30 @@ class Opened:
         if self.saved.blobs:
             found["state"] = replaced(found["state"], self._value)
         return found
+
+    def metadata(self) -> Metadata:
+        """DCP's: tensors, values and planner data. Of a snapshot that DCP has not planned values are blobs as well, by the names that DCP
+        would give them. Raises as `document`."""
+        metadata, document = self.saved.metadata(), decode(self.values())
+        if "planner_data" in document:
+            metadata.planner_data = document["planner_data"]
+            return metadata
+        states = [self.document(rank)["state"] for rank in range(len(self.sources))]
+        state = filled(bare(merge(states)), lambda name: torch.empty(0))
+        flat, metadata.planner_data = flatten_state_dict(state) if isinstance(state, dict) else ({}, {})
+        for name, value in flat.items():
+            if not isinstance(value, torch.Tensor):
+                self.plain[name] = value
+                metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        return metadata
+
+    def blob(self, name: str) -> bytes:
+        """As torch.save writes a value. Raises NotFound, IntegrityError, OSError."""
+        if name not in self.plain:
+            return self.saved.blob(name)
+        buffer = io.BytesIO()
+        torch.save(self.plain[name], buffer)
+        return buffer.getvalue()
 
     def _value(self, reference: TensorRef) -> Any:
         if reference.fqn not in self.saved.blobs:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import storage as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from ckptd.agent import values
-from ckptd.agent.loading import execute
-from ckptd.agent.save_plan import loads_as_weights
+from ckptd.agent.load_plan import read_plan
 from ckptd.agent.sources import Opened, locate, open_storage
-from ckptd.shared.errors import InvalidRequest, StorageError, UnsavableValue
+from ckptd.shared.errors import InvalidRequest, StorageError
 
 
 class StorageReader(dcp.StorageReader):
@@ -62,11 +58,9 @@ class StorageReader(dcp.StorageReader):
         self.close()
         try:
             opened = self._opened = open_storage(*locate(path if rank is None else path / f"rank-{rank:05d}"))
-            document = values.decode(opened.values())
+            metadata = opened.metadata()
         except OSError as error:
             raise StorageError.of(f"read {path}", error) from None
-        metadata = opened.saved.metadata()
-        metadata.planner_data = document.get("planner_data")
         metadata.storage_meta = StorageMeta(checkpoint_id=str(path), load_id=secrets.token_hex(8))
         return metadata
 
@@ -88,10 +82,7 @@ class StorageReader(dcp.StorageReader):
         opened = self._opened
         assert opened is not None
         try:
-            execute(opened.saved, [read for read in plan.items if read.type is not LoadItemType.BYTE_IO], planner)
-            for read in plan.items:
-                if read.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(read, self._bytes(opened, read, planner))
+            read_plan(opened, plan, planner, weights_only=self.weights_only)
         except OSError as error:
             raise StorageError.of(f"read {self._where()}", error) from None
         finally:
@@ -99,16 +90,6 @@ class StorageReader(dcp.StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _bytes(self, opened: Opened, read: ReadItem, planner: LoadPlanner) -> io.BytesIO:
-        data = opened.saved.blob(read.storage_index.fqn)
-        pickled = isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
-        if self.weights_only and pickled and not loads_as_weights(data):
-            raise UnsavableValue(
-                f"{read.storage_index.fqn}: it can only be loaded by running pickled code; say weights_only=False to StorageReader if "
-                "nobody else could have written it"
-            )
-        return io.BytesIO(data)
 
     def close(self) -> None:
         if self._opened is not None:

@@ -1,0 +1,198 @@
+"""Snapshots and recoveries that DCP planners of the caller plan: DCP's order of calls, over the job's own store.
+
+A state is what `dcp.save` and `dcp.load` take: a dict; what in its top level has a state_dict is asked for it, and loads it. Plans travel
+as torch.save writes them and are read with `weights_only`, their classes alone being known.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import metadata as md
+from torch.distributed.checkpoint import planner as p
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ckptd.agent.exchange import Ranks
+from ckptd.agent.load_plan import read_plan
+from ckptd.agent.planning import Layout
+from ckptd.agent.save_plan import Resolved, check_complete, plain_metadata
+from ckptd.agent.sources import Opened
+from ckptd.agent.values import PerRank
+from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
+
+T = TypeVar("T")
+_CLASSES = [
+    p.SavePlan, p.WriteItem, p.WriteItemType, p.TensorWriteData, p.BytesIOWriteData, p.LoadPlan, p.ReadItem, p.LoadItemType,
+    md.MetadataIndex, md.ChunkStorageMetadata, md.TensorProperties, md._MEM_FORMAT_ENCODING, md.TensorStorageMetadata,
+    md.BytesStorageMetadata,
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """This rank's share of a save: its items, their layout, and on rank 0 the metadata."""
+
+    resolved: Resolved
+    layout: Layout
+    metadata: Metadata | None
+
+
+def plan_save(
+    planner: SavePlanner, state: Any, ranks: Ranks, topic: str, deadline: float, unwanted: Callable[[], CkptdError | None]
+) -> PlannedSave:
+    """With the other ranks, by `deadline`. What a planner raises on one rank is an InvalidRequest on all, unless it is a CkptdError."""
+    made: list[Metadata] = []
+    resolved: Resolved | None = None
+    token = secrets.token_bytes(32)
+
+    def local() -> bytes:
+        _set_up(planner, stateful_dicts(state, ranks.rank), ranks.rank == 0)
+        return _encode(planner.create_local_plan())
+
+    def decide(said: list[bytes]) -> list[bytes]:
+        planned, metadata = planner.create_global_plan([_decode(one, SavePlan) for one in said])
+        made.append(metadata)
+        return [_encode(plan) for plan in planned]
+
+    def resolve() -> bytes:
+        nonlocal resolved
+        resolved = Resolved.of(planner.finish_plan(_decode(heard, SavePlan)), planner, weights_only=True)
+        return _encode([write.index for write in resolved.writes.values()])
+
+    def complete(said: list[bytes]) -> list[bytes]:
+        check_complete(made[0], [index for one in said for index in _decode(one, list)])
+        return [token] * len(said)
+
+    heard = _round(ranks, f"{topic}/plan", local, decide, deadline - time.monotonic(), unwanted)
+    global_plan = _round(ranks, f"{topic}/items", resolve, complete, deadline - time.monotonic(), unwanted)
+    assert resolved is not None
+    metadata = made[0] if made else None
+    layout = resolved.lay_out(global_plan=global_plan, metadata=None if metadata is None else plain_metadata(metadata))
+    return PlannedSave(resolved, layout, metadata)
+
+
+def _set_up(planner: SavePlanner, state: dict[str, Any], is_coordinator: bool) -> None:
+    if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+        planner.set_up_planner(state_dict=state, storage_meta=None, is_coordinator=is_coordinator)
+    else:
+        planner.set_up_planner(state, is_coordinator)  # type: ignore[arg-type]
+
+
+def stateful_dicts(state: Any, rank: int) -> dict[str, Any]:
+    """What DCP hands to a planner; a `per_rank` value has the rank in its key. Raises InvalidRequest."""
+    if not isinstance(state, dict):
+        raise InvalidRequest(f"with a planner the state is {type(state).__name__}; expected a dict, as for dcp.save")
+    made = {}
+    for key, value in state.items():
+        if isinstance(value, PerRank):
+            key, value = f"{key}@{rank}", value.value
+        made[key] = value.state_dict() if isinstance(value, Stateful) else value
+    return made
+
+
+class PlannedLoad:
+    """One recovery: `begin`, `read`, `finish`."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+        self._state: Any = None
+        self._dicts: dict[str, Any] = {}
+        self._rank = 0
+        self._plan: LoadPlan | None = None
+
+    def begin(self, state: Any, metadata: Metadata, ranks: Ranks, topic: str, seconds: float) -> None:
+        """Compare `state`, with the other ranks; writes nothing. Raises StructureMismatch on all for what a planner does not find."""
+
+        self._state, self._rank = state, ranks.rank
+
+        def local() -> bytes:
+            self._dicts = stateful_dicts(self._state, ranks.rank)
+            self._planner.set_up_planner(self._dicts, metadata, ranks.rank == 0)
+            try:
+                return _encode(self._planner.create_local_plan())
+            except (RuntimeError, ValueError) as error:  # what DCP's planner raises for keys and shapes
+                raise StructureMismatch(f"{error}; nothing was written") from None
+
+        def decide(said: list[bytes]) -> list[bytes]:
+            return [_encode(plan) for plan in self._planner.create_global_plan([_decode(one, LoadPlan) for one in said])]
+
+        heard = _round(ranks, f"{topic}/plan", local, decide, seconds, lambda: None)
+        self._plan = self._planner.finish_plan(_decode(heard, LoadPlan))
+
+    def read(self, opened: Opened) -> None:
+        """Every byte, most of them into the state itself. Raises IntegrityError, OSError."""
+        assert self._plan is not None
+        read_plan(opened, self._plan, self._planner)
+
+    def finish(self) -> None:
+        """What is no tensor in place."""
+        for key, value in self._state.items():
+            own = isinstance(value, PerRank)
+            found, place = self._dicts[f"{key}@{self._rank}" if own else key], value.value if own else value
+            if isinstance(place, Stateful):
+                place.load_state_dict(found)
+            else:
+                self._state[key] = PerRank(found) if own else found
+
+
+def _round(
+    ranks: Ranks,
+    topic: str,
+    say: Callable[[], bytes],
+    decide: Callable[[list[bytes]], list[bytes]],
+    seconds: float,
+    unwanted: Callable[[], CkptdError | None],
+) -> bytes:
+    mine: bytes | CkptdError
+    failure: BaseException | None = None
+    try:
+        mine = _named(say)
+    except CkptdError as error:
+        mine, failure = error, error.__cause__
+
+    def decided(said: list[bytes]) -> list[bytes]:
+        return _named(lambda: decide(said))
+
+    try:
+        return ranks.round(topic, mine, decided, max(0.0, seconds), unwanted)
+    except CkptdError as error:
+        if failure is not None and error.__cause__ is None:
+            error.__cause__ = failure
+        raise
+
+
+def _named(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except CkptdError:
+        raise
+    except Exception as error:  # the planner's own
+        raise InvalidRequest(f"the planner has failed: {type(error).__name__}: {error}") from error
+
+
+def _encode(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _decode(data: bytes, kind: type) -> Any:
+    try:
+        with torch.serialization.safe_globals(_CLASSES):  # type: ignore[arg-type]
+            found = torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        raise InvalidRequest(
+            f"the planner's plan holds what ranks cannot tell each other without running pickled code: {str(error).splitlines()[0][:200]}"
+        ) from None
+    if not isinstance(found, kind):
+        raise InvalidRequest(f"the planner made {type(found).__name__}; expected {kind.__name__}")
+    return found
