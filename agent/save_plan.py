@@ -154,7 +154,7 @@ def plain_metadata(metadata: Metadata) -> dict[str, Any]:
     return found
 
 
-def values_of(metadata: Metadata | None, rng: Any = None) -> bytes:
+def values_of(metadata: Metadata | None, rng: Any = None, save_id: str = "") -> bytes:
     """The values document: on the rank that coordinates the state as it was nested, and what the planner wants to have back.
 
     Raises UnsavableValue for planner data that could not be brought back.
@@ -164,6 +164,7 @@ def values_of(metadata: Metadata | None, rng: Any = None) -> bytes:
     if metadata is not None:
         document["state"] = packer.pack(_tree(metadata), "")
         document["planner_data"] = packer.pack(metadata.planner_data, "the metadata's planner_data")
+        document["save_id"] = save_id
     return packer.encode_map(document)
 
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from crc32c import crc32c
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from ckptd.agent.loading import Saved
 from ckptd.agent.merge import bare, merge
@@ -91,6 +91,7 @@ class Opened:
         metadata, document = self.saved.metadata(), decode(self.values())
         if "planner_data" in document:
             metadata.planner_data = document["planner_data"]
+            metadata.storage_meta = StorageMeta(save_id=document.get("save_id") or None)
             return metadata
         states = [self.document(rank)["state"] for rank in range(len(self.sources))]
         state = filled(bare(merge(states)), lambda name: torch.empty(0))

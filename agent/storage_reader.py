@@ -29,6 +29,8 @@ class StorageReader(dcp.StorageReader):
         self.weights_only = weights_only
         self._path = None if path is None else Path(os.path.abspath(path))
         self._opened: Opened | None = None
+        self.load_id = secrets.token_hex(8)
+        """Of the last load that has begun; `StorageMeta` of its metadata has it."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -46,6 +48,7 @@ class StorageReader(dcp.StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.close()
+        self.load_id = secrets.token_hex(8)
         if checkpoint_id:
             self._path = Path(os.path.abspath(checkpoint_id))
 
@@ -61,7 +64,8 @@ class StorageReader(dcp.StorageReader):
             metadata = opened.metadata()
         except OSError as error:
             raise StorageError.of(f"read {path}", error) from None
-        metadata.storage_meta = StorageMeta(checkpoint_id=str(path), load_id=secrets.token_hex(8))
+        save_id = metadata.storage_meta.save_id if metadata.storage_meta else None
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(path), save_id=save_id, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -74,6 +74,7 @@ class _Save:
     rank: int = 0
     coordinates: bool = True
     use_collectives: bool = True
+    save_id: str = ""
     room: int = 0
     ticket: Ticket | None = None
     part: SlotPart | StandalonePart | None = None
@@ -120,6 +121,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         self.socket = None if socket is None else os.fspath(socket)
         self._path = None if path is None else _absolute(path)
         self._local = threading.local()
+        self.save_id = secrets.token_hex(8)
+        """Of the last save that has begun; `StorageMeta` of its metadata has it."""
 
     def __getstate__(self) -> dict[str, Any]:
         """As it was made, for a process that saves in the background."""
@@ -150,13 +153,14 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         return "://" not in os.fspath(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=secrets.token_hex(8))
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     # -- DCP's calls, in their order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins. What a failed one has left is discarded."""
         self.close()
+        self.save_id = secrets.token_hex(8)
         if checkpoint_id:
             self._local.path = _absolute(checkpoint_id)
 
@@ -165,7 +169,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
         self.close()
-        self._local.save = _Save(rank, is_coordinator or not use_collectives, use_collectives)
+        self._local.save = _Save(rank, is_coordinator or not use_collectives, use_collectives, self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -252,7 +256,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             raise StorageError.of(f"save {save.ticket.path}", error) from None
         finally:
             save.drop("the checkpoint is not complete")
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.save_id)
 
     def _finish(self, save: _Save, ticket: Ticket, metadata: Metadata, results: list[WriteResult]) -> None:
         part, resolved = save.part, save.resolved
@@ -263,7 +267,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         if sorted(parts) != list(range(ticket.world_size)):
             raise InvalidRequest(f"parts of ranks {sorted(parts)} have come, of {ticket.world_size}; nothing was saved")
         layout = resolved.lay_out(global_plan=ticket.global_plan, metadata=plain_metadata(metadata))
-        parts[ticket.rank] = part.finish(layout, values_of(metadata), _request(ticket))
+        parts[ticket.rank] = part.finish(layout, values_of(metadata, save_id=save.save_id), _request(ticket))
         if isinstance(part, SlotPart):
             part.wait()
             return

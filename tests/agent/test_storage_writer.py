@@ -354,6 +354,17 @@ def test_planner_data_comes_back(spot: Place) -> None:
     assert planner.planner_data == {"a": ("a",), "my-note": {"seen": (1, 2)}}
 
 
+def test_storage_meta_names_save_and_load(spot: Place) -> None:
+    writer, reader = spot.writer("meta"), StorageReader(spot.path("meta"))
+    metadata = dcp.save({"a": torch.arange(4)}, storage_writer=writer)
+    found = reader.read_metadata().storage_meta
+    assert found is not None
+    assert metadata.storage_meta is not None
+    assert (found.checkpoint_id, found.save_id, found.load_id) == (str(spot.path("meta")), writer.save_id, reader.load_id)
+    assert metadata.storage_meta.save_id == writer.save_id
+    reader.close()
+
+
 def test_a_load_planner_that_makes_its_own_tensors(spot: Place) -> None:
     dcp.save({"a": torch.arange(4.0), "b": 2}, storage_writer=spot.writer("own"))
     planner, loaded = Reading(), {"a": torch.zeros(4), "b": 0}

@@ -1,0 +1,59 @@
+"""PyTorch's own checkpoint tests, with ckptd's reader and writer in the place of its own.
+
+`python -m tests.pytorch_suite DIR [NAME...]`: DIR is `test/distributed/checkpoint` of a checkout of PyTorch, of the version that is
+installed. Its files are copied to a temporary directory, put on the CPU where they ask for GPUs, and run by pytest. Needs `expecttest` and
+what else PyTorch's tests need. Exit code 1 if a test fails that is not in `EXCLUDED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FILES = (
+    "test_file_system_checkpoint_cpu.py", "test_save_load_api.py", "test_dtensor_checkpoint.py", "test_dtensor_resharding.py",
+    "test_tp_checkpoint.py", "test_compatibility.py", "e2e/test_e2e_save_and_load.py", "e2e/test_fine_tuning.py", "e2e/test_pipeline.py",
+)  # fmt: skip
+EXCLUDED: dict[str, str] = {}
+"""Tests that are not run, by name, and why."""
+ON_CPU = (
+    (r"\.cuda\((?:[^()]|\([^()]*\))*\)", ""),
+    (r"@skip_if_lt_x_gpu\(\d+\)", ""),
+    (r"torch\.cuda\.device_count\(\)", "4"),
+    (r"cpu:gloo,cuda:nccl", "gloo"),
+    (r"([\"'])cuda(:0)?\1", r"\1cpu\1"),
+)
+
+
+def on_cpu(text: str) -> str:
+    for pattern, by in ON_CPU:
+        text = re.sub(pattern, by, text)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("names", nargs="*", default=FILES)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ckptd-pytorch-suite-") as place:
+        for name in options.names:
+            copy = Path(place) / Path(name).name
+            copy.write_text(on_cpu((options.directory / name).read_text()))
+        variables = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "CUDA_VISIBLE_DEVICES": ""}
+        skipped = " and ".join(f"not {name}" for name in EXCLUDED)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "-rs", "-c", os.devnull, place]
+        code = subprocess.run([*command, *(["-k", skipped] if skipped else [])], env=variables, cwd=place, check=False).returncode
+    for name, why in EXCLUDED.items():
+        print(f"not run: {name}: {why}")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Puts ckptd's reader and writer in the place of DCP's `FileSystemReader` and `FileSystemWriter`, in every process that finds this file
+first, and FSDP1 on the CPU.
+
+Python imports a module of this name when it starts, if there is one on its path.
+"""
+
+from __future__ import annotations
+
+from functools import partialmethod
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _storage_utils, filesystem, format_utils
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckptd.agent import StorageReader, StorageWriter
+
+
+class FileSystemWriter(StorageWriter):
+    """With the arguments and the defaults of the one that it stands for."""
+
+    def __init__(
+        self, path: Any, single_file_per_rank: bool = True, sync_files: bool = True, thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000, cache_staged_state_dict: bool = False, overwrite: bool = True, **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(path, overwrite=overwrite, threads=thread_count, weights_only=False)
+
+
+class FileSystemReader(StorageReader):
+    def __init__(self, path: Any, _extension_registry: Any = None) -> None:
+        super().__init__(path, weights_only=False)
+
+
+for module in (dcp, filesystem, _storage_utils, format_utils):
+    setattr(module, "FileSystemWriter", FileSystemWriter)  # noqa: B010
+    setattr(module, "FileSystemReader", FileSystemReader)  # noqa: B010
+FullyShardedDataParallel.__init__ = partialmethod(FullyShardedDataParallel.__init__, device_id=torch.device("cpu"))  # type: ignore[assignment,method-assign]
