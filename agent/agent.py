@@ -28,9 +28,9 @@ from ckptd.agent.planned import plan_save
 from ckptd.agent.planning import Layout, dtype_of
 from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
-from ckptd.agent.save_plan import values_of
+from ckptd.agent.save_plan import resolves_by_itself, values_of
 from ckptd.agent.staging import Documents, document_offsets
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.request import Request
 
 log = logging.getLogger("ckptd.agent")
@@ -96,9 +96,13 @@ class Agent(Attachment):
         pending = Pending(step if isinstance(step, int) else -1, self.attempt, persist=bool(persist))
         asking = Asking(self._client, pending.step, tag)
         try:
-            with self._lock:
-                request = make_request(step, tag, persist, on_busy, metrics, user_content)
+            request = make_request(step, tag, persist, on_busy, metrics, user_content)
+            if not self._lock.acquire(timeout=self._client.welcome.stall_budget):
+                raise SnapshotFailed("another save of this process is waiting for a slot")
+            try:
                 self._snapshot(pending, asking, state, request, on_busy, rng)
+            finally:
+                self._lock.release()
         except CkptdError as error:
             self._fail(pending, error)
         except Exception as error:
@@ -172,8 +176,9 @@ class Agent(Attachment):
         def source(number: int) -> torch.Tensor:
             return resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype))
 
-        _, slot = self.fill(pending, request.tag, layout, documents.offsets(layout)[-1], source, budget)
-        self._seal(pending, slot, layout, documents)
+        singly = resolves_by_itself(planner)
+        _, slot = self.fill(pending, request.tag, layout, documents.offsets(layout)[-1], source, wait=budget, singly=singly)
+        self.seal(pending, slot, layout, documents)
 
     def _plan_anew(self) -> None:
         self._layouts.plan_anew()

@@ -5,6 +5,7 @@ After a lost connection it takes up its work by itself; after a newer attempt ha
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -66,6 +67,10 @@ class Attachment:
         self.attempt = 0
         self.last_step = -1
         self._sealing = Sealing()
+        self.saving: set[object] = set()
+        """Saves that DCP has planned, from their first byte until they are durable or given up."""
+        self._filled: set[Pending] = set()  # by `fill`, and not sealed yet
+        self._sealed = threading.Condition()
         try:
             self.place = find_place(socket, root)
             self._client = Client(self.place, resume=self._resume, news=self._news, lost=self._fenced, late=self._late)
@@ -105,6 +110,11 @@ class Attachment:
         """Neither closed nor behind a newer attempt."""
         return not self._closed and not self._client.closed
 
+    def is_current(self) -> bool:
+        """Whether its attempt is still the job's newest. Raises DaemonUnreachable."""
+        reply, _ = self._client.call(lambda n: m.Status(id=n), m.StatusReport, CALL_SECONDS)
+        return all(job["attempt"] == self.attempt for job in json.loads(reply.report)["jobs"] if job["job"] == self.job)
+
     # -- what is on its way
 
     def _fail(self, pending: Pending, error: CkptdError) -> None:
@@ -128,13 +138,17 @@ class Attachment:
         layout: Layout,
         needed: int,
         source: Callable[[int], torch.Tensor],
+        *,
         wait: float = SAVE_SECONDS,
+        singly: bool = False,
     ) -> tuple[Pending, MappedSlot]:
         """A slot of `needed` bytes for a step that is planned elsewhere, filled with what `source` gives for each number of an item.
 
-        pending: the step, or None for the next; or of an earlier call, in the place of whose slot there is to be a larger one. Raises what
-        the daemon says, SnapshotFailed if there is no slot within `wait` seconds (the step is then skipped), and what `source` raises; the
-        slot is given up then, and with it the step, on all ranks.
+        pending: the step, or None for the next; or of an earlier call, in the place of whose slot there is to be a larger one. singly:
+        `source` may give the same memory each time. To be followed by `seal` or `give_up`.
+
+        Raises what the daemon says, SnapshotFailed if there is no slot within `wait` seconds (the step is then skipped), and what `source`
+        raises; the slot is given up then, and with it the step, on all ranks.
         """
         with self._lock:
             self._check_open()
@@ -144,7 +158,10 @@ class Attachment:
             self.last_step = max(self.last_step, pending.step)
             self._pending[pending.attempt, pending.step] = pending
             asking = Asking(self._client, pending.step, tag)
+            self._filled.discard(pending)
             try:
+                if not self._slots.fit(needed) and not self._none_filled(deadline):
+                    raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its own in time")
                 if not self._slots.ensure(needed, deadline):
                     self._skip(pending, "the slots in shared memory are still being made; a later snapshot will find them")
                     self._pass_over(pending, pending.why)
@@ -162,14 +179,26 @@ class Attachment:
             try:
                 self._take(pending, slot)
                 slot.begin(pending.step)
-                for numbers in _batches(layout):
+                for numbers in _batches(layout, 1 if singly else _BATCH):
                     transfer = slot.copy([source(number) for number in numbers], layout, numbers, self._carry)
                     if transfer is not None:
                         self._sealing.finish(transfer)
             except BaseException as error:
                 self.give_up(pending, slot, error)
                 raise
+            with self._sealed:
+                self._filled.add(pending)
             return pending, slot
+
+    def _none_filled(self, deadline: float) -> bool:
+        """Once nothing is filled that is not sealed: its slot would go with the others when larger ones are made."""
+        with self._sealed:
+            return self._sealed.wait_for(lambda: not self._filled, max(0.0, deadline - time.monotonic()))
+
+    def _no_longer_filled(self, pending: Pending) -> None:
+        with self._sealed:
+            self._filled.discard(pending)
+            self._sealed.notify_all()
 
     def _take(self, pending: Pending, slot: MappedSlot) -> None:
         """The slot is this snapshot's from now on."""
@@ -191,6 +220,7 @@ class Attachment:
 
     def give_up(self, pending: Pending, slot: MappedSlot, error: BaseException) -> None:
         """What `fill` has filled will not be sealed."""
+        self._no_longer_filled(pending)
         self._pending.pop((pending.attempt, pending.step), None)
         pending.fail(error if isinstance(error, CkptdError) else InternalError(repr(error)))
         self._abandon(slot, error)
@@ -199,6 +229,7 @@ class Attachment:
         """Hand over what `fill` has filled, also while another `fill` waits for the slot. Raises QuotaExceeded if the documents do not
         fit: fill another slot, or give it up."""
         self._seal(pending, slot, layout, documents)
+        self._no_longer_filled(pending)
 
     def wait_durable(self, pending: Pending) -> None:
         """Until it is committed. Raises why it cannot be; DaemonUnreachable if the daemon has been away for `AWAY_SECONDS`."""
@@ -336,12 +367,12 @@ class Attachment:
         self._slots.forget()
 
 
-def _batches(layout: Layout) -> Iterator[range]:
-    """Numbers of items, as many as make `_BATCH` bytes."""
+def _batches(layout: Layout, most: int) -> Iterator[range]:
+    """Numbers of items, as many as make `most` bytes."""
     first, nbytes = 0, 0
     for number, item in enumerate(layout.plan.items):
         nbytes += item.length
-        if nbytes >= _BATCH:
+        if nbytes >= most:
             yield range(first, number + 1)
             first, nbytes = number + 1, 0
     yield range(first, len(layout.plan.items))

@@ -10,20 +10,21 @@ import logging
 import os
 import re
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.agent.attachment import Attachment, attachments
+from ckptd.agent.attachment import SAVE_SECONDS, Attachment, attachments
 from ckptd.agent.exchange import Told
 from ckptd.agent.launch import find_place
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout, dtype_of
-from ckptd.agent.save_plan import Resolved
+from ckptd.agent.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.staging import Documents, MappedSlot, document_offsets
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed
 from ckptd.shared.request import Request
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage import PosixStorage, StandaloneStorage
 
 log = logging.getLogger("ckptd.agent")
 
@@ -55,7 +56,7 @@ class Target:
         if found is None:
             return None
         place, root = found
-        parts = path.relative_to(root).parts
+        parts = path.relative_to(root.resolve()).parts
         job = names.check_name("job", parts[0])
         step = _STEP.fullmatch(parts[1])
         if step is not None:
@@ -66,7 +67,7 @@ class Target:
 def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
     """Socket and root of the daemon under whose root `path` is a tag."""
     for known in attachments():
-        root = Path(known.root).resolve()
+        root = Path(known.root)
         if socket in (None, str(known.place.socket)) and _is_tag(path, root):
             return None if known.place.private else str(known.place.socket), root
     try:
@@ -75,17 +76,23 @@ def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
         if socket or os.environ.get("CKPTD_SOCKET"):
             raise
         return None
-    if place.private and place.root is not None and not _is_tag(path, place.root.resolve()):
+    if place.private and place.root is not None and not _is_tag(path, place.root):
         return None  # none is started for nothing
-    channel = place.connect()
+    try:
+        channel = place.connect()
+    except DaemonUnreachable:
+        if socket or os.environ.get("CKPTD_SOCKET") or place.private:
+            raise
+        return None  # what one has left at a usual place
     channel.close()
-    root = Path(channel.welcome.root).resolve()
+    root = Path(channel.welcome.root)
     if not _is_tag(path, root):
         return None
     return None if place.private else str(place.socket), root
 
 
 def _is_tag(path: Path, root: Path) -> bool:
+    root = root.resolve()
     return path.is_relative_to(root) and len(path.relative_to(root).parts) == 2 and not path.relative_to(root).parts[0].startswith(".")
 
 
@@ -104,23 +111,47 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> Claim:
     A step that is behind the last, and a tag that is to be written over, begin a new attempt. Raises AlreadyExists, InvalidRequest, and
     what the daemon says.
     """
+    bare = StandaloneStorage(Path(target.root) / target.job / (target.tag or f"step-{target.step}"))
+    if bare.has_manifest():
+        raise AlreadyExists(f"Checkpoint already exists in {bare.root}, which a save without the daemon has made; move it away")
     with _lock:
-        held = _find(target, 0, world_size, None) or _begin(target, 0, world_size, None)
+        held = _current(target, world_size)
+        if overwrite:
+            _wait_for_saves(held)
         directory = names.tag_directory(target.step, target.tag, held.attempt)
         taken = PosixStorage(Path(target.root)).has_manifest(target.job, directory)
         if taken and not overwrite:
-            raise AlreadyExists(f"{target.job}/{directory} exists; choose another name, or say overwrite=True")
+            raise AlreadyExists(f"Checkpoint already exists: {target.job}/{directory}; choose another name, or say overwrite=True")
         if taken or (target.step is not None and target.step <= held.last_step):
             if held not in _own.values():
                 raise InvalidRequest(
                     f"step {target.step} does not follow step {held.last_step}, the last of attempt {held.attempt} of this process's own "
                     "Agent: recover() to go back"
                 )
+            _wait_for_saves(held)
             held = _begin(target, 0, world_size, None)
         step = target.step
         if step is None and world_size > 1:
             step = held.last_step = held.last_step + 1
         return Claim(target, held.attempt, step)
+
+
+def _current(target: Target, world_size: int) -> Attachment:
+    """What this process is in the newest attempt, or begins. Raises Fenced if it is an Agent of the caller's whose time is over."""
+    held = _find(target, 0, world_size, None)
+    if held is None:
+        return _begin(target, 0, world_size, None)
+    if held in _own.values() and not held.is_current():  # another process has saved to this job since
+        held.let_go()
+        return _begin(target, 0, world_size, None)
+    return held
+
+
+def _wait_for_saves(held: Attachment) -> None:
+    """Until what this process saves on other threads is durable: a new attempt would end it."""
+    until = time.monotonic() + SAVE_SECONDS
+    while held.saving and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def attach(claimed: Claim, rank: int, world_size: int) -> Attachment:
@@ -131,8 +162,8 @@ def attach(claimed: Claim, rank: int, world_size: int) -> Attachment:
 
 
 def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> Attachment | None:
-    for known in attachments():
-        who = (str(Path(known.root).resolve()), known.job, known.rank, known.world_size)
+    for known in sorted(attachments(), key=lambda known: -known.attempt):
+        who = (known.root, known.job, known.rank, known.world_size)
         if who == (target.root, target.job, rank, world_size) and attempt in (None, known.attempt):
             return known
     return None
@@ -168,6 +199,8 @@ class SlotPart:
 
     def __init__(self, claimed: Claim, rank: int, world_size: int) -> None:
         self._attachment = attach(claimed, rank, world_size)
+        self._attachment.saving.add(self)
+        self._pid = os.getpid()
         self._tag, self._step = claimed.target.tag, claimed.step
         self._pending: Pending | None = None
         self._slot: MappedSlot | None = None
@@ -181,6 +214,7 @@ class SlotPart:
         self._pending, self._slot = self._attachment.fill(
             self._pending or self._step, self._tag, layout, document_offsets(layout, 0, 0)[-1] + room,
             lambda number: resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype)),
+            singly=resolves_by_itself(resolved.planner),
         )  # fmt: skip
 
     def finish(self, layout: Layout, values: bytes, request: Request) -> None:
@@ -199,13 +233,29 @@ class SlotPart:
     def wait(self) -> None:
         """Until it is durable, with the other ranks' parts. Raises why it cannot be."""
         assert self._pending is not None
-        self._attachment.wait_durable(self._pending)
+        try:
+            self._attachment.wait_durable(self._pending)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """It is the daemon's."""
+        self._attachment.saving.discard(self)
 
     def discard(self, why: str) -> None:
-        """It will not be sealed: the step fails on all ranks."""
+        """It will not be sealed: the step fails on all ranks. Nothing in a forked child, whose it is not."""
+        if os.getpid() != self._pid:
+            return
+        self.close()
         if self._slot is not None and self._pending is not None:
             slot, self._slot, self._resolved = self._slot, None, None
             self._attachment.give_up(self._pending, slot, SnapshotFailed(why))
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # whoever held it is not in the child
+    _own.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

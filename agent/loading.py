@@ -61,10 +61,14 @@ class Saved:
                 if item.dtype == BLOB:
                     saved.blobs[item.fqn] = Shard(source, item)
                     continue
+                if saved.shards.get(item.fqn) and saved.shards[item.fqn][0].item.size != item.size:
+                    raise IntegrityError(f"{item.fqn} has two sizes: {list(item.size)} and {list(saved.shards[item.fqn][0].item.size)}")
                 own[item.fqn] = Shard(source, item)
                 saved.shards.setdefault(item.fqn, []).append(own[item.fqn])
             for alias in source.plan.aliases:
                 saved.aliases[alias.fqn] = (own[alias.base], alias)
+        if twice := saved.blobs.keys() & (saved.shards.keys() | saved.aliases.keys()):
+            raise IntegrityError(f"{min(twice)} is a tensor and a value at once")
         return saved
 
     def names(self) -> list[str]:
@@ -94,15 +98,27 @@ class Saved:
         entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
         return Metadata(state_dict_metadata=entries)
 
-    def blob(self, name: str) -> bytes:
+    def read_blobs(self, names: Sequence[str]) -> dict[str, bytes]:
         """Raises NotFound, IntegrityError, OSError."""
-        if name not in self.blobs:
-            raise NotFound(f"no value {name!r} in this checkpoint")
-        shard = self.blobs[name]
-        data = bytearray(shard.item.length)
-        if data:
-            scatter(shard.source, [(shard.item.offset, memoryview(data))])
-        return bytes(data)
+        found: dict[str, bytearray] = {}
+        targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+        for name in names:
+            if name not in self.blobs:
+                raise NotFound(f"no value {name!r} in this checkpoint")
+            shard = self.blobs[name]
+            found[name] = bytearray(shard.item.length)
+            if shard.item.length:
+                targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, memoryview(found[name])))
+        for source, wanted in targets.values():
+            scatter(source, wanted)
+        return {name: bytes(data) for name, data in found.items()}
+
+    def check_whole(self, name: str) -> None:
+        """Raises IntegrityError if shards do not make up the tensor."""
+        shards = self.shards.get(name, ())
+        there = sum(math.prod(shard.item.sizes) for shard in shards)
+        if shards and there < math.prod(shards[0].item.size):
+            raise IntegrityError(f"of {name} only {there} of {math.prod(shards[0].item.size)} elements are there")
 
 
 def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None) -> int:
@@ -111,6 +127,7 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
     Raises StructureMismatch for a shape that differs, NotFound for a name that is not there, IntegrityError or OSError.
     """
     for name, tensor in destinations.items():
+        saved.check_whole(name)
         size = saved.describe(name).size
         if tuple(tensor.shape) != tuple(size):
             raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
@@ -138,12 +155,31 @@ class _Batch:
         self._planner = planner
         self._targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
         self._raw: dict[tuple[int, int], torch.Tensor] = {}
-        self._copies: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []
+        self._copies: list[tuple[ReadItem, torch.Tensor | None, torch.Tensor | None]] = []
+        self._own = not _is_default(planner)
 
     def add(self, saved: Saved, read: ReadItem) -> int:
         """Returns the bytes of temporaries that it takes."""
         shard, alias = _stored(saved, read)
-        target, item = self._planner.resolve_tensor(read).detach(), shard.item
+        item = shard.item
+        if self._own:  # it is asked for each tensor when it is copied, and may give the same memory every time
+            raw, fresh = self._temporary(shard)
+            self._copies.append((read, None, _stored_piece(raw, shard, alias, read)))
+            return item.length if fresh else 0
+        target = self._target(read)
+        whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
+        plain = type(target) is torch.Tensor and target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
+        if whole and plain and target.dtype == dtype_of(item.dtype) and _same_stride(target, shard.stride):
+            self._want(shard, memory(target, item.length))
+            self._copies.append((read, target, None))
+            return 0
+        raw, fresh = self._temporary(shard)
+        self._copies.append((read, target, _stored_piece(raw, shard, alias, read)))
+        return item.length if fresh else 0
+
+    def _target(self, read: ReadItem) -> torch.Tensor:
+        """Where the planner wants it. Raises StructureMismatch."""
+        target = self._planner.resolve_tensor(read).detach()
         if tuple(target.shape) != tuple(read.lengths):
             raise StructureMismatch(
                 f"{read.storage_index.fqn}: the planner reads a piece of shape {list(read.lengths)} into a tensor of shape "
@@ -151,18 +187,7 @@ class _Batch:
             )
         if target.is_meta:
             raise StructureMismatch(f"{read.storage_index.fqn}: the planner reads into a tensor on the meta device, which has no memory")
-        whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
-        plain = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
-        if whole and plain and target.dtype == dtype_of(item.dtype) and _same_stride(target, shard.stride):
-            self._want(shard, memory(target, item.length))
-            self._copies.append((read, target, None))
-            return 0
-        raw, fresh = self._temporary(shard)
-        stored = view_alias(raw, alias) if alias is not None else view_item(raw, shard)
-        for dimension, (start, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
-            stored = stored.narrow(dimension, start, length)
-        self._copies.append((read, target, stored))
-        return item.length if fresh else 0
+        return target
 
     def _temporary(self, shard: Shard) -> tuple[torch.Tensor, bool]:
         key = (id(shard.source), shard.item.offset)
@@ -179,11 +204,27 @@ class _Batch:
     def run(self, threads: int | None) -> int:
         total = sum(scatter(source, targets, threads=threads) for source, targets in self._targets.values())
         with torch.no_grad():
-            for read, target, stored in self._copies:
+            for read, resolved, stored in self._copies:
+                target = self._target(read) if resolved is None else resolved
                 if stored is not None:
                     copy_any(target, stored)
                 self._planner.commit_tensor(read, target)
         return total
+
+
+def _is_default(planner: LoadPlanner) -> bool:
+    """Whether it resolves tensors as DCP's own does: to where they belong in the state."""
+    own, default = type(planner), DefaultLoadPlanner
+    return isinstance(planner, default) and all(
+        getattr(own, name) is getattr(default, name) for name in ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
+    )
+
+
+def _stored_piece(raw: torch.Tensor, shard: Shard, alias: Alias | None, read: ReadItem) -> torch.Tensor:
+    stored = view_alias(raw, alias) if alias is not None else view_item(raw, shard)
+    for dimension, (start, length) in enumerate(zip(read.storage_offsets, read.lengths, strict=True)):
+        stored = stored.narrow(dimension, start, length)
+    return stored
 
 
 def _stored(saved: Saved, read: ReadItem) -> tuple[Shard, Alias | None]:
@@ -223,6 +264,7 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
     sharded = []
     for name in names:
         described = saved.describe(name)
+        saved.check_whole(name)
         if isinstance(described, Alias):
             shard, alias = saved.aliases[name]
             made[name] = view_alias(base(alias.base, shard), alias)
@@ -236,7 +278,7 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
     if sharded:
         load(saved, {name: made[name] for name in sharded}, threads=threads)
     for name in names:
-        if saved.describe(name).requires_grad:
+        if saved.describe(name).requires_grad and (made[name].is_floating_point() or made[name].is_complex()):
             made[name].requires_grad_()
     return made
 
@@ -252,6 +294,9 @@ def view_alias(raw: torch.Tensor, alias: Alias) -> torch.Tensor:
     offset, rest = divmod(alias.offset, ITEM_SIZES[alias.dtype])
     if rest:
         raise IntegrityError(f"alias {alias.fqn!r} is misaligned")
+    extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
+    if alias.offset + extent * ITEM_SIZES[alias.dtype] > raw.untyped_storage().nbytes():
+        raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
     return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), offset, alias.size, alias.stride)
 
 

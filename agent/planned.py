@@ -66,10 +66,10 @@ def plan_save(
     def resolve() -> bytes:
         nonlocal resolved
         resolved = Resolved.of(planner.finish_plan(_decode(heard, SavePlan)), planner, weights_only=True)
-        return _encode([write.index for write in resolved.writes.values()])
+        return _encode([(resolved.writes[row.key].index, row.sizes) for row in resolved.rows])
 
     def complete(said: list[bytes]) -> list[bytes]:
-        check_complete(made[0], [index for one in said for index in _decode(one, list)])
+        check_complete(made[0], [pair for one in said for pair in _decode(one, list)])
         return [token] * len(said)
 
     heard = _round(ranks, f"{topic}/plan", local, decide, deadline - time.monotonic(), unwanted)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from ckptd.agent.capture import check_tensor
 from ckptd.agent.planning import Key, Layout, Row, check_item, dtype_name, dtype_of, layout_of, memory
@@ -57,20 +59,24 @@ class Resolved:
             raise InvalidRequest(f"{fqn}: the planner's item has shape {list(sizes)}, what it resolves to {list(tensor.shape)}")
         if len(data.size) != len(sizes) or any(o + s > t for o, s, t in zip(offsets, sizes, data.size, strict=True)):
             raise InvalidRequest(f"{fqn}: the planner's item of shape {list(sizes)} at {list(offsets)} is not within {list(data.size)}")
-        grad = bool(data.properties.requires_grad)
+        grad = bool(data.properties.requires_grad) and (tensor.is_floating_point() or tensor.is_complex())
         return Row(fqn, dtype_name(tensor.dtype), tuple(data.size), offsets, sizes, None, tensor.device.type, grad)
 
     def _resolve(self, write: WriteItem) -> torch.Tensor:
         tensor = self.planner.resolve_data(write)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidRequest(f"{write.index.fqn}: the planner's item is a tensor and resolves to {type(tensor).__name__}")
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if isinstance(tensor, ShardedTensor):
+            raise InvalidRequest(f"{write.index.fqn}: the planner's item resolves to a ShardedTensor; expected the shard")
         return check_tensor(write.index.fqn, tensor.detach())
 
     def _blob(self, write: WriteItem, weights_only: bool) -> Row:
         fqn, data = write.index.fqn, self.planner.resolve_data(write)
         if not isinstance(data, io.BytesIO):
             raise InvalidRequest(f"{fqn}: the planner's item is bytes and resolves to {type(data).__name__}")
-        if weights_only and _pickles(self.planner) and not loads_as_weights(data.getbuffer()):
+        if weights_only and may_unpickle(self.planner, data.getbuffer()) and not loads_as_weights(data.getbuffer()):
             raise UnsavableValue(
                 f"{fqn}: what the planner has pickled could not be loaded without running pickled code; save plain values instead, or say "
                 "weights_only=False to StorageWriter and StorageReader if you trust whoever can write there"
@@ -105,25 +111,37 @@ def loads_as_weights(data: bytes | memoryview) -> bool:
     return True
 
 
-def _pickles(planner: SavePlanner) -> bool:
-    """Whether its bytes are what torch.save makes of values, and not in a form of its own."""
+def resolves_by_itself(planner: SavePlanner) -> bool:
+    """Whether it may make what it resolves, also in the same memory each time; DCP's own gives what is in the state."""
     own, default = type(planner), DefaultSavePlanner
-    return own.resolve_data is default.resolve_data and getattr(own, "transform_object", None) is default.transform_object
+    names = ("resolve_data", "lookup_object", "transform_object")
+    return not isinstance(planner, default) or any(getattr(own, name) is not getattr(default, name) for name in names)
 
 
-def check_complete(metadata: Metadata, written: Iterable[MetadataIndex]) -> None:
-    """What the metadata names must have been written once. Raises InvalidRequest naming what is missing, doubled or unknown."""
-    planned: set[tuple[str, tuple[int, ...] | None]] = set()
+def may_unpickle(planner: SavePlanner | LoadPlanner, data: bytes | memoryview) -> bool:
+    """Whether these bytes could be unpickled: what DCP's own planners and those made from them take for torch.save's; and of any other
+    planner's own forms whatever looks like it."""
+    return isinstance(planner, (DefaultSavePlanner, DefaultLoadPlanner)) or bytes(data[:2]) == b"PK" or bytes(data[:1]) == b"\x80"
+
+
+def check_complete(metadata: Metadata, written: Iterable[tuple[MetadataIndex, tuple[int, ...]]]) -> None:
+    """What the metadata names must have been written once, in the sizes that it says.
+
+    Raises InvalidRequest naming what is missing, doubled, unknown or of another size.
+    """
+    planned: dict[tuple[str, tuple[int, ...] | None], tuple[int, ...] | None] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            planned.update((fqn, tuple(chunk.offsets)) for chunk in entry.chunks)
+            planned.update(((fqn, tuple(chunk.offsets)), tuple(chunk.sizes)) for chunk in entry.chunks)
         else:
-            planned.add((fqn, None))
-    found = Counter((index.fqn, _offsets(metadata, index)) for index in written)
+            planned[fqn, None] = None
+    pairs = [((index.fqn, _offsets(metadata, index)), tuple(sizes)) for index, sizes in written]
+    found = Counter(key for key, _ in pairs)
     for what, keys in (
-        ("has dropped", planned - found.keys()),
-        ("has made items that its metadata lacks:", found.keys() - planned),
+        ("has dropped", planned.keys() - found.keys()),
+        ("has made items that its metadata lacks:", found.keys() - planned.keys()),
         ("writes more than once", {key for key, times in found.items() if times > 1}),
+        ("writes in another size than its metadata says:", {key for key, sizes in pairs if planned.get(key) not in (None, sizes)}),
     ):
         if keys:
             shown = sorted(_shown((fqn, offsets or ())) for fqn, offsets in keys)
@@ -164,6 +182,8 @@ def values_of(metadata: Metadata | None, rng: Any = None, save_id: str = "") -> 
     if metadata is not None:
         document["state"] = packer.pack(_tree(metadata), "")
         document["planner_data"] = packer.pack(metadata.planner_data, "the metadata's planner_data")
+        if packer.tensors:
+            raise UnsavableValue(f"{next(iter(packer.tensors))}: planner data cannot hold tensors; make it an item of the plan, or a list")
         document["save_id"] = save_id
     return packer.encode_map(document)
 

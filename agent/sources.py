@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckptd.agent.loading import Saved
 from ckptd.agent.merge import bare, merge
-from ckptd.agent.values import TensorRef, decode, filled, replaced
+from ckptd.agent.values import decode, filled, replaced, tensor_names
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.fs import read_exactly
@@ -81,8 +81,10 @@ class Opened:
         """The values document of a rank, decoded, blobs and all. Raises IntegrityError, OSError; NotFound for an enum whose class is not
         imported, UnsavableValue for what only pickled code could bring back."""
         found: dict[str, Any] = decode(self.values(rank))
-        if self.saved.blobs:
-            found["state"] = replaced(found["state"], self._value)
+        references = tensor_names(found["state"]) if self.saved.blobs else []
+        blobs = self.saved.read_blobs([name for name in references if name in self.saved.blobs])
+        if blobs:
+            found["state"] = replaced(found["state"], lambda ref: load_blob(ref.fqn, blobs[ref.fqn]) if ref.fqn in blobs else ref)
         return found
 
     def metadata(self) -> Metadata:
@@ -102,18 +104,14 @@ class Opened:
                 metadata.state_dict_metadata[name] = BytesStorageMetadata()
         return metadata
 
-    def blob(self, name: str) -> bytes:
-        """As torch.save writes a value. Raises NotFound, IntegrityError, OSError."""
-        if name not in self.plain:
-            return self.saved.blob(name)
-        buffer = io.BytesIO()
-        torch.save(self.plain[name], buffer)
-        return buffer.getvalue()
-
-    def _value(self, reference: TensorRef) -> Any:
-        if reference.fqn not in self.saved.blobs:
-            return reference
-        return load_blob(reference.fqn, self.saved.blob(reference.fqn))
+    def blobs(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Values as torch.save writes them. Raises NotFound, IntegrityError, OSError."""
+        found = self.saved.read_blobs([name for name in names if name not in self.plain])
+        for name in set(names) & self.plain.keys():
+            buffer = io.BytesIO()
+            torch.save(self.plain[name], buffer)
+            found[name] = buffer.getvalue()
+        return found
 
     def verify(self, sources: Sequence[ChunkSource] | None = None) -> int:
         """Read every chunk, of all sources or of some; returns raw bytes. Raises IntegrityError, OSError."""
@@ -147,7 +145,16 @@ def open_memory(descriptors: Sequence[int], attempt: int, step: int, tag: str) -
 
 def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
     """Raises NotFound, IntegrityError, OSError."""
-    manifest = manifest or storage.read_manifest(job, tag)
+    if manifest is None:
+        manifest = storage.read_manifest(job, tag)
+        while True:
+            try:
+                return open_storage(storage, job, tag, manifest)
+            except IntegrityError:
+                again = storage.read_manifest(job, tag)
+                if again.parts == manifest.parts:
+                    raise
+                manifest = again  # it was written over meanwhile
     readers = []
     try:
         for part in manifest.parts:
@@ -170,13 +177,14 @@ def locate(path: Path) -> tuple[PosixStorage, str, str]:
     Raises NotFound, OSError.
     """
     standalone = StandaloneStorage(path)
-    try:
-        if standalone.has_manifest():
-            return standalone, standalone.job, standalone.tag
-    except FileNotFoundError:
-        pass
     storage, job = PosixStorage(path.parent.parent), path.parent.name
-    found = _attempts(storage, job, path.name)
+    found = attempts_of(path)
+    if standalone.has_manifest():
+        if found:
+            raise NotFound(
+                f"both {path} and {path.parent / found[max(found)]} are checkpoints: name the one that you mean, or move one away"
+            )
+        return standalone, standalone.job, standalone.tag
     if found:
         return storage, job, found[max(found)]
     if os.path.lexists(path / ".metadata"):
@@ -184,8 +192,9 @@ def locate(path: Path) -> tuple[PosixStorage, str, str]:
     raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is no directory"))
 
 
-def _attempts(storage: PosixStorage, job: str, name: str) -> dict[int, str]:
-    """Directories that are committed, by attempt, of a tag: the user's own, or `step-<number>` with any number of digits."""
+def attempts_of(path: Path) -> dict[int, str]:
+    """Directories that are committed, by attempt, of `<root>/<job>/<tag>`: a tag of the user's own, or `step-<number>`, however long."""
+    storage, job, name = PosixStorage(path.parent.parent), path.parent.name, path.name
     wanted = name
     if (digits := name.removeprefix("step-")) != name and digits.isascii() and digits.isdigit():
         wanted = f"step-{int(digits):08d}"

@@ -10,9 +10,10 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -21,7 +22,7 @@ from ckptd.agent.save_plan import Resolved, stream
 from ckptd.shared import names
 from ckptd.shared.binary import align
 from ckptd.shared.codec import Codec
-from ckptd.shared.errors import IntegrityError
+from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
 from ckptd.shared.part import Chunk, PartIndex, file_bound
 from ckptd.shared.part_writer import PartWriter
@@ -41,6 +42,7 @@ class StandalonePart:
         self._threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._nonce = names.new_nonce()
         self._chunks: list[Chunk] = []
+        self._pid = os.getpid()
         self._directory = storage.fs.open_directory(str(storage.root.resolve()))
         self._writer = PartWriter(storage.fs, self._directory, self._nonce, codec)
 
@@ -62,8 +64,8 @@ class StandalonePart:
         return self._writer.finish(index, [*self._chunks, *last], items=len(layout.plan.items))
 
     def discard(self, why: str) -> None:
-        """It will not be committed: its file goes."""
-        if self._directory >= 0:
+        """It will not be committed: its file goes. Nothing in a forked child, whose it is not."""
+        if self._directory >= 0 and os.getpid() == self._pid:
             self._writer.discard()
             self.close()
 
@@ -98,11 +100,20 @@ class StandalonePart:
                     break
                 with memoryview(buffers[0]) as raw:
                     source.fill(raw[: chunk.length])
-                under_way.append(pool.submit(work, chunk, buffers))
+                under_way.append(_submit(pool, work, chunk, buffers))
         written = [future.result() for future in under_way]  # the first failure is raised
         if len(written) != len(ranges):
             raise IntegrityError(f"{len(written)} of {len(ranges)} chunks have been written")
         return written
+
+
+def _submit(pool: ThreadPoolExecutor, work: Callable[..., Chunk], *arguments: Any) -> Future[Chunk]:
+    try:
+        return pool.submit(work, *arguments)
+    except RuntimeError:  # the interpreter ends, and this save is what it waits for
+        done: Future[Chunk] = Future()
+        done.set_result(work(*arguments))
+        return done
 
 
 class _Pieces:
@@ -122,7 +133,7 @@ class _Pieces:
 
 
 def commit(storage: StandaloneStorage, layout: Layout, parts: list[PartEntry], request: Request, codec: str, *, overwrite: bool) -> None:
-    """The manifest, and with `overwrite` in the place of another one. Raises FileExistsError, OSError."""
+    """The manifest, and with `overwrite` in the place of another one. Raises FileExistsError, OSError: it may be there nevertheless."""
     manifest = Manifest(
         job=storage.job, attempt=storage.attempt, step=None, tag=storage.tag, seq=1, world_size=len(parts),
         created=datetime.fromtimestamp(request.created, UTC).isoformat(timespec="seconds"), parts=parts,
@@ -130,7 +141,14 @@ def commit(storage: StandaloneStorage, layout: Layout, parts: list[PartEntry], r
         metrics=plain_metrics(request.metrics), user_content=msgspec.json.decode(request.user_content),
         writer={**layout.plan.writer, "codec": codec},
     )  # fmt: skip
-    if overwrite:
-        storage.replace_manifest(manifest.encode())
-    else:
-        storage.publish_manifest(storage.job, storage.tag, manifest.encode())
+    storage.commit(manifest.encode(), overwrite=overwrite)
+
+
+def is_named(storage: StandaloneStorage, file: str) -> bool:
+    """Whether the checkpoint there has this part, for all that is known."""
+    try:
+        return any(part.file == file for part in storage.read_manifest().parts)
+    except NotFound:
+        return False
+    except (OSError, IntegrityError):
+        return True

@@ -14,7 +14,8 @@ from torch.futures import Future
 
 from ckptd.agent.load_plan import read_plan
 from ckptd.agent.sources import Opened, locate, open_storage
-from ckptd.shared.errors import InvalidRequest, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
+from ckptd.shared.names import MANIFEST
 
 
 class StorageReader(dcp.StorageReader):
@@ -33,8 +34,8 @@ class StorageReader(dcp.StorageReader):
         """Of the last load that has begun; `StorageMeta` of its metadata has it."""
 
     @property
-    def checkpoint_id(self) -> str:
-        return str(self._where())
+    def checkpoint_id(self) -> str | None:
+        return None if self._path is None else str(self._path)
 
     def _where(self) -> Path:
         if self._path is None:
@@ -59,6 +60,8 @@ class StorageReader(dcp.StorageReader):
         """
         path, rank = self._where(), kwargs.get("rank")
         self.close()
+        if rank is not None and os.path.lexists(path / MANIFEST):
+            raise IntegrityError(f"the checkpoint in {path} cannot be read, and it is not one that each rank has saved for itself")
         try:
             opened = self._opened = open_storage(*locate(path if rank is None else path / f"rank-{rank:05d}"))
             metadata = opened.metadata()

@@ -26,7 +26,8 @@ from torch.futures import Future
 
 from ckptd.agent.handing import Claim, SlotPart, Target, claim
 from ckptd.agent.save_plan import Resolved, check_complete, plain_metadata, values_of
-from ckptd.agent.standalone import StandalonePart, commit
+from ckptd.agent.sources import attempts_of
+from ckptd.agent.standalone import StandalonePart, commit, is_named
 from ckptd.shared import codec as codecs
 from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.manifest import PartEntry
@@ -80,9 +81,12 @@ class _Save:
     part: SlotPart | StandalonePart | None = None
     resolved: Resolved | None = None
     holding: ExitStack = field(default_factory=ExitStack)
+    pid: int = field(default_factory=os.getpid)
 
     def drop(self, why: str = "another rank could not save its part") -> None:
-        """What is not committed is discarded."""
+        """What is not committed is discarded. Nothing in a forked child, whose it is not."""
+        if os.getpid() != self.pid:
+            return
         part, self.part, self.resolved = self.part, None, None
         self.holding.close()
         if part is not None:
@@ -133,8 +137,9 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         self._local = threading.local()
 
     @property
-    def checkpoint_id(self) -> str:
-        return str(self._where())
+    def checkpoint_id(self) -> str | None:
+        path = getattr(self._local, "path", self._path)
+        return None if path is None else str(path)
 
     def _where(self) -> Path:
         path: Path | None = getattr(self._local, "path", self._path)
@@ -196,8 +201,10 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         storage = StandaloneStorage(path)
         try:
             storage.ensure()
+            if beside := attempts_of(path):
+                raise AlreadyExists(f"Checkpoint already exists: {path.parent / beside[max(beside)]}; only its daemon may save beside it")
             if not self.overwrite and storage.has_manifest():
-                raise AlreadyExists(f"{path} holds a checkpoint; choose another directory, or say overwrite=True")
+                raise AlreadyExists(f"Checkpoint already exists in {path}; choose another directory, or say overwrite=True")
             self._save.holding.enter_context(storage.saving())
         except OSError as error:
             raise StorageError.of(f"save {path}", error) from None
@@ -235,7 +242,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             entry = part.finish(layout, values_of(None), _request(ticket))
             part.close()
             save.part = save.resolved = None
-        written = [WriteResult(resolved.writes[row.key].index, row.nbytes, None) for row in resolved.rows]
+        written = [WriteResult(resolved.writes[row.key].index, row.nbytes, row.sizes) for row in resolved.rows]
         return [*written, WriteResult(MetadataIndex(_PART), 0, (ticket.rank, entry))]
 
     def _part(self, ticket: Ticket) -> SlotPart | StandalonePart:
@@ -262,7 +269,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         part, resolved = save.part, save.resolved
         assert part is not None
         assert resolved is not None
-        check_complete(metadata, [result.index for result in results if result.index.fqn != _PART])
+        check_complete(metadata, [(result.index, result.storage_data) for result in results if result.index.fqn != _PART])
         parts: dict[int, PartEntry | None] = dict(result.storage_data for result in results if result.index.fqn == _PART)
         if sorted(parts) != list(range(ticket.world_size)):
             raise InvalidRequest(f"parts of ranks {sorted(parts)} have come, of {ticket.world_size}; nothing was saved")
@@ -273,9 +280,14 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             return
         storage = StandaloneStorage(Path(ticket.path))
         entries = [entry for _, entry in sorted(parts.items()) if entry is not None]
-        commit(storage, layout, entries, _request(ticket), self.codec, overwrite=self.overwrite)
+        save.part = None  # from now on the manifest says what becomes of it
+        try:
+            commit(storage, layout, entries, _request(ticket), self.codec, overwrite=self.overwrite)
+        except BaseException:
+            if not is_named(storage, entries[ticket.rank].file):
+                part.discard("")
+            raise
         part.close()
-        save.part = None
         save.holding.close()
         try:
             storage.sweep()

@@ -170,13 +170,14 @@ def make_directories(fs: FileSystem, path: Path) -> None:
                 raise
 
 
-def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None) -> None:
+def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None, by: str = "") -> None:
     """Make `data` appear whole and durable under `name`: tmp, fsync, rename, fsync directory.
 
-    A `.tmp` left by a death is in nobody's way: the next publication removes it first. `points` is the prefix of
-    the failpoints to pass. Raises FileExistsError without `replace` if the name is taken, else OSError.
+    A `.tmp` left by a death is in nobody's way: the next publication removes it first. Where several may publish one name at once, `by`
+    tells them apart. `points` is the prefix of the failpoints to pass. Raises FileExistsError without `replace` if the name is taken, else
+    OSError.
     """
-    temporary = name + TMP_SUFFIX
+    temporary = f"{name}.{by}{TMP_SUFFIX}" if by else name + TMP_SUFFIX
     try:
         fs.unlink(temporary, directory)
     except FileNotFoundError:

@@ -27,6 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})")
 _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
 _PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})\.ckpt")
+_UNDER_WAY = re.compile(r"manifest\.json\.[0-9a-f]{32}\.tmp")
 _ATTEMPT = re.compile(r"a(?P<attempt>[0-9]{4,9})")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
 _JOURNAL_FILE = re.compile(r"(?P<number>[0-9a-f]{16})\.log")
@@ -83,6 +84,11 @@ def parse_part_file(name: str) -> tuple[int, bytes] | None:
         return None
     rank, nonce = int(match["rank"]), bytes.fromhex(match["nonce"])
     return (rank, nonce) if part_file(rank, nonce) == name else None
+
+
+def is_standalone_file(name: str) -> bool:
+    """Whether ckptd may have left it in a directory that is a checkpoint by itself: a part, or a manifest under publication."""
+    return parse_part_file(name) is not None or _UNDER_WAY.fullmatch(name) is not None
 
 
 def attempt_file(attempt: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from typing import Annotated, Any
 
 import msgspec
@@ -150,9 +151,10 @@ class Plan(msgspec.Struct, frozen=True):
             if name in seen:
                 raise IntegrityError(f"plan document names {name!r} twice")
             seen.add(name)
+        several = Counter(item.fqn for item in self.items)
         for alias in self.aliases:
             base, width = bases.get(alias.base), ITEM_SIZES.get(alias.dtype)
-            if base is None or width is None or len(alias.size) != len(alias.stride):
+            if base is None or base.dtype == BLOB or several[alias.base] > 1 or width is None or len(alias.size) != len(alias.stride):
                 raise IntegrityError(f"alias {alias.fqn!r} has no base, dtype or stride that could be")
             extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
             if alias.offset + extent * width > base.length or alias.offset % width:

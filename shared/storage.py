@@ -195,7 +195,11 @@ class StandaloneStorage(PosixStorage):
         make_directories(self.fs, self.root)
 
     def has_manifest(self, job: str = job, tag: str = tag) -> bool:
-        return super().has_manifest(job, tag)
+        """Also where there is no directory."""
+        try:
+            return super().has_manifest(job, tag)
+        except FileNotFoundError:
+            return False
 
     def read_manifest(self, job: str = job, tag: str = tag) -> Manifest:
         """Whatever job and tag it was made for: a checkpoint may have been moved or copied here."""
@@ -207,10 +211,11 @@ class StandaloneStorage(PosixStorage):
         except IntegrityError as error:
             raise type(error)(f"{self.root}: {error}") from None
 
-    def replace_manifest(self, data: bytes) -> None:
-        """The commit, over the one before."""
+    def commit(self, data: bytes, *, overwrite: bool) -> None:
+        """The manifest; of several that commit at once without `overwrite` one succeeds. Raises FileExistsError, OSError: then it may be
+        there nevertheless."""
         with self.directory() as fd:
-            publish(self.fs, names.MANIFEST, fd, data, replace=True)
+            publish(self.fs, names.MANIFEST, fd, data, replace=overwrite, by=names.new_nonce().hex())
 
     def sweep(self) -> None:
         """Remove what the manifest does not name: of a save that ended half way, and of a checkpoint that was written over.
@@ -223,7 +228,7 @@ class StandaloneStorage(PosixStorage):
             except OSError:
                 return
             keep = {part.file for part in self.read_manifest().parts}
-            mine = [file for file in os.listdir(fd) if names.parse_part_file(file) and file not in keep]
+            mine = [file for file in os.listdir(fd) if names.is_standalone_file(file) and file not in keep]
             self.delete_files(self.job, self.tag, mine)
 
     @contextmanager
