@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from ckptd.shared.storage import PosixStorage, StandaloneStorage
 log = logging.getLogger("ckptd.agent")
 
 EXIT_SECONDS = 5.0
+_LOOK_SECONDS = 0.01
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _lock = threading.Lock()
 _own: dict[tuple[str, str], Attachment] = {}  # by root and job; of what `StorageWriter` has begun itself
@@ -105,8 +107,8 @@ class Claim:
     step: int | None
 
 
-def claim(target: Target, world_size: int, *, overwrite: bool) -> Claim:
-    """The attempt and step of the next save, for all ranks; on the coordinator.
+def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, Callable[[], None]]:
+    """The attempt and step of the next save, for all ranks; on the coordinator. And what to call once it is over.
 
     A step that is behind the last, and a tag that is to be written over, begin a new attempt. Raises AlreadyExists, InvalidRequest, and
     what the daemon says.
@@ -114,26 +116,31 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> Claim:
     bare = StandaloneStorage(Path(target.root) / target.job / (target.tag or f"step-{target.step}"))
     if bare.has_manifest():
         raise AlreadyExists(f"Checkpoint already exists in {bare.root}, which a save without the daemon has made; move it away")
-    with _lock:
-        held = _current(target, world_size)
-        if overwrite:
-            _wait_for_saves(held)
-        directory = names.tag_directory(target.step, target.tag, held.attempt)
-        taken = PosixStorage(Path(target.root)).has_manifest(target.job, directory)
-        if taken and not overwrite:
-            raise AlreadyExists(f"Checkpoint already exists: {target.job}/{directory}; choose another name, or say overwrite=True")
-        if taken or (target.step is not None and target.step <= held.last_step):
-            if held not in _own.values():
+    until = time.monotonic() + SAVE_SECONDS
+    while True:
+        with _lock:
+            held = _current(target, world_size)
+            directory = names.tag_directory(target.step, target.tag, held.attempt)
+            taken = PosixStorage(Path(target.root)).has_manifest(target.job, directory)
+            if taken and not overwrite:
+                raise AlreadyExists(f"Checkpoint already exists: {target.job}/{directory}; choose another name, or say overwrite=True")
+            anew = taken or (target.step is not None and target.step <= held.last_step)
+            if anew and held not in _own.values():
                 raise InvalidRequest(
                     f"step {target.step} does not follow step {held.last_step}, the last of attempt {held.attempt} of this process's own "
                     "Agent: recover() to go back"
                 )
-            _wait_for_saves(held)
-            held = _begin(target, 0, world_size, None)
-        step = target.step
-        if step is None and world_size > 1:
-            step = held.last_step = held.last_step + 1
-        return Claim(target, held.attempt, step)
+            if not held.saving or not (overwrite or anew) or time.monotonic() > until:
+                return _claimed(target, _begin(target, 0, world_size, None) if anew else held, world_size)
+        time.sleep(_LOOK_SECONDS)  # what is being saved on other threads may be what is to be written over, and a new attempt would end it
+
+
+def _claimed(target: Target, held: Attachment, world_size: int) -> tuple[Claim, Callable[[], None]]:
+    token, step = object(), target.step
+    held.saving.add(token)
+    if step is None and world_size > 1:
+        step = held.last_step = held.last_step + 1
+    return Claim(target, held.attempt, step), lambda: held.saving.discard(token)
 
 
 def _current(target: Target, world_size: int) -> Attachment:
@@ -145,13 +152,6 @@ def _current(target: Target, world_size: int) -> Attachment:
         held.let_go()
         return _begin(target, 0, world_size, None)
     return held
-
-
-def _wait_for_saves(held: Attachment) -> None:
-    """Until what this process saves on other threads is durable: a new attempt would end it."""
-    until = time.monotonic() + SAVE_SECONDS
-    while held.saving and time.monotonic() < until:
-        time.sleep(0.01)
 
 
 def attach(claimed: Claim, rank: int, world_size: int) -> Attachment:

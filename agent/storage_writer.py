@@ -160,6 +160,11 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        """A copy on the CPU, for a save on another thread or in another process."""
+        self.close()
+        return super().stage(state_dict)
+
     # -- DCP's calls, in their order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -188,7 +193,9 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         claimed = None
         if save.use_collectives and together == (dist.get_world_size() if dist.is_initialized() else 1):
             target = Target.of(path, self.socket)
-            claimed = None if target is None else claim(target, together, overwrite=self.overwrite)
+            if target is not None:
+                claimed, over = claim(target, together, overwrite=self.overwrite)
+                save.holding.callback(over)
         if claimed is None:
             self._begin_alone(path)
         global_plan = secrets.token_bytes(32)
@@ -200,9 +207,9 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
     def _begin_alone(self, path: Path) -> None:
         storage = StandaloneStorage(path)
         try:
-            storage.ensure()
             if beside := attempts_of(path):
                 raise AlreadyExists(f"Checkpoint already exists: {path.parent / beside[max(beside)]}; only its daemon may save beside it")
+            storage.ensure()
             if not self.overwrite and storage.has_manifest():
                 raise AlreadyExists(f"Checkpoint already exists in {path}; choose another directory, or say overwrite=True")
             self._save.holding.enter_context(storage.saving())
