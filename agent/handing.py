@@ -25,6 +25,7 @@ from ckptd.agent.staging import Documents, MappedSlot, document_offsets
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed
 from ckptd.shared.request import Request
+from ckptd.shared.segment import this_boot
 from ckptd.shared.storage import PosixStorage, StandaloneStorage
 
 log = logging.getLogger("ckptd.agent")
@@ -100,11 +101,13 @@ def _is_tag(path: Path, root: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the coordinator has got from the daemon for one save. `step`: None for the next, of a rank that has nobody to agree with."""
+    """What the coordinator has got from the daemon for one save. `step`: None for the next, of a rank with nobody to agree with; `boot`:
+    of its node."""
 
     target: Target
     attempt: int
     step: int | None
+    boot: bytes
 
 
 def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, Callable[[], None]]:
@@ -140,7 +143,7 @@ def _claimed(target: Target, held: Attachment, world_size: int) -> tuple[Claim, 
     held.saving.add(token)
     if step is None and world_size > 1:
         step = held.last_step = held.last_step + 1
-    return Claim(target, held.attempt, step), lambda: held.saving.discard(token)
+    return Claim(target, held.attempt, step, this_boot()), lambda: held.saving.discard(token)
 
 
 def _current(target: Target, world_size: int) -> Attachment:
@@ -155,7 +158,9 @@ def _current(target: Target, world_size: int) -> Attachment:
 
 
 def attach(claimed: Claim, rank: int, world_size: int) -> Attachment:
-    """This rank, at the daemon."""
+    """This rank, at the daemon. Raises InvalidRequest on another node."""
+    if claimed.boot != this_boot():
+        raise InvalidRequest(f"ranks 0 and {rank} are not on one node: a job's ranks share one node and daemon; save outside its root")
     with _lock:
         held = _find(claimed.target, rank, world_size, claimed.attempt)
         return held or _begin(claimed.target, rank, world_size, claimed.attempt)

@@ -88,9 +88,11 @@ class _Save:
         if os.getpid() != self.pid:
             return
         part, self.part, self.resolved = self.part, None, None
-        self.holding.close()
-        if part is not None:
-            part.discard(why)
+        try:
+            if part is not None:
+                part.discard(why)
+        finally:
+            self.holding.close()
 
     def __del__(self) -> None:
         self.drop()

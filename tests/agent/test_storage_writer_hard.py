@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
-from ckptd.agent.handing import leave_all
+from ckptd.agent.handing import Claim, Target, attach, leave_all
 from ckptd.agent.save_plan import Resolved
 from ckptd.agent.standalone import StandalonePart
 from ckptd.shared import codec
-from ckptd.shared.errors import CkptdError, IntegrityError, NotFound
+from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
 from ckptd.shared.storage import StandaloneStorage
 from tests.agent.test_storage_writer import Place, refused, same, spot, state
@@ -366,3 +366,10 @@ def test_shards_that_do_not_make_up_a_tensor(tmp_path: Path) -> None:
 
 def replace_item(item: Item, sizes: tuple[int, ...]) -> Item:
     return Item(item.fqn, item.dtype, item.size, item.offsets, sizes, item.stride, item.offset, item.device, item.requires_grad)
+
+
+def test_ranks_of_another_node_are_refused(daemon: Daemon) -> None:
+    target = Target.of(daemon.home.root / "gpt" / "best", str(daemon.home.socket))
+    assert target is not None
+    with pytest.raises(InvalidRequest, match="ranks 0 and 1 are not on one node"):
+        attach(Claim(target, 1, 1, bytes(16)), 1, 2)

@@ -26,7 +26,8 @@ ON_CPU = (
     (r"\.cuda\((?:[^()]|\([^()]*\))*\)", ""),
     (r"@skip_if_lt_x_gpu\(\d+\)", ""),
     (r"torch\.cuda\.device_count\(\)", "4"),
-    (r"cpu:gloo,cuda:nccl", "gloo"),
+    (r"cpu:gloo,(cuda:nccl|\{[^}]*\}:\{[^}]*\})", "gloo"),
+    (r'(f?)"gloo"', '"gloo"'),
     (r"([\"'])cuda(:0)?\1", r"\1cpu\1"),
 )
 
