@@ -27,11 +27,11 @@ class Checkpoint:
     """An open, committed checkpoint; made by `open`. Verifies everything that it reads. Close it, or use it in a `with`."""
 
     def __init__(self, storage: PosixStorage, job: str, manifest: Manifest) -> None:
-        self.manifest = manifest
         try:
             self._opened: Opened = open_storage(storage, job, manifest.tag, manifest)
         except OSError as error:
             raise StorageError.of(f"read {storage.root / job / manifest.tag}", error) from None
+        self.manifest = self._opened.manifest or manifest
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], which: str | int = "newest") -> Checkpoint:
@@ -67,11 +67,11 @@ class Checkpoint:
         if not manifests:
             wanted = "" if which == "newest" else f" {which!r}"
             raise NotFound(f"no checkpoint{wanted} in {where}")
-        failure: IntegrityError | None = None
+        failure: IntegrityError | NotFound | None = None
         for manifest in sorted(manifests, key=lambda m: m.order, reverse=True):
             try:
                 return cls(storage, job, manifest)
-            except IntegrityError as error:
+            except (IntegrityError, NotFound) as error:
                 failure = failure or error
                 if which != "newest":
                     raise

@@ -67,6 +67,7 @@ class Opened:
     metrics: dict[str, float]
     user_content: Any
     descriptors: list[int]
+    manifest: Manifest | None = None
     plain: dict[str, Any] = field(default_factory=dict)
 
     def values(self, rank: int = 0) -> bytes:
@@ -134,27 +135,30 @@ def open_memory(descriptors: Sequence[int], attempt: int, step: int, tag: str) -
     """Takes over the descriptors, also when it raises IntegrityError."""
     try:
         sources = [SlotSource(fd, attempt, step) for fd in descriptors]
+        saved = Saved.of(sources)
     except BaseException:
         for fd in descriptors:
             os.close(fd)
         raise
     request = sources[0].request
     content = msgspec.json.decode(request.user_content)
-    return Opened(tag, sources, Saved.of(sources), dict(request.metrics), content, list(descriptors))
+    return Opened(tag, sources, saved, dict(request.metrics), content, list(descriptors))
 
 
 def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
-    """Raises NotFound, IntegrityError, OSError."""
-    if manifest is None:
-        manifest = storage.read_manifest(job, tag)
-        while True:
-            try:
-                return open_storage(storage, job, tag, manifest)
-            except IntegrityError:
-                again = storage.read_manifest(job, tag)
-                if again.parts == manifest.parts:
-                    raise
-                manifest = again  # it was written over meanwhile
+    """Raises NotFound, also for a checkpoint that is deleted meanwhile; IntegrityError, OSError."""
+    manifest = manifest or storage.read_manifest(job, tag)
+    while True:
+        try:
+            return _opened(storage, job, tag, manifest)
+        except IntegrityError:
+            again = storage.read_manifest(job, tag)  # manifests go before parts
+            if again.parts == manifest.parts:
+                raise
+            manifest = again  # it was written over
+
+
+def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Opened:
     readers = []
     try:
         for part in manifest.parts:
@@ -163,12 +167,13 @@ def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest |
             index = reader.index
             if (index.attempt, index.step, index.rank, len(reader.plan.items)) != (manifest.attempt, manifest.step, part.rank, part.items):
                 raise IntegrityError(f"{reader.name} is not the part that the manifest means")
+        saved = Saved.of(readers)
     except BaseException:
         for reader in readers:
             os.close(reader.fileno())
         raise
     metrics = {key: float(value) for key, value in manifest.metrics.items()}
-    return Opened(tag, readers, Saved.of(readers), metrics, manifest.user_content, [reader.fileno() for reader in readers])
+    return Opened(tag, readers, saved, metrics, manifest.user_content, [reader.fileno() for reader in readers], manifest)
 
 
 def locate(path: Path) -> tuple[PosixStorage, str, str]:

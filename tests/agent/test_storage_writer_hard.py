@@ -115,6 +115,26 @@ def test_an_async_save_that_is_the_last_statement_is_finished(spot: Place) -> No
         assert torch.equal(checkpoint.tensor("a"), torch.arange(5_000_000))
 
 
+def test_what_is_deleted_or_written_over_while_it_is_opened(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        dcp.save({"a": torch.full((2,), number)}, storage_writer=StorageWriter(tmp_path / str(number)))
+    before = StandaloneStorage(tmp_path / "1").read_manifest()
+    for part in (tmp_path / "1").glob("rank-*"):
+        part.unlink()
+    (tmp_path / "1" / "manifest.json").unlink()
+    with pytest.raises(NotFound):
+        Checkpoint(StandaloneStorage(tmp_path / "1"), "standalone", before)
+    before = StandaloneStorage(tmp_path / "2").read_manifest()
+    dcp.save({"a": torch.full((2,), 22)}, storage_writer=StorageWriter(tmp_path / "2", overwrite=True))
+    with Checkpoint(StandaloneStorage(tmp_path / "2"), "standalone", before) as checkpoint:
+        assert checkpoint.tensor("a")[0].item() == 22
+        assert checkpoint.manifest.parts != before.parts
+    for part in (tmp_path / "3").glob("rank-*"):
+        part.unlink()
+    with pytest.raises(IntegrityError, match="is missing"):
+        Checkpoint.open(tmp_path / "3")
+
+
 # -- attempts
 
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
+from ckptd.shared.errors import NotFound
 from tests.crash.images import Image, Unavailable, fill
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home
@@ -269,7 +270,11 @@ class Job(RuleBasedStateMachine):
         assert self.place.segment_files() == []
         job = self.place.root / trainers.JOB
         for manifest in job.glob("*/manifest.json"):
-            with Checkpoint.open(job, manifest.parent.name) as checkpoint:
+            try:
+                opened = Checkpoint.open(job, manifest.parent.name)
+            except NotFound:
+                continue  # the daemon has retired it since it was listed
+            with opened as checkpoint:
                 assert checkpoint.step is not None
                 trainers.assert_equal(checkpoint.load(), checkpoint.step, SIZE)
 
