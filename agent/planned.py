@@ -1,11 +1,13 @@
 """Snapshots and recoveries that DCP planners of the caller plan: DCP's order of calls, over the job's own store.
 
 A state is what `dcp.save` and `dcp.load` take: a dict; what in its top level has a state_dict is asked for it, and loads it. Plans travel
-as torch.save writes them and are read with `weights_only`, their classes alone being known.
+as plain values that torch.save has written, and are read with `weights_only`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import inspect
 import io
 import secrets
@@ -30,11 +32,14 @@ from ckptd.agent.values import PerRank
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
 
 T = TypeVar("T")
-_CLASSES = [
-    p.SavePlan, p.WriteItem, p.WriteItemType, p.TensorWriteData, p.BytesIOWriteData, p.LoadPlan, p.ReadItem, p.LoadItemType,
-    md.MetadataIndex, md.ChunkStorageMetadata, md.TensorProperties, md._MEM_FORMAT_ENCODING, md.TensorStorageMetadata,
-    md.BytesStorageMetadata,
-]  # fmt: skip
+_CLASS = "~class"
+_CLASSES: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (
+        p.SavePlan, p.WriteItem, p.WriteItemType, p.TensorWriteData, p.BytesIOWriteData, p.LoadPlan, p.ReadItem, p.LoadItemType,
+        md.MetadataIndex, md.ChunkStorageMetadata, md.TensorProperties, md.TensorStorageMetadata, md.BytesStorageMetadata,
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +186,13 @@ def _named(work: Callable[[], T]) -> T:
 
 def _encode(value: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(_plain(value), buffer)
     return buffer.getvalue()
 
 
 def _decode(data: bytes, kind: type) -> Any:
     try:
-        with torch.serialization.safe_globals(_CLASSES):  # type: ignore[arg-type]
-            found = torch.load(io.BytesIO(data), weights_only=True)
+        found = _rebuilt(torch.load(io.BytesIO(data), weights_only=True))
     except Exception as error:
         raise InvalidRequest(
             f"the planner's plan holds what ranks cannot tell each other without running pickled code: {str(error).splitlines()[0][:200]}"
@@ -196,3 +200,26 @@ def _decode(data: bytes, kind: type) -> Any:
     if not isinstance(found, kind):
         raise InvalidRequest(f"the planner made {type(found).__name__}; expected {kind.__name__}")
     return found
+
+
+def _plain(value: Any) -> Any:
+    """DCP's own classes as the name and the fields: how enums are pickled differs between releases of Python."""
+    kind = type(value)
+    if kind in _CLASSES.values():
+        fields = [value.value] if isinstance(value, enum.Enum) else [_plain(getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {_CLASS: kind.__name__, "fields": fields}
+    if kind is torch.memory_format:
+        return {_CLASS: "memory_format", "fields": [str(value).removeprefix("torch.")]}
+    if kind is dict:
+        return {key: _plain(item) for key, item in value.items()}
+    return kind(map(_plain, value)) if kind in (list, tuple) else value
+
+
+def _rebuilt(value: Any) -> Any:
+    kind = type(value)
+    if kind is dict and _CLASS in value:
+        fields = [_rebuilt(item) for item in value["fields"]]
+        return getattr(torch, fields[0]) if value[_CLASS] == "memory_format" else _CLASSES[value[_CLASS]](*fields)
+    if kind is dict:
+        return {key: _rebuilt(item) for key, item in value.items()}
+    return kind(map(_rebuilt, value)) if kind in (list, tuple) else value

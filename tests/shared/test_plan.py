@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.plan import (
+    BLOB,
     HIDDEN,
     ITEM_SIZES,
     MIN_CHUNK,
@@ -31,7 +32,7 @@ from ckptd.shared.plan import (
 )
 from tests.shared.samples import WRITER, sample_plan, steady, values_after
 
-DTYPES = {width: [name for name, size in ITEM_SIZES.items() if size == width] for width in (16, 8, 4, 2, 1)}
+DTYPES = {width: [name for name, size in ITEM_SIZES.items() if size == width and name != BLOB] for width in (16, 8, 4, 2, 1)}
 
 
 def make(items: list[Item], aliases: list[Alias] | None = None, regions: list[Region] | None = None, **changes: Any) -> Plan:
