@@ -40,9 +40,9 @@ rank-kills: $(INSTALLED)
 crash-matrix: $(INSTALLED)
 	for round in $$(seq $(ROUNDS)); do $(RUN) -m pytest -n 2 -q tests/crash/test_failpoints.py || exit 1; done
 
-# Every rig that looks for what could be lost: for MINUTES, with LONG=1 for hours, or as much as CI runs.
+# Every rig that looks for what could be lost: for MINUTES, with LONG=1 for hours, or as much as CI runs; ONLY names some of them.
 trust: $(INSTALLED)
-	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),$(if $(LONG),--long,--short)) $(if $(SEED),--seed $(SEED))
+	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),$(if $(LONG),--long,--short)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 # What must be covered whole, every branch: journal, commit, recovery, session.
 coverage: $(INSTALLED)

@@ -118,6 +118,8 @@ class Attachment:
     # -- what is on its way
 
     def _fail(self, pending: Pending, error: CkptdError) -> None:
+        if pending.state == "skipped":
+            return  # and whoever is to know it does
         pending.fail(error)
         self._pass_over(pending, error)
 
@@ -163,8 +165,9 @@ class Attachment:
                 if not self._slots.fit(needed) and not self._none_filled(deadline):
                     raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its own in time")
                 if not self._slots.ensure(needed, deadline):
-                    self._skip(pending, "the slots in shared memory are still being made; a later snapshot will find them")
-                    self._pass_over(pending, pending.why)
+                    why = "the slots in shared memory are still being made; a later snapshot will find them"
+                    self._pass_over(pending, SnapshotFailed(f"step {pending.step} was skipped: {why}"))
+                    self._skip(pending, why)
                     raise pending.why
                 asking.ask(deadline)
                 if not asking.answer():

@@ -29,6 +29,7 @@ class Alone:
 
     rank, world_size, operations = 0, 1, 0
     scope = ""
+    _answer: bytes | None = None
 
     def round(
         self,
@@ -41,30 +42,15 @@ class Alone:
         """As `Exchange.round`, at once."""
         if isinstance(mine, CkptdError):
             raise mine
-        return decide([mine])[0]
+        return decide([mine])[0] if self._answer is None else self._answer
 
 
-class Told:
+class Told(Alone):
     """Ranks that somebody else has brought together: rank 0 claims an attempt (None), the others are told which."""
 
-    operations = 0
-    scope = ""
-
     def __init__(self, rank: int, world_size: int, attempt: int | None) -> None:
-        self.rank, self.world_size, self._attempt = rank, world_size, attempt
-
-    def round(
-        self,
-        topic: str,
-        mine: bytes | CkptdError,
-        decide: Callable[[list[bytes]], list[bytes]],
-        seconds: float,
-        unwanted: Callable[[], CkptdError | None] = lambda: None,
-    ) -> bytes:
-        """As `Exchange.round`, at once."""
-        if isinstance(mine, CkptdError):
-            raise mine
-        return decide([mine])[0] if self._attempt is None else msgspec.msgpack.encode(self._attempt)
+        self.rank, self.world_size = rank, world_size
+        self._answer = None if attempt is None else msgspec.msgpack.encode(attempt)
 
 
 class Exchange:
@@ -249,4 +235,4 @@ def _decode(data: bytes, rank: int | None = None) -> bytes:
     return value
 
 
-Ranks = Alone | Exchange | Told
+Ranks = Alone | Exchange

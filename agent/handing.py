@@ -147,7 +147,7 @@ def _claimed(target: Target, held: Attachment, world_size: int) -> tuple[Claim, 
 
 
 def _current(target: Target, world_size: int) -> Attachment:
-    """What this process is in the newest attempt, or begins. Raises Fenced if it is an Agent of the caller's whose time is over."""
+    """What this process is in the newest attempt, or begins. An Agent of the caller's whose time is over hears so from the daemon."""
     held = _find(target, 0, world_size, None)
     if held is None:
         return _begin(target, 0, world_size, None)

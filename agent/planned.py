@@ -116,7 +116,6 @@ class PlannedLoad:
 
     def begin(self, state: Any, metadata: Metadata, ranks: Ranks, topic: str, seconds: float) -> None:
         """Compare `state`, with the other ranks; writes nothing. Raises StructureMismatch on all for what a planner does not find."""
-
         self._state, self._rank = state, ranks.rank
 
         def local() -> bytes:

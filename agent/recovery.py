@@ -208,19 +208,25 @@ class _Attempt:
         """Compare, and write nothing. Raises StructureMismatch."""
         assert self._opened is not None
         documents = self._documents
-        own = self._ranks.rank if len(documents) == self._ranks.world_size else None
-        if own is not None:
-            self._rng = documents[own].get("rng")
-        elif any(document.get("rng") for document in documents):
-            log.warning(
-                "random generators are left as they are: they were saved on %d ranks, and this job has %d",
-                len(documents), self._ranks.world_size,
-            )  # fmt: skip
+        own = self._own_document()
         foreign: Foreign = {}
         tree = merge([document["state"] for document in documents], own, foreign)
         saved, strict, on_reshape = self._opened.saved, self._strict, self._on_reshape
         self._binding = Binding(state, tree, saved, strict=strict, on_reshape=on_reshape, foreign=foreign)
         return {"unused": self._binding.unused}
+
+    def _own_document(self) -> int | None:
+        """Which of the documents is this rank's, with its random generators; None on another number of ranks."""
+        documents = self._documents
+        if len(documents) == self._ranks.world_size:
+            self._rng = documents[self._ranks.rank].get("rng")
+            return self._ranks.rank
+        if any(document.get("rng") for document in documents):
+            log.warning(
+                "random generators are left as they are: they were saved on %d ranks, and this job has %d",
+                len(documents), self._ranks.world_size,
+            )  # fmt: skip
+        return None
 
     def _open(self) -> Opened:
         candidate = self._candidate
@@ -286,10 +292,8 @@ class _PlannedAttempt(_Attempt):
 
     def bind(self, state: Any) -> dict[str, Any]:
         assert self._opened is not None
-        documents = self._documents
-        if len(documents) == self._ranks.world_size:
-            self._rng = documents[self._ranks.rank].get("rng")
-        self._planned.begin(state, self._opened.metadata(), self._ranks, self._topic, RANKS_SECONDS)
+        self._own_document()
+        self._planned.begin(state, self._opened.metadata(self._documents), self._ranks, self._topic, RANKS_SECONDS)
         return {"unused": []}
 
     def load(self) -> dict[str, Any]:

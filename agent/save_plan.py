@@ -77,6 +77,7 @@ class Resolved:
         if not isinstance(data, io.BytesIO):
             raise InvalidRequest(f"{fqn}: the planner's item is bytes and resolves to {type(data).__name__}")
         if weights_only and may_unpickle(self.planner, data.getbuffer()) and not loads_as_weights(data.getbuffer()):
+            # Refused by default: only the caller knows who can write there, and this tells him how to say so.
             raise UnsavableValue(
                 f"{fqn}: what the planner has pickled could not be loaded without running pickled code; save plain values instead, or say "
                 "weights_only=False to StorageWriter and StorageReader if you trust whoever can write there"

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckptd.agent.loading import Saved
 from ckptd.agent.merge import bare, merge
-from ckptd.agent.values import decode, filled, replaced, tensor_names
+from ckptd.agent.values import TensorRef, decode, filled, tensor_names
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.fs import read_exactly
@@ -85,19 +85,19 @@ class Opened:
         references = tensor_names(found["state"]) if self.saved.blobs else []
         blobs = self.saved.read_blobs([name for name in references if name in self.saved.blobs])
         if blobs:
-            found["state"] = replaced(found["state"], lambda ref: load_blob(ref.fqn, blobs[ref.fqn]) if ref.fqn in blobs else ref)
+            found["state"] = filled(found["state"], lambda name: load_blob(name, blobs[name]) if name in blobs else TensorRef(name))
         return found
 
-    def metadata(self) -> Metadata:
+    def metadata(self, documents: Sequence[dict[str, Any]] = ()) -> Metadata:
         """DCP's: tensors, values and planner data. Of a snapshot that DCP has not planned values are blobs as well, by the names that DCP
-        would give them. Raises as `document`."""
-        metadata, document = self.saved.metadata(), decode(self.values())
-        if "planner_data" in document:
-            metadata.planner_data = document["planner_data"]
-            metadata.storage_meta = StorageMeta(save_id=document.get("save_id") or None)
+        would give them. `documents`: of every rank, if they are known. Raises as `document`."""
+        metadata, first = self.saved.metadata(), documents[0] if documents else decode(self.values())
+        if "planner_data" in first:
+            metadata.planner_data = first["planner_data"]
+            metadata.storage_meta = StorageMeta(save_id=first.get("save_id") or None)
             return metadata
-        states = [self.document(rank)["state"] for rank in range(len(self.sources))]
-        state = filled(bare(merge(states)), lambda name: torch.empty(0))
+        documents = documents or [self.document(rank) for rank in range(len(self.sources))]
+        state = filled(bare(merge([document["state"] for document in documents])), lambda name: torch.empty(0))
         flat, metadata.planner_data = flatten_state_dict(state) if isinstance(state, dict) else ({}, {})
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):

@@ -38,13 +38,12 @@ class StandalonePart:
 
     def __init__(self, storage: StandaloneStorage, rank: int, world_size: int, codec: Codec, threads: int | None) -> None:
         storage.ensure()
-        self._storage, self._rank, self._world_size, self._codec = storage, rank, world_size, codec
+        self._storage, self._rank, self._world_size = storage, rank, world_size
         self._threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-        self._nonce = names.new_nonce()
         self._chunks: list[Chunk] = []
         self._pid = os.getpid()
         self._directory = storage.fs.open_directory(str(storage.root.resolve()))
-        self._writer = PartWriter(storage.fs, self._directory, self._nonce, codec)
+        self._writer = PartWriter(storage.fs, self._directory, names.new_nonce(), codec)
 
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
         """The regions of the packed slot. `room`: bytes that the documents will take, about."""

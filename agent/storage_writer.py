@@ -234,12 +234,11 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
 
     def _taken(self) -> Ticket:
         """This save's."""
-        if self._save.ticket is not None:
-            return self._save.ticket
-        try:
-            return _arrived.pop(str(self._where()))
-        except KeyError:
-            raise InvalidRequest(f"this rank saves to {self._where()}, and the coordinator elsewhere: give all ranks one path") from None
+        arrived = _arrived.pop(str(self._where()), None)  # also on the coordinator, who has sent one to itself
+        ticket = self._save.ticket or arrived
+        if ticket is None:
+            raise InvalidRequest(f"this rank saves to {self._where()}, and the coordinator elsewhere: give all ranks one path")
+        return ticket
 
     def _write(self, save: _Save, ticket: Ticket, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         resolved = save.resolved = Resolved.of(plan, planner, weights_only=self.weights_only)

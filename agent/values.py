@@ -363,15 +363,6 @@ def _stands_in(tree: Any) -> bool:
     return isinstance(tree, (list, tuple, set, frozenset, deque)) and any(map(_stands_in, tree))
 
 
-def replaced(tree: Any, by: Callable[[TensorRef], Any]) -> Any:
-    """A decoded tree of dicts and lists with something else in the place of each TensorRef."""
-    if isinstance(tree, TensorRef):
-        return by(tree)
-    if isinstance(tree, dict):
-        return {key: replaced(value, by) for key, value in tree.items()}
-    return [replaced(value, by) for value in tree] if isinstance(tree, list) else tree
-
-
 def filled(tree: Any, resolve: Callable[[str], Any]) -> Any:
     """A decoded tree with its tensors in place of their names; containers keep their types."""
     if isinstance(tree, TensorRef):

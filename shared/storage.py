@@ -95,15 +95,18 @@ class PosixStorage:
 
     def read_manifest(self, job: str, tag: str) -> Manifest:
         """Raises NotFound where nothing is committed, IntegrityError for a manifest that is damaged or another checkpoint's."""
-        try:
-            with self.directory(job, tag) as fd:
-                manifest = Manifest.decode(read_small(names.MANIFEST, fd, MAX_MANIFEST))
-        except (FileNotFoundError, NotADirectoryError):
-            raise NotFound(f"no checkpoint {job}/{tag} in {self.root}") from None
-        except IntegrityError as error:
-            raise type(error)(f"{job}/{tag}: {error}") from None
+        manifest = self._read_manifest(job, tag, f"no checkpoint {job}/{tag} in {self.root}", f"{job}/{tag}")
         check_manifest_place(manifest, job, tag)
         return manifest
+
+    def _read_manifest(self, job: str, tag: str, missing: str, name: str) -> Manifest:
+        try:
+            with self.directory(job, tag) as fd:
+                return Manifest.decode(read_small(names.MANIFEST, fd, MAX_MANIFEST))
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFound(missing) from None
+        except IntegrityError as error:
+            raise type(error)(f"{name}: {error}") from None
 
     def has_manifest(self, job: str, tag: str) -> bool:
         """Whether anything is committed there, sound or not. Raises OSError."""
@@ -195,21 +198,11 @@ class StandaloneStorage(PosixStorage):
         make_directories(self.fs, self.root)
 
     def has_manifest(self, job: str = job, tag: str = tag) -> bool:
-        """Also where there is no directory."""
-        try:
-            return super().has_manifest(job, tag)
-        except FileNotFoundError:
-            return False
+        return super().has_manifest(job, tag)
 
     def read_manifest(self, job: str = job, tag: str = tag) -> Manifest:
         """Whatever job and tag it was made for: a checkpoint may have been moved or copied here."""
-        try:
-            with self.directory() as fd:
-                return Manifest.decode(read_small(names.MANIFEST, fd, MAX_MANIFEST))
-        except (FileNotFoundError, NotADirectoryError):
-            raise NotFound(f"no checkpoint in {self.root}") from None
-        except IntegrityError as error:
-            raise type(error)(f"{self.root}: {error}") from None
+        return self._read_manifest(job, tag, f"no checkpoint in {self.root}", str(self.root))
 
     def commit(self, data: bytes, *, overwrite: bool) -> None:
         """The manifest; of several that commit at once without `overwrite` one succeeds. Raises FileExistsError, OSError: then it may be

@@ -143,8 +143,10 @@ def test_saves_of_one_writer_may_overlap(spot: Place) -> None:
 
 
 def test_it_is_a_stager_and_can_be_pickled() -> None:
+    # No file is read or written: what is looked at is whether the option travels.
     writer = StorageWriter("/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False)
     assert isinstance(writer, AsyncStager)
+    # Pickled by this very test; DCP does so to send a writer to its own process.
     other = pickle.loads(pickle.dumps(writer))
     assert (other.checkpoint_id, other.codec, other.overwrite, other.weights_only) == ("/ckpts/gpt/best", "zstd:3", True, False)
 
@@ -503,6 +505,7 @@ def test_what_only_pickled_code_could_bring_back(spot: Place, tmp_path: Path, mo
     reason = refused(dcp.save, state, storage_writer=spot.writer("hostile"))
     assert reason.startswith("UnsavableValue: b: what the planner has pickled could not be loaded without running pickled code")
     assert spot.files() == {}
+    # Allowed here, so that there is a hostile file to refuse.
     dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))
     loaded = {"a": torch.zeros(4, dtype=torch.int64), "b": None}
     assert refused(dcp.load, loaded, storage_reader=StorageReader(spot.path("hostile"))).startswith("UnsavableValue: b: ")

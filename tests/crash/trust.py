@@ -180,12 +180,15 @@ def main() -> None:
     group.add_argument("--minutes", type=float)
     group.add_argument("--short", action="store_true")
     group.add_argument("--long", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=sorted({rig.__name__.strip("_") for rig, _ in LONG}), help="of its rigs")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2), "little"))
     options = parser.parse_args()
+    chosen = tasks(options.minutes, LONG if options.long else SHORT, options.seed)
+    chosen = [task for task in chosen if not options.only or task[0].__name__.strip("_") in options.only]
     print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {LANES} at once", HEAD, sep="\n", flush=True)
     kinds: dict[str, Row] = {}
     with ProcessPoolExecutor(LANES, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_try, *task) for task in tasks(options.minutes, LONG if options.long else SHORT, options.seed)]
+        futures = [pool.submit(_try, *task) for task in chosen]
         try:
             for future in as_completed(futures):
                 row = future.result()
