@@ -103,15 +103,9 @@ class JournalState(msgspec.Struct):
     def apply(self, record: Record) -> None:
         match record:
             case Begun():
-                job = self.jobs.setdefault(record.job, JobState())
-                if record.attempt > job.attempt:
-                    job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, -1
+                self._reach(record, -1)
             case Sealed():
-                job = self.jobs.setdefault(record.job, JobState())
-                if record.attempt > job.attempt:
-                    job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, record.step
-                elif record.attempt == job.attempt:
-                    job.sealed_step = max(job.sealed_step, record.step)
+                self._reach(record, record.step)
             case Staging():
                 self.staged.setdefault(place(record), {}).setdefault(record.file, None)
             case PartDurable():
@@ -126,6 +120,12 @@ class JournalState(msgspec.Struct):
                 self.retiring[place(record)] = record.files
             case Retired():
                 self.retiring.pop(place(record), None)
+
+    def _reach(self, record: Begun | Sealed, step: int) -> None:
+        """Attempts rise, and steps within one."""
+        job = self.jobs.setdefault(record.job, JobState())
+        if (record.attempt, step) > (job.attempt, job.sealed_step):
+            job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, step
 
 
 def place(record: Any) -> str:

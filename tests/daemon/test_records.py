@@ -50,8 +50,8 @@ def durable(file: str, tag: str = "t.a0001", nbytes: int = 10) -> r.PartDurable:
     return r.PartDurable(job="gpt", attempt=1, step=5, rank=0, tag=tag, file=file, bytes=nbytes, index_sha256="0" * 64)
 
 
-def sealed(attempt: int, step: int) -> r.Sealed:
-    return r.Sealed(job="gpt", attempt=attempt, step=step, rank=0, world_size=1, tag="t", segment="s", generation=1, persist=True)
+def sealed(attempt: int, step: int, world_size: int = 1) -> r.Sealed:
+    return r.Sealed(job="gpt", attempt=attempt, step=step, rank=0, world_size=world_size, tag="t", segment="s", generation=1, persist=True)
 
 
 def begun(attempt: int, world_size: int = 1) -> r.Begun:
@@ -116,11 +116,11 @@ def test_jobs_with_nothing_under_way_are_forgotten_unless_they_live() -> None:
 
 
 def test_attempts_and_seals_rise() -> None:
-    state = state_of(begun(1, 4), sealed(1, 7), sealed(1, 5))
+    state = state_of(begun(1, 4), sealed(1, 7, 4), sealed(1, 5, 4))
     assert state.jobs == {"gpt": r.JobState(attempt=1, world_size=4, sealed_step=7, seq=0)}
     state.apply(begun(2, 8))
     assert state.jobs == {"gpt": r.JobState(attempt=2, world_size=8, sealed_step=-1, seq=0)}
-    for late in (begun(1, 4), sealed(1, 9), begun(2, 8)):
+    for late in (begun(1, 4), sealed(1, 9, 4), begun(2, 8)):
         state.apply(late)
     assert state.jobs == {"gpt": r.JobState(attempt=2, world_size=8, sealed_step=-1, seq=0)}
 
