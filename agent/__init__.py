@@ -24,12 +24,20 @@ from ckptd.agent.storage_reader import StorageReader
 from ckptd.agent.storage_writer import StorageWriter
 from ckptd.agent.values import per_rank
 from ckptd.shared.errors import CkptdError
+from ckptd.shared.retention import BestN, CustomSteps, EveryNSeconds, EveryNSteps, LatestDuration, LatestN, PreserveAll
 
 __all__ = [
     "Agent",
+    "BestN",
     "Checkpoint",
     "CkptdError",
+    "CustomSteps",
+    "EveryNSeconds",
+    "EveryNSteps",
+    "LatestDuration",
+    "LatestN",
     "Pending",
+    "PreserveAll",
     "Recovered",
     "StorageReader",
     "StorageWriter",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from ckptd.agent.save_plan import resolves_by_itself, values_of
 from ckptd.agent.staging import Documents, document_offsets
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.request import Request
+from ckptd.shared.retention import Policy, checked
 
 log = logging.getLogger("ckptd.agent")
 
@@ -46,6 +47,8 @@ class Agent(Attachment):
     is asked for it. Ranks plan at every snapshot. `recover` does what `dcp.load` does: `strict` and `on_reshape` are the planner's affair.
     process_group: the ranks of this job, all on one node; else the default group, or one rank if there is none. Every rank makes its agent,
     and calls `snapshot`, `recover` and `close`, like the others.
+    retention: what to keep of this job, one policy (`LatestN(5)`) or several, of which any keeps; else what the daemon's settings say. It
+    is saved with every snapshot, and counts until a newer one says otherwise.
     Raises DaemonUnreachable, InvalidName, InvalidRequest, StorageError; SnapshotFailed if a rank does not come.
     """
 
@@ -58,7 +61,12 @@ class Agent(Attachment):
         planner: SavePlanner | None = None,
         load_planner: LoadPlanner | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
+        retention: Policy | Iterable[Policy] | None = None,
     ) -> None:
+        try:
+            self._retention = None if retention is None else checked(retention)
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest(str(error)) from None
         super().__init__(ranks_of(process_group), job, socket=socket, root=root)
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
@@ -96,7 +104,7 @@ class Agent(Attachment):
         pending = Pending(step if isinstance(step, int) else -1, self.attempt, persist=bool(persist))
         asking = Asking(self._client, pending.step, tag)
         try:
-            request = make_request(step, tag, persist, on_busy, metrics, user_content)
+            request = make_request(step, tag, persist, on_busy, metrics, user_content, self._retention)
             if not self._lock.acquire(timeout=self._client.welcome.stall_budget):
                 raise SnapshotFailed("another save of this process is waiting for a slot")
             try:

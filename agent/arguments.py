@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from ckptd.agent.exchange import Alone, Exchange, Ranks
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.names import check_name, check_user_tag
 from ckptd.shared.request import MAX_REQUEST, Request
+from ckptd.shared.retention import Policy
 
 
 def job_name(job: str | None, *, private: bool) -> str:
@@ -41,7 +42,15 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
     return Exchange(_get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group))
 
 
-def make_request(step: Any, tag: Any, persist: bool, on_busy: str, metrics: Mapping[str, float] | None, user_content: Any) -> Request:
+def make_request(
+    step: Any,
+    tag: Any,
+    persist: bool,
+    on_busy: str,
+    metrics: Mapping[str, float] | None,
+    user_content: Any,
+    retention: Sequence[Policy] | None = None,
+) -> Request:
     """Check what the caller said. Raises InvalidRequest or InvalidName."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
         raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
@@ -61,4 +70,11 @@ def make_request(step: Any, tag: Any, persist: bool, on_busy: str, metrics: Mapp
         raise InvalidRequest(f"user_content cannot be written as JSON: {error}") from None
     if len(content) + sum(len(key) + 16 for key in numbers) > MAX_REQUEST // 2:
         raise InvalidRequest(f"metrics and user_content together are beyond {MAX_REQUEST // 2} bytes; save large values in the state")
-    return Request(tag=tag, persist=bool(persist), metrics=numbers, user_content=content, created=time.time())
+    return Request(
+        tag=tag,
+        persist=bool(persist),
+        metrics=numbers,
+        user_content=content,
+        created=time.time(),
+        retention=None if retention is None else [repr(policy) for policy in retention],
+    )

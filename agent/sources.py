@@ -21,8 +21,9 @@ from ckptd.agent.values import TensorRef, decode, filled, tensor_names
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.fs import read_exactly
+from ckptd.shared.leases import lease
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.part import ChunkSource
+from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.plan import Plan, chunk_ranges, with_values
 from ckptd.shared.request import Request
 from ckptd.shared.scatter import scatter, verify
@@ -159,21 +160,22 @@ def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest |
 
 
 def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Opened:
-    readers = []
+    readers: list[PartReader] = []
+    descriptors = [lease(storage, job, tag)]
     try:
         for part in manifest.parts:
             reader = storage.open_part(job, tag, part.file, part.index_sha256)
             readers.append(reader)
+            descriptors.append(reader.fileno())
             index = reader.index
             if (index.attempt, index.step, index.rank, len(reader.plan.items)) != (manifest.attempt, manifest.step, part.rank, part.items):
                 raise IntegrityError(f"{reader.name} is not the part that the manifest means")
         saved = Saved.of(readers)
     except BaseException:
-        for reader in readers:
-            os.close(reader.fileno())
+        for fd in descriptors:
+            os.close(fd)
         raise
-    metrics = {key: float(value) for key, value in manifest.metrics.items()}
-    return Opened(tag, readers, saved, metrics, manifest.user_content, [reader.fileno() for reader in readers], manifest)
+    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, descriptors, manifest)
 
 
 def locate(path: Path) -> tuple[PosixStorage, str, str]:

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from ckptd.shared import messages as m
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem, PosixFileSystem, make_directories
+from ckptd.shared.lifecycle import State
 from ckptd.shared.session import MAX_VERSION
 from ckptd.shared.storage import PosixStorage
 
@@ -100,7 +102,8 @@ class App:
     async def _serve(self, listener: socket.socket) -> None:
         server = self.server = Server(
             self.engine, self.orphans, max_connections=self.config.max_connections,
-            welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._find, changed=self._consider_leaving,
+            welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._find, forget=self.forget,
+            changed=self._consider_leaving,
         )  # fmt: skip
         accepting = asyncio.create_task(server.serve(listener))
         self.orphans.changed = self._consider_leaving
@@ -183,6 +186,24 @@ class App:
         return m.Found(
             re=0, candidates=found[:1000], damaged=[f"{tag}: {why}"[:MOST_TEXT] for tag, why in sorted(job.damaged.items())][:100]
         )
+
+    async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
+        """Delete these checkpoints, in storage and in memory; why not, of each that stays. Raises StorageError."""
+        if job_name not in self.catalog.jobs and job_name not in self.storage.jobs():
+            return dict.fromkeys(tags, f"there is no job {job_name!r} in {self.config.root}")
+        job, refused = self.catalog.job(job_name), {}
+        await recovery.scan_job(self.storage, job)
+        for tag in tags:
+            try:
+                why = await self.saver.forget(job, tag)
+            except OSError as error:
+                why = str(StorageError.of(f"delete {job_name}/{tag}", error))
+            if why:
+                refused[tag] = why
+                continue
+            for snapshot in [s for s in job.snapshots.values() if s.tag == tag and s.state is State.DURABLE and not s.holds]:
+                self.engine.steps.release(job, snapshot)
+        return refused
 
     def status(self) -> dict[str, object]:
         """What `ckptd status --json` prints. Bytes and seconds."""

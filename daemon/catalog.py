@@ -6,6 +6,7 @@ Everything is ordered by (attempt, step), never by a clock.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from ckptd.shared import lifecycle
 from ckptd.shared.lifecycle import Event, State
 from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.retention import Policy, understood
 
 log = logging.getLogger("ckptd.catalog")
 
@@ -100,11 +102,17 @@ class Checkpoint:
     nbytes: int
     files: tuple[str, ...]
     user_tag: bool
+    created: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    retention: tuple[Policy, ...] | None = None
 
     @classmethod
     def of(cls, manifest: Manifest, *, user_tag: bool) -> Checkpoint:
-        files = tuple(part.file for part in manifest.parts)
-        return cls(manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes, files, user_tag)
+        return cls(
+            manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes,
+            tuple(part.file for part in manifest.parts), user_tag, manifest.created_at, manifest.numbers,
+            None if manifest.retention is None else understood(manifest.retention),
+        )  # fmt: skip
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The `ckptd` command: run, status, ls, show, verify. Speaks to people; `--json` speaks to programs.
+"""The `ckptd` command: run, status, ls, show, verify, forget, pin. Speaks to people; `--json` speaks to programs.
 
 Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
 """
@@ -19,6 +19,7 @@ import click
 from ckptd.daemon import report
 from ckptd.shared import __version__, names
 from ckptd.shared import errors as e
+from ckptd.shared.retention import parse
 
 EXIT_CODES: dict[type[e.CkptdError], int] = {
     e.InvalidConfig: 2,
@@ -70,6 +71,8 @@ def main() -> None:
     List what has been saved:          ckptd ls /ckpts
     Look at one checkpoint:            ckptd show /ckpts/JOB
     Check every byte of a job:         ckptd verify /ckpts/JOB
+    Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
+    Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
 
     In the training script: `from ckptd.agent import recover, snapshot`. Without a running daemon, set CKPTD_ROOT and
     the trainer starts a private one.
@@ -82,6 +85,7 @@ def main() -> None:
 @click.option("--codec", help="How chunks are stored: raw, zstd or zstd:LEVEL (1-19). Default: zstd.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
 @click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
+@click.option("--keep", multiple=True, metavar="POLICY", help="What else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeat it.")
 @click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
 @click.option("--shm-dir", help="A tmpfs for the slots. Default: /dev/shm.")
 @click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
@@ -100,7 +104,7 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     """
     from ckptd.daemon import config as settings
 
-    given = {key: value for key, value in flags.items() if value is not None}
+    given = {key: value for key, value in flags.items() if value not in (None, ())}
     environment = {key: value for key, value in os.environ.items() if key != "CKPTD_CONFIG"}
     if "socket" not in given and "CKPTD_SOCKET" not in environment and not (file and "socket" in settings.read_file(file)):
         given["socket"] = str(_default_socket())
@@ -210,6 +214,52 @@ def verify(path: Path, as_json: bool) -> None:
         click.echo(json.dumps(results, indent=1))
     if any(not result["ok"] for result in results):
         sys.exit(13)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--keep", multiple=True, metavar="POLICY", help="Of a job: what to keep, like LatestN(5) or BestN('loss',3). Repeat it.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@_socket
+@_json
+@_speaks
+def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None, as_json: bool) -> None:
+    """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep policy keeps.
+
+    Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n), EveryNSeconds(seconds), BestN('metric', n, 'min' or 'max'),
+    CustomSteps([...]), PreserveAll(). They never delete the newest, one with a tag of its own, or a step of an earlier attempt that the
+    newest attempt has not reached. Nothing deletes what is pinned or being read. Exit code 11 if anything that was to go is still there.
+    """
+    from ckptd.daemon import forgetting
+
+    try:
+        policies = [parse(text) for text in keep]
+    except ValueError as error:
+        raise e.InvalidConfig(f"--keep: {error}") from None
+    rows = list(forgetting.forget(path, policies, socket, dry_run=dry_run))
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    else:
+        for row in rows:
+            click.echo(report.forgotten_text(row, dry_run=dry_run))
+        if not rows:
+            click.echo("nothing to delete")
+    if any(row["error"] for row in rows):
+        sys.exit(11)
+
+
+@main.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--remove", is_flag=True, help="Take the pin away again.")
+@_json
+@_speaks
+def pin(path: Path, remove: bool, as_json: bool) -> None:
+    """Keep a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB) from being deleted, by retention or by hand, until the pin is removed."""
+    from ckptd.daemon import forgetting
+
+    job, tag = forgetting.pin(path, remove=remove)
+    found = {"job": job, "tag": tag, "pinned": not remove}
+    click.echo(json.dumps(found) if as_json else f"{job}/{tag}: {'not pinned any more' if remove else 'pinned'}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 from ckptd.shared import codec
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
+from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
@@ -41,6 +42,8 @@ class Config:
     """Seconds that a dead trainer's slots are kept once they are durable."""
     keep_last: int = 10
     """Checkpoints of a job to keep, the newest; 0 keeps all. Those with a tag of their own are never deleted."""
+    keep: tuple[Policy, ...] = ()
+    """What else to keep of a job that does not say itself: retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`."""
     stall_budget: float = 10.0
     """Seconds that `snapshot(on_busy="wait")` may hold the training."""
     rank_timeout: float = 60.0
@@ -85,6 +88,11 @@ class Config:
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
         if self.threads == 0:
             object.__setattr__(self, "threads", min(8, len(os.sched_getaffinity(0))))
+
+    @property
+    def retention(self) -> tuple[Policy, ...]:
+        """Of jobs that have no word of their own."""
+        return (LatestN(self.keep_last) if self.keep_last else PreserveAll(), *self.keep)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -135,10 +143,21 @@ def _convert(key: str, value: Any, where: str) -> Any:
             return value if type(value) is int else parse_size(_text(value))
         if field.type == "float":
             return float(value)
+        if key == "keep":
+            return _policies(value, where)
         return _text(value)
     except (ValueError, KeyError, TypeError):
         kind = {"int": "a number (k, M, G, Ki, Mi, Gi allowed)", "bool": "true or false", "float": "a number of seconds"}
         raise InvalidConfig(f"{where}{key} is {value!r}; expected {kind.get(str(field.type), 'text')}") from None
+
+
+def _policies(value: Any, where: str) -> tuple[Policy, ...]:
+    """A list of them, or text with semicolons between."""
+    texts = value.split(";") if isinstance(value, str) else list(value)
+    try:
+        return tuple(parse(_text(text)) for text in texts if _text(text).strip())
+    except ValueError as error:
+        raise InvalidConfig(f"{where}{error}") from None
 
 
 def _text(value: Any) -> str:

@@ -17,8 +17,8 @@ from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.saver import MANIFEST_TMP, Saver
 from ckptd.daemon.slots import Slots
-from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, StorageError
+from ckptd.shared import leases, names
+from ckptd.shared.errors import Busy, IntegrityError, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import open_regular
 from ckptd.shared.lifecycle import State
@@ -103,10 +103,17 @@ async def _finish_retiring(storage: PosixStorage, journal: Journal, catalog: Cat
     for place, files in list(journal.state.retiring.items()):
         job, tag = place.split("/")
         try:
-            storage.delete_files(job, tag, [names.MANIFEST])
+            with leases.deletion(storage, job, tag):
+                if tag in storage.pins(job) and storage.has_manifest(job, tag):  # since the daemon died
+                    await journal.append(r.Retired(job=job, tag=tag))
+                    continue
+                storage.delete_files(job, tag, [names.MANIFEST])
             storage.delete_files(job, tag, files)
             storage.delete_tag(job, tag)
             await journal.append(r.Retired(job=job, tag=tag))
+        except Busy:
+            await journal.append(r.Retired(job=job, tag=tag))
+            continue
         except OSError as error:
             log.warning("%s: %s", place, StorageError.of("delete it", error))
             continue

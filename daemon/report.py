@@ -13,7 +13,8 @@ from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, IntegrityError, NotFound, StorageError, from_wire
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.leases import lease
+from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage import PosixStorage
 
@@ -72,7 +73,7 @@ def _storage(root: Path) -> PosixStorage:
     return PosixStorage(root)
 
 
-def _place(path: Path) -> tuple[PosixStorage, str, str | None]:
+def place(path: Path) -> tuple[PosixStorage, str, str | None]:
     """Storage, job and tag of DIR/JOB or DIR/JOB/TAG. A tag may come without its attempt: the highest counts."""
     path = Path(os.path.abspath(path))
     if names.parse_tag_directory(path.name) and (path / names.MANIFEST).exists():
@@ -96,7 +97,7 @@ def _tags(storage: PosixStorage, job: str) -> list[str]:
         raise StorageError.of(f"list {storage.root / job}", error) from None
 
 
-def _manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
+def manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
     for tag in _tags(storage, job):
         try:
             yield tag, storage.read_manifest(job, tag)
@@ -116,10 +117,10 @@ def listing(path: Path) -> list[dict[str, Any]]:
     jobs = storage.jobs() if is_root else [path.name]
     rows = []
     for job in jobs:
-        newest = storage.read_newest(job)
-        found = list(_manifests(storage, job))
+        newest, pinned = storage.read_newest(job), storage.pins(job)
+        found = list(manifests(storage, job))
         for tag, manifest in sorted(found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)):
-            row: dict[str, Any] = {"job": job, "tag": tag, "newest": tag == newest}
+            row: dict[str, Any] = {"job": job, "tag": tag, "newest": tag == newest, "pinned": tag in pinned}
             if isinstance(manifest, Manifest):
                 raw = sum(part.raw_bytes for part in manifest.parts)
                 row |= {
@@ -144,17 +145,18 @@ def listing_text(rows: list[dict[str, Any]]) -> str:
             continue
         table.append((
             row["job"], row["tag"], "-" if row["step"] is None else str(row["step"]), str(row["attempt"]), str(row["world_size"]),
-            _size(row["bytes"]), _ratio(row["bytes"], row["raw_bytes"]), row["created"], "newest" if row["newest"] else "",
+            _size(row["bytes"]), _ratio(row["bytes"], row["raw_bytes"]), row["created"],
+            ", ".join(mark for mark in ("newest", "pinned") if row[mark]),
         ))  # fmt: skip
     return "\n".join(_table(table))
 
 
 def manifest_at(path: Path) -> Manifest:
     """Of the checkpoint at DIR/JOB/TAG, or the newest of DIR/JOB that has a sound manifest. Raises NotFound, IntegrityError."""
-    storage, job, tag = _place(path)
+    storage, job, tag = place(path)
     if tag is not None:
         return storage.read_manifest(job, tag)
-    sound = [manifest for _, manifest in _manifests(storage, job) if isinstance(manifest, Manifest)]
+    sound = [manifest for _, manifest in manifests(storage, job) if isinstance(manifest, Manifest)]
     if not sound:
         raise NotFound(f"{path} holds no checkpoint; `ckptd ls {path.parent}` lists what there is")
     return max(sound, key=lambda manifest: manifest.order)
@@ -162,11 +164,11 @@ def manifest_at(path: Path) -> Manifest:
 
 def damaged_newer(path: Path, manifest: Manifest) -> list[str]:
     """What is wrong with checkpoints of DIR/JOB that would come before `manifest`; nothing if PATH names one."""
-    storage, job, tag = _place(path)
+    storage, job, tag = place(path)
     if tag is not None:
         return []
     return [
-        str(error) for name, error in _manifests(storage, job) if isinstance(error, IntegrityError) and _order(name) > manifest.order[:2]
+        str(error) for name, error in manifests(storage, job) if isinstance(error, IntegrityError) and _order(name) > manifest.order[:2]
     ]
 
 
@@ -198,6 +200,8 @@ def manifest_text(manifest: Manifest, *, keys: bool) -> str:
         lines.append(f"  metrics        {', '.join(f'{k} = {v}' for k, v in manifest.metrics.items())}")
     if manifest.user_content is not None:
         lines.append(f"  user content   {json.dumps(manifest.user_content, ensure_ascii=False)}")
+    if manifest.retention is not None:
+        lines.append(f"  retention      {', '.join(manifest.retention)}")
     lines += [f"  part           {part.file}  {_size(part.bytes)}, {part.items} items" for part in manifest.parts]
     if keys:
         lines += ["", *_table([("TENSOR", "SHAPE", "DTYPE"), *((k, str(list(t["size"])), t["dtype"]) for k, t in tensors.items())])]
@@ -206,27 +210,20 @@ def manifest_text(manifest: Manifest, *, keys: bool) -> str:
 
 def verification(path: Path) -> Iterator[dict[str, Any]]:
     """One result a checkpoint, each after every byte of it was read. Raises NotFound."""
-    storage, job, tag = _place(path)
-    tags = [tag] if tag is not None else [name for name, _ in _manifests(storage, job)]
+    storage, job, tag = place(path)
+    tags = [tag] if tag is not None else [name for name, _ in manifests(storage, job)]
     if not tags:
         raise NotFound(f"{path} holds no checkpoint")
     for name in tags:
         begun = time.monotonic()
         result: dict[str, Any] = {"job": job, "tag": name, "ok": False, "bytes": 0, "error": None}
         try:
-            manifest = storage.read_manifest(job, name)
-            for part in manifest.parts:
-                reader = storage.open_part(job, name, part.file, part.index_sha256)
-                try:
-                    if (
-                        verify(reader) != part.raw_bytes
-                        or len(reader.plan.items) != part.items
-                        or os.fstat(reader.fileno()).st_size != part.bytes
-                    ):
-                        raise IntegrityError(f"{reader.name} is not as long as the manifest says")
-                finally:
-                    os.close(reader.fileno())
-                result["bytes"] += part.bytes
+            held = lease(storage, job, name)
+            try:
+                for part in storage.read_manifest(job, name).parts:
+                    result["bytes"] += _verify_part(storage, job, name, part)
+            finally:
+                os.close(held)
             result["ok"] = True
         except NotFound:
             raise
@@ -238,11 +235,28 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
         yield result
 
 
+def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry) -> int:
+    reader = storage.open_part(job, tag, part.file, part.index_sha256)
+    try:
+        if verify(reader) != part.raw_bytes or len(reader.plan.items) != part.items or os.fstat(reader.fileno()).st_size != part.bytes:
+            raise IntegrityError(f"{reader.name} is not as long as the manifest says")
+    finally:
+        os.close(reader.fileno())
+    return part.bytes
+
+
 def verification_text(result: dict[str, Any]) -> str:
     where = f"{result['job']}/{result['tag']}"
     if result["ok"]:
         return f"{where}: sound, {_size(result['bytes'])} in {result['seconds']:.2f} s"
     return f"{where}: DAMAGED: {result['error']}"
+
+
+def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
+    size = f" ({_size(row['bytes'])})" if row["bytes"] else ""
+    if row["error"]:
+        return f"{row['job']}/{row['tag']}: stays: {row['error']}"
+    return f"{row['job']}/{row['tag']}: {'would be deleted' if dry_run else 'deleted'}{size}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,22 +1,29 @@
-"""Which checkpoints to keep. Pure.
+"""Which checkpoints to delete. Pure.
 
 Never the newest, never a user's own tag, and of an older attempt nothing whose step the newest attempt has not passed: whoever started over
-may yet want to go back. Ages play no part, since nothing is ordered by a clock.
+may yet want to go back. Of the others, what no policy keeps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from ckptd.daemon.catalog import Checkpoint
+from ckptd.shared.retention import Policy, keeps
 
 
-def to_retire(checkpoints: list[Checkpoint], keep_last: int) -> list[Checkpoint]:
-    """Those beyond the `keep_last` newest (0 keeps all), oldest first."""
+def to_retire(
+    checkpoints: list[Checkpoint], policies: Sequence[Policy], pinned: Collection[str] = (), *, insisted: bool = False
+) -> list[Checkpoint]:
+    """Oldest first. `policies`: the daemon's; the job's own, in its newest checkpoint, come before them, unless `insisted`."""
     ordered = sorted((c for c in checkpoints if not c.user_tag), key=lambda c: c.order)
-    if keep_last == 0 or len(ordered) <= keep_last:
+    if not ordered:
         return []
     newest = ordered[-1]
+    own = None if insisted else newest.retention
+    kept = keeps(policies if own is None else own, ordered)
 
     def passed(checkpoint: Checkpoint) -> bool:
         return checkpoint.attempt == newest.attempt or (checkpoint.step or 0) <= (newest.step or 0)
 
-    return [c for c in ordered[:-keep_last] if passed(c)]
+    return [c for place, c in enumerate(ordered[:-1]) if place not in kept and c.tag not in pinned and passed(c)]

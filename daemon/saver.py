@@ -23,8 +23,8 @@ from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.retention import to_retire
 from ckptd.daemon.slots import Slots
-from ckptd.shared import codec, names
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
+from ckptd.shared import codec, leases, names
+from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, IntegrityError, InternalError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event, State
 from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
@@ -200,8 +200,10 @@ class Saver:
                 failpoint("newest.publishing")
                 await self._pipeline.run(lambda: self._storage.publish_newest(job.name, newest.tag))
                 failpoint("newest.published")
-            for old in to_retire(job.live_checkpoints(), self._config.keep_last):
-                await self.retire(job, old)
+            pinned = await self._pipeline.run(lambda: self._storage.pins(job.name))
+            for old in to_retire(job.live_checkpoints(), self._config.retention, pinned):
+                if why := await self.retire(job, old):
+                    log.info("%s; retention comes back to it", why)
         except JournalBroken:
             raise
         except (OSError, StorageError) as error:
@@ -209,12 +211,39 @@ class Saver:
             self.counters["tidy_failures"] += 1
             log.warning("job %s: %s", job.name, error if isinstance(error, StorageError) else StorageError.of("tidy up", error))
 
-    async def retire(self, job: Job, old: Checkpoint) -> None:
-        """Delete a checkpoint: intent, manifest, parts, directory, in this order."""
-        job.retiring.add(old.tag)
-        await self._journal.append(r.Retiring(job=job.name, tag=old.tag, files=list(old.files)))
-        failpoint("retire.intended")
-        await self._pipeline.run(lambda: self._storage.delete_files(job.name, old.tag, [names.MANIFEST]))
+    async def forget(self, job: Job, tag: str) -> str:
+        """Delete a checkpoint because somebody says so, sound or damaged; or say why not. Raises OSError, StorageError."""
+        async with self._locks[job.name]:
+            known = job.checkpoints.get(tag)
+            if known is None and tag in job.damaged:
+                files = await self._pipeline.run(lambda: self._storage.files(job.name, tag))
+                known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(file for file in files if names.parse_part_file(file)), False)
+            if known is None:
+                return f"there is no checkpoint {job.name}/{tag}"
+            try:
+                why = await self.retire(job, known)
+            except OSError:
+                job.retiring.discard(tag)
+                raise
+            if not why:
+                job.damaged.pop(tag, None)
+            return why
+
+    async def retire(self, job: Job, old: Checkpoint) -> str:
+        """Delete a checkpoint: intent, manifest, parts, directory, in this order. Or say why not: it is pinned, or being read."""
+        storage, run = self._storage, self._pipeline.run
+        try:
+            with leases.deletion(storage, job.name, old.tag):
+                if old.tag in await run(lambda: storage.pins(job.name)):
+                    return f"checkpoint {job.name}/{old.tag} is pinned"
+                job.retiring.add(old.tag)
+                await self._journal.append(r.Retiring(job=job.name, tag=old.tag, files=list(old.files)))
+                failpoint("retire.intended")
+                if await run(lambda: storage.read_newest(job.name)) == old.tag:
+                    await self._leave_newest(job)
+                await run(lambda: storage.delete_files(job.name, old.tag, [names.MANIFEST]))
+        except Busy as error:
+            return str(error)
         failpoint("retire.uncommitted")
         await self._pipeline.run(lambda: self._storage.delete_files(job.name, old.tag, list(old.files)))
         await self._pipeline.run(lambda: self._storage.delete_tag(job.name, old.tag))
@@ -224,6 +253,15 @@ class Saver:
         job.retiring.discard(old.tag)
         self.counters["retired"] += 1
         log.info("checkpoint %s/%s: retired", job.name, old.tag)
+        return ""
+
+    async def _leave_newest(self, job: Job) -> None:
+        """What `newest` names is about to go."""
+        other = job.newest_checkpoint()
+        if other is None:
+            await self._pipeline.run(lambda: self._storage.remove_newest(job.name))
+        else:
+            await self._pipeline.run(lambda: self._storage.publish_newest(job.name, other.tag))
 
     async def _fail(self, snapshot: Snapshot, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -285,4 +323,5 @@ def build_manifest(snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, Re
         metrics=plain_metrics(request.metrics),
         user_content=msgspec.json.decode(request.user_content),
         writer={**plan.writer, "codec": codec_name},
+        retention=request.retention,
     )

@@ -35,7 +35,7 @@ Reply = tuple[m.Message, Sequence[int]]
 
 
 class Server:
-    """`welcome` fills in what this daemon tells; `status` and `find` come from `app.py`, which knows the rest of the house."""
+    """`welcome` fills in what this daemon tells; `status`, `find` and `forget` come from `app.py`, which knows the rest of the house."""
 
     def __init__(
         self,
@@ -46,10 +46,11 @@ class Server:
         welcome: Callable[[int], m.Welcome],
         status: Callable[[], str],
         find: Callable[[str, int | None], Awaitable[m.Found]],
+        forget: Callable[[str, Sequence[str]], Awaitable[dict[str, str]]],
         changed: Callable[[], None],
     ) -> None:
         self.engine, self.orphans = engine, orphans
-        self.welcome, self.status, self.find, self.changed = welcome, status, find, changed
+        self.welcome, self.status, self.find, self.forget, self.changed = welcome, status, find, forget, changed
         self._max = max_connections
         self.connections: set[Connection] = set()
         self.refused = 0
@@ -173,6 +174,8 @@ class Connection:
                 return self._server.welcome(request.id), ()
             case m.Status():
                 return m.StatusReport(re=request.id, report=self._server.status()), ()
+            case m.Forget():
+                return m.Forgotten(re=request.id, refused=await self._server.forget(request.job, request.tags)), ()
             case m.Begin():
                 before = self._owner
                 self._owner = await engine.begin(request.job, request.rank, request.world_size, request.attempt, self._notify)

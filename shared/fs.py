@@ -206,12 +206,12 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
     fs.sync_directory(directory)
 
 
-def open_regular(name: str, directory: int) -> int:
-    """To read a file that others may have put there: no link is followed, and a FIFO holds nobody up.
+def open_regular(name: str, directory: int, flags: int = READ) -> int:
+    """A file that others may have put there: no link is followed, and a FIFO holds nobody up.
 
     Raises OSError, or IntegrityError for what is no regular file.
     """
-    fd = os.open(name, READ, dir_fd=directory)
+    fd = os.open(name, flags, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise IntegrityError(f"{name} is no regular file")

@@ -6,13 +6,15 @@ import hashlib
 import json
 import math
 import re
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.plan import Size
+from ckptd.shared.retention import MOST_POLICIES
 
 FORMAT = "ckptd-manifest"
 VERSION = 1
@@ -45,12 +47,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     parts: list[PartEntry]
     metadata: dict[str, Any]
-    metrics: dict[str, float | str]
+    metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
     user_content: Any
     writer: dict[str, str]
+    retention: Annotated[list[str], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
+    """What the job keeps from this checkpoint on, if it has a word of its own; policies as text."""
 
     def encode(self) -> bytes:
         members = msgspec.to_builtins(self)
+        if self.retention is None:
+            del members["retention"]
         text = "{\n" + "".join(f"{json.dumps(key)}: {_dump(value)},\n" for key, value in members.items())
         body = text.encode()
         return body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
@@ -81,6 +87,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return manifest
 
     @property
+    def created_at(self) -> float:
+        """Unix seconds; NaN if `created` is no time."""
+        try:
+            return datetime.fromisoformat(self.created).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return math.nan
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The metrics, `nan` and `inf` as numbers again."""
+        return {key: float(value) for key, value in self.metrics.items()}
+
+    @property
     def nbytes(self) -> int:
         """Bytes on storage, all parts."""
         return sum(part.bytes for part in self.parts)
@@ -101,6 +120,9 @@ def _dump(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def plain_metrics(metrics: dict[str, float]) -> dict[str, float | str]:
+def plain_metrics(metrics: dict[str, float]) -> dict[str, float | Literal["nan", "inf", "-inf"]]:
     """Metrics as JSON can say them: `nan`, `inf` and `-inf` become text."""
-    return {key: value if math.isfinite(value) else str(value) for key, value in metrics.items()}
+    return {key: value if math.isfinite(value) else _WORDS[str(value)] for key, value in metrics.items()}
+
+
+_WORDS: dict[str, Literal["nan", "inf", "-inf"]] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}

@@ -157,6 +157,19 @@ class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):
     ranks: list[Rank]
 
 
+class Forget(Request, frozen=True, kw_only=True, tag="forget"):
+    """Checkpoints to delete, by their directories."""
+
+    job: Name
+    tags: Annotated[list[Annotated[str, msgspec.Meta(max_length=160)]], msgspec.Meta(max_length=1000)]
+
+
+class Forgotten(Reply, frozen=True, kw_only=True, tag="forgotten"):
+    """`refused`: why, of each that is still there; all others are gone."""
+
+    refused: dict[str, str] = {}
+
+
 class Detach(Request, frozen=True, kw_only=True, tag="detach"):
     pass
 
@@ -181,7 +194,7 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 
 Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Plan | Acquire | Granted | Refused | Seal | Sealed
-    | Abandon | Persist | Find | Found | Fetch | Fetched | Detach | Done | Progress | Error
+    | Abandon | Persist | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done | Progress | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

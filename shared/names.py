@@ -21,6 +21,7 @@ CONTROL = ".ckptd"
 LOCK = "lock"
 JOURNAL = "journal"
 ATTEMPTS = "attempts"
+PINS = "pins"
 TMP_SUFFIX = ".tmp"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

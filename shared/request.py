@@ -7,21 +7,27 @@ from typing import Annotated
 import msgspec
 
 from ckptd.shared.errors import IntegrityError
+from ckptd.shared.retention import MOST_POLICIES
 
 MAX_REQUEST = 1 << 20
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """`user_content` is JSON text; `created` is Unix seconds and for display only."""
+    """`user_content` is JSON text; `created` is Unix seconds: no order comes from it; `retention`: policies as text, if the
+    job has its own."""
 
     tag: Annotated[str, msgspec.Meta(max_length=128)] | None = None
     persist: bool = True
     metrics: dict[str, float] = {}
     user_content: str = "null"
     created: float = 0.0
+    retention: Annotated[list[str], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        members = msgspec.to_builtins(self)
+        if self.retention is None:
+            del members["retention"]
+        return msgspec.msgpack.encode(members)
 
     @classmethod
     def decode(cls, data: bytes) -> Request:

@@ -40,11 +40,12 @@ _A = State.ATTACHED
 REQUESTS: dict[tuple[State, type[m.Request]], State] = {
     (State.NEW, m.Hello): State.GREETING,
     (State.GREETED, m.Status): State.GREETED,
+    (State.GREETED, m.Forget): State.GREETED,
     (State.GREETED, m.Begin): State.BEGINNING,
     (State.ATTACHED, m.Begin): State.BEGINNING,  # a rank that went back begins the next attempt
     **{
         (_A, request): _A
-        for request in (m.Status, m.Allocate, m.Plan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch)
+        for request in (m.Status, m.Allocate, m.Plan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch, m.Forget)
     },
     (_A, m.Detach): State.LEAVING,
 }  # fmt: skip
@@ -62,6 +63,7 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Persist: m.Done,
     m.Find: m.Found,
     m.Fetch: m.Fetched,
+    m.Forget: m.Forgotten,
     m.Detach: m.Done,
 }
 """What answers a request, unless an Error does."""

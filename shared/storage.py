@@ -35,6 +35,8 @@ class Storage(Protocol):
     def make_tag(self, job: str, tag: str) -> None: ...
     def publish_manifest(self, job: str, tag: str, data: bytes) -> None: ...
     def publish_newest(self, job: str, tag: str) -> None: ...
+    def remove_newest(self, job: str) -> None: ...
+    def pins(self, job: str) -> set[str]: ...
     def delete_files(self, job: str, tag: str, files: list[str]) -> None: ...
     def delete_tag(self, job: str, tag: str) -> bool: ...
 
@@ -152,15 +154,50 @@ class PosixStorage:
         with self.directory(job) as fd:
             publish(self.fs, names.NEWEST, fd, f"{tag}\n".encode(), replace=True)
 
+    def remove_newest(self, job: str) -> None:
+        """Of a job that has no checkpoint any more."""
+        with self.directory(job) as fd:
+            self._unlink(names.NEWEST, fd)
+            self.fs.sync_directory(fd)
+
+    def pins(self, job: str) -> set[str]:
+        """Tag directories that are not to be deleted."""
+        try:
+            return {name for name in self._list(names.CONTROL, names.PINS, job) if names.parse_tag_directory(name)}
+        except FileNotFoundError:
+            return set()
+
+    def pin(self, job: str, tag: str) -> None:
+        """Durably; the caller holds a lease."""
+        self.ensure(names.CONTROL, names.PINS, job)
+        with self.directory(names.CONTROL, names.PINS, job) as fd:
+            try:
+                self.fs.close(self.fs.create(tag, fd))
+            except FileExistsError:
+                pass  # by someone who may have died before it was durable
+            self.fs.sync_directory(fd)
+
+    def unpin(self, job: str, tag: str) -> None:
+        """Whether or not it is pinned."""
+        try:
+            with self.directory(names.CONTROL, names.PINS, job) as fd:
+                self._unlink(tag, fd)
+                self.fs.sync_directory(fd)
+        except FileNotFoundError:
+            pass
+
+    def _unlink(self, name: str, directory: int) -> None:
+        try:
+            self.fs.unlink(name, directory)
+        except FileNotFoundError:
+            pass
+
     def delete_files(self, job: str, tag: str, files: list[str]) -> None:
         """Those that are there; then the directory is synced."""
         try:
             with self.directory(job, tag) as fd:
                 for file in files:
-                    try:
-                        self.fs.unlink(file, fd)
-                    except FileNotFoundError:
-                        pass
+                    self._unlink(file, fd)
                 self.fs.sync_directory(fd)
         except FileNotFoundError:
             pass

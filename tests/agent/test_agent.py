@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,9 @@ import torch
 from ckptd.agent import Agent, Checkpoint
 from ckptd.shared import errors, failpoints
 from tests.support import trainers
-from tests.support.daemons import Daemon, Home, running
+from tests.support.daemons import Daemon, Home, running, until
 
 SIZE = 20_000
-
-
-def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture

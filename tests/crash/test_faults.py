@@ -14,7 +14,7 @@ import torch
 from ckptd.agent import Agent, Checkpoint
 from ckptd.shared import errors, failpoints
 from tests.support import trainers
-from tests.support.daemons import Daemon, Home, running
+from tests.support.daemons import Daemon, Home, running, until
 
 SIZE = 20_000
 
@@ -23,13 +23,6 @@ SIZE = 20_000
 def disarm() -> Any:
     yield
     failpoints.arm("")
-
-
-def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(0.01)
 
 
 def seal_and_die(place: Home) -> None:

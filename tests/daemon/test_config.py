@@ -10,6 +10,7 @@ import pytest
 
 from ckptd.daemon.config import FIELDS, Config, load, parse_size
 from ckptd.shared.errors import InvalidConfig
+from ckptd.shared.retention import BestN, EveryNSteps
 
 ROOT = {"root": "/ckpts", "socket": "/run/ckptd/s"}
 
@@ -30,7 +31,7 @@ def test_defaults() -> None:
     config = load(ROOT, {}, None)
     assert dataclasses.asdict(config) | {"threads": 0} == {
         "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0,
-        "memory_ttl": 900.0, "keep_last": 10, "stall_budget": 10.0, "rank_timeout": 60.0,
+        "memory_ttl": 900.0, "keep_last": 10, "keep": (), "stall_budget": 10.0, "rank_timeout": 60.0,
         "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
         "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_level": "info",
     }  # fmt: skip
@@ -64,6 +65,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "shm_quota": ('"24G"', "24G", 24 * 10**9),
     "memory_ttl": ("2.5", "2.5", 2.5),
     "keep_last": ("7", "7", 7),
+    "keep": ('["EveryNSteps(100)", "BestN(\'loss\', 3)"]', "EveryNSteps(100); BestN('loss', 3)", (EveryNSteps(100), BestN("loss", 3))),
     "stall_budget": ("3", "3", 3.0),
     "rank_timeout": ("7", "7", 7.0),
     "threads": ("9", "9", 9),

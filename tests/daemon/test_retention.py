@@ -5,10 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.daemon import retention
 from ckptd.daemon.catalog import Checkpoint
-from ckptd.daemon.retention import to_retire
 from ckptd.shared.names import tag_directory
+from ckptd.shared.retention import LatestN, PreserveAll
 from tests.shared.samples import steady
+
+
+def to_retire(checkpoints: list[Checkpoint], keep_last: int) -> list[Checkpoint]:
+    return retention.to_retire(checkpoints, [LatestN(keep_last) if keep_last else PreserveAll()])
 
 
 def make(attempt: int, step: int | None, user_tag: str | None = None, seq: int = 0) -> Checkpoint:

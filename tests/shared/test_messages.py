@@ -36,7 +36,8 @@ def test_unknown_keys_are_ignored(message: m.Message) -> None:
 def test_types_on_the_wire() -> None:
     assert {cls.__struct_config__.tag for cls in get_args(m.Message)} == {
         "hello", "welcome", "status", "status-report", "begin", "began", "allocate", "segments", "acquire", "granted", "refused", "seal",
-        "sealed", "abandon", "plan", "persist", "find", "found", "fetch", "fetched", "detach", "done", "progress", "error",
+        "sealed", "abandon", "plan", "persist", "find", "found", "fetch", "fetched", "forget",
+        "forgotten", "detach", "done", "progress", "error",
     }  # fmt: skip
 
 

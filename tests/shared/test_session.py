@@ -68,11 +68,12 @@ def test_the_table_is_the_one_of_the_document() -> None:
     assert {(state, cls.__name__, after) for (state, cls), after in REQUESTS.items()} == {
         (State.NEW, "Hello", State.GREETING),
         (State.GREETED, "Status", State.GREETED),
+        (State.GREETED, "Forget", State.GREETED),
         (State.GREETED, "Begin", State.BEGINNING),
         (State.ATTACHED, "Begin", State.BEGINNING),
         *(
             (State.ATTACHED, n, State.ATTACHED)
-            for n in ("Status", "Allocate", "Plan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch")
+            for n in ("Status", "Allocate", "Plan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch", "Forget")
         ),
         (State.ATTACHED, "Detach", State.LEAVING),
     }
@@ -177,7 +178,8 @@ def test_answers_lead_where_the_document_says() -> None:
     assert {cls.__name__: [c.__name__ for c in (r if isinstance(r, tuple) else (r,))] for cls, r in REPLIES.items()} == {
         "Hello": ["Welcome"], "Status": ["StatusReport"], "Begin": ["Began"], "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"],
         "Plan": ["Done"],
-        "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"], "Fetch": ["Fetched"], "Detach": ["Done"],
+        "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"], "Fetch": ["Fetched"], "Forget": ["Forgotten"],
+            "Detach": ["Done"],
     }  # fmt: skip
 
 

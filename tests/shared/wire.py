@@ -17,6 +17,7 @@ REQUESTS: tuple[m.Request, ...] = (
     m.Find(id=9, step=1000),
     m.Fetch(id=10, attempt=2, step=1000),
     m.Detach(id=11),
+    m.Forget(id=13, job="gpt", tags=["step-00001000.a0002", "best.a0001"]),
     m.Plan(id=12, step=1000, why="head.bias is new"),
 )
 REPLIES: tuple[m.Reply, ...] = (
@@ -34,6 +35,7 @@ REPLIES: tuple[m.Reply, ...] = (
         re=9, candidates=[m.Candidate(attempt=2, step=1000, tag="step-00001000.a0002", source="memory")], damaged=["step-00000900.a0002"]
     ),
     m.Fetched(re=10, ranks=[0, 1]),
+    m.Forgotten(re=13, refused={"best.a0001": "checkpoint gpt/best.a0001 is pinned"}),
     m.Progress(re=0, attempt=2, step=1000, state="failed", reason="disk full", code="storage"),
     m.Error(re=4, code="quota", message="too much", retry=True),
 )

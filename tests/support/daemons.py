@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -197,3 +198,11 @@ def running(place: Home, *arguments: str, failpoints: str = "", environment: dic
         yield daemon.wait_ready()
     finally:
         daemon.close()
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    """Wait for it, a minute at most: machines are slow, and what comes later has no time."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.01)

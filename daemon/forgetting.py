@@ -1,0 +1,148 @@
+"""What `ckptd forget` and `ckptd pin` do: say what would go, and have it deleted by the daemon of that root, or by one made for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from socket import socket as Socket
+from typing import Any
+
+from ckptd.daemon import report
+from ckptd.daemon.app import App
+from ckptd.daemon.catalog import Checkpoint
+from ckptd.daemon.config import Config
+from ckptd.daemon.retention import to_retire
+from ckptd.shared import leases, names
+from ckptd.shared import messages as m
+from ckptd.shared.channel import Channel
+from ckptd.shared.errors import Busy, DaemonUnreachable, InvalidRequest, from_wire
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.retention import Policy
+from ckptd.shared.storage import PosixStorage
+
+_AT_ONCE = 100
+_SECONDS = 600.0
+
+
+class Errand(App):
+    """A daemon that recovers, deletes checkpoints, and ends."""
+
+    def __init__(self, config: Config, job: str, tags: Sequence[str]) -> None:
+        super().__init__(config)
+        self._job, self._tags = job, tags
+        self.refused: dict[str, str] = {}
+
+    async def _serve(self, listener: Socket) -> None:
+        self.refused = await self.forget(self._job, self._tags)
+
+
+def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_run: bool) -> Iterator[dict[str, Any]]:
+    """Delete the checkpoint DIR/JOB/TAG; or of DIR/JOB what `policies` do not keep. One row for each, `error` where it stays.
+
+    Raises InvalidRequest, NotFound, Busy for a daemon that cannot be found, StorageError.
+    """
+    storage, job, tag = report.place(path)
+    if (tag is None) == (not policies):
+        raise InvalidRequest(
+            f"{path} is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one, like {path}/TAG"
+            if tag is None
+            else f"{path} is one checkpoint: --keep is for a job, {path.parent}"
+        )
+    pinned, rows = storage.pins(job), []
+    for name, nbytes in _chosen(storage, job, tag, policies):
+        row: dict[str, Any] = {"job": job, "tag": name, "bytes": nbytes, "deleted": False, "error": None}
+        row["error"] = f"checkpoint {job}/{name} is pinned" if name in pinned else _reader(storage, job, name)
+        rows.append(row)
+    free = [row for row in rows if row["error"] is None]
+    refused: dict[str, str] = {}
+    if free and not dry_run:
+        refused = _delete(storage.root, job, [row["tag"] for row in free], socket)
+    for row in rows:
+        row["error"] = refused.get(row["tag"], row["error"])
+        row["deleted"] = not dry_run and row["error"] is None
+        yield row
+
+
+def _chosen(storage: PosixStorage, job: str, tag: str | None, policies: Sequence[Policy]) -> Iterator[tuple[str, int]]:
+    """Tags to delete, and their bytes as far as known."""
+    found = dict(report.manifests(storage, job))
+    if tag is not None:
+        manifest = found.get(tag)
+        yield tag, manifest.nbytes if isinstance(manifest, Manifest) else 0
+        return
+    checkpoints = [
+        Checkpoint.of(manifest, user_tag=parsed[1] is None)
+        for name, manifest in found.items()
+        if isinstance(manifest, Manifest) and (parsed := names.parse_tag_directory(name)) is not None
+    ]
+    for checkpoint in to_retire(checkpoints, policies, insisted=True):
+        yield checkpoint.tag, checkpoint.nbytes
+
+
+def _reader(storage: PosixStorage, job: str, tag: str) -> str | None:
+    try:
+        with leases.deletion(storage, job, tag):
+            return None
+    except Busy as error:
+        return str(error)
+
+
+def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[str, str]:
+    channel = _daemon_of(root, socket)
+    if channel is None:
+        # It keeps all else: what the settings of a daemon for this root would be is not known.
+        errand = Errand(Config(root=root, socket=names.private_socket(root), keep_last=0), job, tags)
+        try:
+            asyncio.run(errand.run())
+        except Busy as error:
+            raise Busy(f"{error}; name its socket with --socket PATH, and it will be asked") from None
+        return errand.refused
+    refused: dict[str, str] = {}
+    try:
+        for first in range(0, len(tags), _AT_ONCE):
+            channel.send(m.Forget(id=channel.new_id(), job=job, tags=tags[first : first + _AT_ONCE]))
+            reply = channel.receive()[0]
+            if isinstance(reply, m.Error):
+                raise from_wire(reply.code, reply.message)
+            assert isinstance(reply, m.Forgotten)
+            refused |= reply.refused
+    finally:
+        channel.close()
+    return refused
+
+
+def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
+    """The daemon that serves `root`, if one is found. Raises DaemonUnreachable, InvalidRequest for a named one that does not."""
+    for place in [socket] if socket is not None else [names.private_socket(root), *names.default_sockets()]:
+        try:
+            channel = Channel(place, report.TIMEOUT, later=_SECONDS)
+        except DaemonUnreachable:
+            if socket is not None:
+                raise
+            continue
+        if Path(channel.welcome.root).resolve() == root.resolve():
+            return channel
+        channel.close()
+        if socket is not None:
+            raise InvalidRequest(f"the daemon at {socket} serves {channel.welcome.root}, not {root}")
+    return None
+
+
+def pin(path: Path, *, remove: bool) -> tuple[str, str]:
+    """Keep DIR/JOB/TAG (or the newest of DIR/JOB) from being deleted until the pin is removed; returns job and tag.
+
+    Raises NotFound, IntegrityError, OSError.
+    """
+    manifest = report.manifest_at(path)
+    storage, job, _ = report.place(path)
+    if remove:
+        storage.unpin(job, manifest.tag)
+        return job, manifest.tag
+    held = leases.lease(storage, job, manifest.tag)
+    try:
+        storage.pin(job, manifest.tag)
+    finally:
+        os.close(held)
+    return job, manifest.tag

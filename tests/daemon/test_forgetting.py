@@ -1,0 +1,291 @@
+"""`ckptd forget` and `ckptd pin`, retention that the job or the settings say, and who keeps a checkpoint from being deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, PreserveAll
+from ckptd.shared import names
+from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.leases import lease
+from ckptd.shared.storage import PosixStorage
+from tests.daemon.test_cli import ckptd
+from tests.support.daemons import Daemon, Home, running, until
+
+
+def train(place: Home, steps: Sequence[int], **options: Any) -> None:
+    agent = Agent("gpt", socket=place.socket, **options)
+    for step in steps:
+        metrics = {"loss": abs(step - 4.0)}
+        agent.snapshot({"w": torch.arange(100.0) + step}, step=step, metrics=metrics).wait("durable", timeout=60)
+    agent.close()
+
+
+def steps(place: Home) -> list[int]:
+    return sorted(storage(place).read_manifest("gpt", tag).step or 0 for tag in storage(place).tags("gpt"))
+
+
+def storage(place: Home) -> PosixStorage:
+    return PosixStorage(place.root)
+
+
+def settled(place: Home, wanted: list[int]) -> None:
+    """Retention follows the answer."""
+    until(lambda: sorted(path.name for path in (place.root / "gpt").glob("*.a*")) == [tag(step) for step in wanted], "retention")
+
+
+def rows(run: Any) -> list[tuple[str, bool, str | None]]:
+    return [(row["tag"], row["deleted"], row["error"]) for row in json.loads(run.stdout)]
+
+
+def tag(step: int, attempt: int = 1) -> str:
+    return names.tag_directory(step, None, attempt)
+
+
+@pytest.fixture(params=["daemon", "none"])
+def socket(request: pytest.FixtureRequest, place: Home) -> Any:
+    """Six checkpoints, and how to name the daemon of their root: there is one, or there is none any more."""
+    if request.param == "none":
+        with running(place):
+            train(place, range(1, 7))
+        yield []
+        assert not names.private_socket(place.root).exists()
+    else:
+        with running(place):
+            train(place, range(1, 7))
+            yield ["--socket", place.socket]
+
+
+def test_one_is_forgotten(place: Home, socket: list[Any]) -> None:
+    path = place.root / "gpt" / "step-00000003"
+    assert rows(ckptd("forget", path, "--dry-run", "--json", *socket)) == [(tag(3), False, None)]
+    assert "step-00000003.a0001: would be deleted (" in ckptd("forget", path, "--dry-run", *socket).stdout
+    assert steps(place) == [1, 2, 3, 4, 5, 6]
+    run = ckptd("forget", path, *socket)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.startswith("gpt/step-00000003.a0001: deleted (")
+    assert steps(place) == [1, 2, 4, 5, 6]
+    assert not (place.root / "gpt" / tag(3)).exists()
+    gone = ckptd("forget", path, *socket)
+    assert (gone.returncode, gone.stdout) == (10, "")
+    assert "no checkpoint 'step-00000003' of job 'gpt'" in gone.stderr
+
+
+def test_what_policies_do_not_keep_is_forgotten(place: Home, socket: list[Any]) -> None:
+    keep = ["--keep", "LatestN(1)", "--keep", "BestN('loss', 1)", "--keep", "EveryNSteps(3)"]
+    job = place.root / "gpt"
+    assert rows(ckptd("forget", job, *keep, "--dry-run", "--json", *socket)) == [
+        (tag(1), False, None),
+        (tag(2), False, None),
+        (tag(5), False, None),
+    ]
+    assert rows(ckptd("forget", job, *keep, "--json", *socket)) == [(tag(1), True, None), (tag(2), True, None), (tag(5), True, None)]
+    assert steps(place) == [3, 4, 6]
+    assert ckptd("forget", job, *keep, *socket).stdout == "nothing to delete\n"
+
+
+def test_the_newest_is_forgotten_and_newest_names_the_one_before(place: Home, socket: list[Any]) -> None:
+    for step in (6, 5, 4, 3, 2):
+        assert ckptd("forget", place.root / "gpt" / tag(step), *socket).returncode == 0
+        assert storage(place).read_newest("gpt") == tag(step - 1)
+    assert ckptd("forget", place.root / "gpt" / tag(1), *socket).returncode == 0
+    assert sorted(os.listdir(place.root / "gpt")) == []
+    with pytest.raises(NotFound):
+        Checkpoint.open(place.root / "gpt")
+
+
+def test_nobody_deletes_what_is_pinned(place: Home, socket: list[Any]) -> None:
+    path = place.root / "gpt" / tag(2)
+    assert ckptd("pin", path).stdout == "gpt/step-00000002.a0001: pinned\n"
+    assert ckptd("pin", path).returncode == 0
+    assert [line.endswith("pinned") for line in ckptd("ls", place.root).stdout.splitlines()[1:]] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+    why = "checkpoint gpt/step-00000002.a0001 is pinned"
+    run = ckptd("forget", path, *socket)
+    assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: stays: {why}\n")
+    assert rows(ckptd("forget", path, "--dry-run", "--json", *socket)) == [(tag(2), False, why)]
+    job = ckptd("forget", place.root / "gpt", "--keep", "LatestN(4)", "--json", *socket)
+    assert rows(job) == [(tag(1), True, None), (tag(2), False, why)]
+    assert steps(place) == [2, 3, 4, 5, 6]
+    assert ckptd("pin", path, "--remove").stdout == "gpt/step-00000002.a0001: not pinned any more\n"
+    assert ckptd("pin", path, "--remove").returncode == 0
+    assert ckptd("forget", path, *socket).returncode == 0
+    assert steps(place) == [3, 4, 5, 6]
+
+
+def test_nobody_deletes_what_is_being_read(place: Home, socket: list[Any]) -> None:
+    path = place.root / "gpt" / tag(2)
+    with Checkpoint.open(path) as checkpoint:
+        run = ckptd("forget", path, *socket)
+        assert (run.returncode, run.stdout) == (11, "gpt/step-00000002.a0001: stays: checkpoint gpt/step-00000002.a0001 is being read\n")
+        assert torch.equal(checkpoint.tensor("w"), torch.arange(100.0) + 2)
+    assert ckptd("forget", path, *socket).returncode == 0
+
+
+def test_a_damaged_one_is_forgotten(place: Home, socket: list[Any]) -> None:
+    manifest = place.root / "gpt" / tag(2) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-5])
+    assert ckptd("forget", place.root / "gpt" / tag(2), *socket).stdout == "gpt/step-00000002.a0001: deleted\n"
+    assert not manifest.parent.exists()
+
+
+def test_somebody_elses_file_stays(place: Home, socket: list[Any]) -> None:
+    mine = place.root / "gpt" / tag(2) / "notes.txt"
+    mine.write_text("mine")
+    assert ckptd("forget", mine.parent, *socket).returncode == 0
+    assert os.listdir(mine.parent) == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["gpt"], 1, "is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one"),
+        (["gpt/step-00000001", "--keep", "LatestN(1)"], 1, "is one checkpoint: --keep is for a job"),
+        (["gpt", "--keep", "LatestM(1)"], 2, "--keep: there is no retention policy 'LatestM'; did you mean 'LatestN'?"),
+        (["gpt/step-00000009"], 10, "no checkpoint 'step-00000009' of job 'gpt'"),
+    ],
+)
+def test_bad_input(place: Home, arguments: list[str], code: int, words: str) -> None:
+    with running(place) as daemon:
+        train(place, [1, 2])
+        run = ckptd("forget", place.root / arguments[0], *arguments[1:], "--socket", daemon.home.socket)
+        assert (run.returncode, run.stdout) == (code, "")
+        assert words in run.stderr
+        assert run.stderr.count("\n") == 1
+        assert steps(place) == [1, 2]
+
+
+def test_a_daemon_that_is_not_found_is_asked_for(place: Home) -> None:
+    with running(place):
+        train(place, [1, 2])
+        run = ckptd("forget", place.root / "gpt" / tag(1))
+        assert run.returncode == 11
+        assert "another ckptd already serves" in run.stderr
+        assert "name its socket with --socket PATH" in run.stderr
+        assert steps(place) == [1, 2]
+
+
+def test_a_daemon_of_another_root(place: Home, tmp_path: Path) -> None:
+    with running(place) as daemon:
+        (tmp_path / "gpt").mkdir()
+        train(place, [1])
+        os.rename(place.root / "gpt" / tag(1), tmp_path / "gpt" / tag(1))
+        run = ckptd("forget", tmp_path / "gpt" / tag(1), "--socket", daemon.home.socket)
+        assert run.returncode == 1
+        assert f"serves {place.root}, not {tmp_path}" in run.stderr
+
+
+def test_without_a_daemon_nothing_else_goes(place: Home) -> None:
+    """Whatever the settings of the root's daemon are, more than the default's ten stay."""
+    with running(place, "--keep-last", "0"):
+        train(place, range(1, 13))
+    assert ckptd("forget", place.root / "gpt" / tag(5)).returncode == 0
+    assert len(steps(place)) == 11
+
+
+def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home) -> None:
+    with running(place):
+        agent = Agent("gpt", socket=place.socket)
+        for step in (1, 2):
+            agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
+        assert ckptd("forget", place.root / "gpt" / tag(2), "--socket", place.socket).returncode == 0
+        state = {"w": torch.zeros(10)}
+        recovered = agent.recover(state)
+        assert recovered is not None
+        assert recovered.step == 1
+        assert torch.equal(state["w"], torch.ones(10))
+        agent.close()
+
+
+# -- what the job says
+
+
+def test_a_job_keeps_what_it_says(place: Home) -> None:
+    with running(place, "--keep-last", "1"):
+        train(place, range(1, 8), retention=[LatestN(2), BestN("loss", 1), EveryNSteps(3)])
+        settled(place, [3, 4, 6, 7])
+        assert "LatestN(n=2), BestN(metric='loss', n=1" in ckptd("show", place.root / "gpt").stdout
+
+
+def test_it_counts_across_restarts_until_something_newer_is_said(place: Home) -> None:
+    with running(place, "--keep-last", "1"):
+        train(place, range(1, 4), retention=PreserveAll())
+    for _ in range(2):
+        with running(place, "--keep-last", "1"):
+            assert steps(place) == [1, 2, 3]
+    with running(place, "--keep-last", "1"):
+        train(place, [4])
+        until(lambda: [path.name for path in (place.root / "gpt").glob("*.a*")] == [tag(4, 2)], "retention")
+
+
+def test_the_daemon_keeps_what_its_settings_say(place: Home) -> None:
+    with running(place, "--keep-last", "1", "--keep", "EveryNSteps(4)", "--keep", "BestN('loss', 1)"):
+        train(place, range(1, 8))
+        settled(place, [4, 7])
+
+
+def test_retention_passes_over_what_is_pinned_or_read_and_comes_back(place: Home) -> None:
+    with running(place, "--keep-last", "1"):
+        agent = Agent("gpt", socket=place.socket)
+
+        def save(step: int) -> None:
+            agent.snapshot({"w": torch.ones(3)}, step=step).wait("durable", timeout=60)
+
+        save(1)
+        assert ckptd("pin", place.root / "gpt").returncode == 0
+        save(2)
+        held = lease(storage(place), "gpt", tag(2))
+        save(3)
+        save(4)
+        settled(place, [1, 2, 4])
+        os.close(held)
+        save(5)
+        settled(place, [1, 5])
+        agent.close()
+
+
+def test_a_pin_that_came_after_the_daemon_died_counts(place: Home) -> None:
+    """It had written down that it would delete this one."""
+    with running(place, "--keep-last", "1", failpoints="retire.intended=kill@1") as daemon:
+        agent = Agent("gpt", socket=place.socket)
+        for step in (1, 2):
+            agent.snapshot({"w": torch.ones(3)}, step=step)
+        daemon.died()
+    agent._client.close()
+    assert ckptd("pin", place.root / "gpt" / tag(1)).returncode == 0
+    with running(place, "--keep-last", "1"):
+        assert steps(place) == [1, 2]
+        assert ckptd("pin", place.root / "gpt" / tag(1), "--remove").returncode == 0
+        train(place, [3])
+        until(lambda: not (place.root / "gpt" / tag(1)).exists(), "retention")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [([], "retention has 0 policies"), ("LatestN(5)", "retention has 'LatestN"), (5, "'int' object is not iterable")],
+)
+def test_what_is_no_retention(place: Home, given: Any, words: str) -> None:
+    with running(place) as daemon, pytest.raises(InvalidRequest, match=words):
+        Agent("gpt", socket=daemon.home.socket, retention=given)
+
+
+def test_a_newer_policy_keeps_everything(daemon: Daemon) -> None:
+    agent = Agent("gpt", socket=daemon.home.socket, retention=LatestN(1))
+    agent._retention = ("LatestMoon",)  # type: ignore[assignment]
+    for step in range(1, 4):
+        agent.snapshot({"w": torch.ones(3)}, step=step).wait("durable", timeout=60)
+    agent.close()
+    assert steps(daemon.home) == [1, 2, 3]

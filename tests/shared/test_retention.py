@@ -1,0 +1,187 @@
+"""Which checkpoints each policy keeps, and what is no policy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.shared import retention as r
+from tests.shared.samples import steady
+
+
+@dataclass
+class Made:
+    step: int | None
+    attempt: int = 1
+    created: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def steps(policy: r.Policy, ordered: list[Made]) -> list[int | None]:
+    return [ordered[place].step for place in sorted(policy.keeps(ordered))]
+
+
+def at(*seconds: float) -> list[Made]:
+    return [Made(step, created=when) for step, when in enumerate(seconds)]
+
+
+def losses(*values: float | None) -> list[Made]:
+    return [Made(step, metrics={} if value is None else {"loss": value, "other": 0.0}) for step, value in enumerate(values)]
+
+
+TEN = [Made(step) for step in range(0, 100, 10)]
+
+
+def test_all_and_the_latest() -> None:
+    assert steps(r.PreserveAll(), TEN) == list(range(0, 100, 10))
+    assert steps(r.LatestN(3), TEN) == [70, 80, 90]
+    assert steps(r.LatestN(99), TEN) == list(range(0, 100, 10))
+    assert r.LatestN(3).keeps([]) == r.PreserveAll().keeps([]) == set()
+
+
+def test_steps() -> None:
+    assert steps(r.EveryNSteps(30), TEN) == [0, 30, 60, 90]
+    assert steps(r.CustomSteps((20, 25, 90)), TEN) == [20, 90]
+    assert steps(r.EveryNSteps(30), [Made(None), Made(30)]) == [30]
+
+
+def test_of_a_step_that_was_trained_again_the_newest_attempts() -> None:
+    twice = [Made(10), Made(20), Made(10, attempt=2), Made(30, attempt=2)]
+    assert r.EveryNSteps(10).keeps(twice) == {1, 2, 3}
+    assert r.CustomSteps((10,)).keeps(twice) == {2}
+
+
+def test_seconds_from_the_oldest() -> None:
+    assert steps(r.EveryNSeconds(10), at(0, 5, 9.5, 10, 15, 20, 29)) == [0, 3, 5]
+    assert steps(r.EveryNSeconds(10), at(3, 12, 13, 22, 23.5)) == [0, 2, 4]
+
+
+def test_a_clock_that_was_set_back_costs_no_checkpoint() -> None:
+    assert steps(r.EveryNSeconds(10), at(1000, 1005, 10, 15, 20)) == [0, 2, 4]
+    assert steps(r.LatestDuration(10), at(1000, 1005, 10, 15, 20)) == [0, 1, 2, 3, 4]
+
+
+def test_times_that_are_not_known_are_kept() -> None:
+    assert steps(r.EveryNSeconds(10), at(0, math.nan, 5, 10)) == [0, 1, 3]
+    assert steps(r.LatestDuration(10), at(0, math.nan, 50, 55)) == [1, 2, 3]
+    assert steps(r.LatestDuration(10), at(0, 10, math.nan)) == [0, 1, 2]
+
+
+def test_the_latest_duration_counts_from_the_newest() -> None:
+    assert steps(r.LatestDuration(10), at(0, 49, 50, 55, 60)) == [2, 3, 4]
+    assert r.LatestDuration(10).keeps([]) == set()
+
+
+def test_the_best() -> None:
+    made = losses(3.0, 1.0, 2.0, 1.0, 5.0)
+    assert steps(r.BestN("loss", 1), made) == [3]  # of equals the newer
+    assert steps(r.BestN("loss", 2), made) == [1, 3]
+    assert steps(r.BestN("loss", 2, mode="max"), made) == [0, 4]
+    assert steps(r.BestN("other", 2), made) == [3, 4]
+    assert steps(r.BestN("unheard of", 2), made) == []
+
+
+def test_what_is_not_a_number_is_never_the_best() -> None:
+    assert steps(r.BestN("loss", 2), losses(math.nan, 3.0, math.inf, 4.0)) == [1, 3]
+    assert steps(r.BestN("loss", 9, mode="max"), losses(math.nan, 3.0, -math.inf)) == [1, 2]
+
+
+def test_those_without_the_metric_stay_if_so_said() -> None:
+    made = losses(3.0, None, 1.0, None)
+    assert steps(r.BestN("loss", 1), made) == [2]
+    assert steps(r.BestN("loss", 1, keep_checkpoints_without_metrics=True), made) == [1, 2, 3]
+
+
+def test_any_of_them_keeps() -> None:
+    assert r.keeps([r.LatestN(1), r.EveryNSteps(50), r.CustomSteps((20,))], TEN) == {0, 2, 5, 9}
+    assert r.keeps([], TEN) == set()
+
+
+EVERY: list[tuple[r.Policy, str]] = [
+    (r.PreserveAll(), "PreserveAll"), (r.PreserveAll(), "PreserveAll()"), (r.LatestN(5), " LatestN( 5 ) "), (r.LatestN(5), "LatestN(n=5)"),
+    (r.LatestDuration(3600), "LatestDuration(3600)"), (r.EveryNSteps(7), "EveryNSteps(7)"), (r.EveryNSeconds(0.5), "EveryNSeconds(0.5)"),
+    (r.BestN("loss", 3), "BestN('loss', 3)"), (r.BestN("a b", 3, "max", True), 'BestN("a b", 3, "max", True)'),
+    (r.CustomSteps((1, 2)), "CustomSteps([1, 2])"), (r.CustomSteps(()), "CustomSteps(())"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "text"), EVERY, ids=[text for _, text in EVERY])
+def test_as_text(policy: r.Policy, text: str) -> None:
+    assert r.parse(text) == policy
+    assert r.parse(repr(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", r"'' is no retention policy; expected one like 'LatestN\(5\)' or"),
+        ("5", "'5' is no retention policy"),
+        ("LatestN(5", "is no retention policy"),
+        ("LatestN(n)", "is no retention policy"),
+        ("LatestN(*[5])", "is no retention policy"),
+        ("LatestN(**{'n': 5})", "is no retention policy|unexpected|Unexpected"),
+        ("a.LatestN(5)", "is no retention policy"),
+        ("__import__('os').mkdir('x')", "is no retention policy"),
+        ("(" * 500, "is no retention policy"),
+        ("LatestM(5)", "there is no retention policy 'LatestM'; did you mean 'LatestN'"),
+        ("Zzz(5)", "there is no retention policy 'Zzz'; known are PreserveAll, LatestN, "),
+        ("LatestN()", "LatestN takes n"),
+        ("LatestN(1, 2)", "LatestN takes n"),
+        ("PreserveAll(1)", "PreserveAll takes nothing"),
+        ("LatestN(0)", "LatestN: n is 0; expected a number from 1 up"),
+        ("LatestN(True)", "LatestN: n is True"),
+        ("EveryNSteps(1.5)", "EveryNSteps: interval_steps is 1.5"),
+        ("EveryNSeconds(0)", "EveryNSeconds: interval_secs is 0; expected seconds, more than 0"),
+        ("LatestDuration('1h')", "LatestDuration: seconds is '1h'"),
+        ("LatestDuration(1e999)", "LatestDuration: seconds is inf"),
+        ("BestN(3, 'loss')", "BestN: n is 'loss'"),
+        ("BestN('', 3)", "BestN: metric is ''"),
+        ("BestN('loss', 3, 'least')", "BestN: mode is 'least'; expected 'min' or 'max'"),
+        ("CustomSteps(5)", "CustomSteps: steps is 5; expected numbers"),
+        ("CustomSteps('12')", "CustomSteps: steps is '12'"),
+        ("CustomSteps([1, -2])", "CustomSteps: a step is -2; expected a number from 0 up"),
+    ],
+)
+def test_what_is_no_policy(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        r.parse(text)
+
+
+@steady
+@given(st.text(max_size=60))
+def test_any_text_is_a_policy_or_a_sentence(text: str) -> None:
+    said = ""
+    try:
+        assert type(r.parse(text)) in r.POLICIES.values()
+    except ValueError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+def test_what_a_newer_ckptd_says_keeps_everything() -> None:
+    assert r.understood(["LatestN(n=2)", "LatestMoon(phase='full')"]) == (r.LatestN(2), r.PreserveAll())
+
+
+@pytest.mark.parametrize("given", [r.LatestN(2), [r.LatestN(2)], (r.LatestN(2),)])
+def test_one_or_several(given: Any) -> None:
+    assert r.checked(given) == (r.LatestN(2),)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "retention has 0 policies; expected 1 to 64"),
+        ([r.LatestN(1)] * 65, "retention has 65 policies"),
+        ("LatestN(5)", r"retention has 'LatestN\(5\)'; expected policies like LatestN\(5\)"),
+        (["LatestN(5)"], r"retention has 'LatestN\(5\)'; expected policies like LatestN\(5\)"),
+        ([r.LatestN], "retention has <class"),
+    ],
+)
+def test_what_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        r.checked(given)
