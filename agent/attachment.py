@@ -28,15 +28,7 @@ from ckptd.agent.sealing import Sealing
 from ckptd.agent.slots import Slots
 from ckptd.agent.staging import Documents, MappedSlot
 from ckptd.shared import messages as m
-from ckptd.shared.errors import (
-    CkptdError,
-    DaemonUnreachable,
-    InternalError,
-    InvalidRequest,
-    SnapshotFailed,
-    StructureChanged,
-    from_wire,
-)
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, StructureChanged, from_wire
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event
 
@@ -114,6 +106,11 @@ class Attachment:
         """Whether its attempt is still the job's newest. Raises DaemonUnreachable."""
         reply, _ = self._client.call(lambda n: m.Status(id=n), m.StatusReport, CALL_SECONDS)
         return all(job["attempt"] == self.attempt for job in json.loads(reply.report)["jobs"] if job["job"] == self.job)
+
+    def forget(self, tags: list[str]) -> dict[str, str]:
+        """Delete checkpoints of this job, by their directories; why not, of each that stays. Raises DaemonUnreachable, StorageError."""
+        reply, _ = self._client.call(lambda n: m.Forget(id=n, job=self.job, tags=tags), m.Forgotten, SAVE_SECONDS)
+        return reply.refused
 
     # -- what is on its way
 

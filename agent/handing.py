@@ -21,6 +21,7 @@ from ckptd.agent.launch import find_place
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout, dtype_of
 from ckptd.agent.save_plan import Resolved, resolves_by_itself
+from ckptd.agent.sources import attempts_of
 from ckptd.agent.staging import Documents, MappedSlot, document_offsets
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed
@@ -47,6 +48,10 @@ class Target:
     job: str
     tag: str | None
     step: int | None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.root) / self.job / (self.tag or f"step-{self.step}")
 
     @classmethod
     def of(cls, path: Path, socket: str | None) -> Target | None:
@@ -116,7 +121,7 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
     A step that is behind the last, and a tag that is to be written over, begin a new attempt. Raises AlreadyExists, InvalidRequest, and
     what the daemon says.
     """
-    bare = StandaloneStorage(Path(target.root) / target.job / (target.tag or f"step-{target.step}"))
+    bare = StandaloneStorage(target.path)
     if bare.has_manifest():
         raise AlreadyExists(f"Checkpoint already exists in {bare.root}, which a save without the daemon has made; move it away")
     until = time.monotonic() + SAVE_SECONDS
@@ -206,7 +211,7 @@ class SlotPart:
         self._attachment = attach(claimed, rank, world_size)
         self._attachment.saving.add(self)
         self._pid = os.getpid()
-        self._tag, self._step = claimed.target.tag, claimed.step
+        self._claimed, self._tag, self._step = claimed, claimed.target.tag, claimed.step
         self._pending: Pending | None = None
         self._slot: MappedSlot | None = None
         self._layout: Layout | None = None
@@ -242,6 +247,16 @@ class SlotPart:
             self._attachment.wait_durable(self._pending)
         finally:
             self.close()
+
+    def forget_older(self) -> None:
+        """Delete what this save has taken the place of: the same name in older attempts. What cannot be deleted is logged."""
+        target = self._claimed.target
+        older = [tag for attempt, tag in attempts_of(target.path).items() if attempt < self._claimed.attempt]
+        try:
+            for why in (self._attachment.forget(older) if older else {}).values():
+                log.warning("an older save of that name is still there: %s", why)
+        except CkptdError as error:
+            log.warning("older saves of %s are still there: %s", target.path, error)
 
     def close(self) -> None:
         """It is the daemon's."""

@@ -102,7 +102,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
     """Saves what any DCP planner plans, with `dcp.save` and `dcp.async_save` (in a thread or a process).
 
     path: `<root>/<job>/<tag>`, or any directory outside; may come as DCP's `checkpoint_id` instead. A tag `step-<number>` is that step.
-    overwrite: True takes the place of what is there; under a root in a new attempt, and the older one stays until it is deleted.
+    overwrite: True takes the place of what is there; under a root in a new attempt; the older one goes then, unless it is pinned or read.
     codec, threads: of a save outside every root; under a root the daemon's count. socket: the daemon's; else as for `Agent`.
     weights_only: False takes values that only pickled code can bring back, if your planner pickles them.
 
@@ -285,6 +285,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         parts[ticket.rank] = part.finish(layout, values_of(metadata, save_id=save.save_id), _request(ticket))
         if isinstance(part, SlotPart):
             part.wait()
+            if self.overwrite:
+                part.forget_older()
             return
         storage = StandaloneStorage(Path(ticket.path))
         entries = [entry for _, entry in sorted(parts.items()) if entry is not None]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.handing import leave_all
+from ckptd.daemon.forgetting import pin
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError
 from tests.support.daemons import Daemon
@@ -243,6 +244,18 @@ def test_overwrite(spot: Place) -> None:
         assert same(loaded, state(seed))
     if spot.daemon is None:
         assert [len(files) for files in spot.files().values()] == [2]  # nothing is left of those before
+    else:
+        assert directories(spot.daemon.home.root / "gpt") == ["latest.a0003"]
+
+
+def test_overwriting_leaves_what_is_pinned(daemon: Daemon) -> None:
+    path = daemon.home.root / "gpt" / "latest"
+    for seed in (1, 2, 3):
+        dcp.save(state(seed), storage_writer=StorageWriter(path, socket=daemon.home.socket, overwrite=True))
+        if seed == 1:
+            pin(path.parent / "latest.a0001", remove=False)
+    assert directories(path.parent) == ["latest.a0001", "latest.a0003"]
+    assert same(Checkpoint.open(path.parent / "latest.a0001").load(), state(1))
 
 
 def test_a_step_that_is_behind_begins_a_new_attempt(daemon: Daemon) -> None:
