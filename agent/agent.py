@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,7 @@ class Agent(Attachment):
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
+        self.schedules = 0
         self._rng_room = 1 << 14  # bytes that random generators take, as far as known
         self._layouts = Layouts(self._client, self._ranks)
 
@@ -187,6 +188,15 @@ class Agent(Attachment):
         singly = resolves_by_itself(planner)
         _, slot = self.fill(pending, request.tag, layout, documents.offsets(layout)[-1], source, wait=budget, singly=singly)
         self.seal(pending, slot, layout, documents)
+
+    def hear(self, topic: str, say: Callable[[], bytes], *, late: bool = False) -> bytes | None:
+        """What `say` gives on rank 0, to all ranks; None if that is not known yet. `late`: whether it was so before; nobody waits then.
+
+        Raises SnapshotFailed if the job's store does not answer.
+        """
+        with self._lock:
+            self._check_open()
+            return self._ranks.hear(topic, say, 0.0 if late else self._client.welcome.stall_budget)
 
     def _plan_anew(self) -> None:
         self._layouts.plan_anew()

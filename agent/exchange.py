@@ -44,6 +44,10 @@ class Alone:
             raise mine
         return decide([mine])[0] if self._answer is None else self._answer
 
+    def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
+        """As `Exchange.hear`, at once."""
+        return say()
+
 
 class Told(Alone):
     """Ranks that somebody else has brought together: rank 0 claims an attempt (None), the others are told which."""
@@ -79,9 +83,35 @@ class Exchange:
         An error in the place of `mine`, or raised by `decide`, is raised on all ranks. Raises SnapshotFailed naming who was late after
         `seconds`, or if the store does not answer; and what `unwanted` returns as soon as it does.
         """
+        deadline = time.monotonic() + seconds
+        answer = self._held(lambda over: self._round(f"{self.scope}/{topic}", mine, decide, deadline, over), unwanted)
+        assert answer is not None
+        return _decode(answer)
+
+    def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
+        """What `say` gives on rank 0, which waits for nobody; None on others if it has not said it within `seconds`: ask again, later.
+
+        Raises SnapshotFailed if the store does not answer.
+        """
+        return self._held(lambda over: self._hear(f"{self.scope}/{topic}", say, time.monotonic() + seconds, over))
+
+    def _hear(self, topic: str, say: Callable[[], bytes], deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
+        if self.rank != 0:
+            return self._take(f"{topic}/told/{self.rank}", deadline, unwanted)
+        said = say()
+        for rank in range(1, self.world_size):
+            self._put(f"{topic}/told/{rank}", said)
+        return said
+
+    def _held(
+        self,
+        work: Callable[[Callable[[], CkptdError | None]], bytes | None],
+        unwanted: Callable[[], CkptdError | None] = lambda: None,
+    ) -> bytes | None:
+        """`work` on a thread, since a store that is not there holds up whoever asks it."""
         if not self._done.wait(_LOOK_SECONDS):  # one that was left by Ctrl-C ends in less
             raise _silent()
-        answers: list[bytes | BaseException] = []
+        answers: list[bytes | BaseException | None] = []
         done, left = threading.Event(), threading.Event()
 
         def over() -> CkptdError | None:
@@ -89,7 +119,7 @@ class Exchange:
 
         def run() -> None:
             try:
-                answers.append(self._round(f"{self.scope}/{topic}", mine, decide, seconds, over))
+                answers.append(work(over))
             except BaseException as error:
                 answers.append(error)
             done.set()
@@ -110,17 +140,17 @@ class Exchange:
             case BaseException() as error:
                 raise error
             case answer:
-                return _decode(answer)
+                return answer
 
     def _round(
         self,
         topic: str,
         mine: bytes | CkptdError,
         decide: Callable[[list[bytes]], list[bytes]],
-        seconds: float,
+        deadline: float,
         unwanted: Callable[[], CkptdError | None],
     ) -> bytes:
-        deadline = time.monotonic() + seconds
+        seconds = max(0.0, deadline - time.monotonic())
         if self.rank == 0:
             answers, asked = self._decide(topic, mine, decide, deadline - min(_GRACE_SECONDS, seconds / 4), unwanted)
             for rank, nonce in asked.items():

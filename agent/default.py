@@ -1,0 +1,61 @@
+"""The agent of this process, made when it is first needed, and the functions that use it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from ckptd.agent.agent import Agent
+from ckptd.agent.attachment import CLOSE_SECONDS
+from ckptd.agent.pending import Pending
+from ckptd.agent.recovery import Recovered
+from ckptd.agent.restore import OnReshape
+from ckptd.shared.errors import CkptdError
+
+_default: Agent | None = None
+_lock = threading.Lock()
+
+
+def default_agent() -> Agent:
+    """Raises as `Agent`."""
+    global _default
+    with _lock:
+        if _default is None or _default.closed:
+            _default = Agent()
+        return _default
+
+
+def snapshot(
+    state: Any,
+    *,
+    step: int,
+    tag: str | None = None,
+    persist: bool = True,
+    on_busy: str = "wait",
+    metrics: Mapping[str, float] | None = None,
+    user_content: Any = None,
+    rng: bool = True,
+) -> Pending:
+    """`Agent.snapshot` of this process's agent. Never raises for what goes wrong with saving: the `Pending` tells."""
+    try:
+        agent = default_agent()
+    except CkptdError as error:
+        failed = Pending(step)
+        failed.fail(error)
+        return failed
+    return agent.snapshot(state, step=step, tag=tag, persist=persist, on_busy=on_busy, metrics=metrics, user_content=user_content, rng=rng)
+
+
+def recover(state: Any, *, step: int | None = None, strict: bool = True, on_reshape: OnReshape | None = None) -> Recovered | None:
+    """`Agent.recover` of this process's agent."""
+    return default_agent().recover(state, step=step, strict=strict, on_reshape=on_reshape)
+
+
+def close(timeout: float = CLOSE_SECONDS) -> None:
+    """`Agent.close` of this process's agent, if it has one: the newest snapshot becomes durable, the slots are freed."""
+    global _default
+    with _lock:
+        agent, _default = _default, None
+    if agent is not None:
+        agent.close(timeout)

@@ -1,0 +1,303 @@
+"""When to snapshot: seconds made steps, the best interval, and ranks that always agree."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.agent import Agent, Schedule, schedule
+from ckptd.agent.schedule import Pace, best_interval
+from ckptd.shared.errors import SnapshotFailed
+from tests.shared.samples import steady
+from tests.support.daemons import Daemon
+from tests.support.ranks import HERE, Ranks
+
+# -- seconds made steps
+
+
+def walk(pace: Pace, seconds_of: Any, interval: Any, steps: int) -> tuple[list[tuple[int, bool]], int]:
+    """Steps that were due and whether they went to storage, and how often it was asked."""
+    now, again, asked, due = 1000.0, 0, 0, []
+    for step in range(steps):
+        now += seconds_of(step)
+        if step < again:
+            continue
+        word = pace.decide(step, now, interval)
+        assert word.again > step
+        again, asked = word.again, asked + 1
+        if word.due:
+            due.append((step, word.persist))
+    return due, asked
+
+
+def gaps(due: list[tuple[int, bool]]) -> list[int]:
+    found = [step for step, _ in due]
+    return [later - earlier for earlier, later in pairwise(found)]
+
+
+def test_every_hundred_seconds_of_steps_of_one() -> None:
+    due, asked = walk(Pace(1), lambda step: 1.0, 100.0, 2000)
+    assert set(gaps(due)) == {100}
+    assert due[0] == (100, True)
+    assert len(due) == 19
+    assert asked < 12 * len(due)  # about once for each halving
+
+
+def test_steps_that_are_longer_than_the_interval() -> None:
+    assert [step for step, _ in walk(Pace(1), lambda step: 7.0, 5.0, 10)[0]] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_steps_that_become_slower_or_faster() -> None:
+    due, _ = walk(Pace(1), lambda step: 1.0 if step < 500 else 4.0 if step < 800 else 0.5, 100.0, 3000)
+    found = gaps(due)
+    assert found[:4] == [100] * 4
+    assert found.count(25) > 8
+    assert set(found[-5:]) == {200}
+
+
+def test_each_nth_goes_to_storage() -> None:
+    due, _ = walk(Pace(3), lambda step: 1.0, 10.0, 100)
+    assert [persist for _, persist in due] == [False, False, True] * 3
+
+
+def test_what_is_not_known_yet_is_learnt_at_once() -> None:
+    assert walk(Pace(1), lambda step: 1.0, None, 3)[0] == [(0, True), (1, True), (2, True)]
+
+
+def test_nothing_is_due_while_the_last_is_being_saved() -> None:
+    pace = Pace(1)
+    words = [pace.decide(step, 10.0 * step, 10.0, busy=step < 5) for step in range(8)]
+    assert [word.due for word in words] == [False] * 5 + [True] * 3
+
+
+@steady
+@given(st.lists(st.floats(0.01, 50.0), min_size=5, max_size=200), st.floats(0.05, 500.0))
+def test_no_two_are_much_nearer_than_the_interval(seconds: list[float], interval: float) -> None:
+    now, again, last = 0.0, 0, 0.0
+    pace = Pace(1)
+    for step, took in enumerate(seconds):
+        now += took
+        if step >= again:
+            word = pace.decide(step, now, interval)
+            again = word.again
+            if step == 0:
+                last = now
+            if word.due:
+                assert now - last >= interval - max(seconds) / 2 - 1e-6
+                last = now
+
+
+def test_a_few_quick_steps_do_not_put_the_next_look_far_off() -> None:
+    pace = Pace(1)
+    assert [pace.decide(step, 0.0, 1e300).again for step in (0, 1, 3, 9)] == [1, 3, 9, 27]
+    assert not pace.decide(27, 60.0, 100.0).due
+    assert pace.decide(35, 100.0, 100.0).due
+
+
+# -- the best interval
+
+
+def lost(interval: float, cost: float, mtbf: float) -> float:
+    """Time for a second of work, with restarts that cost nothing: Daly's complete model (his equation 20)."""
+    return mtbf * math.expm1((interval + cost) / mtbf) / interval
+
+
+@pytest.mark.parametrize(("cost", "mtbf"), [(0.01, 3600), (1, 3600), (60, 3600), (5, 86400), (600, 3600), (2000, 3600)])
+def test_no_other_interval_loses_less(cost: float, mtbf: float) -> None:
+    best = min(lost(second * 0.5, cost, mtbf) for second in range(1, 20_000))
+    assert lost(best_interval(cost, mtbf), cost, mtbf) <= best * 1.001
+
+
+def test_youngs_term_and_the_end() -> None:
+    assert best_interval(1e-6, 3600) == pytest.approx(math.sqrt(2e-6 * 3600), rel=1e-4)
+    assert best_interval(7200, 3600) == best_interval(99999, 3600) == 3600
+
+
+# -- what a training script sees
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        ((), {}, "give exactly one of them"),
+        ((), {"every_steps": 5, "every_seconds": 5}, "give exactly one of them"),
+        (("auto",), {"every_steps": 5, "mtbf": 5}, "give exactly one of them"),
+        (("always",), {}, "the mode is 'always'"),
+        (("auto",), {}, 'mtbf, the mean seconds between two failures of the job, goes with "auto"'),
+        ((), {"every_steps": 5, "mtbf": 5}, 'goes with "auto"'),
+        ((), {"every_steps": 0}, "every_steps is 0; expected a number from 1 up"),
+        ((), {"every_steps": 2.0}, "every_steps is 2.0"),
+        ((), {"every_seconds": -1}, "every_seconds is -1; expected seconds, more than 0"),
+        ((), {"every_seconds": math.inf}, "every_seconds is inf"),
+        (("auto",), {"mtbf": True}, "mtbf is True"),
+        ((), {"every_steps": 5, "persist_every": 0}, "persist_every is 0"),
+    ],
+)
+def test_what_is_no_schedule(given: Any, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Schedule(*given, **options)
+
+
+def test_by_steps(daemon: Daemon) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    when = Schedule(every_steps=3, persist_every=2, agent=agent)
+    taken = []
+    for step in range(1, 14):
+        pending = when.snapshot({"x": torch.full((4,), step)}, step=step, metrics={"loss": 0.5})
+        assert when.due(step) == (pending is not None)
+        if pending is not None:
+            pending.wait("sealed", timeout=60)
+            taken.append((pending.step, pending.persist))
+    assert taken == [(3, False), (6, True), (9, False), (12, True)]
+    assert when.interval is None
+    agent.close()
+    assert sorted(path.name for path in (daemon.home.root / "job").glob("step*")) == ["step-00000006.a0001", "step-00000012.a0001"]
+
+
+class Clock:
+    """In the place of `time`: a step takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(schedule, "time", made)
+    return made
+
+
+def test_by_seconds(daemon: Daemon, clock: Clock) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    when = Schedule(every_seconds=10, agent=agent)
+    due = []
+    for step in range(45):
+        clock.now += 1
+        if when.snapshot({"x": torch.ones(4)}, step=step) is not None:
+            due.append(step)
+    assert due == [10, 20, 30, 40]
+    assert when.interval == 10.0
+    agent.close()
+
+
+def test_another_attempt_counts_anew(daemon: Daemon, clock: Clock) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    when = Schedule(every_seconds=10, agent=agent)
+    due = []
+    for round_ in range(2):
+        for step in range(15):
+            clock.now += 1
+            pending = when.snapshot({"x": torch.ones(4)}, step=step)
+            if pending is not None:
+                due.append((round_, step, pending.wait("durable", timeout=60).attempt))
+        if round_ == 0:
+            agent.snapshot({"x": torch.ones(4)}, step=40).wait("durable", timeout=60)
+            agent.recover({"x": torch.zeros(4)}, step=10)
+    assert due == [(0, 10, 1), (1, 10, 2)]
+    agent.close()
+
+
+def test_as_often_as_pays(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    when = Schedule("auto", mtbf=200.0, agent=agent)
+    assert when.interval is None
+    snapshot = agent.snapshot
+
+    def costly(*arguments: Any, **options: Any) -> Any:
+        pending = snapshot(*arguments, **options)
+        pending.wait("durable", timeout=60)
+        pending.stall = 1.0
+        return pending
+
+    monkeypatch.setattr(agent, "snapshot", costly)
+    due = []
+    for step in range(100):
+        clock.now += 1
+        if when.snapshot({"x": torch.ones(4)}, step=step) is not None:
+            due.append(step)
+    assert when.interval == best_interval(1.0, 200.0) == pytest.approx(19.34, abs=0.01)
+    assert due[:2] == [0, 19]
+    assert set(gaps([(step, True) for step in due])) <= {19, 20}
+    agent.close()
+
+
+def test_a_store_that_does_not_answer_is_asked_again_later(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    when = Schedule(every_seconds=1, agent=agent)
+    asked = []
+
+    def silent(*_: Any, **__: Any) -> bytes:
+        asked.append(clock.now)
+        raise SnapshotFailed("the job's store has not answered for 5 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "hear", silent)
+        for step in range(100):
+            clock.now += 1
+            assert not when.due(step)
+    assert asked == [101.0, 161.0]
+    clock.now += 60
+    due = []
+    for step in range(100, 103):
+        clock.now += 1
+        due.append(when.due(step))
+    assert due == [False, True, True]
+    agent.close()
+
+
+def test_without_a_daemon_the_snapshot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_SOCKET", "/nowhere/ckptd.sock")
+    when = Schedule(every_seconds=1000)
+    pending = when.snapshot({"x": torch.ones(4)}, step=1)
+    assert pending is not None
+    assert pending.state == "failed"
+    assert "no daemon listens at /nowhere/ckptd.sock" in str(pending.error)
+
+
+# -- ranks
+
+
+def begin(socket: Any) -> None:
+    HERE["agent"] = Agent("job", socket=socket)
+    HERE["when"] = Schedule(every_seconds=0.2, persist_every=2, agent=HERE["agent"])
+
+
+def run(rank: int, steps: range, skew: float, late: int | None) -> list[tuple[int, bool]]:
+    """Steps that were due on this rank, whose clock and pace are its own."""
+    agent, when, taken = HERE["agent"], HERE["when"], []
+    for step in steps:
+        time.sleep(0.002 + skew * rank)
+        if rank == 1 and step == late:
+            continue
+        pending = when.snapshot({"x": torch.full((4,), step)}, step=step)
+        if pending is not None:
+            taken.append((step, pending.persist))
+    assert agent.world_size == 3
+    return taken
+
+
+def end() -> None:
+    HERE["agent"].close()
+
+
+def test_ranks_agree(daemon: Daemon) -> None:
+    with Ranks(3) as ranks:
+        ranks.call(begin, daemon.home.socket)
+        for rank in range(3):
+            ranks.begin(run, rank, range(400), 0.0005, None, only=[rank])
+        taken = ranks.results()
+        ranks.call(end)
+    assert taken[0] == taken[1] == taken[2]
+    assert len(taken[0]) >= 2
+    assert [persist for _, persist in taken[0]] == [number % 2 == 1 for number in range(len(taken[0]))]
