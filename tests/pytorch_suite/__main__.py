@@ -1,8 +1,8 @@
 """PyTorch's own checkpoint tests, with ckptd's reader and writer in the place of its own.
 
-`python -m tests.pytorch_suite DIR [NAME...]`: DIR is `test/distributed/checkpoint` of a checkout of PyTorch, of the version that is
-installed. Its files are copied to a temporary directory, put on the CPU where they ask for GPUs, and run by pytest. Needs `expecttest` and
-what else PyTorch's tests need. Exit code 1 if a test fails that is not in `EXCLUDED`.
+`python -m tests.pytorch_suite DIR [FILE...] [--only EXPRESSION]`: DIR is `test/distributed/checkpoint` of a checkout of PyTorch, of the
+version that is installed. Its files are copied to a temporary directory, put on the CPU where they ask for GPUs, and run by pytest. Needs
+`expecttest` and what else PyTorch's tests need. Exit code 1 if a test fails that is not in `EXCLUDED`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ FILES = (
     "test_file_system_checkpoint_cpu.py", "test_save_load_api.py", "test_dtensor_checkpoint.py", "test_dtensor_resharding.py",
     "test_tp_checkpoint.py", "test_compatibility.py", "e2e/test_e2e_save_and_load.py", "e2e/test_fine_tuning.py", "e2e/test_pipeline.py",
 )  # fmt: skip
-EXCLUDED: dict[str, str] = {}
+EXCLUDED: dict[str, str] = {
+    "zoc_True": "DCP's DefaultStager copies without blocking, for which it wants an accelerator",
+    "test_dtype_mismatch_casting": "it is newer than torch 2.13, whose DefaultLoadPlanner has no allow_unsafe_types",
+}
 """Tests that are not run, by name, and why."""
 ON_CPU = (
     (r"\.cuda\((?:[^()]|\([^()]*\))*\)", ""),
@@ -42,15 +45,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="*", default=FILES)
+    parser.add_argument("--only", default="", help="of their tests, as pytest's -k says it")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ckptd-pytorch-suite-") as place:
         for name in options.names:
             copy = Path(place) / Path(name).name
             copy.write_text(on_cpu((options.directory / name).read_text()))
         variables = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "CUDA_VISIBLE_DEVICES": ""}
-        skipped = " and ".join(f"not {name}" for name in EXCLUDED)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "-rs", "-c", os.devnull, place]
-        code = subprocess.run([*command, *(["-k", skipped] if skipped else [])], env=variables, cwd=place, check=False).returncode
+        chosen = " and ".join([*(f"not {name}" for name in EXCLUDED), *([f"({options.only})"] if options.only else [])])
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-c", os.devnull, place]
+        code = subprocess.run([*command, "-k", chosen], env=variables, cwd=place, check=False).returncode
     for name, why in EXCLUDED.items():
         print(f"not run: {name}: {why}")
     sys.exit(code)
