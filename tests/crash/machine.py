@@ -1,4 +1,4 @@
-"""Any order of things that happen to a job: start, snapshot, kill, cut the power, fill the disk, recover; drawn by Hypothesis.
+"""Any order of things that happen to a job: start, snapshot, kill, cut power, fill the disk, recover, forget, pin; drawn by Hypothesis.
 
 `python -m tests.crash.machine --steps 2000 [--seed N]`. Real daemons, real trainers, SIGKILL, and the ext4 image of `power.py` where there
 is one. After every step the oracles: what is recovered is bit for bit what was captured, and as new as what was promised; a daemon that
@@ -23,7 +23,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
+from ckptd.daemon import forgetting
+from ckptd.shared import names
 from ckptd.shared.errors import NotFound
+from ckptd.shared.storage import PosixStorage
 from tests.crash.images import Image, Unavailable, fill
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home
@@ -69,7 +72,7 @@ def serve(pipe: Connection, socket: Any) -> None:
 
 
 class Job(RuleBasedStateMachine):
-    """`sealed`, `durable`: what was promised while the node stands, and for ever; (attempt, step)."""
+    """`sealed`, `durable`: what was promised while the node stands, and for ever; (attempt, step). `forgotten`, `pinned`: by hand."""
 
     @initialize()
     def begin(self) -> None:
@@ -86,6 +89,8 @@ class Job(RuleBasedStateMachine):
         self.persisted: int | None = None
         self.full = False
         self.sealed = self.durable = (0, -1)
+        self.forgotten: set[tuple[int, int]] = set()
+        self.pinned: set[str] = set()
         self.start_daemon()
 
     def _ask(self, *command: Any) -> Any:
@@ -154,6 +159,7 @@ class Job(RuleBasedStateMachine):
         assert attempt > self.attempt, "an attempt was given out twice"
         promised = max(self.sealed, self.durable)
         assert (recovered or (0, -1)) >= promised, f"{recovered} was recovered, and {promised} was promised"
+        assert recovered not in self.forgotten, f"{recovered} was recovered, and was forgotten"
         self.attempt, self.step, self.persisted = attempt, 0, None
         return True
 
@@ -187,6 +193,49 @@ class Job(RuleBasedStateMachine):
         self.trainer.join()
         self.pipe.close()
         self.trainer = None
+
+    @precondition(lambda self: not self.full and self._tags())
+    @rule(which=st.integers(0, 2))
+    def forget(self, which: int) -> None:
+        """A checkpoint, by the daemon or, if it is gone, by one made for that."""
+        done["forget"] += 1
+        for tag in self._tags()[which : which + 1]:
+            socket = self.place.socket if self.daemon else None
+            try:
+                (row,) = forgetting.forget(self.place.root / trainers.JOB / tag, [], socket, dry_run=False)
+            except NotFound:
+                return  # the daemon has retired it since it was listed
+            assert row["deleted"] == (tag not in self.pinned) or "there is no checkpoint" in row["error"], row
+            if row["deleted"]:
+                self._forgotten(tag)
+
+    def _forgotten(self, tag: str) -> None:
+        left = [(p[2], p[1]) for p in map(names.parse_tag_directory, self._tags()) if p is not None and p[1] is not None]
+        parsed = names.parse_tag_directory(tag)
+        assert parsed is not None
+        assert parsed[1] is not None
+        key = (parsed[2], parsed[1])
+        self.forgotten.add(key)
+        if self.durable == key:
+            self.durable = max(left, default=(0, -1))
+        if self.sealed == key:
+            self.sealed = self.durable
+
+    @precondition(lambda self: self._tags())
+    @rule(which=st.integers(0, 2), remove=st.booleans())
+    def pin(self, which: int, remove: bool) -> None:
+        done["pin"] += 1
+        for tag in self._tags()[which : which + 1]:
+            try:
+                forgetting.pin(self.place.root / trainers.JOB / tag, remove=remove)
+            except (NotFound, OSError):
+                return  # retired meanwhile, or there is no room
+            (self.pinned.discard if remove else self.pinned.add)(tag)
+
+    def _tags(self) -> list[str]:
+        """Of all that is committed; the highest steps first."""
+        storage = PosixStorage(self.place.root)
+        return [tag for tag in reversed(storage.tags(trainers.JOB)) if storage.has_manifest(trainers.JOB, tag)]
 
     @precondition(lambda self: self.disk is not None)
     @rule(flushed=st.sampled_from([1, 2]))
@@ -269,6 +318,7 @@ class Job(RuleBasedStateMachine):
         self._end_trainer()
         assert self.place.segment_files() == []
         job = self.place.root / trainers.JOB
+        assert self.pinned <= set(self._tags()), f"{self.pinned} were pinned, and {self._tags()} are there"
         for manifest in job.glob("*/manifest.json"):
             try:
                 opened = Checkpoint.open(job, manifest.parent.name)
