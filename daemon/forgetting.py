@@ -35,7 +35,10 @@ class Errand(App):
         self.refused: dict[str, str] = {}
 
     async def _serve(self, listener: Socket) -> None:
-        self.refused = await self.forget(self._job, self._tags)
+        try:
+            self.refused = await self.forget(self._job, self._tags)
+        finally:
+            await self.orphans.drain()  # what a dead trainer has left in memory is being saved
 
 
 def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_run: bool) -> Iterator[dict[str, Any]]:

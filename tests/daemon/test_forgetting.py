@@ -196,6 +196,22 @@ def test_without_a_daemon_nothing_else_goes(place: Home) -> None:
     assert len(steps(place)) == 11
 
 
+def test_without_a_daemon_what_was_owed_is_saved_too(place: Home) -> None:
+    with running(place):
+        train(place, [1, 2])
+    with running(place, failpoints="seal.journaled=kill@1") as daemon:
+        agent = Agent("gpt", socket=place.socket)
+        agent.snapshot({"w": torch.full((10,), 7.0)}, step=7)
+        daemon.died()
+    agent._client.close()
+    agent._slots.drop()
+    run = ckptd("forget", place.root / "gpt" / tag(1))
+    assert (run.returncode, run.stderr) == (0, "")
+    assert steps(place) == [2, 7]
+    assert storage(place).read_newest("gpt") == tag(7, 2)
+    assert torch.equal(Checkpoint.open(place.root / "gpt").load()["w"], torch.full((10,), 7.0))
+
+
 def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home) -> None:
     with running(place):
         agent = Agent("gpt", socket=place.socket)
