@@ -36,7 +36,6 @@ from ckptd.shared import messages as m
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem, PosixFileSystem, make_directories
-from ckptd.shared.lifecycle import State
 from ckptd.shared.session import MAX_VERSION
 from ckptd.shared.storage import PosixStorage
 
@@ -194,15 +193,14 @@ class App:
         job, refused = self.catalog.job(job_name), {}
         await recovery.scan_job(self.storage, job)
         for tag in tags:
+            known = job.checkpoints.get(tag)
             try:
-                why = await self.saver.forget(job, tag)
+                why = await self.orphans.let_go(job, known.attempt, known.step, tag) if known else ""
+                why = why or await self.saver.forget(job, tag)
             except OSError as error:
                 why = str(StorageError.of(f"delete {job_name}/{tag}", error))
             if why:
                 refused[tag] = why
-                continue
-            for snapshot in [s for s in job.snapshots.values() if s.tag == tag and s.state is State.DURABLE and not s.holds]:
-                self.engine.steps.release(job, snapshot)
         return refused
 
     def status(self) -> dict[str, object]:

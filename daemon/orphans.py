@@ -99,6 +99,28 @@ class Orphans:
             self._engine.saver.counters["saved_unasked"] += 1
             self._engine.saver.start(owed)
 
+    async def let_go(self, job: Job, attempt: int, step: int | None, tag: str) -> str:
+        """The copies in memory of what is about to be forgotten, if they are a dead trainer's; or why not. A later daemon would find them
+        sealed, and save them again."""
+        engine = self._engine
+        for slot in list(engine.slots.slots.values()):
+            if slot.released:
+                continue
+            header = slot.refresh()
+            if (header.job, header.attempt, header.step, header.state) != (job.name, attempt, step, SlotState.SEALED):
+                continue
+            if engine.slots.is_held(slot):
+                return f"checkpoint {job.name}/{tag} is in the memory of a running trainer too; try again when it has gone on, or ended"
+            if (owner := engine.owners.get(slot.owner)) is not None:
+                await self.bereave(owner)
+        snapshot = job.snapshots.get((attempt, -1 if step is None else step))
+        if snapshot is not None:
+            await engine.saver.settle(snapshot)
+            if snapshot.holds:
+                return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
+            engine.steps.release(job, snapshot)
+        return ""
+
     # -- memory_ttl
 
     def start_timer(self, job: Job) -> None:

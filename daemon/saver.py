@@ -80,6 +80,11 @@ class Saver:
             del self._tasks[snapshot]
         self._settled(self._catalog.job(snapshot.job))
 
+    async def settle(self, snapshot: Snapshot) -> None:
+        """Until nothing is under way for it."""
+        while snapshot in self._tasks:
+            await asyncio.wait([self._tasks[snapshot]])
+
     async def drain(self) -> None:
         while self._tasks:
             await asyncio.wait(list(self._tasks.values()))

@@ -17,6 +17,7 @@ from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.leases import lease
 from ckptd.shared.storage import PosixStorage
 from tests.daemon.test_cli import ckptd
+from tests.support import forks
 from tests.support.daemons import Daemon, Home, running, until
 
 
@@ -212,18 +213,57 @@ def test_without_a_daemon_what_was_owed_is_saved_too(place: Home) -> None:
     assert torch.equal(Checkpoint.open(place.root / "gpt").load()["w"], torch.full((10,), 7.0))
 
 
-def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home) -> None:
+def test_what_a_running_trainer_has_in_memory_stays_until_it_has_gone_on(place: Home) -> None:
     with running(place):
         agent = Agent("gpt", socket=place.socket)
-        for step in (1, 2):
-            agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
-        assert ckptd("forget", place.root / "gpt" / tag(2), "--socket", place.socket).returncode == 0
+        path = place.root / "gpt" / tag(2)
+
+        def save(*numbers: int) -> None:
+            for step in numbers:
+                agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
+
+        save(1, 2)
+        why = "checkpoint gpt/step-00000002.a0001 is in the memory of a running trainer too; try again when it has gone on, or ended"
+        run = ckptd("forget", path, "--socket", place.socket)
+        assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: stays: {why}\n")
+        save(3, 4)
+        assert ckptd("forget", path, "--socket", place.socket).returncode == 0
+        assert steps(place) == [1, 3, 4]
+        agent.close()
+        assert ckptd("forget", place.root / "gpt" / tag(4), "--socket", place.socket).returncode == 0
+
+
+def leave(steps: Sequence[int], socket: Path) -> None:
+    agent = Agent("gpt", socket=socket)
+    for step in steps:
+        agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("by", ["its daemon", "the next daemon", "none"])
+def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home, by: str) -> None:
+    named = ["--socket", place.socket]
+    with running(place) as daemon:
+        process = forks.context().Process(target=leave, args=((1, 2), place.socket))
+        process.start()
+        process.join()
+        if by == "its daemon":
+            assert ckptd("forget", place.root / "gpt" / tag(2), *named).returncode == 0
+        else:
+            daemon.kill()
+    if by == "none":
+        assert ckptd("forget", place.root / "gpt" / tag(2)).returncode == 0
+    with running(place):
+        if by == "the next daemon":
+            assert ckptd("forget", place.root / "gpt" / tag(2), *named).returncode == 0
+        agent = Agent("gpt", socket=place.socket)
         state = {"w": torch.zeros(10)}
         recovered = agent.recover(state)
         assert recovered is not None
         assert recovered.step == 1
         assert torch.equal(state["w"], torch.ones(10))
         agent.close()
+        assert steps(place) == [1]
 
 
 # -- what the job says
