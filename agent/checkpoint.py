@@ -24,7 +24,10 @@ from ckptd.shared.storage import PosixStorage
 
 
 class Checkpoint:
-    """An open, committed checkpoint; made by `open`. Verifies everything that it reads. Close it, or use it in a `with`."""
+    """An open, committed checkpoint; made by `open`. Verifies everything that it reads, from any number of threads at once.
+
+    While it is open, nobody deletes it. Close it, or use it in a `with`.
+    """
 
     def __init__(self, storage: PosixStorage, job: str, manifest: Manifest) -> None:
         try:

@@ -44,7 +44,7 @@ def deletion(storage: PosixStorage, job: str, tag: str) -> Iterator[None]:
         return
     try:
         if not _locked(fd, fcntl.LOCK_EX):
-            raise Busy(f"checkpoint {job}/{tag} is being read")
+            raise Busy(f"checkpoint {job}/{tag} is being read, or deleted, by somebody else")
         yield
     finally:
         os.close(fd)

@@ -194,7 +194,7 @@ class Job(RuleBasedStateMachine):
         self.pipe.close()
         self.trainer = None
 
-    @precondition(lambda self: not self.full and self._tags())
+    @precondition(lambda self: self.attempt > 0 and not self.full)
     @rule(which=st.integers(0, 2))
     def forget(self, which: int) -> None:
         """A checkpoint, by the daemon or, if it is gone, by one made for that."""
@@ -205,7 +205,7 @@ class Job(RuleBasedStateMachine):
                 (row,) = forgetting.forget(self.place.root / trainers.JOB / tag, [], socket, dry_run=False)
             except NotFound:
                 return  # the daemon has retired it since it was listed
-            excused = ("there is no checkpoint", "in the memory of a running trainer")
+            excused = ("there is no checkpoint", "in the memory of a running trainer", "deleted, by somebody else")  # by retention
             assert row["deleted"] == (tag not in self.pinned) or any(words in row["error"] for words in excused), row
             if row["deleted"]:
                 self._forgotten(tag)
@@ -222,7 +222,7 @@ class Job(RuleBasedStateMachine):
         if self.sealed == key:
             self.sealed = self.durable
 
-    @precondition(lambda self: self._tags())
+    @precondition(lambda self: self.attempt > 0)
     @rule(which=st.integers(0, 2), remove=st.booleans())
     def pin(self, which: int, remove: bool) -> None:
         done["pin"] += 1

@@ -203,6 +203,31 @@ def test_a_tag_that_a_dead_process_removed_stays_away(recorder: Recorder, tmp_pa
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {}}]
 
 
+def test_a_pin_stays_and_stays_away(recorder: Recorder, tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path / "disk", recorder)
+    storage.pin("job", "tag.a0001")
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}]
+    storage.unpin("job", "tag.a0001")
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {}}}}]
+
+
+def test_a_pin_that_a_dead_process_made_stays_too(recorder: Recorder, tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path / "disk", recorder)
+    storage.ensure(".ckptd", "pins", "job")
+    with storage.directory(".ckptd", "pins", "job") as directory:
+        recorder.close(recorder.create("tag.a0001", directory))
+    storage.pin("job", "tag.a0001")
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}]
+
+
+def test_newest_of_a_job_without_checkpoints_stays_away(recorder: Recorder, tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path / "disk", recorder)
+    storage.ensure("job")
+    storage.publish_newest("job", "tag.a0001")
+    storage.remove_newest("job")
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {}}]
+
+
 def test_pending_changes_are_those_that_can_be_reached(recorder: Recorder, tmp_path: Path) -> None:
     with opened_directory(recorder, str(tmp_path / "disk")) as directory:
         fd = recorder.create("a", directory)
