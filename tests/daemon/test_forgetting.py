@@ -131,10 +131,8 @@ def test_nobody_deletes_what_is_being_read(place: Home, socket: list[Any]) -> No
     path = place.root / "gpt" / tag(2)
     with Checkpoint.open(path) as checkpoint:
         run = ckptd("forget", path, *socket)
-        assert (run.returncode, run.stdout) == (
-            11,
-            "gpt/step-00000002.a0001: stays: checkpoint gpt/step-00000002.a0001 is being read, or deleted, by somebody else\n",
-        )
+        why = "checkpoint gpt/step-00000002.a0001 is being read, or deleted, by somebody else"
+        assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: stays: {why}\n")
         assert torch.equal(checkpoint.tensor("w"), torch.arange(100.0) + 2)
     assert ckptd("forget", path, *socket).returncode == 0
 
