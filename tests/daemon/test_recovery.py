@@ -21,6 +21,7 @@ from ckptd.daemon.recovery import scan_job
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.fs import FileSystem, PosixFileSystem
+from ckptd.shared.leases import lease
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import PosixStorage
 from tests.shared.samples import write_checkpoint
@@ -196,6 +197,31 @@ async def test_a_deletion_is_finished(root: Root) -> None:
     app = await root.start()
     assert root.storage.tags("gpt") == []
     assert (app.catalog.job("gpt").checkpoints, root.left().retiring) == ({}, {})
+
+
+@pytest.mark.parametrize("how", ["pinned", "read"])
+async def test_a_deletion_is_called_off_for_what_is_pinned_or_read_since(root: Root, how: str) -> None:
+    manifest = write_checkpoint(root.path)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    held = -1
+    if how == "pinned":
+        root.storage.pin("gpt", TAG)
+    else:
+        held = lease(root.storage, "gpt", TAG)
+    app = await root.start()
+    assert root.storage.tags("gpt") == [TAG]
+    assert (list(app.catalog.job("gpt").checkpoints), root.left().retiring) == ([TAG], {})
+    if held >= 0:
+        os.close(held)
+
+
+async def test_a_deletion_that_had_begun_is_finished_though_it_is_pinned(root: Root) -> None:
+    manifest = write_checkpoint(root.path)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    root.storage.pin("gpt", TAG)
+    root.storage.delete_files("gpt", TAG, [names.MANIFEST])
+    await root.start()
+    assert root.storage.tags("gpt") == []
 
 
 async def test_a_deletion_that_fails_is_left_for_the_next_start(root: Root) -> None:

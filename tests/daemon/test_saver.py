@@ -24,6 +24,7 @@ from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared import names
 from ckptd.shared.errors import NotFound, StorageError
 from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.leases import lease
 from ckptd.shared.lifecycle import State
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.segment import SegmentHeader, SlotState, read_check, write_check, write_header
@@ -384,3 +385,92 @@ def test_a_task_that_was_replaced_takes_nothing_away(world: World) -> None:
         await world.saver.drain()
 
     asyncio.run(again())
+
+
+# -- what is forgotten, and what stays
+
+
+def saved_twice(world: World) -> tuple[str, str]:
+    """Two committed checkpoints of the job, and `newest`."""
+    for step in (3, 4):
+        write_checkpoint(world.storage.root, step=step, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job))
+    world.storage.publish_newest("gpt", "step-00000004.a0001")
+    return "step-00000003.a0001", "step-00000004.a0001"
+
+
+def forget(world: World, tag: str) -> str:
+    return asyncio.run(world.saver.forget(world.job, tag))
+
+
+def test_the_newest_is_forgotten_and_newest_moves_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = saved_twice(world)
+    seen = []
+    delete = world.storage.delete_files
+
+    def watched(job: str, tag: str, files: list[str]) -> None:
+        seen.append((tag, files[0] == names.MANIFEST, world.storage.read_newest("gpt")))
+        delete(job, tag, files)
+
+    monkeypatch.setattr(world.storage, "delete_files", watched)
+    assert forget(world, new) == ""
+    assert seen == [(new, True, old), (new, False, old)]
+    assert forget(world, old) == ""
+    assert seen[2:] == [(old, True, None), (old, False, None)]
+    assert (world.storage.tags("gpt"), world.job.checkpoints, world.job.retiring) == ([], {}, set())
+    assert [type(record) for record in world.journal.records] == [r.Retiring, r.Retired] * 2
+
+
+def test_what_is_not_there_is_not_forgotten(world: World) -> None:
+    assert forget(world, "step-00000009.a0001") == "there is no checkpoint gpt/step-00000009.a0001"
+    assert world.journal.records == []
+
+
+def test_what_is_pinned_or_read_stays(world: World) -> None:
+    old, new = saved_twice(world)
+    world.storage.pin("gpt", old)
+    assert forget(world, old) == f"checkpoint gpt/{old} is pinned"
+    world.storage.unpin("gpt", old)
+    held = lease(world.storage, "gpt", old)
+    assert forget(world, old) == f"checkpoint gpt/{old} is being read, or deleted, by somebody else"
+    asyncio.run(world.saver.tidy(world.job))
+    assert world.storage.tags("gpt") == [old, new]
+    os.close(held)
+    asyncio.run(world.saver.tidy(world.job))
+    assert world.storage.tags("gpt") == [new]
+    assert (world.job.retiring, world.counters["retired"]) == (set(), 1)
+
+
+def test_what_is_damaged_is_forgotten_with_its_parts_and_nothing_else(world: World) -> None:
+    old, _ = saved_twice(world)
+    place = world.storage.root / "gpt" / old
+    (place / names.MANIFEST).write_bytes(b"{}")
+    (place / "notes.txt").write_text("mine")
+    asyncio.run(scan_job(world.storage, world.job))
+    assert list(world.job.damaged) == [old]
+    assert forget(world, old) == ""
+    assert (os.listdir(place), world.job.damaged) == (["notes.txt"], {})
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_cannot_be_deleted_is_as_it_was(world: World, damaged: bool) -> None:
+    old, _ = saved_twice(world)
+    if damaged:
+        (world.storage.root / "gpt" / old / names.MANIFEST).write_bytes(b"{}")
+        asyncio.run(scan_job(world.storage, world.job))
+    world.fs.faults["remove_directory"] = 1, errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        forget(world, old)
+    assert world.job.retiring == set()
+
+
+async def settled(world: World) -> None:
+    task = world.saver.start(world.snapshot)
+    await world.saver.settle(world.snapshot)
+    assert task.done()
+    await world.saver.settle(world.snapshot)
+
+
+def test_settled_is_what_nothing_is_under_way_for(world: World) -> None:
+    asyncio.run(settled(world))
+    assert world.told == [State.DURABLE]
