@@ -24,6 +24,8 @@ log = logging.getLogger("ckptd.agent")
 
 _AWAY_SECONDS = 60.0
 """Until a store that has not answered is asked again."""
+_AGAIN_SECONDS = 30.0
+"""Between snapshots of which none has succeeded yet, so that it is not known what they cost."""
 
 
 def best_interval(cost: float, mtbf: float) -> float:
@@ -104,19 +106,28 @@ class Schedule:
         self._every_seconds = None if every_seconds is None else _seconds("every_seconds", every_seconds)
         self._mtbf = None if mtbf is None else _seconds("mtbf", mtbf)
         self._persist_every = _whole("persist_every", persist_every)
-        self._agent = agent
-        self._attempt = -1
-        self._word = Word(False, False, 0)
-        self._about = (-1, -1)  # attempt and step of `_word`
-        self._number = 0  # among the schedules of its agent
-        self._begin(0)
+        self._given = agent
+        self._agent: Agent | None = None  # the one that `_word` and all below it are about
+        self._begin(None)
 
-    def _begin(self, attempt: int) -> None:
+    def _begin(self, agent: Agent | None) -> None:
         """Ranks count anew in each attempt."""
-        self._attempt, self._heard, self._again, self._not_before, self._late = attempt, 0, -1, 0.0, False
+        if agent is not None and agent is not self._agent:
+            agent.schedules += 1
+            self._number = agent.schedules
+        self._agent, self._attempt = agent, 0 if agent is None else agent.attempt
+        self._word, self._about = Word(False, False, 0), -1
+        self._heard, self._again, self._not_before = 0, 0, 0.0
         self._pace = Pace(self._persist_every)
         self._stalls: deque[float] = deque(maxlen=5)
         self._saving: Pending | None = None
+        self._asked = False
+
+    def _current(self) -> Agent:
+        agent = self._given or default_agent()
+        if agent is not self._agent or agent.attempt != self._attempt:
+            self._begin(agent)
+        return agent
 
     @property
     def interval(self) -> float | None:
@@ -127,57 +138,65 @@ class Schedule:
 
     def due(self, step: int) -> bool:
         """Whether to snapshot after this step; all ranks hear the same. Ask about every step."""
-        if self._about != (self._attempt if self._agent is None else self._agent.attempt, step):
-            self._word = self._ask(step)
-            self._about = self._attempt, step
+        if self._every_steps is not None:
+            self._word = Word(step % self._every_steps == 0, step // self._every_steps % self._persist_every == 0, 0)
+            return self._word.due
+        try:
+            agent = self._current()
+        except CkptdError:
+            self._word = Word(True, True, 0)  # so that the snapshot says what is wrong
+            return True
+        if step != self._about:
+            self._word, self._about = self._ask(agent, step), step
         return self._word.due
 
     def snapshot(self, state: Any, *, step: int, **options: Any) -> Pending | None:
         """`Agent.snapshot` of what is due after this step, with its `options`; None if nothing is."""
         if not self.due(step):
             return None
+        persist = self._word.persist
         try:
-            agent = self._agent = self._agent or default_agent()
+            agent = self._current()
         except CkptdError as error:
             failed = Pending(step)
             failed.fail(error)
             return failed
-        pending = agent.snapshot(state, step=step, persist=self._word.persist, **options)
+        pending = agent.snapshot(state, step=step, persist=persist, **options)
         if pending.state not in ("failed", "skipped"):
             self._stalls.append(pending.stall)
             self._saving = pending if pending.persist else self._saving
         return pending
 
-    def _ask(self, step: int) -> Word:
-        if self._every_steps is not None:
-            return Word(step % self._every_steps == 0, step // self._every_steps % self._persist_every == 0, 0)
-        try:
-            agent = self._agent = self._agent or default_agent()
-        except CkptdError:
-            return Word(True, True, 0)  # so that the snapshot says what is wrong
-        if not self._number:
-            self._number = agent.schedules = agent.schedules + 1
-        if agent.attempt != self._attempt:
-            self._begin(agent.attempt)
+    def _ask(self, agent: Agent, step: int) -> Word:
         nothing = Word(False, False, 0)
+        if agent.closed:
+            return Word(True, True, 0)  # as above
         if step < self._again or time.monotonic() < self._not_before:
             return nothing
-        try:
-            heard = agent.hear(f"schedule/{self._attempt}/{self._number}/{self._heard}", lambda: self._decide(step), late=self._late)
-        except CkptdError as error:
-            log.warning("step %d: whether a snapshot is due cannot be told: %s", step, error)
-            self._not_before = time.monotonic() + _AWAY_SECONDS
-            return nothing
-        self._late = heard is None
-        if heard is None:
-            return nothing
-        said_at, word = msgspec.msgpack.decode(heard, type=tuple[int, Word])
-        self._heard, self._again = self._heard + 1, word.again
-        return word if said_at == step else nothing  # one that came late has missed that snapshot
+        while True:
+            topic, late = f"schedule/{self._attempt}/{self._number}/{self._heard}", self._about >= self._again
+            try:
+                heard = agent.hear(topic, lambda: self._decide(step), late=late)
+            except CkptdError as error:
+                log.warning("step %d: whether a snapshot is due cannot be told: %s", step, error)
+                self._not_before = time.monotonic() + _AWAY_SECONDS
+                return nothing
+            if heard is None:
+                return nothing
+            said_at, word = msgspec.msgpack.decode(heard, type=tuple[int, Word])
+            self._heard, self._again = self._heard + 1, word.again
+            if said_at == step:
+                return word
+            if step < word.again:  # that snapshot is missed; else what has been said since is there already, or about to be said
+                return nothing
 
     def _decide(self, step: int) -> bytes:
+        interval = self.interval
+        if interval is None and self._asked:
+            interval = _AGAIN_SECONDS
+        self._asked = True
         busy = self._mtbf is not None and self._saving is not None and not self._saving.done
-        return msgspec.msgpack.encode((step, self._pace.decide(step, time.monotonic(), self.interval, busy=busy)))
+        return msgspec.msgpack.encode((step, self._pace.decide(step, time.monotonic(), interval, busy=busy)))
 
 
 def _whole(name: str, value: Any) -> int:

@@ -21,7 +21,7 @@ from ckptd.agent.values import TensorRef, decode, filled, tensor_names
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.fs import read_exactly
-from ckptd.shared.leases import lease
+from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.plan import Plan, chunk_ranges, with_values
@@ -69,6 +69,8 @@ class Opened:
     user_content: Any
     descriptors: list[int]
     manifest: Manifest | None = None
+    leased: int = -1
+    owner: int = field(default_factory=os.getpid)
     plain: dict[str, Any] = field(default_factory=dict)
 
     def values(self, rank: int = 0) -> bytes:
@@ -120,6 +122,9 @@ class Opened:
         return sum(verify(source) for source in (self.sources if sources is None else sources))
 
     def close(self) -> None:
+        if self.leased >= 0:
+            (give_back if self.owner == os.getpid() else os.close)(self.leased)
+            self.leased = -1
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -161,21 +166,23 @@ def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest |
 
 def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Opened:
     readers: list[PartReader] = []
-    descriptors = [lease(storage, job, tag)]
+    leased = lease(storage, job, tag)
     try:
         for part in manifest.parts:
             reader = storage.open_part(job, tag, part.file, part.index_sha256)
             readers.append(reader)
-            descriptors.append(reader.fileno())
             index = reader.index
             if (index.attempt, index.step, index.rank, len(reader.plan.items)) != (manifest.attempt, manifest.step, part.rank, part.items):
                 raise IntegrityError(f"{reader.name} is not the part that the manifest means")
         saved = Saved.of(readers)
     except BaseException:
-        for fd in descriptors:
-            os.close(fd)
+        for reader in readers:
+            os.close(reader.fileno())
+        give_back(leased)
         raise
-    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, descriptors, manifest)
+    return Opened(
+        tag, readers, saved, manifest.numbers, manifest.user_content, [reader.fileno() for reader in readers], manifest, leased=leased
+    )
 
 
 def locate(path: Path) -> tuple[PosixStorage, str, str]:

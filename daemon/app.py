@@ -25,7 +25,7 @@ from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine import Engine
-from ckptd.daemon.journal import Journal
+from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.saver import Saver
@@ -33,7 +33,7 @@ from ckptd.daemon.server import Server
 from ckptd.daemon.slots import Slots
 from ckptd.shared import __version__, names
 from ckptd.shared import messages as m
-from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.errors import Busy, CkptdError, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem, PosixFileSystem, make_directories
 from ckptd.shared.session import MAX_VERSION
@@ -193,12 +193,14 @@ class App:
         job, refused = self.catalog.job(job_name), {}
         await recovery.scan_job(self.storage, job)
         for tag in tags:
-            known = job.checkpoints.get(tag)
             try:
-                why = await self.orphans.let_go(job, known.attempt, known.step, tag) if known else ""
-                why = why or await self.saver.forget(job, tag)
+                why = await self.orphans.let_go(job, tag) or await self.saver.forget(job, tag)
+            except JournalBroken:
+                raise
             except OSError as error:
                 why = str(StorageError.of(f"delete {job_name}/{tag}", error))
+            except CkptdError as error:
+                why = str(error)
             if why:
                 refused[tag] = why
         return refused

@@ -111,7 +111,7 @@ class Checkpoint:
         return cls(
             manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes,
             tuple(part.file for part in manifest.parts), user_tag, manifest.created_at, manifest.numbers,
-            None if manifest.retention is None else understood(manifest.retention),
+            understood(manifest.retention) if manifest.retention else None,
         )  # fmt: skip
 
     @property

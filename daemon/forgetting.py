@@ -9,6 +9,7 @@ from pathlib import Path
 from socket import socket as Socket
 from typing import Any
 
+from ckptd.daemon import config as settings
 from ckptd.daemon import report
 from ckptd.daemon.app import App
 from ckptd.daemon.catalog import Checkpoint
@@ -95,8 +96,7 @@ def _reader(storage: PosixStorage, job: str, tag: str) -> str | None:
 def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[str, str]:
     channel = _daemon_of(root, socket)
     if channel is None:
-        # It keeps all else: what the settings of a daemon for this root would be is not known.
-        errand = Errand(Config(root=root, socket=names.private_socket(root), keep_last=0), job, tags)
+        errand = Errand(_settings(root), job, tags)
         try:
             asyncio.run(errand.run())
         except Busy as error:
@@ -114,6 +114,15 @@ def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[
     finally:
         channel.close()
     return refused
+
+
+def _settings(root: Path) -> Config:
+    """As the environment has them. It keeps all else, since what the flags of the root's daemon are is not known; and it is for nobody else
+    to connect to."""
+    environment = {key: value for key, value in os.environ.items() if key != "CKPTD_CONFIG"}
+    file = os.environ.get("CKPTD_CONFIG")
+    flags = {"root": str(root), "socket": f"{names.private_socket(root)}.{os.getpid()}", "keep_last": 0, "keep": ()}
+    return settings.load(flags, environment, Path(file) if file else None)
 
 
 def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
@@ -138,14 +147,14 @@ def pin(path: Path, *, remove: bool) -> tuple[str, str]:
 
     Raises NotFound, IntegrityError, OSError.
     """
-    manifest = report.manifest_at(path)
-    storage, job, _ = report.place(path)
+    storage, job, named = report.place(path)
+    tag = named or report.manifest_at(path).tag
     if remove:
-        storage.unpin(job, manifest.tag)
-        return job, manifest.tag
-    held = leases.lease(storage, job, manifest.tag)
+        storage.unpin(job, tag)
+        return job, tag
+    held = leases.lease(storage, job, tag)
     try:
-        storage.pin(job, manifest.tag)
+        storage.pin(job, tag)
     finally:
-        os.close(held)
-    return job, manifest.tag
+        leases.give_back(held)
+    return job, tag

@@ -16,7 +16,8 @@ from ckptd.daemon.catalog import Job
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.slots import Slot
-from ckptd.shared.errors import CkptdError
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import State
 from ckptd.shared.segment import SlotState
@@ -99,26 +100,37 @@ class Orphans:
             self._engine.saver.counters["saved_unasked"] += 1
             self._engine.saver.start(owed)
 
-    async def let_go(self, job: Job, attempt: int, step: int | None, tag: str) -> str:
+    async def let_go(self, job: Job, tag: str) -> str:
         """The copies in memory of what is about to be forgotten, if they are a dead trainer's; or why not. A later daemon would find them
         sealed, and save them again."""
-        engine = self._engine
+        engine, known, parsed = self._engine, job.checkpoints.get(tag), names.parse_tag_directory(tag)
+        key = (known.attempt, known.step) if known else (parsed[2], parsed[1]) if parsed else (0, None)
+        if key[1] is None:
+            return ""
         for slot in list(engine.slots.slots.values()):
-            if slot.released:
+            if slot.released or (slot.header.job, slot.header.attempt) != (job.name, key[0]):
                 continue
-            header = slot.refresh()
-            if (header.job, header.attempt, header.step, header.state) != (job.name, attempt, step, SlotState.SEALED):
+            try:
+                header = slot.refresh()
+            except IntegrityError:
+                continue  # nobody will save that
+            if (header.step, header.state) != (key[1], SlotState.SEALED):
                 continue
             if engine.slots.is_held(slot):
                 return f"checkpoint {job.name}/{tag} is in the memory of a running trainer too; try again when it has gone on, or ended"
             if (owner := engine.owners.get(slot.owner)) is not None:
                 await self.bereave(owner)
-        snapshot = job.snapshots.get((attempt, -1 if step is None else step))
-        if snapshot is not None:
-            await engine.saver.settle(snapshot)
+        snapshot = job.snapshots.get((key[0], key[1]))
+        if snapshot is None:
+            return ""
+        await engine.saver.settle(snapshot)
+        if job.snapshots.get(snapshot.key) is snapshot:
             if snapshot.holds:
                 return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
-            engine.steps.release(job, snapshot)
+            if snapshot.complete:
+                engine.steps.release(job, snapshot)
+            else:
+                engine.steps.give_up(job, snapshot.key, SnapshotFailed("it was forgotten"))
         return ""
 
     # -- memory_ttl

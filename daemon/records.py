@@ -114,6 +114,7 @@ class JournalState(msgspec.Struct):
                 job = self.jobs.setdefault(record.job, JobState())
                 job.seq = max(job.seq, record.seq)
                 self.staged.pop(place(record), None)
+                self.retiring.pop(place(record), None)  # what was to be deleted there is another one, and gone
             case Dropped():
                 self.staged.pop(place(record), None)
             case Retiring():

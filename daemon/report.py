@@ -13,7 +13,7 @@ from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, IntegrityError, NotFound, StorageError, from_wire
-from ckptd.shared.leases import lease
+from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage import PosixStorage
@@ -223,10 +223,12 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
                 for part in storage.read_manifest(job, name).parts:
                     result["bytes"] += _verify_part(storage, job, name, part)
             finally:
-                os.close(held)
+                give_back(held)
             result["ok"] = True
         except NotFound:
-            raise
+            if tag is not None:
+                raise
+            continue  # it was deleted since it was listed
         except CkptdError as error:
             result["error"] = str(error)
         except OSError as error:

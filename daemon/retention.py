@@ -15,12 +15,12 @@ from ckptd.shared.retention import Policy, keeps
 def to_retire(
     checkpoints: list[Checkpoint], policies: Sequence[Policy], pinned: Collection[str] = (), *, insisted: bool = False
 ) -> list[Checkpoint]:
-    """Oldest first. `policies`: the daemon's; the job's own, in its newest checkpoint, come before them, unless `insisted`."""
+    """Oldest first. `policies`: the daemon's; the job's own, in the newest checkpoint that has any, come before them, unless `insisted`."""
     ordered = sorted((c for c in checkpoints if not c.user_tag), key=lambda c: c.order)
     if not ordered:
         return []
     newest = ordered[-1]
-    own = None if insisted else newest.retention
+    own = None if insisted else next((c.retention for c in reversed(ordered) if c.retention is not None), None)
     kept = keeps(policies if own is None else own, ordered)
 
     def passed(checkpoint: Checkpoint) -> bool:

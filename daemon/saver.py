@@ -206,15 +206,23 @@ class Saver:
                 await self._pipeline.run(lambda: self._storage.publish_newest(job.name, newest.tag))
                 failpoint("newest.published")
             pinned = await self._pipeline.run(lambda: self._storage.pins(job.name))
-            for old in to_retire(job.live_checkpoints(), self._config.retention, pinned):
-                if why := await self.retire(job, old):
-                    log.info("%s; retention comes back to it", why)
         except JournalBroken:
             raise
         except (OSError, StorageError) as error:
-            job.retiring.clear()
-            self.counters["tidy_failures"] += 1
-            log.warning("job %s: %s", job.name, error if isinstance(error, StorageError) else StorageError.of("tidy up", error))
+            self._untidy(job, error)
+            return
+        for old in to_retire(job.live_checkpoints(), self._config.retention, pinned):
+            try:
+                if why := await self.retire(job, old):
+                    log.info("%s; retention comes back to it", why)
+            except JournalBroken:
+                raise
+            except (OSError, StorageError) as error:
+                self._untidy(job, error)
+
+    def _untidy(self, job: Job, error: OSError | StorageError) -> None:
+        self.counters["tidy_failures"] += 1
+        log.warning("job %s: %s", job.name, error if isinstance(error, StorageError) else StorageError.of("tidy up", error))
 
     async def forget(self, job: Job, tag: str) -> str:
         """Delete a checkpoint because somebody says so, sound or damaged; or say why not. Raises OSError, StorageError."""
@@ -225,17 +233,19 @@ class Saver:
                 known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(file for file in files if names.parse_part_file(file)), False)
             if known is None:
                 return f"there is no checkpoint {job.name}/{tag}"
-            try:
-                why = await self.retire(job, known)
-            except OSError:
-                job.retiring.discard(tag)
-                raise
+            why = await self.retire(job, known)
             if not why:
                 job.damaged.pop(tag, None)
             return why
 
     async def retire(self, job: Job, old: Checkpoint) -> str:
         """Delete a checkpoint: intent, manifest, parts, directory, in this order. Or say why not: it is pinned, or being read."""
+        try:
+            return await self._retire(job, old)
+        finally:
+            job.retiring.discard(old.tag)
+
+    async def _retire(self, job: Job, old: Checkpoint) -> str:
         storage, run = self._storage, self._pipeline.run
         try:
             with leases.deletion(storage, job.name, old.tag):
@@ -255,7 +265,6 @@ class Saver:
         failpoint("retire.swept")
         await self._journal.append(r.Retired(job=job.name, tag=old.tag))
         job.checkpoints.pop(old.tag, None)
-        job.retiring.discard(old.tag)
         self.counters["retired"] += 1
         log.info("checkpoint %s/%s: retired", job.name, old.tag)
         return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,18 +18,34 @@ from ckptd.shared.errors import Busy, IntegrityError, NotFound
 from ckptd.shared.fs import READ, open_regular
 from ckptd.shared.storage import PosixStorage
 
+_SECONDS, _LOOK_SECONDS = 3.0, 0.01
+"""For which a reader waits for somebody who has the manifest locked."""
+
 
 def lease(storage: PosixStorage, job: str, tag: str) -> int:
     """A descriptor; until it is closed, nobody deletes the checkpoint. Raises NotFound, IntegrityError, OSError."""
+    until = time.monotonic() + _SECONDS
+    while True:
+        try:
+            with storage.directory(job, tag) as directory:
+                fd = open_regular(names.MANIFEST, directory)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotFound(f"no checkpoint {job}/{tag} in {storage.root}") from None
+        if _locked(fd, fcntl.LOCK_SH) and os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # somebody is about to delete it, or has only looked whether he could; or it was written over
+        if time.monotonic() > until:
+            raise NotFound(f"checkpoint {job}/{tag} in {storage.root} is being deleted")
+        time.sleep(_LOOK_SECONDS)
+
+
+def give_back(fd: int) -> None:
+    """End a lease, also where a forked child still has the descriptor."""
     try:
-        with storage.directory(job, tag) as directory:
-            fd = open_regular(names.MANIFEST, directory)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotFound(f"no checkpoint {job}/{tag} in {storage.root}") from None
-    if _locked(fd, fcntl.LOCK_SH) and os.fstat(fd).st_nlink:
-        return fd
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError:
+        pass  # no locks here
     os.close(fd)
-    raise NotFound(f"checkpoint {job}/{tag} in {storage.root} is being deleted")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import msgspec
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.plan import Size
-from ckptd.shared.retention import MOST_POLICIES
+from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 
 FORMAT = "ckptd-manifest"
 VERSION = 1
@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
     user_content: Any
     writer: dict[str, str]
-    retention: Annotated[list[str], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
+    retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
     """What the job keeps from this checkpoint on, if it has a word of its own; policies as text."""
 
     def encode(self) -> bytes:

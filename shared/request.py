@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.retention import MOST_POLICIES
+from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 
 MAX_REQUEST = 1 << 20
 
@@ -21,7 +21,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     user_content: str = "null"
     created: float = 0.0
-    retention: Annotated[list[str], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
+    retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
 
     def encode(self) -> bytes:
         members = msgspec.to_builtins(self)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-MOST_POLICIES = 64
+MOST_POLICIES, MAX_TEXT = 64, 4096
 
 
 class Candidate(Protocol):
@@ -153,6 +153,8 @@ def keeps(policies: Iterable[Policy], ordered: Sequence[Candidate]) -> set[int]:
 
 def parse(text: str) -> Policy:
     """Of `LatestN(5)` and the like; nothing in it is run. Raises ValueError in one sentence."""
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"{text[:40]!r}... is {len(text)} characters long; a retention policy has {MAX_TEXT} at most")
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Name):
@@ -162,7 +164,7 @@ def parse(text: str) -> Policy:
         name = call.func.id
         arguments = [ast.literal_eval(argument) for argument in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    except Exception:  # whatever the text makes of the parser
         raise ValueError(f"{text[:80]!r} is no retention policy; expected one like 'LatestN(5)' or \"BestN('loss', 3)\"") from None
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=1)
@@ -170,7 +172,7 @@ def parse(text: str) -> Policy:
         raise ValueError(f"there is no retention policy {name!r}; {hint}")
     try:
         return POLICIES[name](*arguments, **named)
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"{text[:80]}: {error}; {name} takes {', '.join(POLICIES[name].__struct_fields__) or 'nothing'}") from None
 
 
@@ -191,6 +193,8 @@ def checked(policies: Any) -> tuple[Policy, ...]:
     for policy in found:
         if type(policy) not in POLICIES.values():
             raise ValueError(f"retention has {policy!r}; expected policies like LatestN(5)")
+        if parse(repr(policy)) != policy:
+            raise ValueError(f"retention has {policy!r}; expected plain numbers and text in it")
     if not found or len(found) > MOST_POLICIES:
         raise ValueError(f"retention has {len(found)} policies; expected 1 to {MOST_POLICIES}, such as PreserveAll() or LatestN(5)")
     return found

@@ -138,7 +138,7 @@ class PosixStorage:
         try:
             with self.directory(job) as fd:
                 name = read_small(names.NEWEST, fd, 300).decode("ascii", "replace").removesuffix("\n")
-        except OSError:
+        except (OSError, IntegrityError):
             return None
         return name if names.parse_tag_directory(name) else None
 

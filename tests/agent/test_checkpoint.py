@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,6 +94,32 @@ def test_it_is_not_deleted_while_it_is_open(saved: Path) -> None:
     Checkpoint.open(saved).close()
 
 
+def test_who_only_looks_whether_he_could_delete_holds_up_a_reader_for_a_moment(saved: Path) -> None:
+    storage = StandaloneStorage(saved)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as looking:
+        looking.enter_context(deletion(storage, "", ""))
+        opening = pool.submit(Checkpoint.open, saved)
+        time.sleep(0.2)
+        assert not opening.done()
+        looking.close()
+        opening.result().close()
+
+
+def test_a_forked_child_holds_no_lease_of_a_closed_one(saved: Path) -> None:
+    opened = Checkpoint.open(saved)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        opened.close()
+        with deletion(StandaloneStorage(saved), "", ""):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_closed_one_has_let_everything_go(saved: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
@@ -103,7 +132,7 @@ def test_whose_lock_comes_after_the_deletion_is_told(saved: Path, monkeypatch: p
     manifest = saved / "manifest.json"
     data = manifest.read_bytes()
     monkeypatch.setattr("fcntl.flock", lambda fd, kind: manifest.unlink())
-    with pytest.raises(NotFound, match="is being deleted"):
+    with pytest.raises(NotFound, match="no checkpoint"):
         Checkpoint.open(saved)
     monkeypatch.undo()
     manifest.write_bytes(data)

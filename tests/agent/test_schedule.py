@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.agent import Agent, Schedule, schedule
+from ckptd.agent import Agent, Schedule, close, schedule
 from ckptd.agent.schedule import Pace, best_interval
 from ckptd.shared.errors import SnapshotFailed
 from tests.shared.samples import steady
-from tests.support.daemons import Daemon
+from tests.support.daemons import Daemon, Home, running
 from tests.support.ranks import HERE, Ranks
 
 # -- seconds made steps
@@ -301,3 +301,86 @@ def test_ranks_agree(daemon: Daemon) -> None:
     assert taken[0] == taken[1] == taken[2]
     assert len(taken[0]) >= 2
     assert [persist for _, persist in taken[0]] == [number % 2 == 1 for number in range(len(taken[0]))]
+
+
+class Told:
+    """An agent of rank 0, or of another that hears what it has said and what was not said in time."""
+
+    closed, attempt, schedules = False, 1, 0
+
+    def __init__(self, said: dict[str, bytes], rank: int) -> None:
+        self.said, self.rank, self.waited = said, rank, 0
+
+    def hear(self, topic: str, say: Any, *, late: bool) -> bytes | None:
+        if self.rank == 0:
+            self.said[topic] = say()
+        self.waited += topic not in self.said and not late
+        return self.said.get(topic)
+
+
+@pytest.mark.parametrize(("of_a_step", "interval"), [(30.0, 60.0), (30.0, 100.0), (30.0, 20.0), (1.0, 20.0), (1.0, 600.0)])
+def test_a_rank_that_was_late_once_is_with_the_others_again(clock: Clock, of_a_step: float, interval: float) -> None:
+    said: dict[str, bytes] = {}
+    agents = [Told(said, rank) for rank in range(2)]
+    first, second = (Schedule(every_seconds=interval, agent=agent) for agent in agents)  # type: ignore[arg-type]
+    apart = []
+    for step in range(200 if interval < 100 else 2000):
+        clock.now += of_a_step
+        if step == 40:  # the second one comes before the first has said anything, and does not wait any longer
+            due = second.due(step)
+            apart += [step] if first.due(step) != due else []
+        elif first.due(step) != second.due(step):
+            apart.append(step)
+    assert [step for step in apart if step > 41] == []
+    assert agents[1].waited <= 1
+
+
+def test_whoever_asks_about_some_steps_only_agrees_too(clock: Clock) -> None:
+    said: dict[str, bytes] = {}
+    first, second = (Schedule(every_seconds=50, agent=Told(said, rank)) for rank in range(2))  # type: ignore[arg-type]
+    due = []
+    for step in range(0, 600, 7):
+        clock.now += 7
+        due.append(first.due(step))
+        assert second.due(step) == due[-1]
+    assert sum(due) > 8
+
+
+def test_another_agent_of_the_process_counts_anew(place: Home, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_JOB", "job")
+    with running(place):
+        monkeypatch.setenv("CKPTD_SOCKET", str(place.socket))
+        when, due = Schedule(every_seconds=10), []
+        for step in range(60):
+            clock.now += 1
+            pending = when.snapshot({"x": torch.ones(4)}, step=step)
+            if pending is not None:
+                due.append((step, pending.wait("durable", timeout=60).attempt))
+            if step == 25:
+                close()
+        close()
+    assert due == [(10, 1), (20, 1), (36, 2), (46, 2), (56, 2)]
+
+
+def test_an_agent_that_is_closed_says_so(daemon: Daemon) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    when = Schedule(every_seconds=1000, agent=agent)
+    assert when.snapshot({"x": torch.ones(4)}, step=0) is None
+    agent.close()
+    pending = when.snapshot({"x": torch.ones(4)}, step=1)
+    assert pending is not None
+    assert "this agent is closed" in str(pending.error)
+
+
+def test_what_cannot_be_saved_is_not_tried_at_every_step(daemon: Daemon, clock: Clock) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    when = Schedule("auto", mtbf=100.0, agent=agent)
+    due = []
+    for step in range(100):
+        clock.now += 1
+        pending = when.snapshot({"x": object()}, step=step)
+        if pending is not None:
+            assert pending.state == "failed"
+            due.append(step)
+    assert due == [0, 30, 60, 90]
+    agent.close()

@@ -15,10 +15,12 @@ from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, Preserve
 from ckptd.shared import names
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.leases import lease
+from ckptd.shared.segment import read_header
 from ckptd.shared.storage import PosixStorage
 from tests.daemon.test_cli import ckptd
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, running, until
+from tests.support.ranks import HERE, Ranks
 
 
 def train(place: Home, steps: Sequence[int], **options: Any) -> None:
@@ -267,6 +269,62 @@ def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home, by: str) -
         assert steps(place) == [1]
 
 
+def test_a_step_that_a_dead_rank_had_sealed_alone(place: Home) -> None:
+    """Of two ranks, killed with their daemon, one still has step 1 in its slot; the other's slots have gone on."""
+    with running(place, "--slots", "2") as daemon, Ranks(2) as ranks:
+        ranks.call(work, place.socket)
+        daemon.kill()
+        for slot in place.segment_files():
+            header = read_header(os.open(slot, os.O_RDONLY))
+            if header.rank == 1 and header.step == 1:
+                slot.unlink()
+        for rank in range(2):
+            ranks.kill(rank)
+    assert ckptd("forget", place.root / "gpt" / tag(1)).returncode == 0
+    assert steps(place) == []
+
+
+def work(socket: Path) -> None:
+    HERE["agent"] = Agent("gpt", socket=socket)
+    HERE["agent"].snapshot({"w": torch.ones(10)}, step=1).wait("durable", timeout=60)
+
+
+def test_a_damaged_segment_is_in_nobodys_way(place: Home) -> None:
+    with running(place) as daemon:
+        train(place, [1, 2])
+        agent = Agent("other", socket=place.socket)
+        agent.snapshot({"w": torch.ones(10)}, step=1).wait("durable", timeout=60)
+        for slot in place.segment_files():
+            with slot.open("r+b") as file:
+                file.write(b"x" * 8192)
+        assert ckptd("forget", place.root / "gpt" / tag(1), "--socket", daemon.home.socket).returncode == 0
+        agent._client.close()
+
+
+def test_a_pin_of_a_damaged_one_can_be_removed(place: Home) -> None:
+    with running(place):
+        train(place, [1, 2])
+    path = place.root / "gpt" / tag(1)
+    assert ckptd("pin", path).returncode == 0
+    (path / "manifest.json").write_bytes(b"{}")
+    assert "is pinned" in ckptd("forget", path).stdout
+    assert ckptd("pin", path, "--remove").returncode == 0
+    assert ckptd("forget", path).returncode == 0
+    assert steps(place) == [2]
+
+
+def test_the_environments_shared_memory_is_looked_through(place: Home, tmp_path: Path) -> None:
+    """`CKPTD_SHM_DIR` may name another one than the default."""
+    assert "cannot make" in ckptd("forget", saved_once(place), environment={"CKPTD_SHM_DIR": str(tmp_path / "gone")}).stderr
+    assert steps(place) == [1]
+
+
+def saved_once(place: Home) -> Path:
+    with running(place):
+        train(place, [1])
+    return place.root / "gpt" / tag(1)
+
+
 # -- what the job says
 
 
@@ -285,7 +343,9 @@ def test_it_counts_across_restarts_until_something_newer_is_said(place: Home) ->
             assert steps(place) == [1, 2, 3]
     with running(place, "--keep-last", "1"):
         train(place, [4])
-        until(lambda: [path.name for path in (place.root / "gpt").glob("*.a*")] == [tag(4, 2)], "retention")
+        assert steps(place) == [1, 2, 3, 4]
+        train(place, [5], retention=LatestN(1))
+        until(lambda: [path.name for path in (place.root / "gpt").glob("*.a*")] == [tag(5, 3)], "retention")
 
 
 def test_the_daemon_keeps_what_its_settings_say(place: Home) -> None:

@@ -149,6 +149,9 @@ def test_what_is_retiring_until_it_is_retired() -> None:
     state.apply(r.Retired(job="gpt", tag="t"))
     state.apply(r.Retired(job="gpt", tag="never heard of"))
     assert state.retiring == {"gpt/u": []}
+    state.apply(r.Retiring(job="gpt", tag="t.a0001", files=["f"]))
+    state.apply(r.Committed(job="gpt", attempt=1, step=5, tag="t.a0001", seq=1))  # in its place, so that it must have been gone
+    assert state.retiring == {"gpt/u": []}
 
 
 @steady

@@ -464,6 +464,39 @@ def test_what_cannot_be_deleted_is_as_it_was(world: World, damaged: bool) -> Non
     assert world.job.retiring == set()
 
 
+@pytest.mark.parametrize("error", [StorageError("no room for the journal"), JournalBroken("cannot write the journal")])
+def test_what_the_journal_has_no_room_for_is_not_hidden(world: World, monkeypatch: pytest.MonkeyPatch, error: StorageError) -> None:
+    """Nothing was deleted: recovery must find it."""
+    old, new = saved_twice(world)
+
+    async def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(world.journal, "append", full)
+    with pytest.raises(type(error)):
+        forget(world, new)
+    assert sorted(c.tag for c in world.job.live_checkpoints()) == [old, new]
+    assert world.job.is_durable(1, 4)
+
+
+def test_one_that_cannot_be_deleted_does_not_keep_the_others(world: World) -> None:
+    write_checkpoint(world.storage.root, step=2, attempt=1)
+    _, new = saved_twice(world)
+    world.fs.faults["remove_directory"] = 1, errno.EACCES
+    asyncio.run(world.saver.tidy(world.job))
+    assert world.storage.tags("gpt") == ["step-00000002.a0001", new]
+    assert (world.counters["tidy_failures"], world.counters["retired"], world.job.retiring) == (1, 1, set())
+
+
+def test_a_directory_in_the_place_of_newest(world: World) -> None:
+    saved_twice(world)
+    newest = world.storage.root / "gpt" / names.NEWEST
+    newest.unlink()
+    newest.mkdir()
+    asyncio.run(world.saver.tidy(world.job))
+    assert world.counters["tidy_failures"] == 1
+
+
 async def settled(world: World) -> None:
     task = world.saver.start(world.snapshot)
     await world.saver.settle(world.snapshot)

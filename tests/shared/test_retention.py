@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from http import HTTPMethod
 from typing import Any
 
 import pytest
@@ -128,6 +129,8 @@ def test_as_text(policy: r.Policy, text: str) -> None:
         ("a.LatestN(5)", "is no retention policy"),
         ("__import__('os').mkdir('x')", "is no retention policy"),
         ("(" * 500, "is no retention policy"),
+        ("LatestN(0x" + "f" * 300 + "+1j)", "is no retention policy"),
+        ("LatestN(" + "1" * 5000 + ")", "is 5009 characters long; a retention policy has 4096 at most"),
         ("LatestM(5)", "there is no retention policy 'LatestM'; did you mean 'LatestN'"),
         ("Zzz(5)", "there is no retention policy 'Zzz'; known are PreserveAll, LatestN, "),
         ("LatestN()", "LatestN takes n"),
@@ -177,6 +180,8 @@ def test_one_or_several(given: Any) -> None:
     [
         ([], "retention has 0 policies; expected 1 to 64"),
         ([r.LatestN(1)] * 65, "retention has 65 policies"),
+        ([r.CustomSteps(tuple(range(5000)))], "characters long; a retention policy has 4096 at most"),
+        ([r.BestN(HTTPMethod.GET, 3)], "expected plain numbers and text in it|is no retention policy"),
         ("LatestN(5)", r"retention has 'LatestN\(5\)'; expected policies like LatestN\(5\)"),
         (["LatestN(5)"], r"retention has 'LatestN\(5\)'; expected policies like LatestN\(5\)"),
         ([r.LatestN], "retention has <class"),
