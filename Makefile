@@ -53,6 +53,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.daemon
 	$(RUN) -m benchmarks.snapshot
 	$(RUN) -m benchmarks.steady
+	$(RUN) -m benchmarks.single_tensor
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """One tensor out of a large checkpoint: seconds, bytes read and memory, beside `dcp.load`.
 
-`python -m benchmarks.single_tensor [--gb 10] [--place DIR]`. The same bf16 tensors (normally distributed, so that nothing compresses well)
+`python -m benchmarks.single_tensor [--gb 2] [--place DIR]`. The same bf16 tensors (normally distributed, so that nothing compresses well)
 are saved by DCP's FileSystemWriter and by ckptd's StorageWriter, outside every root. Each read is a process of its own that has imported
 everything first; the files are dropped from the page cache before it. Bytes are those of its read calls (`rchar`), and what came from the
 disk; memory is how far the resident set rises above what it was before, at its highest. `dcp.load` is given an empty tensor of the
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,9 @@ def taken(where: Path, what: str, by: str, wanted: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gb", type=float, default=10.0)
+    parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--place", type=Path, default=None, help="a directory on the disk to measure")
     parser.add_argument("--read", nargs=3, help=argparse.SUPPRESS)

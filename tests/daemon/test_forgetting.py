@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, PreserveAll
+from ckptd.daemon.cli import main
 from ckptd.shared import names
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.leases import lease
 from ckptd.shared.segment import read_header
 from ckptd.shared.storage import PosixStorage
-from tests.daemon.test_cli import ckptd
+from tests.daemon import test_cli
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, running, until
 from tests.support.ranks import HERE, Ranks
+
+
+def ckptd(*arguments: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in this process, since a hundred others would take minutes."""
+    clean: dict[str, str | None] = {key: None for key in os.environ if key.startswith(("CKPTD_", "XDG_RUNTIME"))}
+    found = CliRunner().invoke(main, [str(argument) for argument in arguments], env={**clean, **(environment or {})})
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return subprocess.CompletedProcess([], found.exit_code, found.stdout, found.stderr)
 
 
 def train(place: Home, steps: Sequence[int], **options: Any) -> None:
@@ -67,6 +78,8 @@ def socket(request: pytest.FixtureRequest, place: Home) -> Any:
 
 
 def test_one_is_forgotten(place: Home, socket: list[Any]) -> None:
+    """Once as a user does it, in a process of its own."""
+    ckptd = test_cli.ckptd
     path = place.root / "gpt" / "step-00000003"
     assert rows(ckptd("forget", path, "--dry-run", "--json", *socket)) == [(tag(3), False, None)]
     assert "step-00000003.a0001: would be deleted (" in ckptd("forget", path, "--dry-run", *socket).stdout
