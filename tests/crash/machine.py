@@ -217,9 +217,10 @@ class Job(RuleBasedStateMachine):
         assert parsed[1] is not None
         key = (parsed[2], parsed[1])
         self.forgotten.add(key)
-        if self.durable == key:
-            self.durable = max(left, default=(0, -1))
-        if self.sealed == key:
+        before = self.durable
+        if key >= before:  # what was promised may have been retired since, in favour of this one
+            self.durable = min(before, max(left, default=(0, -1)))
+        if self.sealed in (key, before):
             self.sealed = self.durable
 
     @precondition(lambda self: self.attempt > 0)
