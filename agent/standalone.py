@@ -24,8 +24,8 @@ from ckptd.shared.binary import align
 from ckptd.shared.codec import Codec
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
-from ckptd.shared.part import Chunk, PartIndex, file_bound
-from ckptd.shared.part_writer import PartWriter
+from ckptd.shared.part import Chunk, PartIndex
+from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange, Region, align_region, chunk_ranges
 from ckptd.shared.request import Request
 from ckptd.shared.storage import StandaloneStorage
@@ -36,19 +36,19 @@ _MOST_THREADS = 8
 class StandalonePart:
     """One rank's part: `write`, then `finish`; or `discard`. The directory is made. Raises OSError."""
 
-    def __init__(self, storage: StandaloneStorage, rank: int, world_size: int, codec: Codec, threads: int | None) -> None:
+    def __init__(self, storage: StandaloneStorage, rank: int, world_size: int, codec: Codec, threads: int | None, spread: Spread) -> None:
         storage.ensure()
         self._storage, self._rank, self._world_size = storage, rank, world_size
         self._threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._chunks: list[Chunk] = []
         self._pid = os.getpid()
         self._directory = storage.fs.open_directory(str(storage.root.resolve()))
-        self._writer = PartWriter(storage.fs, self._directory, names.new_nonce(), codec)
+        self._writer = PartWriter(storage.fs, self._directory, names.new_nonce(), codec, spread)
 
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
         """The regions of the packed slot. `room`: bytes that the documents will take, about."""
         ranges = chunk_ranges(layout.plan.regions, DEFAULT_CHUNK)
-        self._writer.create(self._rank, file_bound(ranges, room))
+        self._writer.create(self._rank, ranges, room)
         self._chunks = self._write(ranges, stream(layout, resolved))
 
     def finish(self, layout: Layout, values: bytes, request: Request) -> PartEntry:
@@ -134,6 +134,7 @@ class _Pieces:
 def commit(storage: StandaloneStorage, layout: Layout, parts: list[PartEntry], request: Request, codec: str, *, overwrite: bool) -> None:
     """The manifest, and with `overwrite` in the place of another one. Raises FileExistsError, OSError: it may be there nevertheless."""
     manifest = Manifest(
+        features=["files"] if any(part.files > 1 for part in parts) else [],
         job=storage.job, attempt=storage.attempt, step=None, tag=storage.tag, seq=1, world_size=len(parts),
         created=datetime.fromtimestamp(request.created, UTC).isoformat(timespec="seconds"), parts=parts,
         metadata={"state_dict_metadata": layout.plan.metadata or {}, "planner_data": None},

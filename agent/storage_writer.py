@@ -31,6 +31,7 @@ from ckptd.agent.standalone import StandalonePart, commit, is_named
 from ckptd.shared import codec as codecs
 from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.manifest import PartEntry
+from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import HIDDEN
 from ckptd.shared.request import Request
 from ckptd.shared.storage import StandaloneStorage
@@ -103,7 +104,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
 
     path: `<root>/<job>/<tag>`, or any directory outside; may come as DCP's `checkpoint_id` instead. A tag `step-<number>` is that step.
     overwrite: True takes the place of what is there; under a root in a new attempt; the older one goes then, unless it is pinned or read.
-    codec, threads: of a save outside every root; under a root the daemon's count. socket: the daemon's; else as for `Agent`.
+    codec, threads, files_per_rank, bytes_per_file (0: no limit): of a save outside every root; under a root the daemon's count. socket: the
+    daemon's; else as for `Agent`.
     weights_only: False takes values that only pickled code can bring back, if your planner pickles them.
 
     A save that returns is durable. Every item is accounted for: what fails on one rank fails the save, and leaves no checkpoint. Ranks that
@@ -118,11 +120,14 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         overwrite: bool = False,
         codec: str = "zstd",
         threads: int | None = None,
+        files_per_rank: int = 1,
+        bytes_per_file: int = 0,
         socket: str | os.PathLike[str] | None = None,
         weights_only: bool = True,
     ) -> None:
         BlockingAsyncStager.__init__(self)
         codecs.encoder(codec)
+        self.spread = Spread.checked(files_per_rank, bytes_per_file)
         self.overwrite, self.codec, self.threads, self.weights_only = overwrite, codec, threads, weights_only
         self.socket = None if socket is None else os.fspath(socket)
         self._path = None if path is None else _absolute(path)
@@ -257,7 +262,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         if ticket.claimed is not None:
             return SlotPart(ticket.claimed, ticket.rank, ticket.world_size)
         storage = StandaloneStorage(Path(ticket.path))
-        return StandalonePart(storage, ticket.rank, ticket.world_size, codecs.encoder(self.codec), self.threads)
+        return StandalonePart(storage, ticket.rank, ticket.world_size, codecs.encoder(self.codec), self.threads, self.spread)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """The commit, on the coordinator, once every rank has its part: durable when it returns."""

@@ -71,7 +71,7 @@ class App:
         with storage.directory(names.CONTROL, names.host()) as directory:
             held.callback(os.close, _lock(directory, config.root))
         failpoint("start.locked")
-        pipeline = Pipeline(fs, config.threads, config.memory_budget, config.chunk_size)
+        pipeline = Pipeline(fs, config.threads, config.memory_budget, config.chunk_size, config.spread)
         held.callback(pipeline.close)
         slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota)
         held.callback(slots.close)

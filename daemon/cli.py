@@ -91,6 +91,8 @@ def main() -> None:
 @click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
 @click.option("--memory-ttl", type=float, help="Seconds that a dead trainer's newest snapshot stays in memory. Default: 900.")
 @click.option("--threads", type=int, help="Worker threads. Default: one for each CPU, 8 at most.")
+@click.option("--files-per-rank", type=int, help="Files that a rank's part of a checkpoint is spread over. Default: 1.")
+@click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
 @click.option("--log-level", help="debug, info, warning or error. Default: info.")
 @click.option("--strict-journal", is_flag=True, default=None, help="Refuse to start on a corrupt journal instead of rebuilding it.")
 @click.option("--private", is_flag=True, default=None, hidden=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from ckptd.shared import codec
 from ckptd.shared.errors import InvalidConfig
+from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
 
@@ -54,6 +55,10 @@ class Config:
     """Bytes of buffers that the pipeline may use, whatever the size of a snapshot."""
     chunk_size: int = DEFAULT_CHUNK
     """Raw bytes of a chunk, 64 KiB to 16 MiB."""
+    files_per_rank: int = 1
+    """Files that a rank's part of a checkpoint is spread over, 1 to 64: more where one file is on one disk of many."""
+    bytes_per_file: int = 0
+    """Bytes that a file of a checkpoint may have; a longer part is divided into more files. 0: no limit."""
     max_connections: int = 256
     """Clients at once."""
     strict_journal: bool = False
@@ -80,6 +85,7 @@ class Config:
         _require(MIN_CHUNK <= self.chunk_size <= MAX_CHUNK, "chunk_size", self.chunk_size, f"{MIN_CHUNK} to {MAX_CHUNK} bytes")
         _require(self.chunk_size % 4096 == 0, "chunk_size", self.chunk_size, "a multiple of 4096 bytes")
         _require(self.memory_budget >= 4 * self.chunk_size, "memory_budget", self.memory_budget, "at least four chunks")
+        Spread.checked(self.files_per_rank, self.bytes_per_file, self.chunk_size)
         _require(0 <= self.threads <= 256, "threads", self.threads, "0 (automatic) to 256")
         _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level, "debug, info, warning or error")
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
@@ -88,6 +94,11 @@ class Config:
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
         if self.threads == 0:
             object.__setattr__(self, "threads", min(8, len(os.sched_getaffinity(0))))
+
+    @property
+    def spread(self) -> Spread:
+        """Raises InvalidConfig."""
+        return Spread.checked(self.files_per_rank, self.bytes_per_file, self.chunk_size)
 
     @property
     def retention(self) -> tuple[Policy, ...]:

@@ -24,8 +24,8 @@ from ckptd.shared.codec import Codec
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import FileSystem, read_exactly
 from ckptd.shared.manifest import PartEntry
-from ckptd.shared.part import Chunk, PartIndex, file_bound
-from ckptd.shared.part_writer import PartWriter
+from ckptd.shared.part import Chunk, PartIndex
+from ckptd.shared.part_writer import ONE_FILE, PartWriter, Spread
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
 from ckptd.shared.request import Request
 from ckptd.shared.segment import SegmentHeader, read_document
@@ -100,8 +100,8 @@ class SealedSlot:
 class Pipeline:
     """Worker threads and buffers, shared by all parts under way. `busy_since` tells the watchdog whether a thread makes progress."""
 
-    def __init__(self, fs: FileSystem, threads: int, memory_budget: int, chunk_size: int) -> None:
-        self._fs = fs
+    def __init__(self, fs: FileSystem, threads: int, memory_budget: int, chunk_size: int, spread: Spread = ONE_FILE) -> None:
+        self._fs, self._spread = fs, spread
         self._threads = threads
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="ckptd-worker")
         self._buffer_size = align(chunk_size)
@@ -167,7 +167,7 @@ class Pipeline:
         return await self._each(slot.ranges, work)
 
     async def write_part(self, slot: SealedSlot, checks: list[int], codec: Codec, directory: int, tag: str, nonce: bytes) -> PartEntry:
-        """Write one part durably into `directory`: created, filled, synced, the directory synced. On failure its file is removed.
+        """Write one part durably into `directory`: created, filled, synced, the directory synced. On failure its files are removed.
 
         Raises IntegrityError if memory no longer holds what `checks` says, else OSError.
         """
@@ -178,7 +178,7 @@ class Pipeline:
             signature=header.signature, plan=slot.plan_document, request=slot.request.encode(),
             values=(header.values.offset, header.values.length), chunk_size=header.chunk_size, chunks=[],
         )  # fmt: skip
-        writer = PartWriter(self._fs, directory, nonce, codec)
+        writer = PartWriter(self._fs, directory, nonce, codec, self._spread)
 
         def work(number: int, buffers: Buffers) -> Chunk:
             chunk = slot.ranges[number]
@@ -190,7 +190,7 @@ class Pipeline:
             return written
 
         try:
-            await self.run(lambda: writer.create(header.rank, file_bound(slot.ranges, len(index.plan) + len(index.request))))
+            await self.run(lambda: writer.create(header.rank, slot.ranges, len(index.plan) + len(index.request)))
             chunks = await self._each(slot.ranges, work)
             entry = await self.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
         except BaseException:

@@ -154,7 +154,7 @@ async def _roll_forward(storage: PosixStorage, saver: Saver, job: Job, tag: str,
                 index = reader.index
                 entry = PartEntry(
                     rank=part.rank, file=part.file, bytes=part.bytes, raw_bytes=sum(c.raw_length for c in index.chunks),
-                    items=len(reader.plan.items), index_sha256=part.index_sha256,
+                    items=len(reader.plan.items), index_sha256=part.index_sha256, files=1 + len(index.files),
                 )  # fmt: skip
                 documents.append((entry, reader.plan, Request.decode(index.request)))
                 world_size = index.world_size

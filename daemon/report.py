@@ -202,7 +202,9 @@ def manifest_text(manifest: Manifest, *, keys: bool) -> str:
         lines.append(f"  user content   {json.dumps(manifest.user_content, ensure_ascii=False)}")
     if manifest.retention is not None:
         lines.append(f"  retention      {', '.join(manifest.retention)}")
-    lines += [f"  part           {part.file}  {_size(part.bytes)}, {part.items} items" for part in manifest.parts]
+    for part in manifest.parts:
+        files = f" in {part.files} files" if part.files > 1 else ""
+        lines.append(f"  part           {part.file}  {_size(part.bytes)}{files}, {part.items} items")
     if keys:
         lines += ["", *_table([("TENSOR", "SHAPE", "DTYPE"), *((k, str(list(t["size"])), t["dtype"]) for k, t in tensors.items())])]
     return "\n".join(lines)
@@ -240,7 +242,7 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
 def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry) -> int:
     reader = storage.open_part(job, tag, part.file, part.index_sha256)
     try:
-        if verify(reader) != part.raw_bytes or len(reader.plan.items) != part.items or os.fstat(reader.fileno()).st_size != part.bytes:
+        if (verify(reader), len(reader.plan.items), reader.nbytes) != (part.raw_bytes, part.items, part.bytes):
             raise IntegrityError(f"{reader.name} is not as long as the manifest says")
     finally:
         os.close(reader.fileno())

@@ -230,7 +230,7 @@ class Saver:
             known = job.checkpoints.get(tag)
             if known is None and tag in job.damaged:
                 files = await self._pipeline.run(lambda: self._storage.files(job.name, tag))
-                known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(file for file in files if names.parse_part_file(file)), False)
+                known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(file for file in files if names.part_of(file)), False)
             if known is None:
                 return f"there is no checkpoint {job.name}/{tag}"
             why = await self.retire(job, known)
@@ -325,6 +325,7 @@ def build_manifest(snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, Re
     """Pure but for the displayed time. `documents` in the order of ranks."""
     _, plan, request = documents[0]
     return Manifest(
+        features=["files"] if any(entry.files > 1 for entry, _, _ in documents) else [],
         job=snapshot.job,
         attempt=snapshot.attempt,
         step=snapshot.step,

@@ -16,16 +16,16 @@ def align(length: int) -> int:
     return -(-length // ALIGN) * ALIGN
 
 
-def preamble(magic: bytes) -> bytes:
-    return PREAMBLE.pack(magic, VERSION, 0, 0)
+def preamble(magic: bytes, features: int = 0) -> bytes:
+    return PREAMBLE.pack(magic, VERSION, 0, features)
 
 
-def check_preamble(data: bytes | memoryview, magic: bytes, what: str) -> None:
-    """Raises IntegrityError for another magic, NewerFormat for a version or feature that we do not know."""
+def check_preamble(data: bytes | memoryview, magic: bytes, what: str, known: int = 0) -> None:
+    """Raises IntegrityError for another magic, NewerFormat for a version or a feature bit that is not `known`."""
     found, version, zero, features = PREAMBLE.unpack_from(data)
     if found != magic or zero:
         raise IntegrityError(f"{what} does not begin as {magic.decode()}")
-    if version > VERSION or version < 1 or features:
+    if version > VERSION or version < 1 or features & ~known:
         raise NewerFormat(f"{what} was written by a newer ckptd (version {version}, features {features:#x}): upgrade this one")
 
 

@@ -18,13 +18,14 @@ from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 
 FORMAT = "ckptd-manifest"
 VERSION = 1
+FEATURES = frozenset({"files"})
 MAX_MANIFEST = 256 << 20
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
 _END_LENGTH = len('"sha256": ""\n}\n') + 64
 
 
-class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One part: `bytes` on storage, `raw_bytes` of packed slot that its chunks hold, `items` in its plan."""
+class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One part: `bytes` on storage in `files` files, `raw_bytes` of packed slot that its chunks hold, `items` in its plan."""
 
     rank: Size
     file: str
@@ -32,6 +33,7 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True):
     raw_bytes: Size
     items: Size
     index_sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    files: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise IntegrityError("manifest does not match its digest")
         try:
             probe = msgspec.json.decode(data, type=_Probe)
-            if probe.format == FORMAT and (probe.version > VERSION or probe.features):
+            if probe.format == FORMAT and (probe.version > VERSION or not FEATURES.issuperset(probe.features)):
                 raise NewerFormat(f"manifest was written by a newer ckptd (version {probe.version}): upgrade this one")
             manifest = msgspec.json.decode(data, type=cls)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -27,7 +27,7 @@ TMP_SUFFIX = ".tmp"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})")
 _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
-_PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})\.ckpt")
+_PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})(?:\.(?P<number>[0-9]{4,9}))?\.ckpt")
 _UNDER_WAY = re.compile(r"manifest\.json\.[0-9a-f]{32}\.tmp")
 _ATTEMPT = re.compile(r"a(?P<attempt>[0-9]{4,9})")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
@@ -75,21 +75,35 @@ def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
     return (tag, step, attempt) if tag_directory(step, tag if step is None else None, attempt) == name else None
 
 
-def part_file(rank: int, nonce: bytes) -> str:
-    return f"rank-{rank:05d}.{nonce.hex()}.ckpt"
+def part_file(rank: int, nonce: bytes, number: int = 0) -> str:
+    """A part; or, from 1 on, its data file of that number."""
+    data = f".{number:04d}" if number else ""
+    return f"rank-{rank:05d}.{nonce.hex()}{data}.ckpt"
 
 
 def parse_part_file(name: str) -> tuple[int, bytes] | None:
+    """Rank and nonce; None also for a data file."""
+    parsed = _parse_part_file(name)
+    return parsed[:2] if parsed is not None and not parsed[2] else None
+
+
+def _parse_part_file(name: str) -> tuple[int, bytes, int] | None:
     match = _PART.fullmatch(name)
     if match is None:
         return None
-    rank, nonce = int(match["rank"]), bytes.fromhex(match["nonce"])
-    return (rank, nonce) if part_file(rank, nonce) == name else None
+    parsed = int(match["rank"]), bytes.fromhex(match["nonce"]), int(match["number"] or 0)
+    return parsed if part_file(*parsed) == name else None
+
+
+def part_of(name: str) -> str | None:
+    """The part that a file belongs to: itself, or the one whose data file it is."""
+    parsed = _parse_part_file(name)
+    return None if parsed is None else part_file(*parsed[:2])
 
 
 def is_standalone_file(name: str) -> bool:
-    """Whether ckptd may have left it in a directory that is a checkpoint by itself: a part, or a manifest under publication."""
-    return parse_part_file(name) is not None or _UNDER_WAY.fullmatch(name) is not None
+    """Whether ckptd may have left it in a directory that is a checkpoint by itself: a file of a part, or a manifest under publication."""
+    return part_of(name) is not None or _UNDER_WAY.fullmatch(name) is not None
 
 
 def attempt_file(attempt: int) -> str:

@@ -7,15 +7,17 @@ many threads at once. The writing side is `daemon/pipeline.py`, which puts the s
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Protocol
 
 import msgspec
 from crc32c import crc32c
 
-from ckptd.shared import codec
+from ckptd.shared import codec, names
 from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import read_exactly
@@ -24,6 +26,8 @@ from ckptd.shared.segment import NO_STEP
 
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
 TRAILER_SIZE = 64
+SEVERAL_FILES = 1
+"""The feature bit of a part with data files."""
 _HEADER = struct.Struct("<16s16sIIIIQ128s")
 _TRAILER = struct.Struct("<16sQQQI16s")
 _CRC = struct.Struct("<I")
@@ -43,7 +47,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     stored_crc: _U32
 
 
-class PartIndex(msgspec.Struct, frozen=True, kw_only=True):
+class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     job: Annotated[str, msgspec.Meta(max_length=128)]
     attempt: _U32
     step: Size | None
@@ -56,15 +60,18 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True):
     values: tuple[Size, Size]
     chunk_size: Annotated[int, msgspec.Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]
     chunks: list[Chunk]
+    files: list[Size] = []
+    placed: list[_U32] = []
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
 
-def encode_header(index: PartIndex, nonce: bytes) -> bytes:
-    """4096 bytes."""
+def encode_header(index: PartIndex, nonce: bytes, number: int = 0) -> bytes:
+    """4096 bytes. `number`: of the data file; 0 for the part itself."""
     step = NO_STEP if index.step is None else index.step
-    body = _HEADER.pack(preamble(PART_MAGIC), nonce, index.attempt, index.rank, index.world_size, 0, step, index.job.encode())
+    start = preamble(PART_MAGIC, SEVERAL_FILES if index.files else 0)
+    body = _HEADER.pack(start, nonce, index.attempt, index.rank, index.world_size, number, step, index.job.encode())
     return (body + _CRC.pack(crc32c(body))).ljust(ALIGN, b"\0")
 
 
@@ -76,9 +83,9 @@ def encode_end(index_offset: int, index: bytes) -> bytes:
     return index.ljust(length - TRAILER_SIZE, b"\0") + trailer
 
 
-def file_bound(ranges: Sequence[ChunkRange], documents: int) -> int:
-    """An upper bound of a part's length, for preallocation: every chunk raw. `documents`: length of its plan and request."""
-    return ALIGN + sum(align(r.length) for r in ranges) + align(documents + 64 * len(ranges) + 1024 + TRAILER_SIZE)
+def end_bound(chunks: int, documents: int) -> int:
+    """An upper bound of the length of index and trailer, even with a file to each chunk. `documents`: length of plan and request."""
+    return align(documents + 80 * chunks + 1024 + TRAILER_SIZE)
 
 
 class ChunkSource(Protocol):
@@ -93,14 +100,16 @@ class ChunkSource(Protocol):
 
 
 class PartReader:
-    """An open part file. Construction verifies header, trailer, index and plan, not the chunks.
+    """An open part file. Construction verifies header, trailer, index, plan and what data files there are, not the chunks.
 
     Raises IntegrityError (NewerFormat) with `name` in the sentence, or OSError. `index_sha256`, where given, is the manifest's word.
+    `open_file` opens what lies beside the part; each data file is opened when a chunk is read from it, and closed again.
     """
 
-    def __init__(self, fd: int, name: str, index_sha256: str | None = None) -> None:
+    def __init__(self, fd: int, name: str, index_sha256: str | None = None, open_file: Callable[[str], int] | None = None) -> None:
         self.name = name
         self._fd = fd
+        self._open_file = open_file
         try:
             self.index = self._read_index(index_sha256)
             self.plan = Plan.decode(self.index.plan)
@@ -109,6 +118,8 @@ class PartReader:
                 raise IntegrityError("its chunks do not cover the packed slot exactly")  # before anything of that size is made
             self.ranges = chunk_ranges(regions, self.index.chunk_size)
             self._check_chunks()
+            for number in range(1, len(self.index.files) + 1):
+                self._check_data_file(number)
         except IntegrityError as error:
             raise type(error)(f"{name}: {error}") from None
         self.values = self.index.values
@@ -116,16 +127,45 @@ class PartReader:
     def fileno(self) -> int:
         return self._fd
 
-    def _pread(self, length: int, offset: int) -> bytes:
+    @property
+    def nbytes(self) -> int:
+        """Of all its files."""
+        return os.fstat(self._fd).st_size + sum(self.index.files)
+
+    @contextmanager
+    def _file(self, number: int) -> Iterator[int]:
+        if number == 0:
+            yield self._fd
+            return
+        name = names.part_file(self.index.rank, self._nonce, number)
+        try:
+            if self._open_file is None:
+                raise FileNotFoundError
+            fd = self._open_file(name)
+        except FileNotFoundError:
+            raise IntegrityError(f"its data file {name} is missing") from None
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _check_data_file(self, number: int) -> None:
+        with self._file(number) as fd:
+            if os.fstat(fd).st_size != self.index.files[number - 1]:
+                raise IntegrityError(f"its data file {number} is not as long as the index says")
+            if self._pread(ALIGN, 0, fd) != encode_header(self.index, self._nonce, number):
+                raise IntegrityError(f"its data file {number} belongs to another part")
+
+    def _pread(self, length: int, offset: int, fd: int | None = None) -> bytes:
         buffer = bytearray(length)
-        if read_exactly(self._fd, memoryview(buffer), offset) < length:
+        if read_exactly(self._fd if fd is None else fd, memoryview(buffer), offset) < length:
             raise IntegrityError("the file is cut short")
         return bytes(buffer)
 
     def _read_index(self, index_sha256: str | None) -> PartIndex:
         size = os.fstat(self._fd).st_size
         header = self._pread(ALIGN, 0)
-        check_preamble(header, PART_MAGIC, "part header")
+        check_preamble(header, PART_MAGIC, "part header", known=SEVERAL_FILES)
         if _CRC.unpack_from(header, _HEADER.size)[0] != crc32c(header[: _HEADER.size]):
             raise IntegrityError("part header does not match its checksum")
         check_zero(header[_HEADER.size + 4 :], "part header")
@@ -148,7 +188,7 @@ class PartReader:
             raise IntegrityError(f"index cannot be read: {error}") from None
         if encode_header(index, header[16:32]) != header or signature(index.plan) != index.signature:
             raise IntegrityError("header, index and plan speak of different snapshots")
-        self._index_offset = offset
+        self._index_offset, self._nonce = offset, header[16:32]
         return index
 
     def _check_chunks(self) -> None:
@@ -157,21 +197,27 @@ class PartReader:
             raise IntegrityError("its chunks do not cover the packed slot exactly")
         if self.index.values[0] < self.plan.data_length:
             raise IntegrityError("its values lie over its tensors")
-        end = ALIGN
-        for chunk in sorted(chunks, key=lambda c: c.offset):
-            if chunk.offset != end or chunk.stored_length > MAX_CHUNK or (chunk.stored_length == 0) != (chunk.raw_length == 0):
+        files, placed = self.index.files, self.index.placed
+        if len(placed) != (len(chunks) if files else 0) or set(range(1, len(files) + 1)) != set(placed) - {0}:
+            raise IntegrityError("its chunks are not placed in the files that it has")
+        ends = [ALIGN] * (1 + len(files))
+        for number, chunk in sorted(zip(placed or itertools.repeat(0), chunks, strict=False), key=lambda entry: entry[1].offset):
+            if chunk.offset != ends[number] or chunk.stored_length > MAX_CHUNK or (chunk.stored_length == 0) != (chunk.raw_length == 0):
                 raise IntegrityError(f"its chunk at {chunk.offset} is misplaced")
-            end = chunk.offset + align(chunk.stored_length)
-        if end != self._index_offset:
+            ends[number] += align(chunk.stored_length)
+        if ends != [self._index_offset, *files]:
             raise IntegrityError("its chunks do not fill the file")
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
         chunk = self.index.chunks[number]
-        where = f"{self.name}: chunk {number} (bytes {chunk.offset} to {chunk.offset + chunk.stored_length})"
+        file = self.index.placed[number] if self.index.placed else 0
+        of_file = f" of data file {file}" if file else ""
+        where = f"{self.name}: chunk {number} (bytes {chunk.offset} to {chunk.offset + chunk.stored_length}{of_file})"
         length = align(chunk.stored_length)
         stored = memoryview(bytearray(length))
-        if read_exactly(self._fd, stored, chunk.offset) < length:
-            raise IntegrityError(f"{where} is cut short")
+        with self._file(file) as fd:
+            if read_exactly(fd, stored, chunk.offset) < length:
+                raise IntegrityError(f"{where} is cut short")
         if crc32c(stored[: chunk.stored_length]) != chunk.stored_crc:
             raise IntegrityError(f"{where} does not match its checksum")
         check_zero(stored[chunk.stored_length :], where)

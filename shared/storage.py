@@ -123,15 +123,18 @@ class PosixStorage:
         """The caller closes `reader.fileno()`. Raises IntegrityError for a missing or damaged part."""
         name = f"{job}/{tag}/{file}"
         try:
-            with self.directory(job, tag) as directory:
-                fd = open_regular(file, directory)
+            fd = self._open_beside(job, tag, file)
         except FileNotFoundError:
             raise IntegrityError(f"{name} is missing") from None
         try:
-            return PartReader(fd, name, index_sha256)
+            return PartReader(fd, name, index_sha256, lambda beside: self._open_beside(job, tag, beside))
         except BaseException:
             os.close(fd)
             raise
+
+    def _open_beside(self, job: str, tag: str, file: str) -> int:
+        with self.directory(job, tag) as directory:
+            return open_regular(file, directory)
 
     def read_newest(self, job: str) -> str | None:
         """What the hint says, unverified; None without one."""
@@ -193,10 +196,11 @@ class PosixStorage:
             pass
 
     def delete_files(self, job: str, tag: str, files: list[str]) -> None:
-        """Those that are there; then the directory is synced."""
+        """Those that are there, and the data files of parts among them; then the directory is synced."""
         try:
             with self.directory(job, tag) as fd:
-                for file in files:
+                parts = {file for file in files if names.parse_part_file(file)}
+                for file in [*files, *(file for file in (os.listdir(fd) if parts else []) if names.part_of(file) in parts)]:
                     self._unlink(file, fd)
                 self.fs.sync_directory(fd)
         except FileNotFoundError:
@@ -258,7 +262,7 @@ class StandaloneStorage(PosixStorage):
             except OSError:
                 return
             keep = {part.file for part in self.read_manifest().parts}
-            mine = [file for file in os.listdir(fd) if names.is_standalone_file(file) and file not in keep]
+            mine = [file for file in os.listdir(fd) if names.is_standalone_file(file) and names.part_of(file) not in keep]
             self.delete_files(self.job, self.tag, mine)
 
     @contextmanager

@@ -28,6 +28,7 @@ from ckptd.agent.save_plan import Resolved
 from ckptd.agent.standalone import StandalonePart
 from ckptd.shared import codec
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
+from ckptd.shared.part_writer import ONE_FILE
 from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
 from ckptd.shared.storage import StandaloneStorage
 from tests.agent.test_storage_writer import Place, refused, same, spot, state
@@ -88,7 +89,7 @@ def test_a_forked_child_takes_nothing_away(tmp_path: Path) -> None:
     planner = DefaultSavePlanner()
     planner.set_up_planner({"a": torch.zeros(4)}, None, True)
     resolved = Resolved.of(planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0][0]), planner, weights_only=True)
-    part = StandalonePart(StandaloneStorage(tmp_path), 0, 1, codec.encoder("raw"), 1)
+    part = StandalonePart(StandaloneStorage(tmp_path), 0, 1, codec.encoder("raw"), 1, ONE_FILE)
     part.write(resolved.lay_out(global_plan=b""), resolved, 0)
     child = os.fork()
     if child == 0:

@@ -10,6 +10,7 @@ import pytest
 
 from ckptd.daemon.config import FIELDS, Config, load, parse_size
 from ckptd.shared.errors import InvalidConfig
+from ckptd.shared.plan import DEFAULT_CHUNK
 from ckptd.shared.retention import BestN, EveryNSteps
 
 ROOT = {"root": "/ckpts", "socket": "/run/ckptd/s"}
@@ -33,6 +34,7 @@ def test_defaults() -> None:
         "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0,
         "memory_ttl": 900.0, "keep_last": 10, "keep": (), "stall_budget": 10.0, "rank_timeout": 60.0,
         "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
+        "files_per_rank": 1, "bytes_per_file": 0,
         "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_level": "info",
     }  # fmt: skip
 
@@ -71,6 +73,8 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "threads": ("9", "9", 9),
     "memory_budget": ('"1Gi"', "1Gi", 1 << 30),
     "chunk_size": ("65536", "64Ki", 65536),
+    "files_per_rank": ("4", "4", 4),
+    "bytes_per_file": ('"4G"', "4G", 4 * 10**9),
     "max_connections": ("5", "5", 5),
     "strict_journal": ("true", "true", True),
     "private": ("true", "1", True),
@@ -126,7 +130,7 @@ def test_an_unknown_setting_names_the_nearest(typo: str, meant: str, file: Path)
 
 
 def test_an_unknown_setting_near_to_none_lists_them() -> None:
-    with pytest.raises(InvalidConfig, match=r"there is no setting 'zzzzzzzz'; known are chunk_size, codec, .*, threads$"):
+    with pytest.raises(InvalidConfig, match=r"there is no setting 'zzzzzzzz'; known are bytes_per_file, chunk_size, codec, .*, threads$"):
         load({**ROOT, "zzzzzzzz": 1}, {}, None)
 
 
@@ -223,6 +227,8 @@ def test_what_is_no_size(text: str) -> None:
         ("memory_ttl", [0.0, 1e9], [-0.1, float("nan")]),
         ("stall_budget", [0.0, 60.0], [-1.0, float("nan")]),
         ("rank_timeout", [0.1, 60.0], [0.0, -1.0, float("nan")]),
+        ("files_per_rank", [1, 64], [0, 65, -1]),
+        ("bytes_per_file", [0, 2 * DEFAULT_CHUNK], [-1, 1, 2 * DEFAULT_CHUNK - 1]),
         ("max_connections", [1, 10**6], [-1]),
         ("idle_timeout", [0.0, 0.1], [-1.0, float("nan")]),
     ],
