@@ -248,6 +248,39 @@ def test_overwrite(spot: Place) -> None:
         assert directories(spot.daemon.home.root / "gpt") == ["latest.a0003"]
 
 
+def test_several_files(tmp_path: Path) -> None:
+    """And one in their place; what lies beside is left alone."""
+    (tmp_path / "notes.txt").write_text("mine")
+    for files, seed in ((3, 1), (2, 2), (1, 3)):
+        dcp.save(state(seed), storage_writer=StorageWriter(tmp_path, overwrite=True, codec="raw", files_per_rank=files))
+        assert len(list(tmp_path.glob("*.ckpt"))) == files
+        loaded = blank()
+        dcp.load(loaded, storage_reader=StorageReader(tmp_path))
+        assert same(loaded, state(seed))
+        with Checkpoint.open(tmp_path) as checkpoint:
+            checkpoint.verify()
+            assert same(checkpoint.load(), state(seed))
+    assert sorted(path.name for path in tmp_path.iterdir())[:2] == ["manifest.json", "notes.txt"]
+
+
+def test_files_of_a_length(tmp_path: Path) -> None:
+    large = {"weight": torch.arange(12 << 20, dtype=torch.float32)}  # 48 MiB
+    dcp.save(large, storage_writer=StorageWriter(tmp_path, codec="raw", bytes_per_file=20 << 20))
+    lengths = [path.stat().st_size for path in tmp_path.glob("*.ckpt")]
+    assert len(lengths) == 3  # of two chunks of 8 MiB
+    assert max(lengths) <= 20 << 20
+    loaded = {"weight": torch.zeros(12 << 20)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path))
+    assert torch.equal(loaded["weight"], large["weight"])
+
+
+def test_files_that_cannot_be() -> None:
+    with pytest.raises(CkptdError, match="files_per_rank is 0; expected 1 to 64"):
+        StorageWriter(files_per_rank=0)
+    with pytest.raises(CkptdError, match="bytes_per_file is 1000; expected 0"):
+        StorageWriter(bytes_per_file=1000)
+
+
 def test_overwriting_leaves_what_is_pinned(daemon: Daemon) -> None:
     path = daemon.home.root / "gpt" / "latest"
     for seed in (1, 2, 3):

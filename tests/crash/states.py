@@ -18,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,10 +49,10 @@ JOURNAL = 16 << 10
 """Of a journal file, so that there are several."""
 
 
-def config(place: Path, shm: Path) -> Config:
+def config(place: Path, shm: Path, files_per_rank: int = 1) -> Config:
     return Config(
         root=place / "root", socket=place / "s", shm_dir=shm, shm_quota=1 << 30, codec="raw", keep_last=KEEP, threads=1, memory_ttl=0.0,
-        stall_budget=0.5, chunk_size=64 << 10, strict_journal=True,
+        stall_budget=0.5, chunk_size=64 << 10, strict_journal=True, files_per_rank=files_per_rank,
     )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def train(socket: Path, note: Callable[[str, Any], None], chance: Random, alive:
 async def live(place: Path, recorder: Recorder, chance: Random) -> None:
     """A daemon and a trainer in this process."""
     with directory() as shm:
-        app = App(config(place, shm), fs=recorder)
+        app = App(config(place, shm, chance.choice((1, 3))), fs=recorder)
         daemon = asyncio.create_task(app.run())
         while not app._ready and not daemon.done():
             await asyncio.sleep(0.001)
@@ -207,7 +208,8 @@ class Examiner:
             if names.MANIFEST not in files:
                 return f"{tag} is not committed and holds {files}"
             manifest = storage.read_manifest(JOB, tag)
-            if files != sorted([names.MANIFEST, *(part.file for part in manifest.parts)]):
+            wanted = {part.file: part.files for part in manifest.parts}
+            if Counter(names.part_of(file) or file for file in files) != {names.MANIFEST: 1, **wanted}:
                 return f"{tag} holds {files}"
             self._check_content(root, tag, files)
             found[manifest.attempt, manifest.step] = tag

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from ckptd.agent import Agent
+from ckptd.agent import Agent, Checkpoint
 from tests.support.daemons import Daemon, Home, running
 
 NOTHING: dict[str, str] = {}
@@ -74,6 +74,26 @@ def test_ls_and_show(full: Daemon) -> None:
     assert json.loads(ckptd("show", root / "gpt" / "step-00000001", "--json").stdout)["step"] == 1
     text = ckptd("show", root / "gpt" / "step-00000001.a0001", "--keys").stdout
     assert "w       [1000]  float32" in text
+
+
+def test_a_checkpoint_of_several_files(place: Home) -> None:
+    with running(place, "--files-per-rank", "3", "--bytes-per-file", "1M", "--codec", "raw", environment={"CKPTD_CHUNK_SIZE": "256Ki"}):
+        agent = Agent("gpt", socket=place.socket)
+        state = {"w": torch.arange(1 << 20)}  # 8 MiB
+        agent.snapshot(state, step=1).wait("durable", timeout=60)
+        agent.close()
+        tag = place.root / "gpt" / "step-00000001.a0001"
+        lengths = [path.stat().st_size for path in tag.glob("rank-*.ckpt")]
+        assert len(lengths) >= 11  # 32 chunks, three to a file
+        assert max(lengths) <= 10**6
+        assert f"in {len(lengths)} files" in ckptd("show", place.root / "gpt").stdout
+        assert ckptd("verify", place.root / "gpt").returncode == 0
+        with Checkpoint.open(place.root / "gpt") as checkpoint:
+            assert torch.equal(checkpoint.tensor("w"), state["w"])
+        next(tag.glob("rank-*.0007.ckpt")).unlink()
+        assert ".0007.ckpt is missing" in ckptd("verify", place.root / "gpt").stdout
+        assert ckptd("forget", tag, "--socket", place.socket).returncode == 0
+        assert not tag.exists()
 
 
 def test_verify_finds_a_flipped_byte(full: Daemon) -> None:

@@ -24,7 +24,7 @@ from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.leases import lease
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import PosixStorage
-from tests.shared.samples import write_checkpoint
+from tests.shared.samples import NONCE, write_checkpoint
 from tests.support.daemons import Brief
 
 TAG = "step-00001000.a0002"
@@ -98,9 +98,9 @@ def staging(file: str, rank: int = 0) -> r.Staging:
     return r.Staging(job="gpt", attempt=2, step=1000, rank=rank, tag=TAG, file=file)
 
 
-async def uncommitted(root: Root, world_size: int = 1) -> Manifest:
+async def uncommitted(root: Root, world_size: int = 1, files: int = 1) -> Manifest:
     """Parts of all ranks, durable and in the journal; the manifest is what was going to be."""
-    manifest = write_checkpoint(root.path, world_size=world_size)
+    manifest = write_checkpoint(root.path, world_size=world_size, files=files)
     (root.path / "gpt" / TAG / names.MANIFEST).unlink()
     await root.journal(*(staging(part.file, part.rank) for part in manifest.parts), *(durable(manifest, n) for n in range(world_size)))
     return manifest
@@ -224,6 +224,15 @@ async def test_a_deletion_that_had_begun_is_finished_though_it_is_pinned(root: R
     assert root.storage.tags("gpt") == []
 
 
+async def test_a_deletion_takes_data_files_too(root: Root) -> None:
+    manifest = write_checkpoint(root.path, files=3)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    root.storage.delete_files("gpt", TAG, [names.MANIFEST])
+    (root.path / "gpt" / TAG / manifest.parts[0].file).unlink()
+    await root.start()
+    assert (root.storage.tags("gpt"), root.left().retiring) == ([], {})
+
+
 async def test_a_deletion_that_fails_is_left_for_the_next_start(root: Root) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
@@ -240,7 +249,7 @@ async def test_what_was_committed_loses_only_what_was_staged_beside_it(root: Roo
     manifest = write_checkpoint(root.path)
     part = manifest.parts[0].file
     place = root.path / "gpt" / TAG
-    for name in (STRAY, "manifest.json.tmp", "notes.txt"):
+    for name in (STRAY, STRAY.replace(".ckpt", ".0001.ckpt"), "manifest.json.tmp", "notes.txt"):
         (place / name).write_bytes(b"x")
     await root.journal(staging(STRAY), staging(part))
     await root.start()
@@ -248,12 +257,13 @@ async def test_what_was_committed_loses_only_what_was_staged_beside_it(root: Roo
     assert root.left().staged == {}
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-async def test_durable_parts_of_all_ranks_are_committed(root: Root, world_size: int) -> None:
-    manifest = await uncommitted(root, world_size)
+@pytest.mark.parametrize(("world_size", "files"), [(1, 1), (3, 1), (2, 3)])
+async def test_durable_parts_of_all_ranks_are_committed(root: Root, world_size: int, files: int) -> None:
+    manifest = await uncommitted(root, world_size, files)
     await root.start()
     found = root.storage.read_manifest("gpt", TAG)
     assert (found.parts, found.attempt, found.step, found.world_size) == (manifest.parts, 2, 1000, world_size)
+    assert found.features == (["files"] if files > 1 else [])
     assert root.storage.read_newest("gpt") == TAG
     assert root.left().staged == {}
 
@@ -279,9 +289,10 @@ async def test_a_part_that_is_not_durable_is_not(root: Root) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: bytes(len(data)), lambda data: None], ids=["cut", "zeros", "gone"])
-async def test_a_damaged_part_is_not(root: Root, damage: Callable[[bytes], bytes | None]) -> None:
-    manifest = await uncommitted(root)
-    part = root.path / "gpt" / TAG / manifest.parts[0].file
+@pytest.mark.parametrize("file", [names.part_file(0, NONCE), names.part_file(0, NONCE, 1)])
+async def test_a_damaged_part_is_not(root: Root, file: str, damage: Callable[[bytes], bytes | None]) -> None:
+    await uncommitted(root, files=2)
+    part = root.path / "gpt" / TAG / file
     changed = damage(part.read_bytes())
     part.unlink()
     if changed is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import mmap
 import os
 import random
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from hypothesis import settings
 
 from ckptd.shared import codec as codecs
 from ckptd.shared.binary import ALIGN, align
+from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file, tag_directory
 from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header
+from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
 from ckptd.shared.request import Request
 from ckptd.shared.segment import Extent, SegmentHeader, SlotState, write_document, write_header
@@ -116,8 +119,10 @@ def flip(data: bytes | bytearray, bit: int) -> bytes:
     return bytes(damaged)
 
 
-def write_checkpoint(root: Path, job: str = "gpt", step: int = 1000, attempt: int = 2, world_size: int = 1, floats: int = 6) -> Manifest:
-    """A committed checkpoint, put there by hand."""
+def write_checkpoint(
+    root: Path, job: str = "gpt", step: int = 1000, attempt: int = 2, world_size: int = 1, floats: int = 6, files: int = 1
+) -> Manifest:
+    """A committed checkpoint, put there by hand; each part in so many files, if it has as many chunks."""
     tag = tag_directory(step, None, attempt)
     place = root / job / tag
     place.mkdir(parents=True)
@@ -129,6 +134,9 @@ def write_checkpoint(root: Path, job: str = "gpt", step: int = 1000, attempt: in
             packed_slot(plan, values), plan, values, job=job, attempt=attempt, step=step, rank=rank, world_size=world_size, tag=tag
         )
         file = part_file(rank, NONCE)
+        if files > 1:
+            entries.append(spread_part(place, packed_slot(plan, values), plan, index, files))
+            continue
         (place / file).write_bytes(data)
         entries.append(
             PartEntry(
@@ -137,11 +145,27 @@ def write_checkpoint(root: Path, job: str = "gpt", step: int = 1000, attempt: in
             )
         )  # fmt: skip
     manifest = Manifest(
-        job=job, attempt=attempt, step=step, tag=tag, seq=7, world_size=world_size, created="2026-01-02T03:04:05+00:00", parts=entries,
+        features=["files"] if files > 1 else [], job=job, attempt=attempt, step=step, tag=tag, seq=7, world_size=world_size,
+        created="2026-01-02T03:04:05+00:00", parts=entries,
         metadata={"state_dict_metadata": plan.metadata, "planner_data": None}, metrics={"loss": 0.5}, user_content=None, writer=WRITER,
     )  # fmt: skip
     (place / "manifest.json").write_bytes(manifest.encode())
     return manifest
+
+
+def spread_part(place: Path, slot: bytearray, plan: Plan, index: PartIndex, files: int) -> PartEntry:
+    """The part of this index in several files."""
+    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    writer = PartWriter(PosixFileSystem(), directory, NONCE, codecs.encoder("raw"), Spread(files))
+    ranges, chunks = chunk_ranges(with_values(plan.regions, index.values), index.chunk_size), []
+    writer.create(index.rank, ranges, len(index.plan))
+    for chunk in ranges:
+        raw, stored = mmap.mmap(-1, index.chunk_size), mmap.mmap(-1, index.chunk_size)
+        raw[: chunk.length] = slot[chunk.offset : chunk.offset + chunk.length]
+        chunks.append(writer.chunk(chunk, memoryview(raw), memoryview(stored)))
+    entry = writer.finish(index, chunks, items=len(plan.items))
+    os.close(directory)
+    return entry
 
 
 def seal(fd: int, header: SegmentHeader, plan: Plan, *, step: int = 5, request: Request | None = None, **changes: Any) -> SegmentHeader:

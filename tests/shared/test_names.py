@@ -128,6 +128,21 @@ def test_part_files() -> None:
     assert names.parse_part_file(f"rank-00007.{HEX}.ckpt") == (7, NONCE)
 
 
+def test_data_files_belong_to_their_part() -> None:
+    data = names.part_file(7, NONCE, 12)
+    assert data == f"rank-00007.{HEX}.0012.ckpt"
+    assert names.part_file(7, NONCE, 12345) == f"rank-00007.{HEX}.12345.ckpt"
+    assert names.parse_part_file(data) is None
+    assert names.part_of(data) == names.part_of(names.part_file(7, NONCE)) == names.part_file(7, NONCE)
+    assert names.is_standalone_file(data)
+
+
+@pytest.mark.parametrize("number", ["0000", "1", "012", "00012", "-001", "1234567890", "000x", ""])
+def test_what_is_no_data_file_belongs_to_no_part(number: str) -> None:
+    assert names.part_of(f"rank-00007.{HEX}.{number}.ckpt") is None
+    assert not names.is_standalone_file(f"rank-00007.{HEX}.{number}.ckpt")
+
+
 @steady
 @given(st.integers(0, (1 << 24) - 1), st.binary(min_size=16, max_size=16))
 def test_part_files_round_trip(rank: int, nonce: bytes) -> None:

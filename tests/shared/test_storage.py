@@ -265,6 +265,34 @@ def test_delete_files_and_tag(tmp_path: Path, storage: PosixStorage) -> None:
     assert list((tmp_path / "gpt").iterdir()) == []
 
 
+def test_data_files_go_with_their_part(tmp_path: Path, storage: PosixStorage) -> None:
+    write_checkpoint(tmp_path, world_size=2, files=3)
+    assert [len([f for f in storage.files("gpt", TAG) if f.startswith(f"rank-0000{rank}")]) for rank in (0, 1)] == [3, 3]
+    other = part_file(0, NONCE[::-1], 1)  # of a save that is under way
+    (tmp_path / "gpt" / TAG / other).write_bytes(b"")
+    storage.delete_files("gpt", TAG, [PART])
+    assert storage.files("gpt", TAG) == ["manifest.json", *sorted([other, *(part_file(1, NONCE, number) for number in (0, 1, 2))])]
+    (tmp_path / "gpt" / TAG / part_file(1, NONCE)).unlink()  # deleted before, but for its data files
+    storage.delete_files("gpt", TAG, [part_file(1, NONCE)])
+    assert storage.files("gpt", TAG) == ["manifest.json", other]
+
+
+def test_a_part_of_several_files_is_opened(tmp_path: Path, storage: PosixStorage) -> None:
+    (part,) = write_checkpoint(tmp_path, files=3).parts
+    reader = storage.open_part("gpt", TAG, part.file, part.index_sha256)
+    assert (reader.nbytes, 1 + len(reader.index.files), part.files) == (part.bytes, 3, 3)
+    assert verify(reader) == part.raw_bytes
+    os.close(reader.fileno())
+    data_file = tmp_path / "gpt" / TAG / part_file(0, NONCE, 2)
+    moved = data_file.with_name("elsewhere")
+    data_file.rename(moved)
+    with pytest.raises(IntegrityError, match=f"^gpt/{TAG}/{PART}: its data file {data_file.name} is missing"):
+        storage.open_part("gpt", TAG, PART)
+    data_file.symlink_to(moved)
+    with pytest.raises(OSError, match="symbolic links"):
+        storage.open_part("gpt", TAG, PART)
+
+
 def test_somebody_elses_file_keeps_its_directory(tmp_path: Path, storage: PosixStorage) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "gpt" / TAG / "notes.txt").write_text("mine")

@@ -1,0 +1,297 @@
+"""A part in one file or in several: what goes in comes out, and no file of it may lack, be cut, or be another's."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ckptd.shared import codec
+from ckptd.shared.binary import ALIGN, align
+from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
+from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.manifest import PartEntry
+from ckptd.shared.names import part_file
+from ckptd.shared.part import Chunk, PartIndex, PartReader, encode_end, encode_header
+from ckptd.shared.part_writer import PartWriter, Spread
+from ckptd.shared.plan import MIN_CHUNK, chunk_ranges, signature, with_values
+from ckptd.shared.request import Request
+from ckptd.shared.scatter import scatter, verify
+from tests.shared.samples import NONCE, packed_slot, sample_plan, values_after
+
+PLAN = sample_plan(200_000)  # 800,000 bytes: 13 chunks of 64 KiB
+VALUES = values_after(PLAN, 70_000)
+SLOT = packed_slot(PLAN, VALUES)
+RANGES = chunk_ranges(with_values(PLAN.regions, VALUES), MIN_CHUNK)
+SMALLEST = 2 * MIN_CHUNK
+INDEX = PartIndex(
+    job="gpt", attempt=2, step=1000, rank=0, world_size=1, tag="step-00001000.a0002", signature=signature(PLAN.encode()),
+    plan=PLAN.encode(), request=Request().encode(), values=VALUES, chunk_size=MIN_CHUNK, chunks=[],
+)  # fmt: skip
+
+
+class Place:
+    """A directory with one part."""
+
+    def __init__(self, path: Path, fs: PosixFileSystem | None = None) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.fs = fs or PosixFileSystem()
+
+    def write(self, files_per_rank: int = 1, bytes_per_file: int = 0, codec_name: str = "raw", order: list[int] | None = None) -> PartEntry:
+        writer = PartWriter(self.fs, self.fd, NONCE, codec.encoder(codec_name), Spread.checked(files_per_rank, bytes_per_file, MIN_CHUNK))
+        try:
+            writer.create(0, RANGES, len(INDEX.plan) + len(INDEX.request))
+            chunks: dict[int, Chunk] = {}
+            for number in order or range(len(RANGES)):
+                chunk, raw, stored = RANGES[number], mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
+                raw[: chunk.length] = SLOT[chunk.offset : chunk.offset + chunk.length]
+                chunks[number] = writer.chunk(chunk, memoryview(raw), memoryview(stored))
+            return writer.finish(INDEX, [chunks[number] for number in range(len(RANGES))], items=len(PLAN.items))
+        except BaseException:
+            writer.discard()
+            raise
+
+    def lengths(self) -> list[int]:
+        """Of the files, the part itself first."""
+        names = [part_file(0, NONCE, number) for number in range(len(os.listdir(self.path)))]
+        assert sorted(names) == sorted(os.listdir(self.path))
+        return [(self.path / name).stat().st_size for name in names]
+
+    def data_file(self, number: int = 1) -> Path:
+        return self.path / part_file(0, NONCE, number)
+
+    def read(self, index_sha256: str | None = None, *, alone: bool = False) -> PartReader:
+        def beside(name: str) -> int:
+            return os.open(name, os.O_RDONLY, dir_fd=self.fd)
+
+        return PartReader(beside(part_file(0, NONCE)), "p", index_sha256, None if alone else beside)
+
+    def check(self) -> int:
+        """Everything is read and compared."""
+        reader = self.read()
+        try:
+            found = bytearray(len(SLOT))
+            scatter(reader, [(chunk.offset, memoryview(found)[chunk.offset : chunk.offset + chunk.length]) for chunk in RANGES])
+            assert found == SLOT
+            return verify(reader)
+        finally:
+            os.close(reader.fileno())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    os.close(made.fd)
+
+
+@pytest.mark.parametrize("codec_name", ["raw", "zstd:1"])
+@pytest.mark.parametrize(("files", "most"), [(1, 0), (3, 0), (64, 0), (1, SMALLEST), (3, SMALLEST), (2, 5 * MIN_CHUNK), (1, 1 << 40)])
+def test_what_goes_in_comes_out(place: Place, files: int, most: int, codec_name: str) -> None:
+    entry = place.write(files, most, codec_name)
+    lengths = place.lengths()
+    assert place.check() == entry.raw_bytes == 800_000 + 70_000 + 21
+    assert (entry.files, entry.bytes) == (len(lengths), sum(lengths))
+    if not most:
+        assert len(lengths) == min(files, len(RANGES))
+    assert all(length > ALIGN for length in lengths)  # none without a chunk
+    assert not most or max(lengths) <= most
+    reader = place.read(entry.index_sha256)
+    assert (reader.nbytes, 1 + len(reader.index.files)) == (entry.bytes, entry.files)
+    os.close(reader.fileno())
+
+
+def test_chunks_are_spread_evenly(place: Place) -> None:
+    place.write(4)
+    lengths = place.lengths()
+    assert max(lengths) - min(lengths) <= MIN_CHUNK + ALIGN
+
+
+def test_a_limit_divides_what_is_longer(place: Place) -> None:
+    entry = place.write(1, 4 * MIN_CHUNK)
+    assert entry.files == 5  # three chunks of 64 KiB and a header in each; 14 chunks of that size, some smaller ones, and the index
+    assert place.check() == entry.raw_bytes
+
+
+def test_chunks_may_come_in_any_order(place: Place) -> None:
+    order = list(range(len(RANGES)))
+    random.Random(3).shuffle(order)
+    place.write(3, SMALLEST, "zstd:1", order)
+    place.check()
+
+
+def test_one_file_is_written_as_ever(place: Place) -> None:
+    """No new key, no feature: an older ckptd reads it."""
+    place.write(1, 1 << 40)
+    reader = place.read(alone=True)
+    data = os.pread(reader.fileno(), 1 << 20, 0)
+    assert data[12:16] == bytes(4)
+    assert not {"files", "placed"} & set(msgspec.msgpack.decode(reader.index.encode()))
+    os.close(reader.fileno())
+
+
+def test_an_older_ckptd_refuses_several(place: Place) -> None:
+    place.write(2)
+    for path in place.path.iterdir():
+        assert path.read_bytes()[12:16] == b"\1\0\0\0"
+    part = place.path / part_file(0, NONCE)
+    part.write_bytes(part.read_bytes()[:12] + b"\3" + part.read_bytes()[13:])
+    with pytest.raises(NewerFormat, match="features 0x3"):
+        place.read()
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda path: path.unlink(), rf"^p: its data file rank-00000\.{NONCE.hex()}\.0002\.ckpt is missing"),
+        (lambda path: os.truncate(path, path.stat().st_size - ALIGN), "^p: its data file 2 is not as long as the index says"),
+        (lambda path: os.truncate(path, path.stat().st_size + ALIGN), "^p: its data file 2 is not as long as the index says"),
+        (lambda path: path.write_bytes(path.with_name(part_file(0, NONCE, 1)).read_bytes()), "^p: its data file 2 "),
+    ],
+    ids=["gone", "cut", "longer", "another"],
+)
+def test_a_data_file_that_is_not_whole(place: Place, damage: Callable[[Path], Any], why: str) -> None:
+    place.write(3)
+    damage(place.data_file(2))
+    with pytest.raises(IntegrityError, match=why):
+        place.read()
+
+
+def test_a_data_file_of_the_same_length_from_another_place(place: Place) -> None:
+    place.write(14)
+    one, other = place.data_file(3), place.data_file(4)
+    assert one.stat().st_size == other.stat().st_size
+    other.write_bytes(one.read_bytes())
+    with pytest.raises(IntegrityError, match="^p: its data file 4 belongs to another part"):
+        place.read()
+
+
+def test_a_data_file_that_vanishes_while_it_is_read(place: Place) -> None:
+    place.write(2)
+    reader = place.read()
+    place.data_file().unlink()
+    with pytest.raises(IntegrityError, match=r"its data file rank-.* is missing"):
+        verify(reader)
+    os.close(reader.fileno())
+
+
+def test_a_part_without_what_lies_beside_it(place: Place) -> None:
+    place.write(2)
+    with pytest.raises(IntegrityError, match=r"its data file .* is missing"):
+        place.read(alone=True)
+
+
+def test_random_flips_are_seen_in_every_file(place: Place) -> None:
+    place.write(3, codec_name="zstd:1")
+    chance = random.Random(5)
+    for path in sorted(place.path.iterdir()):
+        data = path.read_bytes()
+        for bit in [*chance.sample(range(8 * 200), 20), *chance.sample(range(8 * len(data)), 60)]:
+            path.write_bytes(data[: bit >> 3] + bytes([data[bit >> 3] ^ (1 << (bit & 7))]) + data[(bit >> 3) + 1 :])
+            with pytest.raises(IntegrityError, match=r"^p: "):
+                verify(place.read())
+        path.write_bytes(data)
+    place.check()
+
+
+def test_a_damaged_chunk_names_its_place(place: Place) -> None:
+    place.write(2)
+    path = place.data_file()
+    data = bytearray(path.read_bytes())
+    data[ALIGN] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match=r"^p: chunk \d+ \(bytes 4096 to \d+ of data file 1\) does not match its checksum"):
+        verify(place.read())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(files=[]),
+        lambda d: d.update(placed=[]),
+        lambda d: d.pop("placed"),
+        lambda d: d["placed"].pop(),
+        lambda d: d["placed"].append(0),
+        lambda d: d["placed"].__setitem__(0, 1 - d["placed"][0]),
+        lambda d: d["placed"].__setitem__(0, 7),
+        lambda d: d["placed"].__setitem__(0, -1),
+        lambda d: d["files"].append(ALIGN),
+        lambda d: d["files"].__setitem__(0, d["files"][0] + ALIGN),
+        lambda d: d["files"].__setitem__(0, 1 << 62),
+        lambda d: d.update(files=[d["files"][0]] * (1 << 20)),
+    ],
+)
+def test_a_forged_index_is_refused(place: Place, change: Callable[[dict[str, Any]], Any]) -> None:
+    place.write(2)
+    reader = place.read()
+    plain: dict[str, Any] = msgspec.msgpack.decode(reader.index.encode())
+    end = ALIGN + sum(align(chunk.stored_length) for chunk, file in zip(reader.index.chunks, reader.index.placed, strict=True) if file == 0)
+    data = os.pread(reader.fileno(), end, 0)
+    change(plain)
+    try:
+        header = encode_header(msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=PartIndex), NONCE)
+    except msgspec.ValidationError:
+        header = data[:ALIGN]
+    (place.path / part_file(0, NONCE)).write_bytes(header + data[ALIGN:] + encode_end(end, msgspec.msgpack.encode(plain)))
+    with pytest.raises(IntegrityError, match=r"^p: "):
+        place.read()
+
+
+class Full(PosixFileSystem):
+    def __init__(self, creations: int) -> None:
+        self.left = creations
+
+    def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(name, directory, direct=direct, mode=mode)
+
+
+@pytest.mark.parametrize("creations", [0, 1, 2, 5])
+def test_a_file_that_cannot_be_made_leaves_none(tmp_path: Path, creations: int) -> None:
+    place = Place(tmp_path, Full(creations))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space left"):
+        place.write(2, SMALLEST)
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(place.fd)
+
+
+class Watched(PosixFileSystem):
+    """What was called, in order, by name of file."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def sync(self, fd: int) -> None:
+        self.calls.append(("sync", os.readlink(f"/proc/self/fd/{fd}").rpartition("/")[2]))
+        super().sync(fd)
+
+    def sync_directory(self, directory: int) -> None:
+        self.calls.append(("sync directory", ""))
+        super().sync_directory(directory)
+
+
+def test_every_file_is_durable_before_the_directory(tmp_path: Path) -> None:
+    fs = Watched()
+    place = Place(tmp_path, fs)
+    entry = place.write(2, 4 * MIN_CHUNK)
+    assert entry.files > 2
+    assert fs.calls == [*(("sync", part_file(0, NONCE, number)) for number in range(entry.files)), ("sync directory", "")]
+    os.close(place.fd)
+
+
+@pytest.mark.parametrize(("files", "most"), [(0, 0), (65, 0), (1, -1), (1, 1), (1, 2 * MIN_CHUNK - 1)])
+def test_what_cannot_be_asked_for(files: int, most: int) -> None:
+    with pytest.raises(InvalidConfig, match=r"^(files_per_rank is .*; expected 1 to 64|bytes_per_file is .*; expected 0 \(no limit\) or)"):
+        Spread.checked(files, most, MIN_CHUNK)
