@@ -179,7 +179,7 @@ def status(socket: Path | None, as_json: bool) -> None:
 def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
     """List checkpoints: of all jobs under a root, or of one job.
 
-    PATH is DIR (the root) or DIR/JOB; without it, the root of the daemon at --socket.
+    PATH is DIR (the root) or DIR/JOB, or the directory of one checkpoint; without it, the root of the daemon at --socket.
     """
     rows = report.listing(path if path is not None else Path(report.daemon_status(socket)["root"]))
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
@@ -191,11 +191,13 @@ def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
 @_json
 @_speaks
 def show(path: Path, keys: bool, as_json: bool) -> None:
-    """Describe one checkpoint: DIR/JOB/TAG, or the newest one of DIR/JOB."""
+    """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory outside every root that is a checkpoint."""
     manifest = report.manifest_at(path)
     for damaged in report.damaged_newer(path, manifest):
         click.echo(f"ckptd: passed over: {damaged}", err=True)
-    click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, keys=keys))
+    storage, job, tag = report.place(path)
+    title = report.title(storage, job, tag or manifest.tag)
+    click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, title, keys=keys))
 
 
 @main.command()
@@ -205,7 +207,7 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
 def verify(path: Path, as_json: bool) -> None:
     """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB), against its checksums.
 
-    Exit code 13 if anything is damaged; nothing is changed.
+    A directory outside every root that is a checkpoint will do too. Exit code 13 if anything is damaged; nothing is changed.
     """
     results = []
     for result in report.verification(path):

@@ -21,7 +21,7 @@ from ckptd.shared.channel import Channel
 from ckptd.shared.errors import Busy, DaemonUnreachable, InvalidRequest, from_wire
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.retention import Policy
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage import PosixStorage, StandaloneStorage
 
 _AT_ONCE = 100
 _SECONDS = 600.0
@@ -47,7 +47,7 @@ def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_r
 
     Raises InvalidRequest, NotFound, Busy for a daemon that cannot be found, StorageError.
     """
-    storage, job, tag = report.place(path)
+    storage, job, tag = _place(path)
     if (tag is None) == (not policies):
         raise InvalidRequest(
             f"{path} is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one, like {path}/TAG"
@@ -67,6 +67,13 @@ def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_r
         row["error"] = refused.get(row["tag"], row["error"])
         row["deleted"] = not dry_run and row["error"] is None
         yield row
+
+
+def _place(path: Path) -> tuple[PosixStorage, str, str | None]:
+    storage, job, tag = report.place(path)
+    if isinstance(storage, StandaloneStorage):
+        raise InvalidRequest(f"{path} is a checkpoint by itself, outside every root, which nobody deletes but you: remove the directory")
+    return storage, job, tag
 
 
 def _chosen(storage: PosixStorage, job: str, tag: str | None, policies: Sequence[Policy]) -> Iterator[tuple[str, int]]:
@@ -147,7 +154,7 @@ def pin(path: Path, *, remove: bool) -> tuple[str, str]:
 
     Raises NotFound, IntegrityError, OSError.
     """
-    storage, job, named = report.place(path)
+    storage, job, named = _place(path)
     tag = named or report.manifest_at(path).tag
     if remove:
         storage.unpin(job, tag)

@@ -16,7 +16,7 @@ from ckptd.shared.errors import CkptdError, DaemonUnreachable, IntegrityError, N
 from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage import PosixStorage, StandaloneStorage
 
 TIMEOUT = 10.0
 SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipped", "failed": "failed"}
@@ -74,10 +74,13 @@ def _storage(root: Path) -> PosixStorage:
 
 
 def place(path: Path) -> tuple[PosixStorage, str, str | None]:
-    """Storage, job and tag of DIR/JOB or DIR/JOB/TAG. A tag may come without its attempt: the highest counts."""
+    """Storage, job and tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself. A tag may come without its
+    attempt: the highest counts."""
     path = Path(os.path.abspath(path))
     if names.parse_tag_directory(path.name) and (path / names.MANIFEST).exists():
         return _storage(path.parent.parent), path.parent.name, path.name
+    if (path / names.MANIFEST).exists():
+        return StandaloneStorage(path), StandaloneStorage.job, StandaloneStorage.tag
     if path.is_dir():
         return _storage(path.parent), path.name, None
     storage, job = _storage(path.parent.parent), path.parent.name
@@ -97,6 +100,11 @@ def _tags(storage: PosixStorage, job: str) -> list[str]:
         raise StorageError.of(f"list {storage.root / job}", error) from None
 
 
+def title(storage: PosixStorage, job: str, tag: str) -> str:
+    """What a checkpoint is called."""
+    return str(storage.root) if isinstance(storage, StandaloneStorage) else f"{job}/{tag}"
+
+
 def manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
     for tag in _tags(storage, job):
         try:
@@ -110,6 +118,15 @@ def manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest |
 def listing(path: Path) -> list[dict[str, Any]]:
     """One row a checkpoint, ordered by job and (attempt, step). Raises NotFound."""
     path = Path(os.path.abspath(path))
+    if (path / names.MANIFEST).exists():
+        storage, job, tag = place(path)
+        assert tag is not None
+        manifest: Manifest | IntegrityError
+        try:
+            manifest = storage.read_manifest(job, tag)
+        except IntegrityError as error:
+            manifest = error
+        return [_row(job, path.name, manifest, newest=tag == storage.read_newest(job), pinned=tag in storage.pins(job))]
     is_root = (path / names.CONTROL).is_dir()
     storage = _storage(path if is_root else path.parent)
     if not is_root and not path.is_dir():
@@ -120,19 +137,21 @@ def listing(path: Path) -> list[dict[str, Any]]:
         newest, pinned = storage.read_newest(job), storage.pins(job)
         found = list(manifests(storage, job))
         for tag, manifest in sorted(found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)):
-            row: dict[str, Any] = {"job": job, "tag": tag, "newest": tag == newest, "pinned": tag in pinned}
-            if isinstance(manifest, Manifest):
-                raw = sum(part.raw_bytes for part in manifest.parts)
-                row |= {
-                    "attempt": manifest.attempt, "step": manifest.step, "seq": manifest.seq, "world_size": manifest.world_size,
-                    "bytes": manifest.nbytes, "raw_bytes": raw, "created": manifest.created, "metrics": manifest.metrics, "damaged": None,
-                }  # fmt: skip
-            else:
-                row["damaged"] = str(manifest)
-            rows.append(row)
+            rows.append(_row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned))
     if not rows and not is_root and storage.read_newest(jobs[0]) is None and not _tags(storage, jobs[0]):
         raise NotFound(f"{path} holds no checkpoints, and is no root of ckptd")
     return rows
+
+
+def _row(job: str, tag: str, manifest: Manifest | IntegrityError, *, newest: bool, pinned: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"job": job, "tag": tag, "newest": newest, "pinned": pinned}
+    if isinstance(manifest, IntegrityError):
+        return row | {"damaged": str(manifest)}
+    raw = sum(part.raw_bytes for part in manifest.parts)
+    return row | {
+        "attempt": manifest.attempt, "step": manifest.step, "seq": manifest.seq, "world_size": manifest.world_size,
+        "bytes": manifest.nbytes, "raw_bytes": raw, "created": manifest.created, "metrics": manifest.metrics, "damaged": None,
+    }  # fmt: skip
 
 
 def listing_text(rows: list[dict[str, Any]]) -> str:
@@ -182,14 +201,14 @@ def manifest_json(manifest: Manifest) -> Any:
     return json.loads(manifest.encode())
 
 
-def manifest_text(manifest: Manifest, *, keys: bool) -> str:
+def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
     tensors: dict[str, Any] = manifest.metadata.get("state_dict_metadata", {})
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     writer = ", ".join(f"{name} {version}" for name, version in manifest.writer.items())
     lines = [
-        f"{manifest.job}/{manifest.tag}",
+        title,
         f"  step           {step} of attempt {manifest.attempt} (the job's checkpoint number {manifest.seq})",
         f"  created        {manifest.created}",
         f"  size           {_size(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of {_size(raw)}",
@@ -218,7 +237,7 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
         raise NotFound(f"{path} holds no checkpoint")
     for name in tags:
         begun = time.monotonic()
-        result: dict[str, Any] = {"job": job, "tag": name, "ok": False, "bytes": 0, "error": None}
+        result: dict[str, Any] = {"job": job, "tag": name, "name": title(storage, job, name), "ok": False, "bytes": 0, "error": None}
         try:
             held = lease(storage, job, name)
             try:
@@ -250,7 +269,7 @@ def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry) -> 
 
 
 def verification_text(result: dict[str, Any]) -> str:
-    where = f"{result['job']}/{result['tag']}"
+    where = result["name"]
     if result["ok"]:
         return f"{where}: sound, {_size(result['bytes'])} in {result['seconds']:.2f} s"
     return f"{where}: DAMAGED: {result['error']}"

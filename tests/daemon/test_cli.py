@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from ckptd.agent import Agent, Checkpoint
+from ckptd.agent import Agent, Checkpoint, StorageWriter
 from tests.support.daemons import Daemon, Home, running
 
 NOTHING: dict[str, str] = {}
@@ -94,6 +96,38 @@ def test_a_checkpoint_of_several_files(place: Home) -> None:
         assert ".0007.ckpt is missing" in ckptd("verify", place.root / "gpt").stdout
         assert ckptd("forget", tag, "--socket", place.socket).returncode == 0
         assert not tag.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_directory_that_is_one_checkpoint(full: Daemon, tmp_path: Path) -> None:
+    """Made outside every root, or copied out of one."""
+    alone, copy = tmp_path / "alone", tmp_path / "copy"
+    dcp.save({"w": torch.arange(1000.0)}, storage_writer=StorageWriter(alone, codec="raw"))
+    shutil.copytree(full.home.root / "gpt" / "step-00000002.a0001", copy)
+    for path, job, step in ((alone, "standalone", None), (copy, "gpt", 2)):
+        assert ckptd("verify", path).stdout.startswith(f"{path}: sound, ")
+        assert ckptd("show", path, "--keys").stdout.startswith(f"{path}\n")
+        shown = json.loads(ckptd("show", path, "--json").stdout)
+        assert (shown["job"], shown["step"], list(shown["metadata"]["state_dict_metadata"])) == (job, step, ["w"])
+        (row,) = json.loads(ckptd("ls", path, "--json").stdout)
+        assert (row["tag"], row["step"], row["newest"], row["damaged"]) == (path.name, step, False, None)
+        for verb in ("forget", "pin"):
+            refused = ckptd(verb, path)
+            assert refused.returncode == 2
+            assert "is a checkpoint by itself, outside every root" in refused.stderr
+    part = next(alone.glob("rank-*.ckpt"))
+    part.write_bytes(part.read_bytes()[:5000] + b"?" + part.read_bytes()[5001:])
+    damaged = ckptd("verify", alone)
+    assert damaged.returncode == 13
+    assert damaged.stdout.startswith(f"{alone}: DAMAGED: ")
+    (alone / "manifest.json").write_text("{}")
+    (row,) = json.loads(ckptd("ls", alone, "--json").stdout)
+    assert "cut short" in row["damaged"]
+
+
+def test_ls_of_one_checkpoint(full: Daemon) -> None:
+    (row,) = json.loads(ckptd("ls", full.home.root / "gpt" / "step-00000002.a0001", "--json").stdout)
+    assert (row["job"], row["tag"], row["newest"]) == ("gpt", "step-00000002.a0001", True)
 
 
 def test_verify_finds_a_flipped_byte(full: Daemon) -> None:
