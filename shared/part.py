@@ -204,7 +204,7 @@ class PartReader:
         for number, chunk in sorted(zip(placed or itertools.repeat(0), chunks, strict=False), key=lambda entry: entry[1].offset):
             if chunk.offset != ends[number] or chunk.stored_length > MAX_CHUNK or (chunk.stored_length == 0) != (chunk.raw_length == 0):
                 raise IntegrityError(f"its chunk at {chunk.offset} is misplaced")
-            ends[number] += align(chunk.stored_length)
+            ends[number] = chunk.offset + align(chunk.stored_length)
         if ends != [self._index_offset, *files]:
             raise IntegrityError("its chunks do not fill the file")
 
