@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from ckptd.agent import default
 from ckptd.agent.agent import Agent
-from ckptd.agent.default import default_agent
 from ckptd.agent.pending import Pending
 from ckptd.shared.errors import CkptdError
 
@@ -124,7 +124,7 @@ class Schedule:
         self._asked = False
 
     def _current(self) -> Agent:
-        agent = self._given or default_agent()
+        agent = self._given or default.default_agent()
         if agent is not self._agent or agent.attempt != self._attempt:
             self._begin(agent)
         return agent
@@ -154,14 +154,8 @@ class Schedule:
         """`Agent.snapshot` of what is due after this step, with its `options`; None if nothing is."""
         if not self.due(step):
             return None
-        persist = self._word.persist
-        try:
-            agent = self._current()
-        except CkptdError as error:
-            failed = Pending(step)
-            failed.fail(error)
-            return failed
-        pending = agent.snapshot(state, step=step, persist=persist, **options)
+        take = self._given.snapshot if self._given is not None else default.snapshot
+        pending = take(state, step=step, persist=self._word.persist, **options)
         if pending.state not in ("failed", "skipped"):
             self._stalls.append(pending.stall)
             self._saving = pending if pending.persist else self._saving

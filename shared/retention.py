@@ -32,11 +32,7 @@ class Candidate(Protocol):
 
 
 class _Policy(msgspec.Struct, frozen=True):
-    """Raises ValueError in one sentence for what cannot be meant."""
-
-    def keeps(self, ordered: Sequence[Candidate]) -> set[int]:
-        """Which of these, oldest first, by their places."""
-        raise NotImplementedError
+    """Raises ValueError in one sentence for what cannot be meant. `keeps`: which of these, oldest first, by their places."""
 
 
 class PreserveAll(_Policy, frozen=True):

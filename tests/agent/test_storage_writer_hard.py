@@ -346,8 +346,7 @@ class Logging(DefaultLoadPlanner):
 
 def test_a_planner_that_overrides_load_bytes_runs_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
-    # Allowed here, so that there is a hostile file to refuse.
-    dcp.save({"b": Hostile()}, storage_writer=StorageWriter(tmp_path / "it", weights_only=False))
+    dcp.save({"b": Hostile()}, storage_writer=StorageWriter(tmp_path / "it", weights_only=False))  # so that there is a file to refuse
     reason = refused(dcp.load, {"b": None}, storage_reader=StorageReader(tmp_path / "it"), planner=Logging())
     assert reason.startswith("UnsavableValue: b: it can only be loaded by running pickled code")
     assert not MARK.exists()
