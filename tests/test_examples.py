@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,21 @@ def test_planners(where: str, ranks: int, tmp_path: Path, request: pytest.Fixtur
     assert said == ["renamed", "half", "balanced", "notes", "one tensor", "meta"]
     written = {path.parent.name.partition(".")[0] for path in base.glob("*/manifest.json")}
     assert written == {"renamed", "half", "balanced", "notes"}
+
+
+def test_policies(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.policies", str(tmp_path / "root")]
+    result = subprocess.run(
+        command, env=environment(tmp_path), timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1]
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("26 snapshots, 13 of them saved\nkept for-evaluation.a0001, in 2 files\n")
+    wanted = {"for-evaluation.a0001", *(f"step-00000{step}.a0001" for step in (100, 140, 200, 240, 260))}
+    until = time.monotonic() + 60
+    while {path.parent.name for path in tmp_path.glob("root/tiny/*/manifest.json")} != wanted:  # the daemon still deletes the rest
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert len(list(tmp_path.glob("root/tiny/*/*.ckpt"))) == 12
 
 
 def test_it_says_in_one_sentence_what_is_missing(tmp_path: Path) -> None:
