@@ -2,8 +2,8 @@
 
     python -m examples.policies ROOT
 
-Every 10 steps a snapshot is taken, every 20 one goes to storage, in two files. The two newest stay there, every 100th step, and the one with
-the least loss; a tag of one's own stays too, until it is deleted. Runs a daemon of its own for ROOT.
+Every 10 steps a snapshot is taken, every 20 one goes to storage, in two files. The two newest stay there, every 100th step, and the one
+with the least loss; a tag of one's own stays too, until it is deleted. Runs a daemon of its own for ROOT.
 """
 
 from __future__ import annotations
