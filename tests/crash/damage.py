@@ -105,9 +105,9 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def checkpoint() -> Iterator[Path]:
-    """The directory of one, of a small state."""
+    """The directory of one, of a small state, in two files."""
     with home() as place:
-        with running(place, "--codec", "zstd:1"):
+        with running(place, "--codec", "zstd:1", "--files-per-rank", "2"):
             agent = Agent(JOB, socket=place.socket)
             agent.snapshot(expected(3, 500), step=3).wait("durable", timeout=120)
             agent.close()
@@ -131,11 +131,12 @@ def manifest_bits(tag: Path) -> Found:
 
 def part_bits(tag: Path, count: int, seed: int) -> Found:
     chance, problems = Random(seed), list[str]()
-    (part,) = tag.glob("rank-*")
-    data = part.read_bytes()
-    used = [at for at in range(len(data)) if data[at]] + list(range(128))
+    files = {path: path.read_bytes() for path in sorted(tag.glob("rank-*"))}
+    assert len(files) == 2
+    bytes_used = {path: [at for at in range(len(data)) if data[at]] + list(range(128)) for path, data in files.items()}
     for number in range(count):
-        kind = number % 4
+        kind, part = number % 4, chance.choice(list(files))
+        data, used = files[part], bytes_used[part]
         bit = 8 * chance.choice(used) + chance.randrange(8) if kind else 8 * chance.randrange(len(data))
         what, changed = (f"bit {bit}", flip(data, bit)) if kind < 3 else (f"cut at {bit // 8}", data[: bit // 8])
         part.write_bytes(changed)
@@ -145,11 +146,12 @@ def part_bits(tag: Path, count: int, seed: int) -> Found:
         except IntegrityError:
             continue
         except Exception as error:
-            problems.append(f"part, {what}: {error!r}")
+            problems.append(f"{part.name}, {what}: {error!r}")
             continue
+        finally:
+            part.write_bytes(data)
         if kind == 3:
-            problems.append(f"part, {what}: it is accepted")
-    part.write_bytes(data)
+            problems.append(f"{part.name}, {what}: it is accepted")
     return count, problems
 
 
