@@ -60,7 +60,7 @@ class SlotSource:
 
 @dataclass(slots=True)
 class Opened:
-    """A snapshot that is ready to be loaded. `close()` it."""
+    """A snapshot that is ready to be loaded. `close()` it, so that others may delete it; else that is when nobody has it any more."""
 
     tag: str
     sources: Sequence[ChunkSource]
@@ -128,6 +128,9 @@ class Opened:
         while self.descriptors:
             os.close(self.descriptors.pop())
 
+    def __del__(self) -> None:
+        self.close()
+
 
 def load_blob(name: str, data: bytes) -> Any:
     """What torch.save has written. Raises UnsavableValue if that takes pickled code."""
@@ -167,22 +170,25 @@ def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest |
 def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Opened:
     readers: list[PartReader] = []
     leased = lease(storage, job, tag)
+    descriptors: list[int] = []
     try:
+        if isinstance(storage, StandaloneStorage):
+            descriptors.append(storage.share())
         for part in manifest.parts:
             reader = storage.open_part(job, tag, part.file, part.index_sha256)
             readers.append(reader)
+            descriptors.append(reader.fileno())
             index = reader.index
-            if (index.attempt, index.step, index.rank, len(reader.plan.items)) != (manifest.attempt, manifest.step, part.rank, part.items):
+            whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
+            if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
                 raise IntegrityError(f"{reader.name} is not the part that the manifest means")
         saved = Saved.of(readers)
     except BaseException:
-        for reader in readers:
-            os.close(reader.fileno())
+        for fd in descriptors:
+            os.close(fd)
         give_back(leased)
         raise
-    return Opened(
-        tag, readers, saved, manifest.numbers, manifest.user_content, [reader.fileno() for reader in readers], manifest, leased=leased
-    )
+    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, descriptors, manifest, leased=leased)
 
 
 def locate(path: Path) -> tuple[PosixStorage, str, str]:

@@ -48,19 +48,22 @@ class StandalonePart:
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
         """The regions of the packed slot. `room`: bytes that the documents will take, about."""
         ranges = chunk_ranges(layout.plan.regions, DEFAULT_CHUNK)
-        self._writer.create(self._rank, ranges, room)
+        self._writer.create(self._index(layout), ranges, room)
         self._chunks = self._write(ranges, stream(layout, resolved))
 
     def finish(self, layout: Layout, values: bytes, request: Request) -> PartEntry:
         """The values document, index and trailer; then it is durable. `layout`: as it was, but for its metadata."""
         region = Region(align_region(layout.data_length), len(values), 1)
         last = self._write(chunk_ranges([region], DEFAULT_CHUNK), iter([memoryview(values)]))
-        index = PartIndex(
-            job=self._storage.job, attempt=self._storage.attempt, step=None, rank=self._rank, world_size=self._world_size,
-            tag=self._storage.tag, signature=layout.signature, plan=layout.document, request=request.encode(),
-            values=(region.offset, region.length), chunk_size=DEFAULT_CHUNK, chunks=[],
-        )  # fmt: skip
+        index = self._index(layout, request.encode(), (region.offset, region.length))
         return self._writer.finish(index, [*self._chunks, *last], items=len(layout.plan.items))
+
+    def _index(self, layout: Layout, request: bytes = b"", values: tuple[int, int] = (0, 0)) -> PartIndex:
+        return PartIndex(
+            job=self._storage.job, attempt=self._storage.attempt, step=None, rank=self._rank, world_size=self._world_size,
+            tag=self._storage.tag, signature=layout.signature, plan=layout.document, request=request, values=values,
+            chunk_size=DEFAULT_CHUNK, chunks=[],
+        )  # fmt: skip
 
     def discard(self, why: str) -> None:
         """It will not be committed: its file goes. Nothing in a forked child, whose it is not."""

@@ -72,7 +72,7 @@ def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_r
 def _place(path: Path) -> tuple[PosixStorage, str, str | None]:
     storage, job, tag = report.place(path)
     if isinstance(storage, StandaloneStorage):
-        raise InvalidRequest(f"{path} is a checkpoint by itself, outside every root, which nobody deletes but you: remove the directory")
+        raise InvalidRequest(f"{path} is a checkpoint by itself, outside every root, which nobody deletes but you")
     return storage, job, tag
 
 

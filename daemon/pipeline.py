@@ -114,8 +114,12 @@ class Pipeline:
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
     @asynccontextmanager
-    async def _buffers(self) -> AsyncIterator[Buffers]:
+    async def _buffers(self, size: int) -> AsyncIterator[Buffers]:
+        """Two of `size` bytes or more."""
         async with self._tokens:
+            if size > self._buffer_size:  # of a slot that an earlier daemon made, with larger chunks
+                yield Buffers(mmap.mmap(-1, size), mmap.mmap(-1, size))
+                return
             buffers = self._free.pop() if self._free else Buffers(mmap.mmap(-1, self._buffer_size), mmap.mmap(-1, self._buffer_size))
             self._out += 1
             try:
@@ -131,7 +135,7 @@ class Pipeline:
     async def _each(self, ranges: Sequence[ChunkRange], work: Callable[[int, Buffers], T]) -> list[T]:
         """`work` on every chunk, as many at once as there are threads; the first failure ends it and is raised once all have stopped."""
         results: dict[int, T] = {}
-        numbers = iter(range(len(ranges)))
+        numbers, size = iter(range(len(ranges))), align(max((chunk.length for chunk in ranges), default=0))
         failed = False
 
         async def worker() -> None:
@@ -139,7 +143,7 @@ class Pipeline:
             for number in numbers:
                 if failed:
                     return
-                async with self._buffers() as buffers:
+                async with self._buffers(size) as buffers:
                     try:
                         results[number] = await self.run(lambda n=number, b=buffers: work(n, b))  # type: ignore[misc]
                         self.chunks_done += 1
@@ -190,7 +194,7 @@ class Pipeline:
             return written
 
         try:
-            await self.run(lambda: writer.create(header.rank, slot.ranges, len(index.plan) + len(index.request)))
+            await self.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request)))
             chunks = await self._each(slot.ranges, work)
             entry = await self.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
         except BaseException:

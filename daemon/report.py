@@ -77,9 +77,9 @@ def place(path: Path) -> tuple[PosixStorage, str, str | None]:
     """Storage, job and tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself. A tag may come without its
     attempt: the highest counts."""
     path = Path(os.path.abspath(path))
-    if names.parse_tag_directory(path.name) and (path / names.MANIFEST).exists():
-        return _storage(path.parent.parent), path.parent.name, path.name
-    if (path / names.MANIFEST).exists():
+    if _is_checkpoint(path):
+        if _fits(path):
+            return _storage(path.parent.parent), path.parent.name, path.name
         return StandaloneStorage(path), StandaloneStorage.job, StandaloneStorage.tag
     if path.is_dir():
         return _storage(path.parent), path.name, None
@@ -100,6 +100,28 @@ def _tags(storage: PosixStorage, job: str) -> list[str]:
         raise StorageError.of(f"list {storage.root / job}", error) from None
 
 
+def _is_checkpoint(path: Path) -> bool:
+    """Whether it has a manifest, and is neither a root nor a job."""
+    return (
+        os.path.lexists(path / names.MANIFEST) and not (path / names.CONTROL).is_dir() and not _tags(PosixStorage(path.parent), path.name)
+    )
+
+
+def _fits(path: Path) -> bool:
+    """Whether it is DIR/JOB/TAG: in a root, or where one was copied to, and not a copy under another name."""
+    if names.parse_tag_directory(path.name) is None:
+        return False
+    if (path.parent.parent / names.CONTROL).is_dir():
+        return True
+    try:
+        _storage(path.parent.parent).read_manifest(path.parent.name, path.name)
+    except IntegrityError:
+        return False
+    except (NotFound, OSError):
+        pass
+    return True
+
+
 def title(storage: PosixStorage, job: str, tag: str) -> str:
     """What a checkpoint is called."""
     return str(storage.root) if isinstance(storage, StandaloneStorage) else f"{job}/{tag}"
@@ -118,14 +140,17 @@ def manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest |
 def listing(path: Path) -> list[dict[str, Any]]:
     """One row a checkpoint, ordered by job and (attempt, step). Raises NotFound."""
     path = Path(os.path.abspath(path))
-    if (path / names.MANIFEST).exists():
+    if _is_checkpoint(path):
         storage, job, tag = place(path)
-        assert tag is not None
+        if tag is None:
+            raise NotFound(f"{path} holds no checkpoint any more")
         manifest: Manifest | IntegrityError
         try:
             manifest = storage.read_manifest(job, tag)
         except IntegrityError as error:
             manifest = error
+        except OSError as error:
+            raise StorageError.of(f"read {path}", error) from None
         return [_row(job, path.name, manifest, newest=tag == storage.read_newest(job), pinned=tag in storage.pins(job))]
     is_root = (path / names.CONTROL).is_dir()
     storage = _storage(path if is_root else path.parent)
@@ -174,7 +199,10 @@ def manifest_at(path: Path) -> Manifest:
     """Of the checkpoint at DIR/JOB/TAG, or the newest of DIR/JOB that has a sound manifest. Raises NotFound, IntegrityError."""
     storage, job, tag = place(path)
     if tag is not None:
-        return storage.read_manifest(job, tag)
+        try:
+            return storage.read_manifest(job, tag)
+        except OSError as error:
+            raise StorageError.of(f"read {title(storage, job, tag)}", error) from None
     sound = [manifest for _, manifest in manifests(storage, job) if isinstance(manifest, Manifest)]
     if not sound:
         raise NotFound(f"{path} holds no checkpoint; `ckptd ls {path.parent}` lists what there is")
@@ -237,7 +265,9 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
         raise NotFound(f"{path} holds no checkpoint")
     for name in tags:
         begun = time.monotonic()
-        result: dict[str, Any] = {"job": job, "tag": name, "name": title(storage, job, name), "ok": False, "bytes": 0, "error": None}
+        called = title(storage, job, name)
+        directory = storage.root.name if isinstance(storage, StandaloneStorage) else name
+        result: dict[str, Any] = {"job": job, "tag": directory, "name": called, "ok": False, "bytes": 0, "error": None}
         try:
             held = lease(storage, job, name)
             try:
@@ -253,7 +283,7 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
         except CkptdError as error:
             result["error"] = str(error)
         except OSError as error:
-            result["error"] = str(StorageError.of(f"read {job}/{name}", error))
+            result["error"] = str(StorageError.of(f"read {called}", error))
         result["seconds"] = round(time.monotonic() - begun, 3)
         yield result
 
@@ -261,8 +291,9 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
 def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry) -> int:
     reader = storage.open_part(job, tag, part.file, part.index_sha256)
     try:
-        if (verify(reader), len(reader.plan.items), reader.nbytes) != (part.raw_bytes, part.items, part.bytes):
-            raise IntegrityError(f"{reader.name} is not as long as the manifest says")
+        found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
+        if found != (part.raw_bytes, part.items, part.bytes, part.files):
+            raise IntegrityError(f"{reader.name} is not what the manifest says")
     finally:
         os.close(reader.fileno())
     return part.bytes

@@ -230,7 +230,8 @@ class Saver:
             known = job.checkpoints.get(tag)
             if known is None and tag in job.damaged:
                 files = await self._pipeline.run(lambda: self._storage.files(job.name, tag))
-                known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(file for file in files if names.part_of(file)), False)
+                parts = sorted({part for file in files if (part := names.part_of(file))})
+                known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(parts), False)
             if known is None:
                 return f"there is no checkpoint {job.name}/{tag}"
             why = await self.retire(job, known)

@@ -1,7 +1,7 @@
 """Part files: the index, header and trailer, and a reader that verifies everything (FORMAT.md, section 3).
 
-`Chunk` entries and `PartIndex` are values; `PartReader` alone does I/O, by `pread` on one descriptor, so it may be used from
-many threads at once. The writing side is `daemon/pipeline.py`, which puts the same pieces together in its own order.
+`Chunk` entries and `PartIndex` are values; `PartReader` alone does I/O, by `pread`, so it may be used from many threads at once. The
+writing side is `part_writer.py`.
 """
 
 from __future__ import annotations
@@ -215,9 +215,13 @@ class PartReader:
         where = f"{self.name}: chunk {number} (bytes {chunk.offset} to {chunk.offset + chunk.stored_length}{of_file})"
         length = align(chunk.stored_length)
         stored = memoryview(bytearray(length))
-        with self._file(file) as fd:
-            if read_exactly(fd, stored, chunk.offset) < length:
-                raise IntegrityError(f"{where} is cut short")
+        try:
+            with self._file(file) as fd:
+                short = read_exactly(fd, stored, chunk.offset) < length
+        except IntegrityError as error:
+            raise IntegrityError(f"{self.name}: {error}") from None
+        if short:
+            raise IntegrityError(f"{where} is cut short")
         if crc32c(stored[: chunk.stored_length]) != chunk.stored_crc:
             raise IntegrityError(f"{where} does not match its checksum")
         check_zero(stored[chunk.stored_length :], where)

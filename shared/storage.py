@@ -254,7 +254,7 @@ class StandaloneStorage(PosixStorage):
     def sweep(self) -> None:
         """Remove what the manifest does not name: of a save that ended half way, and of a checkpoint that was written over.
 
-        Nothing while another process saves there, which `saving` tells.
+        Nothing while somebody saves there, which `saving` tells, or reads: then the next save sweeps.
         """
         with self.directory() as fd:
             try:
@@ -268,9 +268,21 @@ class StandaloneStorage(PosixStorage):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Held by whoever saves there, so that nobody sweeps what is not committed yet."""
-        with self.directory() as fd:
-            fcntl.flock(fd, fcntl.LOCK_SH)
+        fd = self.share()
+        try:
             yield
+        finally:
+            self.fs.close(fd)
+
+    def share(self) -> int:
+        """A descriptor; until it is closed, nobody sweeps."""
+        with self.directory() as fd:
+            shared = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
+        try:
+            fcntl.flock(shared, fcntl.LOCK_SH)
+        except OSError:
+            pass  # no locks here
+        return shared
 
 
 def check_manifest_place(manifest: Manifest, job: str, tag: str) -> None:

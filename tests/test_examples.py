@@ -32,9 +32,12 @@ def test_a_killed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path: Path) -
     for home in (whole, killed):
         home.mkdir()
     subprocess.run(command(whole), env=environment(whole), check=True, timeout=200, capture_output=True)
-    with subprocess.Popen(command(killed), env=environment(killed), stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(command(killed), env=environment(killed), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as trainer:
         assert trainer.stdout is not None
-        assert any(line.startswith("step 8/12") for line in trainer.stdout)
+        said: list[str] = []
+        while not said or not said[-1].startswith("step 8/12"):
+            said.append(trainer.stdout.readline())
+            assert said[-1], f"it has ended: {said}"
         trainer.send_signal(signal.SIGKILL)
     again = subprocess.run(command(killed), env=environment(killed), check=True, timeout=200, capture_output=True, text=True)
     assert "recovered step 8 of attempt 1 from memory" in again.stdout or "recovered step 12" in again.stdout

@@ -263,6 +263,18 @@ def test_several_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir())[:2] == ["manifest.json", "notes.txt"]
 
 
+def test_who_reads_what_is_written_over_reads_on(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=StorageWriter(tmp_path, files_per_rank=3))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        for seed in (2, 3):
+            dcp.save(state(seed), storage_writer=StorageWriter(tmp_path, overwrite=True))
+        checkpoint.verify()
+        assert same(checkpoint.load(), state(1))
+        assert same(Checkpoint.open(tmp_path).load(), state(3))
+    dcp.save(state(4), storage_writer=StorageWriter(tmp_path, overwrite=True))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_files_of_a_length(tmp_path: Path) -> None:
     large = {"weight": torch.arange(12 << 20, dtype=torch.float32)}  # 48 MiB
     dcp.save(large, storage_writer=StorageWriter(tmp_path, codec="raw", bytes_per_file=20 << 20))

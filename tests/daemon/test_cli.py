@@ -11,12 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Agent, Checkpoint, StorageWriter
+from ckptd.daemon import report
+from ckptd.shared.errors import IntegrityError, NotFound
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.storage import PosixStorage
 from tests.support.daemons import Daemon, Home, running
 
 NOTHING: dict[str, str] = {}
@@ -123,6 +128,51 @@ def test_a_directory_that_is_one_checkpoint(full: Daemon, tmp_path: Path) -> Non
     (alone / "manifest.json").write_text("{}")
     (row,) = json.loads(ckptd("ls", alone, "--json").stdout)
     assert "cut short" in row["damaged"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_copy_of_any_name_is_a_checkpoint(full: Daemon, tmp_path: Path) -> None:
+    one = full.home.root / "gpt" / "step-00000002.a0001"
+    made = tmp_path / "job" / "made.a0001"
+    dcp.save({"w": torch.arange(1000.0)}, storage_writer=StorageWriter(made))
+    for copy in (made, tmp_path / "best.a0001", tmp_path / "gpt" / "step-00005000.a0002", tmp_path / "gpt" / one.name):
+        if not copy.exists():
+            shutil.copytree(one, copy)
+        verified = ckptd("verify", copy)
+        assert verified.returncode == 0, verified.stdout
+    misplaced = full.home.root / "gpt" / "step-00005000.a0002"
+    shutil.copytree(one, misplaced)
+    assert "DAMAGED: " in ckptd("verify", misplaced).stdout  # in a root it would be taken for that step
+
+
+def test_a_file_that_is_called_manifest_hides_nothing(full: Daemon) -> None:
+    root = full.home.root
+    for directory in (root, root / "gpt"):
+        (directory / "manifest.json").write_text("{}")
+        assert len(json.loads(ckptd("ls", directory, "--json").stdout)) == 2
+        (directory / "manifest.json").unlink()
+    (root / "gpt" / "manifest.json").write_text("{}")
+    assert ckptd("verify", root / "gpt").stdout.count(": sound") == 2
+    assert ckptd("show", root / "gpt").stdout.startswith("gpt/step-00000002.a0001\n")
+    assert ckptd("pin", root / "gpt").stdout == "gpt/step-00000002.a0001: pinned\n"
+
+
+def test_the_manifest_says_how_many_files_there_are(full: Daemon) -> None:
+    path = full.home.root / "gpt" / "step-00000002.a0001" / "manifest.json"
+    manifest = Manifest.decode(path.read_bytes())
+    (part,) = manifest.parts
+    changed = msgspec.structs.replace(manifest, features=["files"], parts=[msgspec.structs.replace(part, files=3)])
+    path.write_bytes(changed.encode())
+    assert "is not what the manifest says" in ckptd("verify", path.parent).stdout
+    with pytest.raises(IntegrityError, match="is not the part that the manifest means"):
+        Checkpoint.open(path.parent)
+
+
+def test_a_checkpoint_that_goes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setattr(report, "place", lambda path: (PosixStorage(path.parent), path.name, None))
+    with pytest.raises(NotFound, match="holds no checkpoint any more"):
+        report.listing(tmp_path)
 
 
 def test_ls_of_one_checkpoint(full: Daemon) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from ckptd.shared.fs import Buffer, PosixFileSystem
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.request import Request
+from ckptd.shared.scatter import verify
 from ckptd.shared.segment import Extent, SegmentHeader
 from tests.shared.samples import NONCE, memory_file, packed_slot, sample_plan, seal, values_after
 
@@ -73,6 +75,16 @@ def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, di
     assert (reader.plan, Request.decode(reader.index.request)) == (PLAN, Request(tag="mine", metrics={"loss": 0.5}))
     assert (reader.index.job, reader.index.attempt, reader.index.step, reader.index.tag) == ("gpt", 1, 5, TAG)
     assert pipeline.bytes_read == sum(chunk.length for chunk in slot.ranges)
+    os.close(reader.fileno())
+
+
+def test_a_slot_of_larger_chunks_than_the_daemon_makes_now(fd: int, pipeline: Pipeline, directory: int) -> None:
+    """Made before a restart with another chunk_size."""
+    header = replace(HEADER, chunk_size=4 * MIN_CHUNK)
+    slot = SealedSlot.read(fd, seal(fd, header, PLAN))
+    assert max(chunk.length for chunk in slot.ranges) > MIN_CHUNK
+    reader = part(pipeline, slot, directory)
+    assert verify(reader) == sum(chunk.length for chunk in slot.ranges)
     os.close(reader.fileno())
 
 

@@ -507,3 +507,16 @@ async def settled(world: World) -> None:
 def test_settled_is_what_nothing_is_under_way_for(world: World) -> None:
     asyncio.run(settled(world))
     assert world.told == [State.DURABLE]
+
+
+def test_a_damaged_checkpoint_of_many_files_is_forgotten_by_its_parts(tmp_path: Path) -> None:
+    """A record of the journal has room for so many names only."""
+    world = World(tmp_path)
+    (part,) = write_checkpoint(tmp_path / "root", files=3).parts
+    tag = "step-00001000.a0002"
+    world.job.damaged[tag] = "its manifest cannot be read"
+    assert asyncio.run(world.saver.forget(world.job, tag)) == ""
+    (intent,) = [record for record in world.journal.records if isinstance(record, r.Retiring)]
+    assert intent.files == [part.file]
+    assert (world.storage.tags("gpt"), world.job.damaged) == ([], {})
+    world.close()

@@ -158,7 +158,7 @@ def spread_part(place: Path, slot: bytearray, plan: Plan, index: PartIndex, file
     directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     writer = PartWriter(PosixFileSystem(), directory, NONCE, codecs.encoder("raw"), Spread(files))
     ranges, chunks = chunk_ranges(with_values(plan.regions, index.values), index.chunk_size), []
-    writer.create(index.rank, ranges, len(index.plan))
+    writer.create(index, ranges, len(index.plan))
     for chunk in ranges:
         raw, stored = mmap.mmap(-1, index.chunk_size), mmap.mmap(-1, index.chunk_size)
         raw[: chunk.length] = slot[chunk.offset : chunk.offset + chunk.length]

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ckptd.shared.manifest import PartEntry
 from ckptd.shared.names import part_file
 from ckptd.shared.part import Chunk, PartIndex, PartReader, encode_end, encode_header
 from ckptd.shared.part_writer import PartWriter, Spread
-from ckptd.shared.plan import MIN_CHUNK, chunk_ranges, signature, with_values
+from ckptd.shared.plan import MIN_CHUNK, ChunkRange, chunk_ranges, signature, with_values
 from ckptd.shared.request import Request
 from ckptd.shared.scatter import scatter, verify
 from tests.shared.samples import NONCE, packed_slot, sample_plan, values_after
@@ -48,7 +49,7 @@ class Place:
     def write(self, files_per_rank: int = 1, bytes_per_file: int = 0, codec_name: str = "raw", order: list[int] | None = None) -> PartEntry:
         writer = PartWriter(self.fs, self.fd, NONCE, codec.encoder(codec_name), Spread.checked(files_per_rank, bytes_per_file, MIN_CHUNK))
         try:
-            writer.create(0, RANGES, len(INDEX.plan) + len(INDEX.request))
+            writer.create(INDEX, RANGES, len(INDEX.plan) + len(INDEX.request))
             chunks: dict[int, Chunk] = {}
             for number in order or range(len(RANGES)):
                 chunk, raw, stored = RANGES[number], mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
@@ -282,16 +283,96 @@ class Watched(PosixFileSystem):
         super().sync_directory(directory)
 
 
+class Frugal(PosixFileSystem):
+    """How much room there was at most, and how many files were open."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[int, int] = {}
+        self.closed = self.most_room = self.most_open = 0
+
+    def _has(self, fd: int, length: int) -> None:
+        self.rooms[fd] = length
+        self.most_open = max(self.most_open, len(self.rooms))
+        self.most_room = max(self.most_room, self.closed + sum(self.rooms.values()))
+
+    def allocate(self, fd: int, length: int) -> None:
+        super().allocate(fd, length)
+        self._has(fd, length)
+
+    def truncate(self, fd: int, length: int) -> None:
+        super().truncate(fd, length)
+        self._has(fd, length)
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        self.closed += self.rooms.pop(fd)
+
+
+@pytest.mark.parametrize(("files", "most", "count"), [(1, 0, 1), (3, 0, 3), (1, SMALLEST, 13), (2, SMALLEST, 13), (2, 5 * MIN_CHUNK, 4)])
+def test_no_more_is_reserved_or_open_than_is_needed(tmp_path: Path, files: int, most: int, count: int) -> None:
+    fs = Frugal()
+    place = Place(tmp_path, fs)
+    entry = place.write(files, most)
+    assert entry.files == count
+    assert fs.most_room <= entry.bytes + (files + 2) * MIN_CHUNK
+    assert fs.most_open <= files + 2
+    assert (fs.rooms, fs.closed) == ({}, entry.bytes)
+    os.close(place.fd)
+
+
+class Unclosable(PosixFileSystem):
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_what_cannot_be_closed_is_discarded_all_the_same(tmp_path: Path) -> None:
+    place = Place(tmp_path, Unclosable())
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Input/output error"):
+        place.write(3)
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(place.fd)
+
+
+@pytest.mark.parametrize("creations", range(2, 9))
+def test_threads_fail_with_what_went_wrong(tmp_path: Path, creations: int) -> None:
+    """Not with a bad descriptor of the file that could not be made."""
+    place = Place(tmp_path, Full(creations))
+    writer = PartWriter(place.fs, place.fd, NONCE, codec.encoder("raw"), Spread.checked(2, SMALLEST, MIN_CHUNK))
+    writer.create(INDEX, RANGES, len(INDEX.plan))
+
+    def write(chunk: ChunkRange) -> None:
+        writer.chunk(chunk, memoryview(mmap.mmap(-1, MIN_CHUNK)), memoryview(mmap.mmap(-1, MIN_CHUNK)))
+
+    with ThreadPoolExecutor(4) as pool:
+        failures = {
+            type(error).__name__ + str(error) for error in (f.exception() for f in [pool.submit(write, c) for c in RANGES]) if error
+        }
+    writer.discard()
+    assert len(failures) == 1
+    assert "No space left" in failures.pop()
+    assert os.listdir(tmp_path) == []
+    os.close(place.fd)
+
+
 def test_every_file_is_durable_before_the_directory(tmp_path: Path) -> None:
     fs = Watched()
     place = Place(tmp_path, fs)
     entry = place.write(2, 4 * MIN_CHUNK)
     assert entry.files > 2
-    assert fs.calls == [*(("sync", part_file(0, NONCE, number)) for number in range(entry.files)), ("sync directory", "")]
+    assert fs.calls[-1] == ("sync directory", "")
+    assert sorted(fs.calls[:-1]) == sorted(("sync", part_file(0, NONCE, number)) for number in range(entry.files))
     os.close(place.fd)
 
 
-@pytest.mark.parametrize(("files", "most"), [(0, 0), (65, 0), (1, -1), (1, 1), (1, 2 * MIN_CHUNK - 1)])
-def test_what_cannot_be_asked_for(files: int, most: int) -> None:
+NO_COUNT: list[tuple[Any, Any]] = [
+    (0, 0), (65, 0), ("4", 0), (2.5, 0), (True, 0), (None, 0), (1, -1), (1, 1), (1, 2 * MIN_CHUNK - 1), (1, "4G"), (1, 4e9), (1, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "most"), NO_COUNT)
+def test_what_cannot_be_asked_for(files: Any, most: Any) -> None:
     with pytest.raises(InvalidConfig, match=r"^(files_per_rank is .*; expected 1 to 64|bytes_per_file is .*; expected 0 \(no limit\) or)"):
         Spread.checked(files, most, MIN_CHUNK)
