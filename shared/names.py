@@ -24,6 +24,8 @@ ATTEMPTS = "attempts"
 PINS = "pins"
 TMP_SUFFIX = ".tmp"
 
+_MOST_OF_A_SOCKET = 96
+"""Bytes of a path: a socket's address holds 107, unix(7), and a little is put behind it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})")
 _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
@@ -153,8 +155,11 @@ def segment_directory(root: Path) -> str:
 
 def private_socket(root: Path) -> Path:
     """Where a private daemon of `root` listens: short, so that it fits a socket address, and not under the root."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/ckptd-{os.getuid()}"
-    return Path(base) / f"ckptd-{root_digest(root)}.sock"
+    name = f"ckptd-{root_digest(root)}.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and len(os.fsencode(runtime)) + len(name) < _MOST_OF_A_SOCKET:
+        return Path(runtime) / name
+    return Path(f"/tmp/ckptd-{os.getuid()}") / name
 
 
 def default_sockets() -> list[Path]:
