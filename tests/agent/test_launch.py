@@ -119,11 +119,11 @@ def test_no_root_and_no_daemon(private: Home, monkeypatch: pytest.MonkeyPatch) -
         Agent()
 
 
-def test_foreign_socket_directory(private: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_socket_directory(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.getuid():
         # Only root can make a directory that belongs to somebody else, and without one there is nothing to refuse. CI runs it as root.
         pytest.skip("giving a directory away needs root")  # without that there is nothing to refuse
-    theirs = tmp_path / "theirs"
+    theirs = private.path / "theirs"
     theirs.mkdir()
     os.chown(theirs, 65534, 65534)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
