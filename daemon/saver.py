@@ -206,8 +206,6 @@ class Saver:
                 await self._pipeline.run(lambda: self._storage.publish_newest(job.name, newest.tag))
                 failpoint("newest.published")
             pinned = await self._pipeline.run(lambda: self._storage.pins(job.name))
-        except JournalBroken:
-            raise
         except (OSError, StorageError) as error:
             self._untidy(job, error)
             return
