@@ -8,19 +8,20 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.shared import failpoints
+from ckptd.shared import failpoints, names
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running
 
 FIRST = (0, 3)
 SECOND = (4, 8)
-KEEP = ("--keep-last", "2", "--codec", "zstd:1")
+KEEP = ("--keep-last", "2", "--codec", "zstd:1", "--files-per-rank", "2")
 SECOND_KILLS = [p for p in failpoints.DAEMON if p.startswith(("start.", "journal.", "seal.", "commit."))] + [
     p for p in failpoints.AGENT if p.startswith("agent.recover.")
 ]
@@ -28,7 +29,7 @@ SECOND_KILLS = [p for p in failpoints.DAEMON if p.startswith(("start.", "journal
 
 def _first_life(place: Home, diary: trainers.Diary) -> None:
     """Some steps, sealed and durable, then everything dies."""
-    with running(place, *KEEP) as daemon:
+    with running(place, *KEEP, forked=True) as daemon:
         trainer = trainers.start(place.socket, diary, *FIRST)
         assert _finished(diary, 1, trainer, daemon)
         trainer.kill()
@@ -51,7 +52,7 @@ def _finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -
 def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
     """Recover and go on, with `point` deadly to the process that it belongs to; afterwards everything is dead."""
     deadly = f"{point}=kill"
-    daemon = Daemon(place, *KEEP, failpoints=deadly if point in failpoints.DAEMON else "")
+    daemon = Daemon(place, *KEEP, failpoints=deadly if point in failpoints.DAEMON else "", forked=True)
     try:
         if not daemon.reached_ready():
             assert daemon.died() == -signal.SIGKILL, place.log_text()
@@ -73,7 +74,7 @@ def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
 def _check(place: Home, diary: trainers.Diary) -> None:
     """A last start without deaths: nothing acknowledged is lost or older, all bytes are right, work goes on, nothing leaks."""
     sealed, durable = diary.newest("sealed", "durable"), diary.newest("durable")
-    with running(place, *KEEP) as daemon:
+    with running(place, *KEEP, forked=True) as daemon:
         agent = Agent(trainers.JOB, socket=place.socket)
         state = trainers.blank()
         recovered = agent.recover(state)
@@ -101,7 +102,8 @@ def _check_storage(root: Path) -> None:
             checkpoint.verify()
             assert checkpoint.step is not None
             trainers.assert_equal(checkpoint.load(), checkpoint.step)
-            assert {path.name for path in tag.iterdir()} == {"manifest.json", *(part.file for part in checkpoint.manifest.parts)}
+            found = Counter(names.part_of(path.name) or path.name for path in tag.iterdir())
+            assert found == {"manifest.json": 1} | {part.file: part.files for part in checkpoint.manifest.parts}
 
 
 @pytest.mark.parametrize("point", failpoints.AGENT + failpoints.DAEMON)

@@ -192,8 +192,10 @@ def home() -> Iterator[Home]:
 
 
 @contextmanager
-def running(place: Home, *arguments: str, failpoints: str = "", environment: dict[str, str] | None = None) -> Iterator[Daemon]:
-    daemon = Daemon(place, *arguments, failpoints=failpoints, environment=environment)
+def running(
+    place: Home, *arguments: str, failpoints: str = "", environment: dict[str, str] | None = None, forked: bool = False
+) -> Iterator[Daemon]:
+    daemon = Daemon(place, *arguments, failpoints=failpoints, environment=environment, forked=forked)
     try:
         yield daemon.wait_ready()
     finally:
