@@ -18,6 +18,6 @@ def place() -> Iterator[Home]:
 
 @pytest.fixture
 def daemon(place: Home) -> Iterator[Daemon]:
-    """A daemon that is ready, with default settings."""
-    with running(place) as started:
+    """One that is ready, with default settings; forked, since there are hundreds. `running` starts one as a user does."""
+    with running(place, forked=True) as started:
         yield started
