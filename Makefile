@@ -21,7 +21,7 @@ demo: $(INSTALLED)
 	$(RUN) -m examples.demo
 
 test: $(INSTALLED)
-	$(RUN) -m pytest -n 2 --dist worksteal -q
+	$(RUN) -m pytest -n 3 --dist worksteal -q
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
