@@ -130,15 +130,15 @@ class SegmentHeader:
 def read_header(fd: int) -> SegmentHeader:
     """The valid copy of the highest generation. Raises IntegrityError if neither is, NewerFormat for a newer ckptd's."""
     found: list[SegmentHeader] = []
-    problem: IntegrityError | None = None
+    kind, why = IntegrityError, ""  # not the error itself: it would keep this frame and the caller's, and they the mapping
     for offset in (0, ALIGN):
         try:
             found.append(SegmentHeader.decode(os.pread(fd, ALIGN, offset)))
         except IntegrityError as error:
-            problem = error if problem is None or isinstance(error, NewerFormat) else problem
+            if not why or isinstance(error, NewerFormat):
+                kind, why = type(error), str(error)
     if not found:
-        assert problem is not None
-        raise problem
+        raise kind(why)
     return max(found, key=lambda header: header.generation)
 
 

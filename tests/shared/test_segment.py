@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import struct
@@ -136,6 +137,18 @@ def test_a_segment_cut_short_is_no_crash(segment: int, length: int) -> None:
     os.ftruncate(segment, length)
     with pytest.raises(IntegrityError, match="cut short"):
         read_header(segment)
+
+
+def test_one_valid_copy_leaves_nothing_to_the_garbage_collector(segment: int) -> None:
+    """An error that is kept keeps the frames it came through, and those of a trainer the mapping of its slot."""
+    write_header(segment, HEADER)
+    gc.collect()
+    gc.disable()
+    try:
+        assert read_header(segment) == HEADER
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_a_segment_cut_behind_its_first_copy_has_that_one(segment: int) -> None:
