@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -223,6 +223,29 @@ def run(deaths: int, seed: int, seconds: float = float("inf")) -> Lives:
         return lives
 
 
+class Deaths(Lives):
+    """No trainer goes on: so each point is come to in each life."""
+
+    def outlives(self) -> bool:
+        return False
+
+
+def run_pairs(seed: int, part: int, parts: int) -> tuple[Lives, set[tuple[str, str]]]:
+    """Every point after every point, or one part of that; and the pairs that did not come about, though tried again."""
+    with home() as place:
+        lives = Deaths(place, seed)
+        order = list(each_after_each((*failpoints.AGENT, *failpoints.DAEMON)))
+        piece = order[len(order) * (part - 1) // parts : len(order) * part // parts + 1]
+        wanted, todo = set(pairwise(piece)), piece
+        for _ in range(4):
+            for point in todo:
+                if not lives.problems:
+                    lives.live(point)
+            todo = [point for pair in sorted(wanted - lives.pairs) for point in pair]
+        lives.rest()
+        return lives, wanted - lives.pairs
+
+
 def report(lives: Lives, what: str, seed: int) -> int:
     """Print it; the exit code."""
     for point, count in sorted(lives.hit.items()):
@@ -237,7 +260,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deaths", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    parser.add_argument("--pairs", metavar="K/N", help="every point after every point: the K-th of N parts")
     options = parser.parse_args()
+    if options.pairs:
+        part, _, parts = options.pairs.partition("/")
+        lives, missing = run_pairs(options.seed, int(part), int(parts or 1))
+        print(*(f"never came about: {one}, then {other}" for one, other in sorted(missing)), sep="\n")
+        sys.exit(report(lives, "deaths", options.seed) or bool(missing))
     sys.exit(report(run(options.deaths, options.seed), "deaths", options.seed))
 
 
