@@ -2,8 +2,8 @@
 
 `python -m tests.crash.lives --deaths 3026 [--seed N]`, or `--pairs 1/2`: half of all pairs, each until it has come about. Lives of a daemon
 and a trainer follow one another on one root and one shared memory, in an order in which each point comes once after each other. Often the
-trainer outlives its daemon, and goes on with the next. Each recovery is compared bit for bit, and must be as new as what was promised before
-it; every manifest that is found must be sound.
+trainer outlives its daemon, and goes on with the next. Each recovery is compared bit for bit, and must be as new as what was promised
+before it; every manifest that is found must be sound.
 """
 
 from __future__ import annotations
