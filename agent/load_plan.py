@@ -25,8 +25,7 @@ def read_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, *, weights_o
         if weights_only and may_unpickle(planner, data) and not loads_as_weights(data):
             # Refused by default: whoever trusts the writer of the file must say so himself, and this tells him how.
             raise UnsavableValue(
-                f"{read.storage_index.fqn}: it can only be loaded by running pickled code; "
-                "say weights_only=False to StorageReader if "  # only said
-                "nobody else could have written it"
+                f"{read.storage_index.fqn}: it can only be loaded by running pickled code; say "
+                "weights_only=False to StorageReader if nobody else could have written it"  # reason: a refusal's text; nothing is unpickled
             )
         planner.load_bytes(read, io.BytesIO(data))

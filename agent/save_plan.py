@@ -80,7 +80,8 @@ class Resolved:
             # Refused by default: only the caller knows who can write there, and this tells him how to say so.
             raise UnsavableValue(
                 f"{fqn}: what the planner has pickled could not be loaded without running pickled code; save plain values instead, or say "
-                "weights_only=False to StorageWriter and StorageReader if you trust whoever can write there"  # only said
+                "weights_only=False to StorageWriter and StorageReader "  # reason: a refusal's text; nothing is unpickled
+                "if you trust whoever can write there"
             )
         length = len(data.getbuffer())
         blob = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8)

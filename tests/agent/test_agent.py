@@ -307,9 +307,9 @@ def small_tmpfs(tmp_path: Path) -> Any:
     where.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(where)], check=False, capture_output=True)
     if made.returncode:
-        # Only root may mount, and no directory of a plain user has a size of its own. CI runs it as root; elsewhere the same paths are
-        # tried with ENOSPC from failpoints (test_a_save_that_fails_is_told_and_leaves_nothing).
-        pytest.skip("mounting a small tmpfs needs root")  # see above: CI has it; failpoints try the same paths elsewhere
+        # No directory of a plain user has a size of its own. CI runs it as root; elsewhere the same paths are tried with ENOSPC from
+        # failpoints (test_a_save_that_fails_is_told_and_leaves_nothing).
+        pytest.skip("mounting a small tmpfs needs root")  # reason: only root may mount; failpoints try the same paths for others
     yield where
     subprocess.run(["umount", "-l", str(where)], check=True)
 

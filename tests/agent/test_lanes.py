@@ -48,7 +48,7 @@ def test_nothing_to_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # What it says is of machines without one; where there is one, tests/agent/test_accelerator.py runs instead.
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")  # there test_accelerator.py runs
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="only without an accelerator; test_accelerator.py is for those that have one")
 def test_without_an_accelerator_nothing_is_locked_and_nothing_said(caplog: pytest.LogCaptureFixture) -> None:
     assert not lanes.lock_pages(4096, 8192)
     assert caplog.records == []

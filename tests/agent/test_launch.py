@@ -120,8 +120,8 @@ def test_no_root_and_no_daemon(private: Home, monkeypatch: pytest.MonkeyPatch) -
 
 def test_foreign_socket_directory(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.getuid():
-        # Only root can make a directory that belongs to somebody else, and without one there is nothing to refuse. CI runs it as root.
-        pytest.skip("giving a directory away needs root")  # without that there is nothing to refuse
+        # CI runs it as root.
+        pytest.skip("giving a directory away needs root")  # reason: without somebody else's directory there is nothing to refuse
     theirs = private.path / "theirs"
     theirs.mkdir()
     os.chown(theirs, 65534, 65534)

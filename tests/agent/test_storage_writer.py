@@ -144,11 +144,11 @@ def test_saves_of_one_writer_may_overlap(spot: Place) -> None:
 
 
 def test_it_is_a_stager_and_can_be_pickled() -> None:
-    # No file is read or written: what is looked at is whether the option travels.
-    writer = StorageWriter("/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False)  # nothing is loaded
+    writer = StorageWriter(
+        "/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False
+    )  # reason: to see it travel; nothing is read
     assert isinstance(writer, AsyncStager)
-    # Pickled by this very test; DCP does so to send a writer to its own process.
-    other = pickle.loads(pickle.dumps(writer))
+    other = pickle.loads(pickle.dumps(writer))  # reason: bytes of this very line; DCP sends a writer to its own process like that
     assert (other.checkpoint_id, other.codec, other.overwrite, other.weights_only) == ("/ckpts/gpt/best", "zstd:3", True, False)
 
 
@@ -563,8 +563,7 @@ def test_what_only_pickled_code_could_bring_back(spot: Place, tmp_path: Path, mo
     reason = refused(dcp.save, state, storage_writer=spot.writer("hostile"))
     assert reason.startswith("UnsavableValue: b: what the planner has pickled could not be loaded without running pickled code")
     assert spot.files() == {}
-    # Allowed here, so that there is a hostile file to refuse.
-    dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))  # so that there is something to refuse
+    dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))  # reason: makes the hostile file that is refused below
     loaded = {"a": torch.zeros(4, dtype=torch.int64), "b": None}
     assert refused(dcp.load, loaded, storage_reader=StorageReader(spot.path("hostile"))).startswith("UnsavableValue: b: ")
     with Checkpoint.open(spot.path("hostile")) as checkpoint:

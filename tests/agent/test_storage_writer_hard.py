@@ -346,7 +346,8 @@ class Logging(DefaultLoadPlanner):
 
 def test_a_planner_that_overrides_load_bytes_runs_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
-    dcp.save({"b": Hostile()}, storage_writer=StorageWriter(tmp_path / "it", weights_only=False))  # so that there is a file to refuse
+    writer = StorageWriter(tmp_path / "it", weights_only=False)  # reason: makes the hostile file that is refused below
+    dcp.save({"b": Hostile()}, storage_writer=writer)
     reason = refused(dcp.load, {"b": None}, storage_reader=StorageReader(tmp_path / "it"), planner=Logging())
     assert reason.startswith("UnsavableValue: b: it can only be loaded by running pickled code")
     assert not MARK.exists()

@@ -40,8 +40,8 @@ def heir(pid: int) -> subprocess.Popen[bytes]:
 
 def test_a_number_that_is_another_processs_now() -> None:
     if subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode:
-        # Only in a process namespace of one's own can a number be given out at will, and making one takes root. CI runs it as root.
-        pytest.skip("needs root, for process numbers of its own")  # elsewhere no number can be given out at will
+        # CI runs it as root.
+        pytest.skip("needs root, for process numbers of its own")  # reason: only a process namespace gives out a number at will
     command = [*ALONE, sys.executable, "-m", "tests.crash.test_pid"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["sealed", "same", "saved"], done.stderr

@@ -261,9 +261,8 @@ def running_again(daemon: Daemon) -> Any:
 
 def test_another_user_is_refused(daemon: Daemon) -> None:
     if os.getuid():
-        # The peer must really be another user, since the kernel says who it is (SO_PEERCRED), and only root can become one. CI runs it
-        # as root.
-        pytest.skip("becoming another user needs root")  # the kernel says who the peer is: it cannot be played
+        # CI runs it as root.
+        pytest.skip("becoming another user needs root")  # reason: the kernel says who the peer is (SO_PEERCRED); it cannot be played
     os.chmod(daemon.home.path, 0o755)
     os.chmod(daemon.home.socket, 0o666)
     told, tells = os.pipe()

@@ -24,14 +24,15 @@ class FileSystemWriter(StorageWriter):
         self, path: Any, single_file_per_rank: bool = True, sync_files: bool = True, thread_count: int = 1,
         per_thread_copy_ahead: int = 10_000_000, cache_staged_state_dict: bool = False, overwrite: bool = True, **_: Any,
     ) -> None:  # fmt: skip
-        # PyTorch's tests save objects that only pickle brings back, and what they load they have written themselves.
-        super().__init__(path, overwrite=overwrite, threads=thread_count, weights_only=False)  # see above
+        super().__init__(
+            path, overwrite=overwrite, threads=thread_count, weights_only=False
+        )  # reason: they save what only pickle brings back
 
 
 class FileSystemReader(StorageReader):
     def __init__(self, path: Any, _extension_registry: Any = None) -> None:
         # As for the writer: files of these tests only.
-        super().__init__(path, weights_only=False)  # what these tests load they have written themselves
+        super().__init__(path, weights_only=False)  # reason: what these tests load they have written themselves
 
 
 for module in (dcp, filesystem, _storage_utils, format_utils):
