@@ -144,9 +144,7 @@ def test_saves_of_one_writer_may_overlap(spot: Place) -> None:
 
 
 def test_it_is_a_stager_and_can_be_pickled() -> None:
-    writer = StorageWriter(
-        "/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False
-    )  # reason: to see it travel; nothing is read
+    writer = StorageWriter("/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False)  # reason: nothing is read here
     assert isinstance(writer, AsyncStager)
     other = pickle.loads(pickle.dumps(writer))  # reason: bytes of this very line; DCP sends a writer to its own process like that
     assert (other.checkpoint_id, other.codec, other.overwrite, other.weights_only) == ("/ckpts/gpt/best", "zstd:3", True, False)

@@ -24,9 +24,7 @@ class FileSystemWriter(StorageWriter):
         self, path: Any, single_file_per_rank: bool = True, sync_files: bool = True, thread_count: int = 1,
         per_thread_copy_ahead: int = 10_000_000, cache_staged_state_dict: bool = False, overwrite: bool = True, **_: Any,
     ) -> None:  # fmt: skip
-        super().__init__(
-            path, overwrite=overwrite, threads=thread_count, weights_only=False
-        )  # reason: they save what only pickle brings back
+        super().__init__(path, overwrite=overwrite, threads=thread_count, weights_only=False)  # reason: its tests save pickled objects
 
 
 class FileSystemReader(StorageReader):
