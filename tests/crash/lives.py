@@ -44,7 +44,8 @@ def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True) 
     logging.disable()
     try:
         trainers.train(socket, diary, 1, STEPS, armed, SIZE, wait_every=1, linger=linger)
-    except CkptdError:
+    except CkptdError as error:
+        diary.path.with_name("gave up").write_text(f"{error.code}: {error}")
         sys.exit(GAVE_UP)  # as it may when its daemon dies
     except BaseException:
         diary.path.with_name("wrong").write_text(traceback.format_exc())
@@ -109,7 +110,9 @@ class Lives:
                 break
             time.sleep(0.001)
         if not self._trainer.is_alive() and not (armed and self._killed()) and not _ends(daemon):
-            self.problems.append(f"at {point}: the trainer ended with {self._trainer.exitcode}, and its daemon lives")
+            gave_up = self._place.path / "gave up"
+            why = gave_up.read_text() if self._trainer.exitcode == GAVE_UP and gave_up.exists() else ""
+            self.problems.append(f"at {point}: the trainer ended with {self._trainer.exitcode}, and its daemon lives; {why}")
 
     def _killed(self) -> bool:
         return self._trainer is not None and self._trainer.exitcode == -signal.SIGKILL

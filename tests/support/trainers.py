@@ -118,7 +118,7 @@ def train(
         state["weight"].zero_()  # what comes after the call must not matter
         if pending.state in ("sealed", "durable"):
             diary.note("sealed", pending.attempt, step)
-        if step % wait_every == 0 and pending.state not in ("failed", "skipped"):  # a busy machine may skip one
+        if step % wait_every == 0 and pending.state != "failed":
             pending.wait("durable", timeout=120)
             diary.note("durable", pending.attempt, step)
     diary.note("finished", agent.attempt, last)
