@@ -1,6 +1,6 @@
 """Segments on this node: create, pass, adopt, release, within the quota.
 
-Owns the files in the tmpfs and one read-write descriptor of each. Knows nothing of snapshots beyond what a segment's own header says.
+Owns the files in the tmpfs and one read-write descriptor of each. Knows nothing of snapshots beyond the content of a segment's own header.
 A trainer's life is judged by the flock that it holds on each of its segments, through a descriptor of which the daemon kept no copy.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from ckptd.shared import names
+from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import READ, FileSystem
@@ -29,25 +30,36 @@ log = logging.getLogger("ckptd.slots")
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One segment. `nbytes`: all of the file; `header`: as it was when last read."""
+    """One segment and the daemon's own descriptor of it. `nbytes`: length of the file; `header`: as it was when last read."""
 
     name: str
-    fd: int
+    descriptor: Descriptor
     header: SegmentHeader
     nbytes: int
     pins: int = 0
     released: bool = False
 
+    @property
+    def fd(self) -> int:
+        """Raises OSError (EBADF) once the slot is released and no longer pinned."""
+        return self.descriptor.fileno()
+
     @contextmanager
     def pinned(self) -> Iterator[int]:
-        """Its descriptor, kept open while worker threads read it, whatever becomes of the slot meanwhile."""
+        """Keep the descriptor open while worker threads read from it, even if the slot is released meanwhile. Raises NotFound."""
+        if self.released:
+            raise self.gone()
         self.pins += 1
         try:
             yield self.fd
         finally:
             self.pins -= 1
             if self.released and not self.pins:
-                os.close(self.fd)
+                self.descriptor.close()
+
+    def gone(self) -> NotFound:
+        """Return the error for a slot that has been released."""
+        return NotFound(f"segment {self.name} has been released: that copy in memory is lost")
 
     @property
     def owner(self) -> tuple[str, int, int]:
@@ -55,7 +67,12 @@ class Slot:
         return (self.header.job, self.header.attempt, self.header.rank)
 
     def refresh(self) -> SegmentHeader:
-        """Read the header again; the trainer may have changed it. Raises IntegrityError if it has become another segment's."""
+        """Read the header again, since the trainer may have changed it.
+
+        Raises NotFound if the slot has been released, IntegrityError if the header is damaged or another segment's.
+        """
+        if self.descriptor.closed:
+            raise self.gone()
         header = read_header(self.fd)
         mine, its = self.header, header
         if (mine.job, mine.attempt, mine.rank, mine.capacity, mine.chunk_size) != (
@@ -113,9 +130,12 @@ class Slots:
             with near(node):
                 self._fs.allocate(fd, size)
             write_header(fd, header)
-        except OSError as error:
+            failpoint("slot.created")
+        except BaseException as error:
             os.close(fd)
             self._fs.unlink(name, self._directory)
+            if not isinstance(error, OSError):
+                raise
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 free = psutil.disk_usage(str(self.path)).free
                 raise SharedMemoryFull(
@@ -123,8 +143,7 @@ class Slots:
                     "make it larger (docker: --shm-size) or set shm_dir to another tmpfs"
                 ) from None
             raise StorageError.of(f"make a segment in {self.path}", error) from None
-        failpoint("slot.created")
-        return Slot(name, fd, header, size)
+        return Slot(name, Descriptor(fd), header, size)
 
     def add(self, slot: Slot) -> Slot:
         self.slots[slot.name] = slot
@@ -134,6 +153,8 @@ class Slots:
     def open_again(self, slot: Slot, *, write: bool) -> int:
         """A descriptor of an open file description of its own. Raises NotFound if the name is gone or another file's, StorageError if
         something has run out."""
+        if slot.descriptor.closed:
+            raise slot.gone()
         try:
             fd = os.open(slot.name, READ | (os.O_RDWR if write else 0), dir_fd=self._directory)
         except OSError as problem:
@@ -157,7 +178,13 @@ class Slots:
         return sorted(found, key=lambda slot: slot.header.slot)
 
     def release(self, slot: Slot) -> None:
-        """Unlink and forget. A trainer that still maps it keeps its pages until it lets go."""
+        """Unlink the segment and forget the slot. A second call does nothing.
+
+        A trainer that still maps the segment keeps its pages until it unmaps them.
+        """
+        if slot.released:
+            return
+        slot.released = True
         failpoint("slot.releasing")
         if self.slots.pop(slot.name, None) is not None:
             self.used -= slot.nbytes
@@ -167,9 +194,8 @@ class Slots:
             pass
         except IsADirectoryError:
             log.warning("a directory is at the name of segment %s: left alone", slot.name)
-        slot.released = True
         if not slot.pins:
-            os.close(slot.fd)
+            slot.descriptor.close()
         failpoint("slot.released")
 
     def is_held(self, slot: Slot) -> bool:
@@ -221,13 +247,13 @@ class Slots:
                 os.close(fd)
                 self._fs.unlink(name, self._directory)
                 continue
-            self.add(Slot(name, fd, header, size))
+            self.add(Slot(name, Descriptor(fd), header, size))
         return list(self.slots.values())
 
     def close(self) -> None:
         """Let go of the descriptors; the files stay for the next daemon. An empty directory goes."""
         for slot in self.slots.values():
-            os.close(slot.fd)
+            slot.descriptor.close()
         if not self.slots:
             try:
                 os.rmdir(self.path)

@@ -383,6 +383,52 @@ def test_release(shm: Shm) -> None:
     assert (shm.files(), slots.used) == ([third.name], 0)
 
 
+def test_a_second_release_closes_nothing(shm: Shm) -> None:
+    """The number belongs to another file by then: with the first slot's descriptor closed twice, that file would be closed."""
+    slots = shm.open()
+    made = slots.add(slots.create(header()))
+    number = made.fd
+    slots.release(made)
+    other = os.open("/dev/zero", os.O_RDONLY)
+    os.dup2(other, number)
+    slots.release(made)
+    assert os.read(number, 2) == b"\0\0"
+    assert slots.used == 0
+    os.close(number)
+    if other != number:
+        os.close(other)
+
+
+def test_a_released_slot_cannot_be_read(shm: Shm) -> None:
+    slots = shm.open()
+    made = slots.add(slots.create(header()))
+    with made.pinned():
+        slots.release(made)
+        assert made.refresh() == header()  # still open while it is pinned
+        with pytest.raises(NotFound, match=f"segment {made.name} has been released"), made.pinned():
+            pass
+    with pytest.raises(NotFound, match=f"segment {made.name} has been released"):
+        made.refresh()
+    with pytest.raises(NotFound, match=f"segment {made.name} has been released"):
+        slots.open_again(made, write=False)
+    assert slots.is_held(made) is False
+
+
+def test_a_creation_that_fails_in_any_way_leaves_nothing_behind(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = shm.open()
+    before = open_descriptors()
+
+    def fail(name: str) -> bool:
+        if name == "slot.created":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return False
+
+    monkeypatch.setattr("ckptd.daemon.slots.failpoint", fail)
+    with pytest.raises(StorageError, match="cannot make a segment"):
+        slots.create(header())
+    assert (shm.files(), open_descriptors()) == ([], before)
+
+
 def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))

@@ -1,0 +1,80 @@
+"""Which slot a snapshot gets, and what becomes of slots whose owner ends while they are being made. No processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptd.daemon.admission import Admission, Owner
+from ckptd.daemon.slots import Slot, Slots
+from ckptd.shared.errors import Fenced
+from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.plan import MIN_CHUNK
+
+
+class Rank:
+    """An admission with one owner. `between` runs on the event loop after the segment of this number has been made."""
+
+    def __init__(self, path: Path) -> None:
+        self.slots = Slots(PosixFileSystem(), path, "ckptd-test", 1 << 30)
+        self.owner = Owner("gpt", 1, 0, 1)
+        self.owners = {self.owner.identity: self.owner}
+        self.between: Callable[[int], None] = lambda number: None
+        self.made = 0
+        self.admission = Admission(self.slots, self.owners, MIN_CHUNK, self._run)
+
+    async def _run(self, create: Callable[[], Slot]) -> Slot:
+        slot = create()
+        self.between(self.made)
+        self.made += 1
+        return slot
+
+    def end(self) -> None:
+        """Do what the daemon does for a trainer that has died."""
+        del self.owners[self.owner.identity]
+        for slot in self.slots.of(*self.owner.identity):
+            self.admission.vacate(slot)
+        self.admission.drop_idle(self.owner)
+
+    def allocate(self, count: int) -> list[Slot]:
+        return asyncio.run(self.admission.allocate(self.owner, 1000, count, -1, lambda: False))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_trainer_that_dies_while_its_slots_are_made_costs_nobody_else_a_descriptor(tmp_path: Path, number: int) -> None:
+    """The dead trainer's slots are released when its death is noticed, and once more when the allocation fails.
+
+    Other files are opened in between. They get the numbers of the descriptors that the first release has closed.
+    """
+    rank = Rank(tmp_path)
+    others: list[int] = []
+
+    def die(now: int) -> None:
+        if now == number:
+            rank.end()
+            others.extend(os.open("/dev/zero", os.O_RDONLY) for _ in range(8))
+
+    rank.between = die
+    with pytest.raises(Fenced):
+        rank.allocate(3)
+    assert [os.read(fd, 2) for fd in others] == [b"\0\0"] * len(others)
+    assert (rank.slots.slots, rank.slots.used, list((tmp_path / "ckptd-test").iterdir())) == ({}, 0, [])
+    for fd in others:
+        os.close(fd)
+    rank.slots.close()
+
+
+def test_slots_that_are_replaced_are_released_once_they_are_free(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    first = rank.allocate(2)
+    rank.admission.occupy(first[0], (1, 5))
+    second = rank.allocate(2)
+    assert {slot.name for slot in rank.slots.slots.values()} == {first[0].name, *(slot.name for slot in second)}
+    rank.admission.vacate(first[0])
+    assert set(rank.slots.slots) == {slot.name for slot in second}
+    assert all(slot.released for slot in first)
+    rank.slots.close()

@@ -1,0 +1,33 @@
+"""A descriptor is closed once, and its number is never used afterwards."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from ckptd.shared.descriptor import Descriptor
+
+
+def test_a_second_close_does_not_close_the_file_that_has_got_the_number() -> None:
+    made = Descriptor(os.open("/dev/null", os.O_RDONLY))
+    number = made.fileno()
+    made.close()
+    other = os.open("/dev/zero", os.O_RDONLY)
+    os.dup2(other, number)
+    made.close()
+    assert os.read(number, 2) == b"\0\0"
+    os.close(number)
+    if other != number:
+        os.close(other)
+
+
+def test_a_closed_descriptor_has_no_number() -> None:
+    made = Descriptor(os.open("/dev/null", os.O_RDONLY))
+    assert (made.closed, repr(made)) == (False, f"<Descriptor {made.fileno()}>")
+    made.close()
+    assert (made.closed, repr(made)) == (True, "<Descriptor closed>")
+    with pytest.raises(OSError, match="has been closed") as caught:
+        made.fileno()
+    assert caught.value.errno == errno.EBADF
