@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import psutil
 from ckptd.daemon import notify, recovery
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job
+from ckptd.daemon.claims import Claims
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.journal import Journal, JournalBroken
@@ -31,9 +33,10 @@ from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.server import Server
 from ckptd.daemon.slots import Slots
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import __version__, names
 from ckptd.shared import messages as m
-from ckptd.shared.errors import Busy, CkptdError, StorageError
+from ckptd.shared.errors import Busy, CkptdError, NewerFormat, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem, PosixFileSystem, make_directories
 from ckptd.shared.session import MAX_VERSION
@@ -57,6 +60,7 @@ class App:
         self._started = time.monotonic()
         self._idle: asyncio.TimerHandle | None = None
         self._lag = 0.0
+        self._disk_free: int | None = None
 
     async def run(self) -> None:
         with ExitStack() as held:
@@ -73,22 +77,27 @@ class App:
         failpoint("start.locked")
         pipeline = Pipeline(fs, config.threads, config.memory_budget, config.chunk_size, config.spread)
         held.callback(pipeline.close)
+        calls = self.calls = StorageCalls(config.storage_timeout)
+        held.callback(calls.close)
+        journal_thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-journal")
+        held.callback(journal_thread.shutdown, wait=False)
         slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota)
         held.callback(slots.close)
         self.catalog, self.slots, self.pipeline, self.storage = Catalog(), slots, pipeline, storage
         with storage.directory(*control) as directory:
-            self.journal = Journal.open(fs, directory, pipeline.pool, strict=config.strict_journal)
-            engine = Engine(config, self.catalog, slots, self.journal, Attempts(storage, pipeline), pipeline)
+            self.journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal)
+            claims = Claims(Attempts(storage, calls))
+            engine = Engine(config, self.catalog, slots, self.journal, claims, pipeline)
             self.orphans = Orphans(engine, config.memory_ttl)
             self.saver = engine.saver = Saver(
-                config, self.catalog, slots, self.journal, storage, pipeline,
-                counters=engine.steps.counters, tell=engine.steps.tell, settled=self._settled,
+                config, self.catalog, slots, self.journal, storage, pipeline, calls,
+                counters=engine.steps.counters, claimed=claims.claimed, tell=engine.steps.tell, settled=self._settled,
             )  # fmt: skip
             self.engine = engine
             self.journal.on_broken = self._end
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._signalled)
-            await recovery.recover(storage, self.journal, self.catalog, slots, self.saver, self.orphans)
+            await recovery.recover(storage, calls, self.journal, self.catalog, slots, self.saver, self.orphans)
             listener, ours = _listen(config.socket)
             try:
                 await self._serve(listener)
@@ -119,10 +128,10 @@ class App:
         await self._stop.wait()
         self._ready = False
         notify.notify("STOPPING=1")
-        accepting.cancel()
         self.engine.stopping = True
         if self._fatal is None:
-            await self.orphans.drain()
+            await self.orphans.drain()  # clients are served meanwhile: who wants to begin something is told that the daemon stops
+        accepting.cancel()
         await server.close()
         watchdog.cancel()
         await asyncio.gather(accepting, watchdog, return_exceptions=True)
@@ -173,28 +182,45 @@ class App:
         )  # fmt: skip
 
     async def _find(self, job_name: str, step: int | None) -> m.Found:
-        """Candidates for a recovery, best first: by (attempt, step), memory before storage."""
+        """Return the candidates for a recovery, best first: by (attempt, step), memory before storage.
+
+        Raises StorageError; NewerFormat if the newest checkpoint is one that only a newer ckptd can read.
+        """
         job = self.catalog.job(job_name)
-        await recovery.scan_job(self.storage, job)
-        found = [
-            m.Candidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in self.engine.memory_candidates(job_name)
-        ] + [m.Candidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in job.live_checkpoints()]
+        in_memory = self.engine.memory_candidates(job_name)
+        try:
+            await recovery.scan_job(self.storage, job, self.calls)
+            stored = job.live_checkpoints()
+        except StorageError as error:
+            newest = job.newest_in_memory()
+            if (
+                error.errno != errno.ETIMEDOUT
+                or newest is None
+                or any((c.attempt, c.step or 0) > newest.key for c in job.live_checkpoints())
+            ):
+                raise
+            log.warning("job %s: %s; what is in memory is newer than every checkpoint that is known, and is offered alone", job.name, error)
+            stored = []
+        found = [m.Candidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in in_memory]
+        found += [m.Candidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in stored]
         found = [c for c in found if step is None or c.step == step]
         order = {c.tag: c.seq for c in job.checkpoints.values()}
         found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, c.source == "memory", order.get(c.tag, 0)), reverse=True)
+        if why := job.unreadable_beyond((found[0].attempt, found[0].step) if found else None, step):
+            raise NewerFormat(why)
         return m.Found(
             re=0, candidates=found[:1000], damaged=[f"{tag}: {why}"[:MOST_TEXT] for tag, why in sorted(job.damaged.items())][:100]
         )
 
     async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
         """Delete these checkpoints, in storage and in memory; why not, of each that stays. Raises StorageError."""
-        if job_name not in self.catalog.jobs and job_name not in self.storage.jobs():
+        if job_name not in self.catalog.jobs and job_name not in await self.calls.read("list the jobs", self.storage.jobs):
             return dict.fromkeys(tags, f"there is no job {job_name!r} in {self.config.root}")
         job, refused = self.catalog.job(job_name), {}
-        await recovery.scan_job(self.storage, job)
+        await recovery.scan_job(self.storage, job, self.calls)
         for tag in tags:
             try:
-                why = await self.orphans.let_go(job, tag) or await self.saver.forget(job, tag)
+                why = await self.orphans.let_go(job, tag) or await self.saver.deleter.forget(job, tag)
             except JournalBroken:
                 raise
             except OSError as error:
@@ -218,12 +244,9 @@ class App:
                 "last_durable": _where(durable.attempt, durable.step, durable.tag) if durable else None,
                 "pending": sorted(pending),
                 "ranks_connected": sum(o.job == job.name and o.notify is not None for o in self.engine.owners.values()),
+                "announced": job.announced,
                 "damaged": {tag: why[:MOST_TEXT] for tag, why in list(job.damaged.items())[:MOST_DAMAGED]},
             })  # fmt: skip
-        try:
-            free = psutil.disk_usage(str(self.config.root)).free
-        except OSError:
-            free = None  # the root is gone, or its mount is
         return {
             "ready": self._ready,
             "version": __version__,
@@ -234,7 +257,7 @@ class App:
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "rss_bytes": psutil.Process().memory_info().rss,
             "event_loop_lag_seconds": round(self._lag, 6),
-            "disk_free_bytes": free,
+            "disk_free_bytes": self._disk_free,
             "jobs": jobs,
             "jobs_not_shown": len(self.catalog.jobs) - len(jobs),
             "shared_memory": {
@@ -258,9 +281,12 @@ class App:
         """Measure the loop's lag; tell systemd that all is well while the loop runs and busy workers make progress."""
         period = notify.watchdog_seconds() or 1.0
         chunks, stuck_since = -1, time.monotonic()
+        measuring = asyncio.get_running_loop().create_task(self._measure_disk())
         while True:
             before = time.monotonic()
             await asyncio.sleep(period)
+            if measuring.done():
+                measuring = asyncio.get_running_loop().create_task(self._measure_disk())
             now = time.monotonic()
             self._lag = max(0.0, now - before - period)
             if not self.saver.busy or self.pipeline.chunks_done != chunks:
@@ -268,6 +294,13 @@ class App:
             if now - stuck_since > 120:  # a stuck mount does not stop the service of memory; say so, and go on
                 log.warning("no chunk has been written for %.0f s", now - stuck_since)
             notify.notify("WATCHDOG=1")
+
+    async def _measure_disk(self) -> None:
+        """Note how much room the root has, None while it is gone or does not answer. One call is under way at a time."""
+        try:
+            self._disk_free = (await self.calls.read("measure the root", lambda: psutil.disk_usage(str(self.config.root)))).free
+        except (OSError, StorageError):
+            self._disk_free = None
 
 
 COUNTERS = ("sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures")

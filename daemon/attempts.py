@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ckptd.daemon.pipeline import Pipeline
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.failpoints import failpoint
@@ -12,8 +12,8 @@ from ckptd.shared.storage import PosixStorage
 
 
 class Attempts:
-    def __init__(self, storage: PosixStorage, pipeline: Pipeline) -> None:
-        self._storage, self._pipeline = storage, pipeline
+    def __init__(self, storage: PosixStorage, calls: StorageCalls) -> None:
+        self._storage, self._calls = storage, calls
 
     def newest(self, job: str) -> int:
         """The highest attempt that storage knows of, by claims and by tag directories; 0 for none. Raises OSError."""
@@ -29,7 +29,7 @@ class Attempts:
     async def claim(self, job: str, known: int) -> int:
         """The next attempt, above `known` (what memory and journal say) and all that storage knows. Raises StorageError."""
         try:
-            return await self._pipeline.run(lambda: self._claim(job, known))
+            return await self._calls.run(lambda: self._claim(job, known))
         except OSError as error:
             raise StorageError.of(f"claim an attempt of job {job!r} under {self._storage.root}", error) from None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptd.shared import lifecycle
+from ckptd.shared import lifecycle, names
 from ckptd.shared.lifecycle import Event, State
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.retention import Policy, understood
@@ -121,8 +121,11 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Job:
-    """`attempt`: the newest one claimed; only it may seal. `damaged`: tags whose manifest could not be read, with the reason.
+    """`attempt`: the newest one begun; only it may seal. `damaged`: tags whose manifest could not be read, with the reason; `newer`: tags
+    whose manifest a newer ckptd has written.
 
+    `policies`: those that retention last went by, None before this daemon's first commit in the job; `announced`: the deletion that the
+    next commit will bring, as a sentence, or "". `sealed`: the newest snapshot that all ranks have sealed, whatever has become of it.
     `given_up`: code and reason of steps that failed before all ranks had sealed them; `gone`: ranks of `attempt` that "ended" or "closed".
     """
 
@@ -132,7 +135,11 @@ class Job:
     snapshots: dict[Key, Snapshot] = field(default_factory=dict)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
+    newer: dict[str, str] = field(default_factory=dict)
     retiring: set[str] = field(default_factory=set)
+    policies: tuple[Policy, ...] | None = None
+    announced: str = ""
+    sealed: Key = (0, -1)
     seq: int = 0
     given_up: dict[Key, tuple[str, str]] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
@@ -145,6 +152,20 @@ class Job:
 
     def newest_in_memory(self) -> Snapshot | None:
         return max((s for s in self.snapshots.values() if s.in_memory), key=lambda s: s.key, default=None)
+
+    def unreadable_beyond(self, best: tuple[int, int | None] | None, step: int | None) -> str:
+        """Return why `best`, (attempt, step) of the best candidate, may not be recovered: a newer ckptd has written a later checkpoint.
+
+        `step`: the step that the caller wants, or None for the newest. A user's own tag, whose name tells no step, counts as later within
+        its attempt. Return "" if there is no such checkpoint.
+        """
+        for tag, why in sorted(self.newer.items(), reverse=True):
+            parsed = names.parse_tag_directory(tag)
+            assert parsed is not None
+            its = (parsed[2], math.inf if parsed[1] is None else parsed[1])
+            if (step is None or parsed[1] in (None, step)) and (best is None or its > (best[0], -1 if best[1] is None else best[1])):
+                return f"checkpoint {self.name}/{tag} is later than any that this ckptd can read: {why}; or ask for an older one by step="
+        return ""
 
     def is_durable(self, attempt: int, step: int) -> bool:
         return any((c.attempt, c.step) == (attempt, step) for c in self.live_checkpoints())

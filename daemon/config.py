@@ -47,6 +47,8 @@ class Config:
     """What else to keep of a job that does not say itself: retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`."""
     stall_budget: float = 10.0
     """Seconds that `snapshot(on_busy="wait")` may hold the training."""
+    storage_timeout: float = 30.0
+    """Seconds for the root to answer when it is listed or read; then the request that needs it fails. Saves wait longer."""
     rank_timeout: float = 60.0
     """Seconds from the first rank's call until a step that another rank has not sealed is given up."""
     threads: int = 0
@@ -91,6 +93,7 @@ class Config:
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
         for name in ("shm_quota", "memory_ttl", "stall_budget", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(self.storage_timeout > 0, "storage_timeout", self.storage_timeout, "more than 0")
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
         if self.threads == 0:
             object.__setattr__(self, "threads", min(8, len(os.sched_getaffinity(0))))

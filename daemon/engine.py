@@ -10,12 +10,13 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
 
 from ckptd.daemon import records as r
 from ckptd.daemon.admission import Admission, Owner
-from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job, Key, Shard, Snapshot
+from ckptd.daemon.claims import Claims
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
@@ -45,6 +46,7 @@ log = logging.getLogger("ckptd.engine")
 
 _NAMES_A_RANK = re.compile(r"ranks? \d")
 
+NOTE_SECONDS = 2.0  # that the beginning of an attempt waits for its journal record; a disk that hangs does not keep a trainer from memory
 PLAN_GRACE_SECONDS = 5.0  # beyond the stall budget, for ranks to tell that another has not planned
 MOST_JOBS = 10_000  # known at once; the journal's state must stay within one record
 
@@ -54,11 +56,13 @@ class Engine:
 
     saver: Saver
 
-    def __init__(self, config: Config, catalog: Catalog, slots: Slots, journal: Journal, attempts: Attempts, pipeline: Pipeline) -> None:
+    def __init__(self, config: Config, catalog: Catalog, slots: Slots, journal: Journal, claims: Claims, pipeline: Pipeline) -> None:
         self.catalog, self.slots = catalog, slots
-        self._journal, self._attempts, self._pipeline = journal, attempts, pipeline
+        self._journal, self._claims, self._pipeline = journal, claims, pipeline
+        claims.lost = self._claim_lost
         self.owners: dict[tuple[str, int, int], Owner] = {}
-        self._begin_lock = asyncio.Lock()
+        self._begin_locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._notes: set[asyncio.Task[None]] = set()  # records on their way into the journal
         self.stopping = False  # set once: nothing new is begun, what is sealed is still taken
         self.admission = Admission(slots, self.owners, config.chunk_size, pipeline.run)
         self.steps = Steps(catalog, self.owners, self.admission, config.rank_timeout, config.stall_budget + PLAN_GRACE_SECONDS)
@@ -66,27 +70,32 @@ class Engine:
     # -- ranks come
 
     async def begin(self, job_name: str, rank: int, world_size: int, attempt: int, notify: Callable[[Progress], None]) -> Owner:
-        """Claim the next attempt (0), or take up a given one again."""
+        """Begin the next attempt (0), or take up a given one again."""
         names.check_name("job", job_name)
         if rank >= world_size:
             raise InvalidRequest(f"rank {rank} cannot be: the job has {world_size} ranks, numbered from 0")
         self._check_not_stopping()
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
-        async with self._begin_lock:
+        async with self._begin_locks[job_name]:
             job = self.catalog.job(job_name)
             if attempt == 0:
                 held = max((s.header.attempt for s in self.slots.slots.values() if s.header.job == job_name), default=0)
-                attempt = await self._attempts.claim(job_name, max(job.attempt, held))
-                await self._journal.append(r.Begun(job=job_name, attempt=attempt, world_size=world_size))
-                failpoint("attempt.journaled")
+                attempt = await self._claims.claim(job, max(job.attempt, held))
+                begun = self._note(self._journal_begun(r.Begun(job=job_name, attempt=attempt, world_size=world_size)))
+                await asyncio.wait([begun], timeout=NOTE_SECONDS)
                 for slot in list(self.slots.slots.values()):
                     if slot.header.job == job_name:
                         await self.note_untold(slot)  # sealed before this attempt began, and nobody has said so yet
                 job.attempt, job.world_size = attempt, world_size
                 job.gone.clear()
                 self._retire_older(job)
-            elif attempt != job.attempt:
+            elif attempt > job.attempt:
+                raise Fenced(
+                    f"attempt {attempt} of job {job_name!r} was not begun at this daemon, which knows attempts up to {job.attempt}: all "
+                    "ranks of a job must be on one node and use one daemon; jobs on several nodes are not supported by this version"
+                )
+            elif attempt < job.attempt:
                 raise Fenced(f"attempt {attempt} of job {job_name!r} is over: attempt {job.attempt} has begun; this trainer is to end")
             elif world_size != job.world_size:
                 raise InvalidRequest(f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, not {world_size}")
@@ -97,6 +106,11 @@ class Engine:
             if slot.name in self.admission.busy and slot.refresh().state is SlotState.FREE:
                 self.abandon(owner, slot.name, None)
         return owner
+
+    def _claim_lost(self, job: Job, attempt: int) -> None:
+        """Another daemon has claimed the number of the job's attempt, which had begun in memory: the attempt is over."""
+        job.attempt = max(job.attempt, attempt)
+        self._retire_older(job)
 
     def _retire_older(self, job: Job) -> None:
         """A new attempt begins: of the older ones only what all ranks have sealed may go on."""
@@ -166,7 +180,8 @@ class Engine:
     def _check_step(self, job: Job, owner: Owner, step: int) -> None:
         journaled = self._journal.state.jobs.get(job.name)
         known = journaled is not None and journaled.attempt == owner.attempt
-        self.steps.check(job, owner, step, journaled.sealed_step if journaled is not None and known else -1)
+        last = job.sealed[1] if job.sealed[0] == owner.attempt else -1
+        self.steps.check(job, owner, step, max(last, journaled.sealed_step if journaled is not None and known else -1))
 
     # -- seals
 
@@ -242,12 +257,8 @@ class Engine:
         if snapshot is None:
             snapshot = job.snapshots[key] = Snapshot(job.name, *key, tag, header.world_size, sealed.request.persist)
         snapshot.tag, snapshot.persist = tag, snapshot.persist and sealed.request.persist
-        await self._journal_seal(header, tag, slot.name, persist=sealed.request.persist)
-        failpoint("seal.journaled")
-        if snapshot.state is State.RELEASED:  # given up while it was journaled
-            self.admission.vacate(slot)
-            raise from_wire(*job.given_up.get(key, ("snapshot-failed", snapshot.reason)))
-        try:  # not before: other ranks may have sealed meanwhile
+        self._note(self._journal_seal(header, tag, slot.name, persist=sealed.request.persist))
+        try:
             self.steps.check_plan(job, key, header.rank, sealed.plan.global_plan)
             self.steps.check_persist(job, key, header.rank, sealed.request.persist)
         except CkptdError as error:
@@ -262,6 +273,7 @@ class Engine:
         elif snapshot.state is State.FILLING:
             self.steps.settle(job, key)
             snapshot.move(Event.SEAL)
+            job.sealed = max(job.sealed, key)
             self.steps.counters["sealed"] += 1
             if job.is_durable(*key):
                 snapshot.move(Event.COMMIT)
@@ -271,18 +283,35 @@ class Engine:
         return snapshot
 
     async def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
-        """The header itself is the truth; without room for the record the snapshot goes on all the same. Raises JournalBroken."""
+        """Journal a seal. Nobody waits for the record: the slot's header is the truth, and memory does not wait for the disk."""
         assert header.step is not None
         record = r.Sealed(
             job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
             segment=segment, generation=header.generation, persist=persist,
         )  # fmt: skip
-        try:
-            await self._journal.append(record)
-        except JournalBroken:
-            raise
-        except StorageError as error:
-            log.warning("snapshot %s/%s is not journaled: %s", header.job, tag, error)
+        await self._journal.append(record)
+        failpoint("seal.journaled")
+
+    async def _journal_begun(self, record: r.Begun) -> None:
+        """Journal an attempt. The claim on storage is the truth."""
+        await self._journal.append(record)
+        failpoint("attempt.journaled")
+
+    def _note(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Write a record that nothing depends on. A journal without room for it is only logged; a broken one ends the daemon by itself."""
+
+        async def written() -> None:
+            try:
+                await work
+            except JournalBroken:
+                pass
+            except (OSError, StorageError) as error:
+                log.warning("a record is missing from the journal: %s", error)
+
+        task = asyncio.get_running_loop().create_task(written())
+        self._notes.add(task)
+        task.add_done_callback(self._notes.discard)
+        return task
 
     def pass_over(self, owner: Owner, step: int, reason: str, code: str) -> None:
         """This rank cannot take the step, so no rank can; `reason` names a rank already, if another one told it."""

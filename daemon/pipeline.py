@@ -6,20 +6,16 @@ part file, through `shared/part_writer.py`, from its creation to its sync; journ
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import mmap
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from crc32c import crc32c
 
-from ckptd.shared.binary import align
+from ckptd.daemon.workers import Buffers, Workers
 from ckptd.shared.codec import Codec
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import FileSystem, read_exactly
@@ -31,14 +27,6 @@ from ckptd.shared.request import Request
 from ckptd.shared.segment import SegmentHeader, read_document
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class Buffers:
-    """Two page-aligned buffers of one chunk: raw bytes in, stored bytes out."""
-
-    raw: mmap.mmap
-    stored: mmap.mmap
 
 
 class Plans:
@@ -98,77 +86,36 @@ class SealedSlot:
 
 
 class Pipeline:
-    """Worker threads and buffers, shared by all parts under way. `busy_since` tells the watchdog whether a thread makes progress."""
+    """Two sets of worker threads: one reads and checks shared memory, the other encodes and writes parts.
+
+    The second waits for the disk. The first never does, so that a disk that hangs does not keep a slot from being checked.
+    """
 
     def __init__(self, fs: FileSystem, threads: int, memory_budget: int, chunk_size: int, spread: Spread = ONE_FILE) -> None:
         self._fs, self._spread = fs, spread
-        self._threads = threads
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="ckptd-worker")
-        self._buffer_size = align(chunk_size)
-        self._tokens = asyncio.Semaphore(min(2 * threads, memory_budget // (2 * self._buffer_size)))
-        self._free: list[Buffers] = []
-        self._out = 0
-        self.bytes_read = self.bytes_written = self.chunks_done = 0
+        self._memory = Workers("ckptd-memory", threads, memory_budget // 4, chunk_size, 1)
+        self._writers = Workers("ckptd-write", threads, memory_budget * 3 // 4, chunk_size, 2)
+        self.bytes_read = self.bytes_written = 0
+
+    @property
+    def chunks_done(self) -> int:
+        """Chunks read or written so far: tells the watchdog whether a thread makes progress."""
+        return self._memory.chunks_done + self._writers.chunks_done
 
     async def run(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
-
-    @asynccontextmanager
-    async def _buffers(self, size: int) -> AsyncIterator[Buffers]:
-        """Two of `size` bytes or more."""
-        async with self._tokens:
-            if size > self._buffer_size:  # of a slot that an earlier daemon made, with larger chunks
-                yield Buffers(mmap.mmap(-1, size), mmap.mmap(-1, size))
-                return
-            buffers = self._free.pop() if self._free else Buffers(mmap.mmap(-1, self._buffer_size), mmap.mmap(-1, self._buffer_size))
-            self._out += 1
-            try:
-                yield buffers
-            finally:
-                self._out -= 1
-                self._free.append(buffers)
-                if self._out == 0:  # idle: give the pages back, keep the address space
-                    for idle in self._free:
-                        idle.raw.madvise(mmap.MADV_DONTNEED)
-                        idle.stored.madvise(mmap.MADV_DONTNEED)
-
-    async def _each(self, ranges: Sequence[ChunkRange], work: Callable[[int, Buffers], T]) -> list[T]:
-        """`work` on every chunk, as many at once as there are threads; the first failure ends it and is raised once all have stopped."""
-        results: dict[int, T] = {}
-        numbers, size = iter(range(len(ranges))), align(max((chunk.length for chunk in ranges), default=0))
-        failed = False
-
-        async def worker() -> None:
-            nonlocal failed
-            for number in numbers:
-                if failed:
-                    return
-                async with self._buffers(size) as buffers:
-                    try:
-                        results[number] = await self.run(lambda n=number, b=buffers: work(n, b))  # type: ignore[misc]
-                        self.chunks_done += 1
-                    except BaseException:
-                        failed = True
-                        raise
-
-        outcomes = await asyncio.gather(*(worker() for _ in range(min(self._threads, len(ranges)))), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        if len(results) != len(ranges):  # every planned chunk is accounted for, or nothing is
-            raise IntegrityError(f"{len(results)} of {len(ranges)} chunks have a result")
-        return [results[number] for number in range(len(ranges))]
+        """Run a call on the threads that read shared memory. Nothing that may wait for the disk belongs here."""
+        return await self._memory.run(function)
 
     async def checksum(self, slot: SealedSlot) -> list[int]:
-        """crc32c of each chunk of a sealed slot."""
+        """Return the crc32c of each chunk of a sealed slot."""
 
         def work(number: int, buffers: Buffers) -> int:
             chunk = slot.ranges[number]
-            with memoryview(buffers.raw) as whole, whole[: chunk.length] as raw:
+            with memoryview(buffers[0]) as whole, whole[: chunk.length] as raw:
                 slot.pread(chunk, raw)
                 return crc32c(raw)
 
-        return await self._each(slot.ranges, work)
+        return await self._memory.each(slot.ranges, work)
 
     async def write_part(self, slot: SealedSlot, checks: list[int], codec: Codec, directory: int, tag: str, nonce: bytes) -> PartEntry:
         """Write one part durably into `directory`: created, filled, synced, the directory synced. On failure its files are removed.
@@ -186,7 +133,7 @@ class Pipeline:
 
         def work(number: int, buffers: Buffers) -> Chunk:
             chunk = slot.ranges[number]
-            with memoryview(buffers.raw) as raw, memoryview(buffers.stored) as stored:
+            with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
                 slot.pread(chunk, raw[: chunk.length])
                 written = writer.chunk(chunk, raw, stored)
             if written.raw_crc != checks[number]:
@@ -194,15 +141,16 @@ class Pipeline:
             return written
 
         try:
-            await self.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request)))
-            chunks = await self._each(slot.ranges, work)
-            entry = await self.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
+            await self._writers.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request)))
+            chunks = await self._writers.each(slot.ranges, work)
+            entry = await self._writers.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
         except BaseException:
-            await self.run(writer.discard)
+            await self._writers.run(writer.discard)
             raise
         self.bytes_read += entry.raw_bytes
         self.bytes_written += entry.bytes
         return entry
 
     def close(self) -> None:
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self._memory.close()
+        self._writers.close()

@@ -17,8 +17,9 @@ from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.saver import MANIFEST_TMP, Saver
 from ckptd.daemon.slots import Slots
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import leases, names
-from ckptd.shared.errors import Busy, IntegrityError, StorageError
+from ckptd.shared.errors import Busy, IntegrityError, NewerFormat, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import open_regular
 from ckptd.shared.lifecycle import State
@@ -30,18 +31,22 @@ from ckptd.shared.storage import PosixStorage, check_manifest_place
 log = logging.getLogger("ckptd.recovery")
 
 
-async def scan_job(storage: PosixStorage, job: Job) -> None:
-    """Bring the catalog up to what the manifests of a job say. Raises StorageError if the job cannot be listed, or a manifest not be read
-    for something that has run out: an older one instead would lose history."""
+async def scan_job(storage: PosixStorage, job: Job, calls: StorageCalls) -> None:
+    """Update the catalog from the manifests of a job.
+
+    Raises StorageError if the job cannot be listed, if a manifest cannot be read because something has run out, or if the storage does not
+    answer: recovering an older checkpoint instead would lose history.
+    """
     before = set(job.checkpoints)
     try:
-        tags = storage.tags(job.name)
+        tags = await calls.read(f"list {storage.root / job.name}", lambda: storage.tags(job.name))
     except OSError as error:
         raise StorageError.of(f"list {storage.root / job.name}", error) from None
-    job.damaged = {}
+    job.damaged, job.newer = {}, {}
     for tag in tags:
         try:
-            manifest = await _read_manifest(storage, job.name, tag)
+            async with calls.deadline(f"read the manifest of {job.name}/{tag}"):
+                manifest = await _read_manifest(storage, job.name, tag, calls)
         except (FileNotFoundError, NotADirectoryError):
             before.discard(tag)
             job.checkpoints.pop(tag, None)
@@ -50,6 +55,9 @@ async def scan_job(storage: PosixStorage, job: Job) -> None:
             if failure.is_of_the_machine:
                 raise failure from None
             job.damaged[tag] = str(failure)
+        except NewerFormat as error:
+            job.newer[tag] = str(error)
+            log.error("checkpoint %s/%s: %s", job.name, tag, error)
         except IntegrityError as error:
             job.damaged[tag] = str(error)
             log.error("checkpoint %s/%s is damaged: %s", job.name, tag, error)
@@ -57,32 +65,33 @@ async def scan_job(storage: PosixStorage, job: Job) -> None:
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
             job.commit(Checkpoint.of(manifest, user_tag=parsed[1] is None))
-    for gone in before - set(tags) | set(job.damaged):
+    for gone in before - set(tags) | set(job.damaged) | set(job.newer):
         job.checkpoints.pop(gone, None)
 
 
-async def _read_manifest(storage: PosixStorage, job: str, tag: str) -> Manifest:
-    with storage.directory(job, tag) as directory:
-
-        def opener(path: str, flags: int) -> int:
+async def _read_manifest(storage: PosixStorage, job: str, tag: str, calls: StorageCalls) -> Manifest:
+    def opener(path: str, flags: int) -> int:
+        with storage.directory(job, tag) as directory:
             return open_regular(path, directory)
 
-        async with aiofiles.open(names.MANIFEST, "rb", opener=opener) as file:
-            data = await file.read(MAX_MANIFEST + 1)
+    async with aiofiles.open(names.MANIFEST, "rb", opener=opener, executor=calls.pool) as file:
+        data = await file.read(MAX_MANIFEST + 1)
     manifest = Manifest.decode(data)
     check_manifest_place(manifest, job, tag)
     return manifest
 
 
-async def recover(storage: PosixStorage, journal: Journal, catalog: Catalog, slots: Slots, saver: Saver, orphans: Orphans) -> None:
-    """From a fresh start to ready. Raises StorageError if the root cannot be read or the journal not written."""
+async def recover(
+    storage: PosixStorage, calls: StorageCalls, journal: Journal, catalog: Catalog, slots: Slots, saver: Saver, orphans: Orphans
+) -> None:
+    """Bring a daemon from a fresh start to ready. Raises StorageError if the root cannot be read or the journal not written."""
     failpoint("start.replayed")
     try:
         adopted = slots.adopt()
         journal.start({slot.header.job for slot in adopted})
         failpoint("start.rotated")
         for name in storage.jobs():
-            await scan_job(storage, catalog.job(name))
+            await scan_job(storage, catalog.job(name), calls)
     except OSError as error:
         raise StorageError.of(f"use the root {storage.root}", error) from None
     for name, known in journal.state.jobs.items():
@@ -96,7 +105,7 @@ async def recover(storage: PosixStorage, journal: Journal, catalog: Catalog, slo
     failpoint("start.swept")
     await orphans.settle_adopted(adopted)
     for job in catalog.jobs.values():
-        await saver.tidy(job)
+        await saver.deleter.point_newest(job)
 
 
 async def _finish_retiring(storage: PosixStorage, journal: Journal, catalog: Catalog, saver: Saver) -> None:

@@ -1,4 +1,4 @@
-"""From a sealed snapshot to a committed checkpoint, and to its deletion: owns the order of things on storage.
+"""From a sealed snapshot to a committed checkpoint: owns the order of things on storage.
 
 Check, stage, write, journal, commit, journal, tell, `newest`, retention: nothing here is reordered. One save a job at a time, in
 the order of the seals. Every failure ends in `Snapshot.reason`, a Progress message and a counter; the copy in memory stands.
@@ -11,7 +11,8 @@ import errno
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
 
 import msgspec
@@ -19,12 +20,13 @@ import msgspec
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Shard, Snapshot
 from ckptd.daemon.config import Config
+from ckptd.daemon.deleter import Deleter
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
-from ckptd.daemon.retention import to_retire
 from ckptd.daemon.slots import Slots
-from ckptd.shared import codec, leases, names
-from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, IntegrityError, InternalError, NotFound, StorageError
+from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.shared import codec, names
+from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event, State
 from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
@@ -49,18 +51,22 @@ class Saver:
         journal: Journal,
         storage: PosixStorage,
         pipeline: Pipeline,
+        calls: StorageCalls,
         *,
         counters: Counter[str],
+        claimed: Callable[[Job, int], Awaitable[None]],
         tell: Callable[[Snapshot], None],
         settled: Callable[[Job], None],
     ) -> None:
+        """`claimed` returns once the attempt of a job is durably claimed; `settled` is called when a save of the job has ended."""
         self._config, self._catalog, self._slots = config, catalog, slots
-        self._journal, self._storage, self._pipeline = journal, storage, pipeline
-        self._tell, self._settled = tell, settled
+        self._journal, self._storage, self._pipeline, self._calls = journal, storage, pipeline, calls
+        self._claimed, self._tell, self._settled = claimed, tell, settled
         self._codec = codec.encoder(config.codec)
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self.counters = counters
+        self.deleter = Deleter(config.retention, journal, storage, calls, self._locks, counters)
         self.persist_seconds = 0.0
 
     @property
@@ -71,17 +77,20 @@ class Saver:
         """Check the sealed snapshot, and save it if it is to persist; the task that does so, one for each snapshot."""
         task = self._tasks.get(snapshot)
         if task is None or task.done():
-            task = self._tasks[snapshot] = asyncio.get_running_loop().create_task(self._run(snapshot))
-            task.add_done_callback(lambda done: self._done(snapshot, done))
+            hold = ExitStack()
+            hold.enter_context(snapshot.held())  # from now on, not from when the task runs: a newer seal could release the slots before
+            task = self._tasks[snapshot] = asyncio.get_running_loop().create_task(self._run(snapshot, hold))
+            task.add_done_callback(lambda done: self._done(snapshot, hold, done))
         return task
 
-    def _done(self, snapshot: Snapshot, task: asyncio.Task[None]) -> None:
+    def _done(self, snapshot: Snapshot, hold: ExitStack, task: asyncio.Task[None]) -> None:
+        hold.close()
         if self._tasks.get(snapshot) is task:
             del self._tasks[snapshot]
         self._settled(self._catalog.job(snapshot.job))
 
     async def settle(self, snapshot: Snapshot) -> None:
-        """Until nothing is under way for it."""
+        """Wait until no save of this snapshot is running."""
         while snapshot in self._tasks:
             await asyncio.wait([self._tasks[snapshot]])
 
@@ -89,10 +98,10 @@ class Saver:
         while self._tasks:
             await asyncio.wait(list(self._tasks.values()))
 
-    async def _run(self, snapshot: Snapshot) -> None:
+    async def _run(self, snapshot: Snapshot, hold: ExitStack) -> None:
         job = self._catalog.job(snapshot.job)
         try:
-            with snapshot.held():
+            with hold:
                 await self.check(snapshot)
                 if snapshot.persist and not job.is_durable(*snapshot.key):
                     async with self._locks[snapshot.job]:
@@ -100,14 +109,14 @@ class Saver:
             if snapshot.state is State.DURABLE:
                 self._settled(job)
                 async with self._locks[snapshot.job]:
-                    await self.tidy(job)
+                    await self.deleter.retain(job)
         except JournalBroken:
             pass
         except Exception as error:
             await self._fail(snapshot, error)
 
     async def check(self, snapshot: Snapshot) -> None:
-        """Checksums of every slot of it, made once and put beside the data. Raises IntegrityError if a slot is damaged."""
+        """Compute the checksums of every slot of the snapshot, once, and write them beside the data. Raises IntegrityError for damage."""
         for shard in snapshot.shards.values():
             if not shard.checked:
                 with snapshot.held():
@@ -131,6 +140,7 @@ class Saver:
 
     async def _save(self, job: Job, snapshot: Snapshot) -> None:
         begun = time.monotonic()
+        await self._claimed(job, snapshot.attempt)
         snapshot.move(Event.WRITE)
         documents: list[tuple[PartEntry, Plan, Request]] = []
         for _, shard in sorted(snapshot.shards.items()):
@@ -161,8 +171,8 @@ class Saver:
             await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
             failpoint("persist.intended")
             try:
-                await self._pipeline.run(lambda: self._storage.make_tag(snapshot.job, snapshot.tag))
-                with self._storage.directory(snapshot.job, snapshot.tag) as directory:
+                await self._calls.run(lambda: self._storage.make_tag(snapshot.job, snapshot.tag))
+                async with self._calls.entered(self._storage.directory(snapshot.job, snapshot.tag)) as directory:
                     entry = await self._pipeline.write_part(sealed, checks, self._codec, directory, snapshot.tag, nonce)
             except OSError as error:
                 if tried == 2 or error.errno != errno.EIO:
@@ -185,7 +195,7 @@ class Saver:
         manifest = build_manifest(snapshot, documents, job.seq + 1, self._config.codec)
         failpoint("commit.starting")
         try:
-            await self._pipeline.run(lambda: self._storage.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
+            await self._calls.run(lambda: self._storage.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
         except FileExistsError:
             raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
         failpoint("commit.durable")
@@ -196,85 +206,6 @@ class Saver:
         failpoint("commit.journaled")
         snapshot.move(Event.COMMIT)
         self._tell(snapshot)
-
-    async def tidy(self, job: Job) -> None:
-        """`newest`, then retention. A failure here loses nothing: it is logged, counted and tried again after the next commit."""
-        try:
-            newest = job.newest_checkpoint()
-            if newest is not None and await self._pipeline.run(lambda: self._storage.read_newest(job.name)) != newest.tag:
-                failpoint("newest.publishing")
-                await self._pipeline.run(lambda: self._storage.publish_newest(job.name, newest.tag))
-                failpoint("newest.published")
-            pinned = await self._pipeline.run(lambda: self._storage.pins(job.name))
-        except (OSError, StorageError) as error:
-            self._untidy(job, error)
-            return
-        for old in to_retire(job.live_checkpoints(), self._config.retention, pinned):
-            try:
-                if why := await self.retire(job, old):
-                    log.info("%s; retention comes back to it", why)
-            except JournalBroken:
-                raise
-            except (OSError, StorageError) as error:
-                self._untidy(job, error)
-
-    def _untidy(self, job: Job, error: OSError | StorageError) -> None:
-        self.counters["tidy_failures"] += 1
-        log.warning("job %s: %s", job.name, error if isinstance(error, StorageError) else StorageError.of("tidy up", error))
-
-    async def forget(self, job: Job, tag: str) -> str:
-        """Delete a checkpoint because somebody says so, sound or damaged; or say why not. Raises OSError, StorageError."""
-        async with self._locks[job.name]:
-            known = job.checkpoints.get(tag)
-            if known is None and tag in job.damaged:
-                files = await self._pipeline.run(lambda: self._storage.files(job.name, tag))
-                parts = sorted({part for file in files if (part := names.part_of(file))})
-                known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(parts), False)
-            if known is None:
-                return f"there is no checkpoint {job.name}/{tag}"
-            why = await self.retire(job, known)
-            if not why:
-                job.damaged.pop(tag, None)
-            return why
-
-    async def retire(self, job: Job, old: Checkpoint) -> str:
-        """Delete a checkpoint: intent, manifest, parts, directory, in this order. Or say why not: it is pinned, or being read."""
-        try:
-            return await self._retire(job, old)
-        finally:
-            job.retiring.discard(old.tag)
-
-    async def _retire(self, job: Job, old: Checkpoint) -> str:
-        storage, run = self._storage, self._pipeline.run
-        try:
-            with leases.deletion(storage, job.name, old.tag):
-                if old.tag in await run(lambda: storage.pins(job.name)):
-                    return f"checkpoint {job.name}/{old.tag} is pinned"
-                job.retiring.add(old.tag)
-                await self._journal.append(r.Retiring(job=job.name, tag=old.tag, files=list(old.files)))
-                failpoint("retire.intended")
-                if await run(lambda: storage.read_newest(job.name)) == old.tag:
-                    await self._leave_newest(job)
-                await run(lambda: storage.delete_files(job.name, old.tag, [names.MANIFEST]))
-        except Busy as error:
-            return str(error)
-        failpoint("retire.uncommitted")
-        await self._pipeline.run(lambda: self._storage.delete_files(job.name, old.tag, list(old.files)))
-        await self._pipeline.run(lambda: self._storage.delete_tag(job.name, old.tag))
-        failpoint("retire.swept")
-        await self._journal.append(r.Retired(job=job.name, tag=old.tag))
-        job.checkpoints.pop(old.tag, None)
-        self.counters["retired"] += 1
-        log.info("checkpoint %s/%s: retired", job.name, old.tag)
-        return ""
-
-    async def _leave_newest(self, job: Job) -> None:
-        """What `newest` names is about to go."""
-        other = job.newest_checkpoint()
-        if other is None:
-            await self._pipeline.run(lambda: self._storage.remove_newest(job.name))
-        else:
-            await self._pipeline.run(lambda: self._storage.publish_newest(job.name, other.tag))
 
     async def _fail(self, snapshot: Snapshot, error: Exception) -> None:
         if isinstance(error, OSError):
@@ -306,17 +237,15 @@ class Saver:
         if not staged:
             return
         try:
-            keep = {part.file for part in (await self._pipeline.run(lambda: self._storage.read_manifest(job, tag))).parts}
+            keep = {part.file for part in (await self._calls.run(lambda: self._storage.read_manifest(job, tag))).parts}
         except NotFound:
             keep = set()
         except CkptdError:
             log.error("%s has a manifest that cannot be read: nothing in it is deleted", place)
             return
-        await self._pipeline.run(
-            lambda: self._storage.delete_files(job, tag, [MANIFEST_TMP, *(file for file in staged if file not in keep)])
-        )
+        await self._calls.run(lambda: self._storage.delete_files(job, tag, [MANIFEST_TMP, *(file for file in staged if file not in keep)]))
         if not keep:
-            await self._pipeline.run(lambda: self._storage.delete_tag(job, tag))
+            await self._calls.run(lambda: self._storage.delete_tag(job, tag))
         await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))
 
 

@@ -34,9 +34,8 @@ from ckptd.daemon import journal_file
 from ckptd.daemon.app import App
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.config import Config
-from ckptd.daemon.pipeline import Pipeline
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
-from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.storage import PosixStorage
 from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate
 from tests.support.daemons import Brief
@@ -220,9 +219,9 @@ class Examiner:
         newest = storage.read_newest(JOB)
         if found and newest != found[max(found)]:
             return f"newest says {newest}; there are {sorted(found.values())}"
-        pipeline = Pipeline(PosixFileSystem(), 1, 1 << 20, 64 << 10)
-        given = max(Attempts(storage, pipeline).newest(JOB), app.catalog.job(JOB).attempt)
-        pipeline.close()
+        calls = StorageCalls(60.0)
+        given = max(Attempts(storage, calls).newest(JOB), app.catalog.job(JOB).attempt)
+        calls.close()
         if given < promised.attempt:
             return f"attempt {promised.attempt} was given out and is not known any more; the highest is {given}"
         return ""

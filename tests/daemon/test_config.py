@@ -32,7 +32,7 @@ def test_defaults() -> None:
     config = load(ROOT, {}, None)
     assert dataclasses.asdict(config) | {"threads": 0} == {
         "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0,
-        "memory_ttl": 900.0, "keep_last": 10, "keep": (), "stall_budget": 10.0, "rank_timeout": 60.0,
+        "memory_ttl": 900.0, "keep_last": 10, "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0,
         "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
         "files_per_rank": 1, "bytes_per_file": 0,
         "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_level": "info",
@@ -69,6 +69,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "keep_last": ("7", "7", 7),
     "keep": ('["EveryNSteps(100)", "BestN(\'loss\', 3)"]', "EveryNSteps(100); BestN('loss', 3)", (EveryNSteps(100), BestN("loss", 3))),
     "stall_budget": ("3", "3", 3.0),
+    "storage_timeout": ("7", "7", 7.0),
     "rank_timeout": ("7", "7", 7.0),
     "threads": ("9", "9", 9),
     "memory_budget": ('"1Gi"', "1Gi", 1 << 30),
@@ -226,6 +227,7 @@ def test_what_is_no_size(text: str) -> None:
         ("shm_quota", [0, 1 << 50], [-1]),
         ("memory_ttl", [0.0, 1e9], [-0.1, float("nan")]),
         ("stall_budget", [0.0, 60.0], [-1.0, float("nan")]),
+        ("storage_timeout", [0.1, 60.0], [0.0, -1.0, float("nan")]),
         ("rank_timeout", [0.1, 60.0], [0.0, -1.0, float("nan")]),
         ("files_per_rank", [1, 64], [0, 65, -1]),
         ("bytes_per_file", [0, 2 * DEFAULT_CHUNK], [-1, 1, 2 * DEFAULT_CHUNK - 1]),

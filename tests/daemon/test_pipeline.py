@@ -124,7 +124,7 @@ def test_memory_that_changes_after_the_checksums_leaves_no_part(fd: int, pipelin
 
 def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipeline, directory: int) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
-    pipeline._threads = 0  # nobody does anything, and nobody fails
+    pipeline._memory.threads = 0  # nobody does anything, and nobody fails
     with pytest.raises(IntegrityError, match=f"0 of {len(slot.ranges)} chunks have a result"):
         part(pipeline, slot, directory)
     assert os.listdir(directory) == []

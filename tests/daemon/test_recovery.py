@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptd.daemon import records as r
@@ -18,8 +19,9 @@ from ckptd.daemon.catalog import Job
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.recovery import scan_job
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
-from ckptd.shared.errors import StorageError
+from ckptd.shared.errors import NewerFormat, StorageError
 from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.leases import lease
 from ckptd.shared.manifest import Manifest
@@ -106,19 +108,26 @@ async def uncommitted(root: Root, world_size: int = 1, files: int = 1) -> Manife
     return manifest
 
 
+@pytest.fixture
+def calls() -> Iterator[StorageCalls]:
+    made = StorageCalls(60.0)
+    yield made
+    made.close()
+
+
 # -- the scan
 
 
-async def test_a_root_that_is_gone_cannot_be_scanned(root: Root) -> None:
+async def test_a_root_that_is_gone_cannot_be_scanned(root: Root, calls: StorageCalls) -> None:
     with pytest.raises(StorageError, match=f"list {root.path}/gpt"):
-        await scan_job(root.storage, Job("gpt"))
+        await scan_job(root.storage, Job("gpt"), calls)
 
 
-async def test_what_a_scan_finds(root: Root) -> None:
+async def test_what_a_scan_finds(root: Root, calls: StorageCalls) -> None:
     job = Job("gpt")
     for step in (1000, 2000, 3000, 4000, 5000, 6000):
         write_checkpoint(root.path, step=step)
-    await scan_job(root.storage, job)
+    await scan_job(root.storage, job, calls)
     assert sorted(job.checkpoints) == [f"step-0000{n}000.a0002" for n in (1, 2, 3, 4, 5, 6)]
     place = root.path / "gpt"
     shutil.rmtree(place / "step-00001000.a0002")
@@ -131,7 +140,7 @@ async def test_what_a_scan_finds(root: Root) -> None:
     (place / "step-00006000.a0002" / names.MANIFEST).rename(place / "manifest")
     (place / "step-00006000.a0002" / names.MANIFEST).symlink_to(place / "manifest")
     writer = os.open(place / "step-00005000.a0002" / names.MANIFEST, os.O_RDWR)
-    await scan_job(root.storage, job)
+    await scan_job(root.storage, job, calls)
     os.close(writer)
     assert job.checkpoints == {}
     assert sorted(job.damaged) == [f"step-0000{n}000.a0002" for n in (3, 4, 5, 6)]
@@ -149,6 +158,29 @@ async def test_what_has_run_out_is_not_taken_for_damage(root: Root, monkeypatch:
     monkeypatch.setattr("ckptd.daemon.recovery._read_manifest", read)
     with pytest.raises(StorageError, match=f"cannot read the manifest of gpt/{TAG}: Too many open files"):
         await root.start()
+
+
+async def test_a_manifest_of_a_newer_ckptd_is_no_damage(root: Root, calls: StorageCalls) -> None:
+    """An older checkpoint is not recovered in its place: the recovery is told to upgrade."""
+    write_checkpoint(root.path)
+    newer = write_checkpoint(root.path, step=2000)
+    path = root.path / "gpt" / "step-00002000.a0002" / names.MANIFEST
+    path.write_bytes(msgspec.structs.replace(newer, version=2).encode())
+    app = await root.start()
+    job = app.catalog.job("gpt")
+    assert (list(job.checkpoints), job.damaged, list(job.newer)) == ([TAG], {}, ["step-00002000.a0002"])
+    app.calls = calls
+    with pytest.raises(NewerFormat, match="gpt/step-00002000.a0002 is later than any that this ckptd can read"):
+        await app._find("gpt", None)
+    assert [candidate.tag for candidate in (await app._find("gpt", 1000)).candidates] == [TAG]
+
+
+async def test_a_daemon_that_only_starts_deletes_no_checkpoint(root: Root) -> None:
+    """They may have been trained under another `keep_last`. `newest` is repaired."""
+    tags = [write_checkpoint(root.path, step=step).tag for step in range(1, 31)]
+    await root.start()
+    assert root.storage.tags("gpt") == tags
+    assert root.storage.read_newest("gpt") == tags[-1]
 
 
 async def test_a_segment_that_cannot_be_opened_for_want_of_something_ends_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:

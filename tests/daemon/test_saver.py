@@ -7,6 +7,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slot, Slots
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
-from ckptd.shared.errors import NotFound, StorageError
+from ckptd.shared.errors import Fenced, NotFound, StorageError
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.leases import lease
 from ckptd.shared.lifecycle import State
 from ckptd.shared.plan import MIN_CHUNK
+from ckptd.shared.retention import LatestN
 from ckptd.shared.segment import SegmentHeader, SlotState, read_check, write_check, write_header
 from ckptd.shared.storage import PosixStorage
 from tests.shared.samples import sample_plan, seal, write_checkpoint
@@ -84,11 +87,14 @@ class World:
         self.fs = fs = Faulty()
         self.storage, self.journal = PosixStorage(place / "root", fs), Journal()
         self.pipeline = Pipeline(fs, 1, 1 << 20, MIN_CHUNK)
+        self.calls = StorageCalls(60.0)
+        self.claimed = list[tuple[str, int]]()
         self.slots = Slots(fs, place / "shm", "segments", 1 << 30)
         self.catalog, self.told, self.counters = Catalog(), list[State](), Counter[str]()
+        config = Config(root=place / "root", socket=place / "s", codec="raw", keep_last=1)
         self.saver = Saver(
-            Config(root=place / "root", socket=place / "s", codec="raw", keep_last=1), self.catalog, self.slots, self.journal, self.storage,  # type: ignore[arg-type]
-            self.pipeline, counters=self.counters, tell=lambda snapshot: self.told.append(snapshot.state), settled=lambda job: None,
+            config, self.catalog, self.slots, self.journal, self.storage, self.pipeline, self.calls,  # type: ignore[arg-type]
+            counters=self.counters, claimed=self._claimed, tell=lambda snapshot: self.told.append(snapshot.state), settled=lambda job: None,
         )  # fmt: skip
         self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=State.SEALED)
         self.held: list[Slot] = []
@@ -103,6 +109,9 @@ class World:
     @property
     def job(self) -> Job:
         return self.catalog.job("gpt")
+
+    async def _claimed(self, job: Job, attempt: int) -> None:
+        self.claimed.append((job.name, attempt))
 
     def run(self) -> None:
         async def save() -> None:
@@ -125,6 +134,7 @@ class World:
     def close(self) -> None:
         self.slots.close()
         self.pipeline.close()
+        self.calls.close()
 
 
 @pytest.fixture
@@ -305,18 +315,80 @@ def test_a_journal_that_breaks_while_it_is_swept_ends_it_without_a_word(world: W
 
 def test_a_journal_that_breaks_at_a_deletion(world: World) -> None:
     write_checkpoint(world.storage.root, step=4, attempt=1)
-    asyncio.run(scan_job(world.storage, world.job))
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.journal.breaks = (r.Retiring,)
     world.run()
     assert (world.told, world.counters["retired"]) == ([State.DURABLE], 0)
 
 
+def test_a_slot_is_held_from_the_moment_its_check_is_asked_for(world: World) -> None:
+    """Otherwise a newer seal could release it before the check runs, and the slot filled again would be taken for damage."""
+    world.snapshot.persist = False
+
+    async def save() -> None:
+        task = world.saver.start(world.snapshot)
+        assert not world.job.is_settled(world.snapshot)
+        await task
+        await asyncio.sleep(0)
+        assert world.job.is_settled(world.snapshot)
+
+    asyncio.run(save())
+    assert world.told == []
+
+
+def test_nothing_is_saved_before_its_attempt_is_claimed(world: World) -> None:
+    world.run()
+    assert world.claimed == [("gpt", 1)]
+
+    async def lost(job: Job, attempt: int) -> None:
+        raise Fenced("claimed by another daemon")
+
+    world.saver._claimed = lost
+    world.snapshot.state = State.SEALED
+    world.job.checkpoints.clear()
+    world.told.clear()
+    records = len(world.journal.records)
+    world.run()
+    assert (world.told, world.snapshot.reason) == ([State.FAILED], "claimed by another daemon")
+    assert len(world.journal.records) == records
+
+
 # -- what follows a commit
+
+
+def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """They may have been trained under another policy, and whoever changed it by mistake has until then to change it back."""
+    tags = [write_checkpoint(world.storage.root, step=step, attempt=1).tag for step in (1, 2, 3, 4)]
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.run()
+    assert world.storage.tags("gpt") == [*tags, world.snapshot.tag]
+    assert world.job.announced in caplog.text
+    assert world.job.announced.startswith(
+        f"4 checkpoints ({tags[0]} to {tags[3]}) are beyond LatestN(n=1): they are deleted at the next commit"
+    )
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert world.storage.tags("gpt") == [world.snapshot.tag]
+    assert (world.job.announced, world.counters["retired"]) == ("", 4)
+
+
+def test_one_checkpoint_goes_at_the_first_commit(world: World) -> None:
+    write_checkpoint(world.storage.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.run()
+    assert (world.storage.tags("gpt"), world.job.announced) == ([world.snapshot.tag], "")
+
+
+def test_where_a_newer_ckptd_has_saved_retention_is_off(world: World) -> None:
+    write_checkpoint(world.storage.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.job.newer["best.a0001"] = "manifest was written by a newer ckptd"
+    world.run()
+    assert len(world.storage.tags("gpt")) == 2
 
 
 def test_the_oldest_goes_once_there_is_a_newer_one(world: World) -> None:
     write_checkpoint(world.storage.root, step=4, attempt=1)
-    asyncio.run(scan_job(world.storage, world.job))
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     assert world.storage.tags("gpt") == [world.snapshot.tag]
     assert [type(record) for record in world.journal.records[-2:]] == [r.Retiring, r.Retired]
@@ -326,11 +398,11 @@ def test_the_oldest_goes_once_there_is_a_newer_one(world: World) -> None:
 @pytest.mark.parametrize("call", ["replace", "remove_directory"])
 def test_what_cannot_be_tidied_is_tried_again(world: World, call: str) -> None:
     write_checkpoint(world.storage.root, step=4, attempt=1)
-    asyncio.run(scan_job(world.storage, world.job))
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.fs.faults[call] = 1, errno.EIO
     world.run()
     assert (world.told, world.counters["tidy_failures"], world.job.retiring) == ([State.DURABLE], 1, set())
-    asyncio.run(world.saver.tidy(world.job))
+    asyncio.run(world.saver.deleter.retain(world.job))
     assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([world.snapshot.tag], world.snapshot.tag)
 
 
@@ -339,14 +411,14 @@ def test_a_storage_error_while_tidying_is_counted(world: World, monkeypatch: pyt
         raise StorageError("no room for the journal")
 
     write_checkpoint(world.storage.root, step=4, attempt=1)
-    asyncio.run(scan_job(world.storage, world.job))
-    monkeypatch.setattr(world.saver, "retire", retire)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    monkeypatch.setattr(world.saver.deleter, "retire", retire)
     world.run()
     assert (world.told, world.counters["tidy_failures"]) == ([State.DURABLE], 1)
 
 
 def test_a_job_without_checkpoints_has_nothing_to_tidy(world: World) -> None:
-    asyncio.run(world.saver.tidy(world.job))
+    asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.read_newest("gpt") is None
 
 
@@ -380,7 +452,7 @@ def test_a_task_that_was_replaced_takes_nothing_away(world: World) -> None:
             await asyncio.sleep(0)
         world.saver._tasks[world.snapshot] = first
         second = world.saver.start(world.snapshot)
-        world.saver._done(world.snapshot, first)
+        world.saver._done(world.snapshot, ExitStack(), first)
         assert world.saver._tasks == {world.snapshot: second}
         await world.saver.drain()
 
@@ -394,13 +466,13 @@ def saved_twice(world: World) -> tuple[str, str]:
     """Two committed checkpoints of the job, and `newest`."""
     for step in (3, 4):
         write_checkpoint(world.storage.root, step=step, attempt=1)
-    asyncio.run(scan_job(world.storage, world.job))
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.storage.publish_newest("gpt", "step-00000004.a0001")
     return "step-00000003.a0001", "step-00000004.a0001"
 
 
 def forget(world: World, tag: str) -> str:
-    return asyncio.run(world.saver.forget(world.job, tag))
+    return asyncio.run(world.saver.deleter.forget(world.job, tag))
 
 
 def test_the_newest_is_forgotten_and_newest_moves_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,10 +505,10 @@ def test_what_is_pinned_or_read_stays(world: World) -> None:
     world.storage.unpin("gpt", old)
     held = lease(world.storage, "gpt", old)
     assert forget(world, old) == f"checkpoint gpt/{old} is being read, or deleted, by somebody else"
-    asyncio.run(world.saver.tidy(world.job))
+    asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [old, new]
     os.close(held)
-    asyncio.run(world.saver.tidy(world.job))
+    asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [new]
     assert (world.job.retiring, world.counters["retired"]) == (set(), 1)
 
@@ -446,7 +518,7 @@ def test_what_is_damaged_is_forgotten_with_its_parts_and_nothing_else(world: Wor
     place = world.storage.root / "gpt" / old
     (place / names.MANIFEST).write_bytes(b"{}")
     (place / "notes.txt").write_text("mine")
-    asyncio.run(scan_job(world.storage, world.job))
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
     assert list(world.job.damaged) == [old]
     assert forget(world, old) == ""
     assert (os.listdir(place), world.job.damaged) == (["notes.txt"], {})
@@ -457,7 +529,7 @@ def test_what_cannot_be_deleted_is_as_it_was(world: World, damaged: bool) -> Non
     old, _ = saved_twice(world)
     if damaged:
         (world.storage.root / "gpt" / old / names.MANIFEST).write_bytes(b"{}")
-        asyncio.run(scan_job(world.storage, world.job))
+        asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.fs.faults["remove_directory"] = 1, errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
         forget(world, old)
@@ -483,7 +555,8 @@ def test_one_that_cannot_be_deleted_does_not_keep_the_others(world: World) -> No
     write_checkpoint(world.storage.root, step=2, attempt=1)
     _, new = saved_twice(world)
     world.fs.faults["remove_directory"] = 1, errno.EACCES
-    asyncio.run(world.saver.tidy(world.job))
+    world.job.policies = (LatestN(1),)
+    asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.tags("gpt") == ["step-00000002.a0001", new]
     assert (world.counters["tidy_failures"], world.counters["retired"], world.job.retiring) == (1, 1, set())
 
@@ -493,7 +566,7 @@ def test_a_directory_in_the_place_of_newest(world: World) -> None:
     newest = world.storage.root / "gpt" / names.NEWEST
     newest.unlink()
     newest.mkdir()
-    asyncio.run(world.saver.tidy(world.job))
+    asyncio.run(world.saver.deleter.retain(world.job))
     assert world.counters["tidy_failures"] == 1
 
 
@@ -515,7 +588,7 @@ def test_a_damaged_checkpoint_of_many_files_is_forgotten_by_its_parts(tmp_path: 
     (part,) = write_checkpoint(tmp_path / "root", files=3).parts
     tag = "step-00001000.a0002"
     world.job.damaged[tag] = "its manifest cannot be read"
-    assert asyncio.run(world.saver.forget(world.job, tag)) == ""
+    assert asyncio.run(world.saver.deleter.forget(world.job, tag)) == ""
     (intent,) = [record for record in world.journal.records if isinstance(record, r.Retiring)]
     assert intent.files == [part.file]
     assert (world.storage.tags("gpt"), world.job.damaged) == ([], {})

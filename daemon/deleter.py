@@ -1,0 +1,158 @@
+"""Deletes checkpoints: what retention does not keep, after a commit, and what a person asks for. Keeps `newest` up to date.
+
+A daemon deletes by retention only after its own commit in that job. A daemon that merely starts, or that somebody attaches to, deletes
+nothing: its settings may not be those that the job was trained under.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ckptd.daemon import records as r
+from ckptd.daemon.catalog import Checkpoint, Job
+from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.retention import policies_of, to_retire
+from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.shared import leases, names
+from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.retention import Policy
+from ckptd.shared.storage import PosixStorage
+
+log = logging.getLogger("ckptd.deleter")
+
+
+class Deleter:
+    """`locks`: one for each job. Whoever saves or deletes in a job holds its lock; `retain`, `retire` and `point_newest` expect it held."""
+
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        journal: Journal,
+        storage: PosixStorage,
+        calls: StorageCalls,
+        locks: Mapping[str, asyncio.Lock],
+        counters: Counter[str],
+    ) -> None:
+        self._policies, self._journal, self._storage, self._calls = tuple(policies), journal, storage, calls
+        self._locks, self._counters = locks, counters
+
+    # -- after a commit
+
+    async def retain(self, job: Job) -> None:
+        """Update `newest`, then delete the checkpoints that retention does not keep.
+
+        If the policies are not those that retention last went by, and would delete more than one checkpoint at once, nothing is deleted
+        yet: the log and `Job.announced` say what goes at the next commit. A failure loses nothing: it is logged, counted, and the next
+        commit tries again.
+        """
+        if not await self.point_newest(job):
+            return
+        try:
+            pinned = await self._calls.run(lambda: self._storage.pins(job.name))
+        except (OSError, StorageError) as error:
+            self._failed(job, error)
+            return
+        if job.newer:
+            log.warning("job %s: retention is off, since %s was written by a newer ckptd", job.name, min(job.newer))
+            return
+        live = job.live_checkpoints()
+        policies = policies_of(live, self._policies)
+        doomed = to_retire(live, self._policies, pinned)
+        changed, job.policies = job.policies != policies, policies
+        job.announced = ""
+        if changed and len(doomed) > 1:
+            job.announced = (
+                f"{len(doomed)} checkpoints ({doomed[0].tag} to {doomed[-1].tag}) are beyond {', '.join(map(repr, policies))}: they are "
+                "deleted at the next commit; pin those to keep, or change the policy before"
+            )
+            log.warning("job %s: %s", job.name, job.announced)
+            return
+        for old in doomed:
+            try:
+                if why := await self.retire(job, old):
+                    log.info("%s; retention tries again after the next commit", why)
+            except JournalBroken:
+                raise
+            except (OSError, StorageError) as error:
+                self._failed(job, error)
+
+    async def point_newest(self, job: Job) -> bool:
+        """Make `newest` name the newest checkpoint. Return False if that failed; the failure is logged and counted."""
+        try:
+            newest = job.newest_checkpoint()
+            if newest is not None and await self._calls.run(lambda: self._storage.read_newest(job.name)) != newest.tag:
+                failpoint("newest.publishing")
+                await self._calls.run(lambda: self._storage.publish_newest(job.name, newest.tag))
+                failpoint("newest.published")
+        except (OSError, StorageError) as error:
+            self._failed(job, error)
+            return False
+        return True
+
+    def _failed(self, job: Job, error: OSError | StorageError) -> None:
+        self._counters["tidy_failures"] += 1
+        log.warning("job %s: %s", job.name, error if isinstance(error, StorageError) else StorageError.of("tidy up", error))
+
+    # -- on request
+
+    async def forget(self, job: Job, tag: str) -> str:
+        """Delete a checkpoint on request, whether it is intact or damaged. Return the reason if it cannot be deleted.
+
+        Raises OSError, StorageError.
+        """
+        async with self._locks[job.name]:
+            known = job.checkpoints.get(tag)
+            if known is None and (tag in job.damaged or tag in job.newer):
+                files = await self._calls.run(lambda: self._storage.files(job.name, tag))
+                parts = sorted({part for file in files if (part := names.part_of(file))})
+                known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(parts), False)
+            if known is None:
+                return f"there is no checkpoint {job.name}/{tag}"
+            why = await self.retire(job, known)
+            if not why:
+                job.damaged.pop(tag, None)
+                job.newer.pop(tag, None)
+            return why
+
+    async def retire(self, job: Job, old: Checkpoint) -> str:
+        """Delete a checkpoint: intent, manifest, parts, directory, in this order. Return the reason if it is pinned or being read."""
+        try:
+            return await self._retire(job, old)
+        finally:
+            job.retiring.discard(old.tag)
+
+    async def _retire(self, job: Job, old: Checkpoint) -> str:
+        storage, run = self._storage, self._calls.run
+        try:
+            async with self._calls.entered(leases.deletion(storage, job.name, old.tag)):
+                if old.tag in await run(lambda: storage.pins(job.name)):
+                    return f"checkpoint {job.name}/{old.tag} is pinned"
+                job.retiring.add(old.tag)
+                await self._journal.append(r.Retiring(job=job.name, tag=old.tag, files=list(old.files)))
+                failpoint("retire.intended")
+                if await run(lambda: storage.read_newest(job.name)) == old.tag:
+                    await self._leave_newest(job)
+                await run(lambda: storage.delete_files(job.name, old.tag, [names.MANIFEST]))
+        except Busy as error:
+            return str(error)
+        failpoint("retire.uncommitted")
+        await run(lambda: storage.delete_files(job.name, old.tag, list(old.files)))
+        await run(lambda: storage.delete_tag(job.name, old.tag))
+        failpoint("retire.swept")
+        await self._journal.append(r.Retired(job=job.name, tag=old.tag))
+        job.checkpoints.pop(old.tag, None)
+        self._counters["retired"] += 1
+        log.info("checkpoint %s/%s: retired", job.name, old.tag)
+        return ""
+
+    async def _leave_newest(self, job: Job) -> None:
+        """Point `newest` elsewhere, because the checkpoint that it names is about to be deleted."""
+        other = job.newest_checkpoint()
+        if other is None:
+            await self._calls.run(lambda: self._storage.remove_newest(job.name))
+        else:
+            await self._calls.run(lambda: self._storage.publish_newest(job.name, other.tag))

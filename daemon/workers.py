@@ -1,0 +1,90 @@
+"""Worker threads that go through the chunks of a slot, with a bounded number of page-aligned buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from ckptd.shared.binary import align
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.plan import ChunkRange
+
+T = TypeVar("T")
+
+Buffers = Sequence[mmap.mmap]
+"""The buffers of one chunk in work; each holds a chunk of the daemon's chunk size, or a larger one that an earlier daemon made."""
+
+
+class Workers:
+    """`threads` threads. At most `memory` bytes of buffers are in use, `buffers` for each chunk; one chunk is always possible."""
+
+    def __init__(self, name: str, threads: int, memory: int, chunk_size: int, buffers: int) -> None:
+        self.threads = threads
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self.chunks_done = 0
+        self._buffers, self._buffer_size = buffers, align(chunk_size)
+        self._tokens = asyncio.Semaphore(max(1, min(2 * threads, memory // (buffers * self._buffer_size))))
+        self._free: list[Buffers] = []
+        self._taken = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
+
+    async def each(self, ranges: Sequence[ChunkRange], work: Callable[[int, Buffers], T]) -> list[T]:
+        """Do `work` on every chunk, as many at once as there are threads.
+
+        The first failure ends the work; it is raised once all threads have stopped.
+        """
+        results: dict[int, T] = {}
+        numbers, size = iter(range(len(ranges))), align(max((chunk.length for chunk in ranges), default=0))
+        failed = False
+
+        async def worker() -> None:
+            nonlocal failed
+            for number in numbers:
+                if failed:
+                    return
+                async with self._borrowed(size) as buffers:
+                    try:
+                        results[number] = await self.run(lambda n=number, b=buffers: work(n, b))  # type: ignore[misc]
+                        self.chunks_done += 1
+                    except BaseException:
+                        failed = True
+                        raise
+
+        outcomes = await asyncio.gather(*(worker() for _ in range(min(self.threads, len(ranges)))), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if len(results) != len(ranges):  # every planned chunk is accounted for, or nothing is
+            raise IntegrityError(f"{len(results)} of {len(ranges)} chunks have a result")
+        return [results[number] for number in range(len(ranges))]
+
+    @asynccontextmanager
+    async def _borrowed(self, size: int) -> AsyncIterator[Buffers]:
+        """Lend the buffers of one chunk, each of `size` bytes or more."""
+        async with self._tokens:
+            if size > self._buffer_size:  # a slot that an earlier daemon made, with larger chunks
+                yield self._new(size)
+                return
+            buffers = self._free.pop() if self._free else self._new(self._buffer_size)
+            self._taken += 1
+            try:
+                yield buffers
+            finally:
+                self._taken -= 1
+                self._free.append(buffers)
+                if self._taken == 0:  # idle: give the pages back, keep the address space
+                    for idle in self._free:
+                        for buffer in idle:
+                            buffer.madvise(mmap.MADV_DONTNEED)
+
+    def _new(self, size: int) -> Buffers:
+        return [mmap.mmap(-1, size) for _ in range(self._buffers)]
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
