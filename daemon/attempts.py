@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.storage import PosixStorage
 
 
@@ -41,7 +43,7 @@ class Attempts:
             failpoint("attempt.claiming")
             while True:
                 try:
-                    fs.close(fs.create(names.attempt_file(attempt), fd))
+                    self._take(names.attempt_file(attempt), fd)
                     break
                 except FileExistsError:
                     attempt += 1
@@ -52,3 +54,34 @@ class Attempts:
                 if older is not None and older < attempt - 1:
                     fs.unlink(name, fd)
         return attempt
+
+    def _take(self, claim: str, directory: int) -> None:
+        """Create the claim, or link it to an empty file where no inode is left. Raises FileExistsError if it is taken, else OSError."""
+        fs = self._storage.fs
+        try:
+            fs.close(fs.create(claim, directory))
+            return
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            no_room = error
+        for other in sorted(name for name in os.listdir(directory) if names.parse_attempt_file(name) is not None):
+            if self._link(other, directory, claim, directory):
+                return
+        with self._storage.directory(names.CONTROL, names.host()) as control:
+            if self._link(names.LOCK, control, claim, directory):
+                return
+        raise no_room
+
+    def _link(self, old: str, old_directory: int, claim: str, directory: int) -> bool:
+        """Link the claim to an empty regular file; return False if that is not possible. Raises FileExistsError if the claim is taken."""
+        try:
+            found = os.stat(old, dir_fd=old_directory, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode) or found.st_size:
+                return False
+            self._storage.fs.link(old, old_directory, claim, directory)
+        except FileExistsError:
+            raise
+        except OSError:  # it has too many names already, or the file system has no links
+            return False
+        return True

@@ -19,6 +19,7 @@ from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import leases, names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.retention import Policy
 from ckptd.shared.storage import PosixStorage
 
@@ -150,9 +151,16 @@ class Deleter:
         return ""
 
     async def _leave_newest(self, job: Job) -> None:
-        """Point `newest` elsewhere, because the checkpoint that it names is about to be deleted."""
+        """Point `newest` elsewhere, because the checkpoint that it names is about to be deleted.
+
+        Without room for another hint it is removed: deleting must work on a full disk.
+        """
         other = job.newest_checkpoint()
-        if other is None:
-            await self._calls.run(lambda: self._storage.remove_newest(job.name))
-        else:
-            await self._calls.run(lambda: self._storage.publish_newest(job.name, other.tag))
+        if other is not None:
+            try:
+                await self._calls.run(lambda: self._storage.publish_newest(job.name, other.tag))
+                return
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+        await self._calls.run(lambda: self._storage.remove_newest(job.name))

@@ -1,8 +1,8 @@
 """The journal: appends records durably, one writer, and starts again after any death (FORMAT.md, section 7).
 
-A batch of records is one write and one fdatasync on a thread; then the waiters wake. It is opened by `Journal.open`, which replays what is
-there and begins a new file with the whole state; an old file is never appended to. It holds intents; what is true about checkpoints
-stands in manifests and sealed headers.
+A batch of records is one write and one fdatasync on a thread; then the waiters wake. `Journal.open` replays the files that are there, and
+`Journal.start` begins a new file with the whole state. An old file is appended to only where there is no room for a new one. The journal
+holds intents; what is true about checkpoints stands in manifests and sealed headers.
 """
 
 from __future__ import annotations
@@ -10,28 +10,65 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import secrets
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
 from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
+from ckptd.daemon.journal_directory import JournalDirectory
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NewerFormat, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import FileSystem, read_small
+from ckptd.shared.fs import NO_ROOM, FileSystem, read_small
 from ckptd.shared.names import TMP_SUFFIX
 
 log = logging.getLogger("ckptd.journal")
+
+MAX_UNDER_WAY = 1 << 20
+"""Bytes of the state that saves and deletions under way may take up before new ones are refused; twice that still fits a journal file."""
+MARGIN = 256 << 10
+"""Bytes that a new journal file has at least for records to come."""
+
+
+_NEVER_GIVEN = 1 << 63
+"""Journal files are numbered one by one: a file of such a number is somebody else's, and none could follow it."""
+_NOT_A_JOURNAL = {errno.EFBIG: "it has grown", errno.ELOOP: "it is a symbolic link"}
+"""Error numbers of reading that say that a journal file has been tampered with."""
+_Encoded = tuple[r.Record, int, bytes]
+"""A record, its type and its payload."""
 
 
 class JournalBroken(StorageError):
     """A journal write or sync failed: nothing can be promised any more; the daemon must end and be started again."""
 
     retry = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A journal file that records can be appended to behind `end`: `crc` and `sequence` are those of its last record."""
+
+    fd: int
+    number: int
+    salt: bytes
+    end: int
+    crc: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The newest file as it was replayed: `good` are its bytes up to the end of the last good record."""
+
+    number: int
+    good: bytes
+    salt: bytes
+    crc: int
+    sequence: int
 
 
 class Journal:
@@ -47,7 +84,10 @@ class Journal:
         self._salt = b""
         self._end = jf.FILE_SIZE
         self._crc = self._sequence = self._durable = 0
-        self._waiting: list[tuple[r.Record, asyncio.Future[None]]] = []
+        self._files = JournalDirectory(fs, directory)
+        self._whole = 0  # number of the newest file known to hold the whole state: files before it are not needed
+        self._last: _Last | None = None
+        self._waiting: list[tuple[_Encoded, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._broken: JournalBroken | None = None
         self.on_broken: Callable[[JournalBroken], None] = lambda error: None
@@ -56,19 +96,25 @@ class Journal:
     def open(cls, fs: FileSystem, directory: int, pool: ThreadPoolExecutor, *, strict: bool = False) -> Journal:
         """Replay what lies in `directory`. Nothing is written until `start`.
 
-        Raises NewerFormat, or IntegrityError for corruption when `strict`. Without it a corrupt file is set aside, `corrupt` is counted,
-        and `state` holds what could be read: the caller rebuilds the rest by a scan.
+        Raises NewerFormat, StorageError for a file that cannot be read, or IntegrityError for corruption when `strict`. Without `strict` a
+        corrupt file is set aside, `corrupt` is counted, and `state` holds what could be read: the caller rebuilds the rest by a scan.
         """
-        journal = cls(fs, directory, pool)
-        for number in sorted(n for name in os.listdir(directory) if (n := names.parse_journal_file(name)) is not None):
-            journal._replay(number, strict)
-            journal._number = number
+        journal, doing = cls(fs, directory, pool), "list the journal's directory"
+        try:
+            for number in journal._files.numbers():
+                doing = f"read the journal file {names.journal_file(number)}"
+                journal._replay(number, strict)
+        except OSError as error:
+            raise StorageError.of(doing, error) from None
         return journal
 
     def _replay(self, number: int, strict: bool) -> None:
         name = names.journal_file(number)
         state, scan, data, problem = r.JournalState(), None, b"", ""
         try:
+            if number >= _NEVER_GIVEN:
+                raise IntegrityError("no journal file was ever given such a number")
+            self._number = number
             data = read_small(name, self._directory, jf.FILE_SIZE)
             scan = jf.scan(data, number)
             for record in scan.records:
@@ -82,26 +128,30 @@ class Journal:
         except IntegrityError as error:
             scan, problem = None, str(error)
         except OSError as error:
-            if error.errno != errno.EFBIG:
+            if error.errno not in _NOT_A_JOURNAL:
                 raise
-            problem = "it has grown"
+            problem = _NOT_A_JOURNAL[error.errno]
         if problem:
             if strict:
                 raise IntegrityError(f"journal {name} is corrupt ({problem}); start without --strict-journal to rebuild it by a scan")
             self.corrupt += 1
-            if data:
-                self._set_aside(name, data, ".corrupt")
-            else:
-                self._fs.rename(name, f"{name}.corrupt.{secrets.token_hex(4)}", self._directory, replace=False)
             log.error("journal %s is corrupt (%s): set aside, state rebuilt from manifests and sealed slots", name, problem)
+            if not data:
+                self._files.move_aside(name)
+            elif not self._files.copy_aside(name, data, ".corrupt") and scan is None:
+                self._files.make_way(name)
         elif scan is not None and scan.ending is jf.Ending.TORN:
             self.torn += 1
-            self._set_aside(name, data[scan.end :].rstrip(b"\0"), ".torn")
             log.warning("journal %s has a torn tail after %d records: nothing acknowledged was in it", name, len(scan.records))
+            self._files.copy_aside(name, data[scan.end :].rstrip(b"\0"), ".torn")
+        self._last = None
         if scan is not None and scan.records:
             self._crc = scan.last_crc
             self.state = state
             self.records = len(scan.records)
+            if len(data) == jf.FILE_SIZE:
+                self._whole = number
+                self._last = _Last(number, data[: scan.end], scan.header.salt, scan.last_crc, scan.records[-1].sequence)
 
     def _apply(self, state: r.JournalState, raw: jf.RawRecord) -> r.JournalState:
         try:
@@ -118,32 +168,53 @@ class Journal:
             raise IntegrityError(f"a record of type {raw.type} cannot be read: {error}") from None
         return state
 
-    def _set_aside(self, name: str, data: bytes, suffix: str) -> None:
-        fd = self._fs.create(f"{name}{suffix}.{secrets.token_hex(4)}", self._directory)
-        try:
-            self._fs.write(fd, data, 0)
-            self._fs.sync(fd)
-        finally:
-            self._fs.close(fd)
-
     def start(self, live: Collection[str] = ()) -> None:
-        """Begin a new file with the whole state, then drop the old ones. Jobs that are not `live` and have nothing under way are
-        forgotten: storage knows their attempts. Raises OSError."""
+        """Begin a new file with the whole state, then drop the old ones. Without room for it, go on in the newest one.
+
+        Jobs that are not `live` and have nothing under way are forgotten: storage knows their attempts. Raises OSError.
+        """
         self.state.forget_all_but(live)
-        self._rotate()
+        try:
+            begun = self._begin()
+        except OSError as error:
+            if error.errno not in NO_ROOM or self._last is None:
+                raise
+            log.warning("%s: the journal goes on in its last file", StorageError.of("begin a new journal file", error))
+            self._use(self._go_on(self._last))
+        else:
+            self._publish(begun)
+        self._last = None
 
     async def append(self, *records: r.Record) -> None:
-        """Durable when it returns. Raises JournalBroken; StorageError (retry) if there is no room for a new file."""
+        """Append records, durable when it returns.
+
+        Raises JournalBroken; StorageError if there is no room for a new file, if a record is too large, or, for a new save or deletion, if
+        too many are under way: then none of the records is written.
+        """
         if self._broken:
             raise self._broken
+        encoded = [(record, *r.encode(record)) for record in records]
+        self._check(encoded)
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in records]
-        self._waiting += zip(records, futures, strict=True)
+        self._waiting += zip(encoded, futures, strict=True)
         if self._writer is None or self._writer.done():
             self._writer = loop.create_task(self._write_all())
         for result in await asyncio.gather(*futures, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+
+    def _check(self, encoded: list[_Encoded]) -> None:
+        for record, _, payload in encoded:
+            if len(payload) > jf.MAX_PAYLOAD:
+                kind = type(record).__name__
+                raise StorageError(f"the journal cannot take a {kind} record of {len(payload):,d} bytes: {jf.MAX_PAYLOAD:,d} is the most")
+        if any(isinstance(record, r.Staging | r.Retiring) for record, _, _ in encoded) and r.under_way(self.state) > MAX_UNDER_WAY:
+            count = len(self.state.staged) + len(self.state.retiring)
+            raise StorageError(
+                f"the journal is full of {count:,d} failed saves and deletions whose files could not be deleted: "
+                "see the daemon's log for the reason, mend it, and restart ckptd"
+            )
 
     async def _write_all(self) -> None:
         while self._waiting:
@@ -169,12 +240,11 @@ class Journal:
                 else:
                     future.set_exception(error)
 
-    def _write_batch(self, batch: list[r.Record]) -> None:
+    def _write_batch(self, batch: list[_Encoded]) -> None:
         """One write and one sync, or a few if the records do not fit into a file together."""
-        group: list[tuple[r.Record, int, bytes]] = []
+        group: list[_Encoded] = []
         size = 0
-        for record in batch:
-            kind, payload = r.encode(record)
+        for record, kind, payload in batch:
             needed = jf.RECORD_SIZE + len(payload) + 8
             if group and size + needed > jf.MAX_PAYLOAD:
                 self._write_group(group, size)
@@ -183,14 +253,15 @@ class Journal:
             size += needed
         self._write_group(group, size)
 
-    def _write_group(self, group: list[tuple[r.Record, int, bytes]], size: int) -> None:
+    def _write_group(self, group: list[_Encoded], size: int) -> None:
         if self._end + size > jf.FILE_SIZE:
             try:
-                self._rotate()
+                begun = self._begin()
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno in NO_ROOM:
                     raise StorageError.of("begin a new journal file", error) from None
                 raise
+            self._publish(begun)
         data, start, crc, sequence = bytearray(), self._end, self._crc, self._sequence
         for _, kind, payload in group:
             sequence += 1
@@ -205,41 +276,55 @@ class Journal:
         for record, _, _ in group:
             self.state.apply(record)
 
-    def _rotate(self) -> None:
+    def _begin(self) -> _Begun:
+        """Write the whole state into a new file, durably, under its temporary name. Nothing else changes if that fails."""
         number = self._number + 1
-        header = jf.FileHeader(number, secrets.token_bytes(16), self._crc)
-        state, crc = jf.encode_record(header.salt, header.crc, jf.RawRecord(r.STATE, 0, 1, 0, r.encode_state(self.state)))
-        name = names.journal_file(number)
-        temporary = name + TMP_SUFFIX
         failpoint("journal.rotating")
+        while not self._files.drop(names.journal_file(number) + TMP_SUFFIX):  # it is a directory
+            number += 1
+        header = jf.FileHeader(number, secrets.token_bytes(16), self._crc)
+        data, crc, sequence = bytearray(header.encode()), header.crc, 0
+        records, left_out = r.encode_whole(self.state, jf.MAX_STATE, jf.FILE_SIZE - jf.HEADER_SIZE - MARGIN)
+        if left_out:
+            log.warning(
+                "the journal has no room for %d files of failed saves; they are deleted all the same if this daemon lives", left_out
+            )
+        for kind, payload in records:
+            sequence += 1
+            chunk, crc = jf.encode_record(header.salt, crc, jf.RawRecord(kind, 0, sequence, 0, payload))
+            data += chunk
+        fd = self._files.write_new(names.journal_file(number) + TMP_SUFFIX, bytes(data), self._whole)
+        return _Begun(fd, number, header.salt, len(data), crc, sequence)
+
+    def _publish(self, begun: _Begun) -> None:
+        """Make the new file the journal, then drop the old ones."""
+        name = names.journal_file(begun.number)
         try:
-            self._fs.unlink(temporary, self._directory)
-        except FileNotFoundError:
-            pass
-        fd = self._fs.create(temporary, self._directory, mode=0o600)
-        try:
-            self._fs.allocate(fd, jf.FILE_SIZE)
-            self._fs.write(fd, header.encode() + state, 0)
-            self._fs.sync(fd)
-            self._fs.rename(temporary, name, self._directory, replace=False)
+            self._fs.rename(name + TMP_SUFFIX, name, self._directory, replace=False)
             failpoint("journal.renamed")
             self._fs.sync_directory(self._directory)
         except BaseException:
-            self._fs.close(fd)
+            self._fs.close(begun.fd)
             raise
+        self._use(begun)
+        failpoint("journal.rotated")
+        self._files.drop_before(begun.number)
+        self._files.make_spare()
+
+    def _use(self, begun: _Begun) -> None:
         if self._fd >= 0:
             self._fs.close(self._fd)
-        self._fd, self._number, self._salt = fd, number, header.salt
-        self._end, self._crc, self._sequence, self._durable = jf.HEADER_SIZE + len(state), crc, 1, 1
-        failpoint("journal.rotated")
-        replaced = False
-        for old in os.listdir(self._directory):
-            parsed = names.parse_journal_file(old.removesuffix(TMP_SUFFIX))
-            if parsed is not None and parsed < number:
-                self._fs.unlink(old, self._directory)
-                replaced = True
-        if replaced:
-            self._fs.sync_directory(self._directory)  # or power cuts, one soon after the other, would pile them up
+        self._fd, self._number, self._salt, self._whole = begun.fd, begun.number, begun.salt, begun.number
+        self._end, self._crc, self._sequence, self._durable = begun.end, begun.crc, begun.sequence, begun.sequence
+
+    def _go_on(self, last: _Last) -> _Begun:
+        """Open the newest file to append to it. Its good records are written once more, in place, with zeros behind them, and synced.
+
+        They are written since an earlier daemon's sync may have failed: then the page cache has them, and the disk has not.
+        """
+        fd = self._files.write_over(names.journal_file(last.number), last.good)
+        self._fs.sync_directory(self._directory)  # the daemon that published it may have died before
+        return _Begun(fd, last.number, last.salt, len(last.good), last.crc, last.sequence)
 
     async def close(self) -> None:
         if self._writer is not None:

@@ -5,7 +5,7 @@ Records are assertions, merged by maximum: applying one twice changes nothing. P
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -154,3 +154,79 @@ def encode_state(state: JournalState) -> bytes:
 
 def decode_state(payload: bytes) -> JournalState:
     return msgspec.msgpack.decode(payload, type=JournalState)
+
+
+def under_way(state: JournalState) -> int:
+    """Return how many bytes of an encoded state are about saves and deletions under way."""
+    return len(msgspec.msgpack.encode((state.staged, state.retiring)))
+
+
+def encode_whole(state: JournalState, most: int, room: int) -> tuple[list[tuple[int, bytes]], int]:
+    """Return types and payloads of the records that a new journal file begins with, and how many facts had no room.
+
+    The STATE record takes up to `most` bytes. What does not fit there follows as ordinary records, as far as all of them take at most
+    `room` bytes of the file.
+    """
+    whole = encode_state(state)
+    if len(whole) <= most:
+        return [(STATE, whole)], 0
+    first = JournalState()
+    left = most - _OF_AN_EMPTY_STATE
+    rest: list[Record] = []
+
+    def fits(key: str, value: object) -> bool:
+        nonlocal left
+        size = len(msgspec.msgpack.encode((key, value)))
+        if size > left:
+            return False
+        left -= size
+        return True
+
+    for name, job in state.jobs.items():
+        if fits(name, job):
+            first.jobs[name] = job
+        else:
+            rest += _about_job(name, job)
+    for key, files in state.retiring.items():
+        if fits(key, files):
+            first.retiring[key] = files
+        else:
+            rest.append(Retiring(job=key.split("/")[0], tag=key.split("/")[1], files=files))
+    for key, parts in state.staged.items():
+        if fits(key, parts):
+            first.staged[key] = parts
+        else:
+            rest += _about_parts(key, parts)
+    encoded = [(STATE, encode_state(first))]
+    room -= _ROUND_A_RECORD + len(encoded[0][1])
+    for number, record in enumerate(sorted(rest, key=lambda record: isinstance(record, Staging))):
+        kind, payload = encode(record)
+        room -= _ROUND_A_RECORD + len(payload)
+        if room < 0:
+            return encoded, len(rest) - number
+        encoded.append((kind, payload))
+    return encoded, 0
+
+
+_OF_AN_EMPTY_STATE = 64
+"""Bytes, or a few less: the three keys, and the headers of four maps, however many entries they have."""
+_ROUND_A_RECORD = 40
+"""Bytes of a record in a file beside its payload: its header and its padding."""
+
+
+def _about_job(name: str, job: JobState) -> Iterator[Record]:
+    """Yield records that add up to a job's state."""
+    yield Begun(job=name, attempt=job.attempt, world_size=job.world_size)
+    if job.sealed_step >= 0:
+        yield Sealed(
+            job=name, attempt=job.attempt, step=job.sealed_step, rank=0, world_size=job.world_size, tag="", segment="", generation=0,
+            persist=False,
+        )  # fmt: skip
+    yield Committed(job=name, attempt=job.attempt, step=None, tag="", seq=job.seq)
+
+
+def _about_parts(key: str, parts: dict[str, PartDurable | None]) -> Iterator[Record]:
+    """Yield records that add up to the files staged for one checkpoint."""
+    job, tag = key.split("/")
+    for file, part in parts.items():
+        yield part or Staging(job=job, attempt=0, step=0, rank=0, tag=tag, file=file)

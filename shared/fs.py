@@ -29,6 +29,10 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """To open what others may have put there: no link is followed, and a FIFO does not block."""
 
 
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers that say that blocks, inodes or the quota are used up."""
+
+
 class FileSystem(Protocol):
     """What ckptd needs of a POSIX file system. `directory` is an open descriptor of one."""
 
@@ -43,6 +47,7 @@ class FileSystem(Protocol):
     def sync_directory(self, directory: int) -> None: ...
     def close(self, fd: int) -> None: ...
     def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None: ...
+    def link(self, old: str, old_directory: int, new: str, directory: int) -> None: ...
     def unlink(self, name: str, directory: int) -> None: ...
     def remove_directory(self, name: str, directory: int) -> None: ...
 
@@ -122,6 +127,10 @@ class PosixFileSystem:
             raise OSError(number, os.strerror(number), new)
         os.link(old, new, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
         os.unlink(old, dir_fd=directory)
+
+    def link(self, old: str, old_directory: int, new: str, directory: int) -> None:
+        """Give a file a second name. Raises FileExistsError if `new` is there."""
+        os.link(old, new, src_dir_fd=old_directory, dst_dir_fd=directory, follow_symlinks=False)
 
     def unlink(self, name: str, directory: int) -> None:
         os.unlink(name, dir_fd=directory)

@@ -90,9 +90,10 @@ class PosixStorage:
             return []
 
     def files(self, job: str, tag: str) -> list[str]:
+        """Return the names of all files in a tag's directory; none if there is no such directory. Raises OSError."""
         try:
             return self._list(job, tag)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read_manifest(self, job: str, tag: str) -> Manifest:
@@ -196,27 +197,33 @@ class PosixStorage:
             pass
 
     def delete_files(self, job: str, tag: str, files: list[str]) -> None:
-        """Those that are there, and the data files of parts among them; then the directory is synced."""
+        """Delete those of the files that are there, and the data files of parts among them, and sync the directory.
+
+        A file counts as gone if something else has taken its name or that of its directory: that is not ckptd's and stays. Raises OSError.
+        """
         try:
             with self.directory(job, tag) as fd:
                 parts = {file for file in files if names.parse_part_file(file)}
                 for file in [*files, *(file for file in (os.listdir(fd) if parts else []) if names.part_of(file) in parts)]:
-                    self._unlink(file, fd)
+                    try:
+                        self._unlink(file, fd)
+                    except IsADirectoryError:
+                        pass
                 self.fs.sync_directory(fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
 
     def delete_tag(self, job: str, tag: str) -> bool:
-        """Remove the tag's directory if it is empty. True if it is gone, durably."""
+        """Remove the tag's directory if it is empty. Return True if it is gone, durably, also if it has become a file. Raises OSError."""
         self._durable.discard((job, tag))
         try:
             with self.directory(job) as fd:
                 try:
                     self.fs.remove_directory(tag, fd)
-                except FileNotFoundError:
+                except (FileNotFoundError, NotADirectoryError):
                     pass  # by someone who may have died before it was durable
                 self.fs.sync_directory(fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

@@ -67,6 +67,15 @@ class Image:
         shutil.rmtree(self.place)
 
 
+class FewInodes(Image):
+    """An ext4 with room for few files."""
+
+    def make(self, megabytes: int) -> None:
+        with self.file.open("wb") as file:
+            file.truncate(megabytes << 20)
+        call("mkfs.ext4", "-q", "-F", "-N", "128", str(self.file))
+
+
 class ThinImage(Image):
     """An ext4 on a disk that has promised more room than it has: a starved one takes writes into the page cache, and loses them."""
 

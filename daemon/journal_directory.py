@@ -1,0 +1,170 @@
+"""The files of the journal's directory: the spare one, those that are dropped, and those that are set aside (FORMAT.md, section 7).
+
+The spare file is room kept in reserve, so that a new journal file can be written on a full disk. What the files hold is `journal.py`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+
+from ckptd.daemon import journal_file as jf
+from ckptd.shared import names
+from ckptd.shared.errors import StorageError
+from ckptd.shared.fs import NO_ROOM, READ, FileSystem, open_regular
+from ckptd.shared.names import TMP_SUFFIX
+
+log = logging.getLogger("ckptd.journal")
+
+SPARE = names.JOURNAL_SPARE
+
+
+class JournalDirectory:
+    """The directory of one journal, by its open descriptor. One thread at a time may use it. Methods raise OSError."""
+
+    def __init__(self, fs: FileSystem, directory: int) -> None:
+        self._fs, self._directory = fs, directory
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all journal files, in order."""
+        return sorted(n for name in os.listdir(self._directory) if (n := names.parse_journal_file(name)) is not None)
+
+    # -- the spare file, and files that are not needed any more
+
+    @property
+    def has_spare(self) -> bool:
+        return self._fits(SPARE)
+
+    def _fits(self, name: str) -> bool:
+        """Return True for a regular file of a journal file's length that is ours and has no second name, under which it may be in use."""
+        try:
+            found = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        owners = (os.geteuid(), os.fstat(self._directory).st_uid)
+        return stat.S_ISREG(found.st_mode) and found.st_size == jf.FILE_SIZE and found.st_nlink == 1 and found.st_uid in owners
+
+    def drop(self, name: str) -> bool:
+        """Make a file that is not needed any more the spare if there is none, and delete it otherwise. The caller syncs the directory.
+
+        Return False if the name is that of a directory, which is not ours and stays.
+        """
+        if self._fits(name) and not self.has_spare:
+            try:
+                self._fs.rename(name, SPARE, self._directory, replace=True)
+                return True
+            except IsADirectoryError:
+                pass  # somebody's directory has the name of the spare: there will be none
+        try:
+            self.delete(name)
+        except IsADirectoryError:
+            log.warning("%s in the journal's directory is a directory, which ckptd did not make: it is left alone", name)
+            return False
+        return True
+
+    def drop_before(self, number: int) -> None:
+        """Drop the files before `number`, which is whole and durable."""
+        dropped = False
+        for old in os.listdir(self._directory):
+            parsed = names.parse_journal_file(old.removesuffix(TMP_SUFFIX))
+            if parsed is not None and parsed < number:
+                dropped = self.drop(old) or dropped
+        if dropped:
+            self._fs.sync_directory(self._directory)  # or power cuts, one soon after the other, would pile them up
+
+    def delete(self, name: str) -> None:
+        """Delete a file if it is there."""
+        try:
+            self._fs.unlink(name, self._directory)
+        except FileNotFoundError:
+            pass
+
+    def make_spare(self) -> None:
+        """Make a spare if there is none. If that fails, say so in the log: the journal works without one."""
+        if self.has_spare:
+            return
+        temporary = SPARE + TMP_SUFFIX
+        try:
+            self.delete(temporary)
+            self._fs.close(self._fill(self._fs.create(temporary, self._directory, mode=0o600), b"", allocate=True))
+            self._fs.rename(temporary, SPARE, self._directory, replace=True)
+            self._fs.sync_directory(self._directory)
+        except OSError as error:
+            log.warning("%s: the journal has no room in reserve for a full disk", StorageError.of("make a spare journal file", error))
+            try:
+                self.delete(temporary)
+            except OSError:
+                pass  # the next try deletes it
+
+    # -- a journal file
+
+    def write_new(self, name: str, data: bytes, whole: int) -> int:
+        """Write a new file with `data` and zeros durably, and return it open. On a full disk it takes the place of the spare.
+
+        `whole`: number of the newest file that makes those before it superfluous; 0 if there is none.
+        """
+        try:
+            return self._fill(self._fs.create(name, self._directory, mode=0o600), data, allocate=True)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            self.drop(name)
+            if not self.has_spare and whole:
+                self._fs.sync_directory(self._directory)  # the daemon that published that file may have died before
+                self.drop_before(whole)
+            if not self.has_spare:
+                raise
+        log.warning("there is no room for a new journal file: it takes the place of the spare one")
+        self._fs.rename(SPARE, name, self._directory, replace=True)
+        # Before it is written over: the spare may have been a journal file, and a power cut must not give it back that name.
+        self._fs.sync_directory(self._directory)
+        return self.write_over(name, data)
+
+    def write_over(self, name: str, data: bytes) -> int:
+        """Write `data` and zeros over a whole file in place, durably, and return it open."""
+        fd = open_regular(name, self._directory, os.O_RDWR | READ)
+        return self._fill(fd, data.ljust(jf.FILE_SIZE, b"\0"), allocate=False)
+
+    def _fill(self, fd: int, data: bytes, *, allocate: bool) -> int:
+        try:
+            if allocate:
+                self._fs.allocate(fd, jf.FILE_SIZE)
+            self._fs.write(fd, data, 0)
+            self._fs.sync(fd)
+        except BaseException:
+            self._fs.close(fd)
+            raise
+        return fd
+
+    # -- damage
+
+    def move_aside(self, name: str) -> None:
+        """Give a corrupt file another name, for somebody to look at."""
+        self._fs.rename(name, f"{name}.corrupt.{secrets.token_hex(4)}", self._directory, replace=False)
+
+    def copy_aside(self, name: str, data: bytes, suffix: str) -> bool:
+        """Keep a copy of damaged bytes. Return False if there is no room for it, which must not keep the daemon from starting."""
+        copy = f"{name}{suffix}.{secrets.token_hex(4)}"
+        try:
+            fd = self._fs.create(copy, self._directory)
+            try:
+                self._fs.write(fd, data, 0)
+                self._fs.sync(fd)
+            finally:
+                self._fs.close(fd)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            log.warning("journal %s: there is no room to keep a copy of the damaged bytes", name)
+            self.delete(copy)
+            return False
+        return True
+
+    def make_way(self, name: str) -> None:
+        """Take a file of which nothing can be read out of the way. It becomes the spare if there is none, and is set aside otherwise."""
+        if self.has_spare or not self._fits(name):
+            self.move_aside(name)
+        else:
+            self.drop(name)

@@ -1,0 +1,150 @@
+"""A root without a free block, or without a free inode: the daemon starts, memory is recovered, and deleting a checkpoint makes room.
+
+On a real ext4 in memory; skipped where no image can be mounted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.agent import Agent
+from ckptd.daemon import forgetting
+from ckptd.shared import names
+from ckptd.shared.storage import PosixStorage
+from tests.crash.images import FewInodes, Image, Unavailable, fill
+from tests.support import trainers
+from tests.support.daemons import Home, running
+
+SIZE = 50_000
+
+
+class Full:
+    """A small disk, how to use it up, and a root on it."""
+
+    def __init__(self, disk: Image, place: Home, use_up: Callable[[Path], None]) -> None:
+        self.disk, self.place, self._use_up = disk, place, use_up
+
+    def use_up(self) -> None:
+        self._use_up(self.disk.where)
+
+    @property
+    def journal(self) -> Path:
+        return self.place.root / names.CONTROL / names.host() / names.JOURNAL
+
+    def tags(self) -> list[str]:
+        return sorted(path.parent.name for path in (self.place.root / trainers.JOB).glob("*/manifest.json"))
+
+
+def no_blocks(where: Path) -> None:
+    with (where / "hog").open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            fill(file, size)
+    with pytest.raises(OSError, match="No space left"), (where / "one more").open("wb", buffering=0) as file:
+        file.write(bytes(4096))
+    (where / "one more").unlink()
+
+
+def no_inodes(where: Path) -> None:
+    (where / "hogs").mkdir()
+    with pytest.raises(OSError, match="No space left"):
+        touch(where / "hogs", 100_000)
+
+
+def touch(where: Path, count: int) -> None:
+    for number in range(count):
+        (where / f"{number}").touch()
+
+
+@pytest.fixture(params=["blocks", "inodes"])
+def full(request: pytest.FixtureRequest, place: Home) -> Iterator[Full]:
+    try:
+        disk = Image(32) if request.param == "blocks" else FewInodes(32)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    place.root = disk.where / "root"
+    try:
+        yield Full(disk, place, no_blocks if request.param == "blocks" else no_inodes)
+    finally:
+        place.remove()
+        disk.close()
+
+
+def let_go(agent: Agent) -> None:
+    """End a trainer as SIGKILL would: nothing is told, its locks go."""
+    agent._client.close()
+    agent._slots.drop()
+
+
+def life(full: Full, before: Callable[[], None] = lambda: None) -> None:
+    """Steps 1 to 3 durable and step 4 sealed in memory only; then daemon and trainer are killed, and the disk is used up."""
+    with running(full.place, "--keep-last", "0") as daemon:
+        agent = Agent(trainers.JOB, socket=full.place.socket)
+        for step in (1, 2, 3):
+            agent.snapshot(trainers.expected(step, SIZE), step=step).wait("durable", timeout=60)
+        assert agent.snapshot(trainers.expected(4, SIZE), step=4, persist=False).wait("sealed").state == "sealed"
+        daemon.kill()
+    let_go(agent)
+    before()
+    full.use_up()
+
+
+def recover(full: Full) -> tuple[Agent, str, int | None]:
+    agent, state = Agent(trainers.JOB, socket=full.place.socket), trainers.blank(SIZE)
+    recovered = agent.recover(state)
+    assert recovered is not None
+    assert recovered.step is not None
+    trainers.assert_equal(state, recovered.step, SIZE)
+    return agent, recovered.source, recovered.step
+
+
+def forget(full: Full, tags: list[str], socket: Path | None) -> None:
+    for tag in tags:
+        (row,) = forgetting.forget(full.place.root / trainers.JOB / tag, [], socket, dry_run=False)
+        assert (row["deleted"], row["error"]) == (True, None)
+        assert tag not in full.tags()
+
+
+def goes_on(full: Full, which: slice) -> None:
+    """On the full disk: memory is recovered, checkpoints are deleted, and the next save becomes durable."""
+    place = full.place
+    with running(place, "--keep-last", "0"):
+        agent, source, step = recover(full)
+        assert (source, step) == ("memory", 4)
+        forget(full, full.tags()[which], place.socket)  # two of them: the blocks of one make no room for another
+        assert agent.snapshot(trainers.expected(5, SIZE), step=5).wait("durable", timeout=60).state == "durable"
+        agent.close()
+    assert full.tags()[-1] == "step-00000005.a0002"
+    assert PosixStorage(place.root).read_newest(trainers.JOB) == "step-00000005.a0002"
+
+
+@pytest.mark.parametrize("which", [slice(0, 2), slice(2, 0, -1)], ids=["the oldest", "the newest"])
+def test_a_daemon_starts_on_a_full_disk_and_room_can_be_made(full: Full, which: slice) -> None:
+    life(full)
+    goes_on(full, which)
+    assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000002.log", names.JOURNAL_SPARE]
+
+
+def test_a_root_without_a_spare_journal_file_starts_too(full: Full) -> None:
+    """As one of an older ckptd, or one whose spare was deleted."""
+    life(full, before=lambda: (full.journal / names.JOURNAL_SPARE).unlink(missing_ok=True))
+    goes_on(full, slice(0, 2))
+    assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000001.log"]
+    with running(full.place):
+        assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000002.log", names.JOURNAL_SPARE]
+
+
+def test_an_errand_makes_room_where_no_daemon_runs(full: Full) -> None:
+    life(full)
+    forget(full, full.tags()[:2], None)
+    assert full.tags() == ["step-00000003.a0001", "step-00000004.a0001"]  # and there was room to save what was in memory
+
+
+def test_every_start_on_a_full_disk_succeeds(full: Full) -> None:
+    life(full)
+    for _ in range(3):
+        with running(full.place, "--keep-last", "0") as daemon:
+            daemon.kill()
+    goes_on(full, slice(0, 2))
