@@ -319,13 +319,12 @@ USES: list[Callable[[PosixStorage], object]] = [
     lambda s: s.read_manifest("gpt", TAG),
     lambda s: s.open_part("gpt", TAG, PART),
     lambda s: s.publish_manifest("gpt", TAG, b"{}"),
-    lambda s: s.delete_files("gpt", TAG, [PART]),
     lambda s: s.publish_newest("gpt", TAG),
     lambda s: s.make_tag("gpt", TAG),
 ]
 
 
-@pytest.mark.parametrize("use", USES, ids=["read_manifest", "open_part", "publish_manifest", "delete_files", "publish_newest", "make_tag"])
+@pytest.mark.parametrize("use", USES, ids=["read_manifest", "open_part", "publish_manifest", "publish_newest", "make_tag"])
 def test_a_job_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[PosixStorage], object]) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
@@ -337,7 +336,43 @@ def test_a_job_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[Pos
     assert sorted(str(p) for p in outside.rglob("*")) == before
 
 
-@pytest.mark.parametrize("use", USES[:4], ids=["read_manifest", "open_part", "publish_manifest", "delete_files"])
+@pytest.mark.parametrize("link", ["gpt", f"gpt/{TAG}"], ids=["job", "tag"])
+def test_nothing_is_deleted_through_a_link(tmp_path: Path, link: str) -> None:
+    """Something else has taken the name of a directory: the files that ckptd had there are gone, and what lies elsewhere is not ckptd's."""
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    write_checkpoint(outside)
+    (root / link).parent.mkdir(parents=True)
+    (root / link).symlink_to(outside / link)
+    before = sorted(str(p) for p in outside.rglob("*"))
+    storage = PosixStorage(root)
+    storage.delete_files("gpt", TAG, ["manifest.json", PART])
+    assert storage.files("gpt", TAG) == []
+    assert storage.delete_tag("gpt", TAG) is True
+    assert sorted(str(p) for p in outside.rglob("*")) == before
+    assert (root / link).is_symlink()
+
+
+@pytest.mark.parametrize("taken", ["gpt", f"gpt/{TAG}"], ids=["job", "tag"])
+def test_files_of_a_directory_that_has_become_a_file_are_gone(tmp_path: Path, storage: PosixStorage, taken: str) -> None:
+    write_checkpoint(tmp_path)
+    shutil.rmtree(tmp_path / taken)
+    (tmp_path / taken).write_text("mine")
+    assert storage.files("gpt", TAG) == []
+    storage.delete_files("gpt", TAG, ["manifest.json", PART])
+    assert storage.delete_tag("gpt", TAG) is True
+    assert (tmp_path / taken).read_text() == "mine"
+
+
+def test_a_directory_in_the_place_of_a_part_is_left_alone(tmp_path: Path, storage: PosixStorage) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "gpt" / TAG / PART).unlink()
+    (tmp_path / "gpt" / TAG / PART).mkdir()
+    storage.delete_files("gpt", TAG, [PART, "manifest.json"])
+    assert storage.files("gpt", TAG) == [PART]
+    assert storage.delete_tag("gpt", TAG) is False
+
+
+@pytest.mark.parametrize("use", USES[:3], ids=["read_manifest", "open_part", "publish_manifest"])
 def test_a_tag_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[PosixStorage], object]) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
