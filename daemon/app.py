@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from ckptd.daemon import notify, recovery
+from ckptd.daemon import limits, notify, recovery, tasks
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.claims import Claims
@@ -95,6 +95,7 @@ class App:
             )  # fmt: skip
             self.engine = engine
             self.journal.on_broken = self._end
+            tasks.on_failure(self._end)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._signalled)
             await recovery.recover(storage, calls, self.journal, self.catalog, slots, self.saver, self.orphans)
@@ -109,14 +110,14 @@ class App:
 
     async def _serve(self, listener: socket.socket) -> None:
         server = self.server = Server(
-            self.engine, self.orphans, max_connections=self.config.max_connections,
+            self.engine, self.orphans, max_connections=self.config.max_connections, descriptors=self._descriptors(),
             welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._find, forget=self.forget,
             changed=self._consider_leaving,
         )  # fmt: skip
-        accepting = asyncio.create_task(server.serve(listener))
+        accepting = tasks.watched(server.serve(listener), "accepting connections")
         self.orphans.changed = self._consider_leaving
         self.orphans.watch()
-        watchdog = asyncio.create_task(self._watchdog())
+        watchdog = tasks.watched(self._watchdog(), "the watchdog")
         self._ready = True
         notify.notify("READY=1")
         if self._ready_fd >= 0:
@@ -136,6 +137,15 @@ class App:
         watchdog.cancel()
         await asyncio.gather(accepting, watchdog, return_exceptions=True)
 
+    def _descriptors(self) -> limits.Plan:
+        """Return the plan for this daemon's descriptors; the log warns if `max_connections` does not fit into the limit."""
+        # While adopted snapshots are being saved, descriptors come and go: the daemon's own cannot be counted then.
+        own = limits.OWN if self.saver.busy else max(limits.OWN, limits.used() - len(self.slots.slots))
+        plan = limits.Plan(self.config.slots, self.config.files_per_rank, own)
+        if warning := plan.warning(limits.soft_limit(), self.config.max_connections):
+            log.warning("%s", warning)
+        return plan
+
     # -- what ends it
 
     def _signalled(self) -> None:
@@ -145,7 +155,7 @@ class App:
         self._stop.set()
 
     def _end(self, error: BaseException) -> None:
-        """The journal cannot be trusted any more: end, so that a fresh start can sort it out."""
+        """End with this error, so that a fresh start can sort it out: the journal cannot be trusted any more, or a task has failed."""
         if self._fatal is None:
             log.critical("%s; ending", error)
             self._fatal = error
@@ -255,9 +265,17 @@ class App:
             "socket": str(self.config.socket),
             "private": self.config.private,
             "uptime_seconds": round(time.monotonic() - self._started, 3),
-            "rss_bytes": psutil.Process().memory_info().rss,
+            "rss_bytes": _rss(),
             "event_loop_lag_seconds": round(self._lag, 6),
             "disk_free_bytes": self._disk_free,
+            "descriptors": {
+                "used": limits.used(),
+                "limit": limits.soft_limit(),
+                "per_rank": self.server.descriptors.per_rank,
+                "clients": len(self.server.connections),
+                "clients_fit": min(self.config.max_connections, self.server.descriptors.ranks(limits.soft_limit())),
+                "accepting_paused": self.server.paused,
+            },
             "jobs": jobs,
             "jobs_not_shown": len(self.catalog.jobs) - len(jobs),
             "shared_memory": {
@@ -274,6 +292,7 @@ class App:
                 "journal_torn_tails": self.journal.torn,
                 "journal_corrupt": self.journal.corrupt,
                 "connections_refused": self.server.refused,
+                "accept_pauses": self.server.pauses,
             },
         }
 
@@ -304,6 +323,14 @@ class App:
 
 
 COUNTERS = ("sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures")
+
+
+def _rss() -> int | None:
+    """Return the bytes of memory that this process takes, or None if no descriptor is left to read them."""
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except OSError:
+        return None
 
 
 def _where(attempt: int, step: int | None, tag: str) -> dict[str, object]:

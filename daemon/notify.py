@@ -13,11 +13,11 @@ def notify(state: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
             channel.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
-        except OSError:
-            pass  # nobody listens any more
+    except OSError:
+        pass  # nobody listens any more, or descriptors have run out
 
 
 def passed_socket() -> socket.socket | None:

@@ -45,17 +45,21 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
 
 
 def status_text(status: dict[str, Any]) -> str:
-    memory, counters = status["shared_memory"], status["counters"]
+    memory, counters, files = status["shared_memory"], status["counters"], status["descriptors"]
     ready = "is ready" if status["ready"] else "is NOT ready"
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
     free = "NOT THERE" if status["disk_free_bytes"] is None else f"{_size(status['disk_free_bytes'])} free"
+    clients = f"{files['clients']} clients connected, {files['clients_fit']} fit"
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {_span(status['uptime_seconds'])})",
         f"  root           {status['root']} ({free})",
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         f"  shared memory  {_size(memory['used_bytes'])} of {_size(memory['quota_bytes'])} in {memory['segments']} segments",
+        f"  descriptors    {files['used']} of {files['limit']} open ({clients})",
         f"  snapshots      {snapshots}",
     ]
+    if files["accepting_paused"]:
+        lines.append(f"  PAUSED         {files['accepting_paused']}")
     rows = [("JOB", "ATTEMPT", "IN MEMORY", "ON STORAGE", "SAVING", "RANKS")]
     for job in status["jobs"]:
         sealed, durable = job["last_sealed"], job["last_durable"]

@@ -7,6 +7,7 @@ replies is dropped; others do not notice. What a client passes along in descript
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -14,10 +15,12 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
+from ckptd.daemon import limits
 from ckptd.daemon.admission import Owner
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.slots import Slot
+from ckptd.daemon.tasks import watched
 from ckptd.shared import messages as m
 from ckptd.shared import session as s
 from ckptd.shared.errors import Busy, CkptdError, Forbidden, InternalError, ProtocolError, StorageError, VersionMismatch
@@ -27,7 +30,11 @@ log = logging.getLogger("ckptd.server")
 
 HELLO_SECONDS = 10.0
 MAX_UNREAD = 4 << 20
+ACCEPT_SECONDS = 0.5  # between attempts to accept while something has run out, unless a connection closes before
+_NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
+_NONE_LEFT = -2  # instead of a pidfd
 _UCRED = struct.Struct("iII")
 
 Reply = tuple[m.Message, Sequence[int]]
@@ -43,6 +50,7 @@ class Server:
         orphans: Orphans,
         *,
         max_connections: int,
+        descriptors: limits.Plan,
         welcome: Callable[[int], m.Welcome],
         status: Callable[[], str],
         find: Callable[[str, int | None], Awaitable[m.Found]],
@@ -51,27 +59,73 @@ class Server:
     ) -> None:
         self.engine, self.orphans = engine, orphans
         self.welcome, self.status, self.find, self.forget, self.changed = welcome, status, find, forget, changed
-        self._max = max_connections
+        self._max, self.descriptors = max_connections, descriptors
         self.connections: set[Connection] = set()
-        self.refused = 0
+        self.refused = self.pauses = 0
+        self.paused: str | None = None
+        """Why no client is accepted at the moment."""
+        self._refusing = False  # the last client was refused, and the log has said so
+        self._closed = asyncio.Event()  # a connection has been closed since it was last cleared
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept until cancelled."""
-        loop = asyncio.get_running_loop()
+        """Accept until cancelled. While descriptors or memory have run out, clients wait in the socket's backlog."""
         while True:
-            client, _ = await loop.sock_accept(listener)
-            client.setblocking(False)
-            connection = Connection(self, client)
-            problem = connection.refusal()
-            if problem is None and len(self.connections) >= self._max:
-                problem = Busy(f"this daemon has {self._max} clients already; try again later")
-            if problem is not None:
-                self.refused += 1
-                connection.send_last(problem)
+            try:
+                client, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                if error.errno in _NOTHING_LEFT:
+                    await self._pause(error)
+                elif error.errno not in _THIS_CLIENT_ONLY:
+                    raise
                 continue
-            self.connections.add(connection)
-            self.changed()
-            connection.task = loop.create_task(connection.run())
+            if self.paused is not None:
+                log.warning("clients are accepted again")
+                self.paused = None
+            self._accepted(client)
+
+    async def _pause(self, error: OSError) -> None:
+        """Wait until a connection closes, or for a moment; the log says so once."""
+        if self.paused is None:
+            self.paused = f"no client can be accepted: {os.strerror(error.errno or 0)}"
+            self.pauses += 1
+            log.error(
+                "%s (%d descriptors are open, the limit is %d); clients wait until a connection closes or the limit is raised",
+                self.paused, limits.used(), limits.soft_limit(),
+            )  # fmt: skip
+        self._closed.clear()
+        try:
+            async with asyncio.timeout(ACCEPT_SECONDS):
+                await self._closed.wait()
+        except TimeoutError:
+            pass
+
+    def _accepted(self, client: socket.socket) -> None:
+        client.setblocking(False)
+        connection = Connection(self, client)
+        problem = connection.refusal() or self._full()
+        if problem is not None:
+            log.log(logging.DEBUG if self._refusing else logging.WARNING, "%s is refused: %s", connection.peer, problem)
+            self.refused, self._refusing = self.refused + 1, True
+            connection.send_last(problem)
+            return
+        self._refusing = False
+        self.connections.add(connection)
+        self.changed()
+        connection.task = watched(connection.run(), f"the connection of {connection.peer}")
+
+    def _full(self) -> Busy | None:
+        """Return the error for one client more, or None if there is room. Clients are refused before the descriptors run out."""
+        if len(self.connections) >= self._max:
+            return Busy(f"this daemon has {self._max} clients already; try again later, or raise max_connections")
+        limit, new = limits.soft_limit(), sum(connection.new for connection in self.connections)
+        if self.descriptors.fits(limit, len(self.connections), new, len(self.engine.slots.slots)):
+            return None
+        return self.descriptors.refusal(limit, len(self.connections))
+
+    def was_closed(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        self._closed.set()
+        self.changed()
 
     async def close(self) -> None:
         tasks = [task for c in self.connections for task in (c.task, *c.requests) if task is not None]
@@ -94,12 +148,19 @@ class Connection:
         self.peer = f"pid {pid}"
         self._pidfd = _peer_pidfd(client, pid)
 
+    @property
+    def new(self) -> bool:
+        """Return True if this client has begun no attempt: it may still ask for slots."""
+        return self._owner is None
+
     def __repr__(self) -> str:
         return f"<Connection {self.peer} {self._session!r}>"
 
     def refusal(self) -> CkptdError | None:
         if self._uid not in (os.geteuid(), 0):
             return Forbidden(f"this daemon serves uid {os.geteuid()}, not uid {self._uid}; run one of your own")
+        if self._pidfd == _NONE_LEFT:
+            return Busy("the daemon has no descriptor left to notice this client's death by: try again later")
         return None
 
     def send_last(self, error: CkptdError) -> None:
@@ -117,7 +178,7 @@ class Connection:
                     for message in self._session.receive(data):
                         assert isinstance(message, m.Request)
                         deadline.reschedule(None)
-                        request = asyncio.get_running_loop().create_task(self._answer(message))
+                        request = watched(self._answer(message), f"{self.peer}: {type(message).__name__}", self._not_answered)
                         self.requests.add(request)
                         request.add_done_callback(self.requests.discard)
                         if isinstance(message, m.Seal):
@@ -132,6 +193,10 @@ class Connection:
             log.debug("%s: %s", self.peer, error)
         finally:
             self._close()
+
+    def _not_answered(self, error: BaseException) -> None:
+        """Drop a client whose request ended without an answer: it would wait for ever, and can connect again."""
+        self._close()
 
     async def _answer(self, request: m.Request) -> None:
         descriptors: Sequence[int] = ()
@@ -178,11 +243,17 @@ class Connection:
                 return m.Forgotten(re=request.id, refused=await self._server.forget(request.job, request.tags)), ()
             case m.Begin():
                 before = self._owner
-                self._owner = await engine.begin(request.job, request.rank, request.world_size, request.attempt, self._notify)
+                pidfd = os.dup(self._pidfd) if self._pidfd >= 0 else -1  # first, since it may fail
+                try:
+                    self._owner = await engine.begin(request.job, request.rank, request.world_size, request.attempt, self._notify)
+                except BaseException:
+                    if pidfd >= 0:
+                        os.close(pidfd)
+                    raise
                 if before is not None:
                     self._server.orphans.unguard(before.identity)
                 self._server.orphans.cancel_timer(request.job)
-                self._server.orphans.guard(self._owner, os.dup(self._pidfd) if self._pidfd >= 0 else -1)
+                self._server.orphans.guard(self._owner, pidfd)
                 self._server.changed()
                 held = [_held(slot) for slot in engine.slots.of(*self._owner.identity)]
                 return m.Began(re=request.id, attempt=self._owner.attempt, held=held), ()
@@ -294,8 +365,7 @@ class Connection:
         if self._owner is not None and self._owner.notify == self._notify:
             self._owner.notify = None
             self._server.orphans.connection_lost(self._owner)
-        self._server.connections.discard(self)
-        self._server.changed()
+        self._server.was_closed(self)
 
 
 def _held(slot: Slot) -> m.HeldSegment:
@@ -309,12 +379,12 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 
 def _peer_pidfd(client: socket.socket, pid: int) -> int:
-    """A pidfd of the peer, or -1 where there is none to be had (it is dead, or the kernel is older than 5.3)."""
+    """Return a pidfd of the peer; -1 if the peer is dead or the kernel is older than 5.3, `_NONE_LEFT` if descriptors have run out."""
     try:
         return client.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:
         pass
     try:
         return os.pidfd_open(pid)
-    except OSError:
-        return -1
+    except OSError as error:
+        return _NONE_LEFT if error.errno in _NOTHING_LEFT else -1

@@ -1,0 +1,173 @@
+"""The plan for descriptors, and that real daemons keep to it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from ckptd.daemon import limits
+from ckptd.shared import errors
+from ckptd.shared.channel import Channel
+from tests.support.daemons import Daemon, Home, running, until
+
+
+def opened(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def limited(place: Home, soft: int, hard: int, *arguments: str, **environment: str) -> Daemon:
+    under = ("prlimit", f"--nofile={soft}:{hard}")
+    return Daemon(place, *arguments, under=under, environment=environment)
+
+
+def test_numbers() -> None:
+    plan = limits.Plan(slots=2)
+    assert plan.per_rank == 10
+    assert plan.least == 52
+    assert [plan.ranks(limit) for limit in (0, 51, 52, 61, 62, 1024)] == [0, 0, 1, 1, 2, 98]
+    assert limits.Plan(slots=8, files=64).per_rank == 85
+
+
+@pytest.mark.parametrize("slots", [2, 3, 8])
+def test_as_many_are_accepted_as_are_said_to_fit(slots: int) -> None:
+    plan = limits.Plan(slots)
+    for limit in range(plan.least, 400):
+        fit = plan.ranks(limit)
+        for segments in (0, slots * fit):  # none is left of an earlier run, or those of as many ranks are
+            accepted = 0
+            while plan.fits(limit, accepted, accepted, segments):
+                accepted += 1
+            assert accepted == fit, (limit, segments)
+
+
+def test_segments_beyond_the_plan_leave_less_room() -> None:
+    plan = limits.Plan(2)
+    assert plan.ranks(152) == 11
+    assert [plan.fits(152, 0, 0, segments) for segments in (102, 103)] == [True, False]
+
+
+def test_a_limit_that_is_too_low_is_named() -> None:
+    plan = limits.Plan(2)
+    assert plan.warning(52 + 10, 2) == ""
+    assert plan.warning(52, 2).startswith("max_connections is 2, but only 1 clients fit into the limit of 52 open files")
+    assert "2 clients need a limit of 62" in plan.warning(52, 2)
+    limits.check(plan, 52)
+    with pytest.raises(errors.InvalidConfig, match="needs 52 for one rank and 10 more for each other one"):
+        limits.check(plan, 51)
+
+
+def test_used_counts_descriptors() -> None:
+    before = limits.used()
+    with open(os.devnull):
+        assert limits.used() == before + 1
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one() -> None:
+    code = "from ckptd.daemon import limits; print(limits.raise_limit(), limits.soft_limit())"
+    command = ["prlimit", "--nofile=64:200", sys.executable, "-c", code]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "200 200\n"
+
+
+def test_a_daemon_raises_its_own_limit(place: Home) -> None:
+    daemon = limited(place, 30, 500).wait_ready()
+    assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (500, 500)
+    told = daemon.status()["descriptors"]
+    assert (told["limit"], told["clients"], told["accepting_paused"]) == (500, 1, None)
+    assert told["clients_fit"] == limits.Plan(2).ranks(500)
+    assert "max_connections is 256, but only 45 clients fit into the limit of 500 open files" in place.log_text()
+    daemon.stop()
+
+
+def test_a_daemon_that_could_serve_nobody_does_not_start(place: Home) -> None:
+    daemon = limited(place, 51, 51)
+    assert daemon.died() == 2
+    assert "the limit of 51 open files (RLIMIT_NOFILE) is too low" in place.log_text()
+    daemon.close()
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
+    """One rank at rest takes its connection's and one for each slot; a daemon of its own no more than `OWN`."""
+    with running(place, "--slots", str(slots)) as daemon:
+        until(lambda: opened(daemon) <= limits.OWN, "rest")
+        own, agents = opened(daemon), []
+        assert own >= limits.OWN - 6  # asyncio's event loop has fewer
+        for rank in range(3):
+            agents.append(Agent(f"job-{rank}", socket=place.socket))
+            agents[-1].snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+            wanted = own + (rank + 1) * (limits.CONNECTION + slots)
+            until(lambda wanted=wanted: opened(daemon) == wanted, f"{wanted} descriptors")  # type: ignore[misc]
+        for agent in agents:
+            agent.close()
+        until(lambda: opened(daemon) == own, "return to the start")
+
+
+def test_clients_beyond_the_limit_are_told_so_before_descriptors_run_out(place: Home) -> None:
+    daemon = limited(place, 92, 92).wait_ready()  # five ranks
+    held = [Channel(place.socket, 30) for _ in range(5)]
+    with pytest.raises(errors.Busy, match="has 5 clients and no room for another one within its limit of 92 open files.*LimitNOFILE="):
+        Channel(place.socket, 30)
+    assert opened(daemon) < 92 - limits.SPARE
+    for channel in held:
+        channel.close()
+    until(lambda: reaches(place), "answer")
+    assert daemon.status()["counters"]["accept_pauses"] == 0
+    assert daemon.stop() == 0
+
+
+def reaches(place: Home) -> bool:
+    try:
+        Channel(place.socket, 30).close()
+    except errors.Busy:
+        return False
+    return True
+
+
+def test_ranks_that_fit_come_back_after_a_restart_and_to_a_new_run(place: Home, tmp_path: Path) -> None:
+    """Segments of the run before are still there when all ranks start again."""
+    limit = limits.Plan(2).needed(3)
+    for run in (1, 2):
+        daemon = limited(place, limit, limit).wait_ready()
+        agents = [Agent(f"job-{rank}", socket=place.socket) for rank in range(3)]
+        for rank, agent in enumerate(agents):
+            state = {"x": torch.zeros(3)}
+            recovered = agent.recover(state)
+            assert (recovered and recovered.step) == (run - 1 or None)
+            assert torch.equal(state["x"], torch.full((3,), float(recovered.step if recovered else 0)))
+            agent.snapshot({"x": torch.full((3,), float(run))}, step=run).wait("durable", timeout=60)
+            assert rank < 3
+        daemon.kill()
+        again = limited(place, limit, limit).wait_ready()
+        for agent in agents:
+            until(lambda agent=agent: agent._client.connected, "connection after the restart")  # type: ignore[misc]
+            agent._client.close()  # as if its process had ended: no farewell
+        again.stop()
+
+
+def test_out_of_descriptors_once_is_not_deaf_for_ever(place: Home) -> None:
+    """Clients that come while none is left wait, and are served afterwards."""
+    daemon = Daemon(place).wait_ready()
+    pid = daemon.process.pid
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))  # the numbers below 3 are taken by the standard streams
+    waiting = [socket.socket(socket.AF_UNIX) for _ in range(10)]
+    for client in waiting:
+        client.connect(str(place.socket))
+    until(lambda: "no client can be accepted: Too many open files" in place.log_text(), "word in the log")
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+    status = daemon.status()  # behind those that came before
+    assert (status["ready"], status["descriptors"]["accepting_paused"], status["counters"]["accept_pauses"]) == (True, None, 1)
+    for client in waiting:
+        client.close()
+    until(lambda: opened(daemon) <= limits.OWN, "return to the start")
+    assert place.log_text().count("no client can be accepted") == 1
+    assert "clients are accepted again" in place.log_text()
+    assert daemon.stop() == 0

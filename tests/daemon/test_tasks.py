@@ -1,0 +1,104 @@
+"""Tasks that fail are reported; the daemon ends with the error of one, and a new start goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from ckptd.daemon import tasks
+from ckptd.daemon.app import App
+from ckptd.daemon.config import Config
+from ckptd.shared.errors import Busy, CkptdError, InternalError
+from tests.support.daemons import Home, running
+
+
+async def fails(error: BaseException) -> int:
+    raise error
+
+
+def reported(error: BaseException | None, *, cancel: bool = False) -> list[BaseException]:
+    """What a watched task that ends in this way reports; it is started by a callback, as most tasks of the daemon are."""
+    found: list[BaseException] = []
+
+    async def run() -> None:
+        tasks.on_failure(found.append)
+
+        def start() -> asyncio.Task[Any]:
+            return tasks.watched(asyncio.sleep(100 if cancel else 0) if error is None else fails(error), "counting sheep")
+
+        started: list[asyncio.Task[Any]] = []
+        asyncio.get_running_loop().call_soon(lambda: started.append(start()))
+        await asyncio.sleep(0.01)
+        if cancel:
+            started[0].cancel()
+        await asyncio.wait(started)
+
+    asyncio.run(run())
+    return found
+
+
+def test_an_error_is_reported_with_the_tasks_name() -> None:
+    (error,) = reported(ValueError("17"))
+    assert isinstance(error, InternalError)
+    assert "counting sheep failed: ValueError('17')" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_an_error_of_ckptd_is_reported_as_it_is() -> None:
+    busy = Busy("later")
+    assert reported(busy) == [busy]
+
+
+def test_a_task_that_ends_well_or_is_cancelled_is_not_reported() -> None:
+    assert reported(None) == []
+    assert reported(None, cancel=True) == []
+
+
+def test_a_report_of_its_own_goes_before_the_daemons() -> None:
+    ours: list[BaseException] = []
+
+    async def run() -> None:
+        tasks.on_failure(lambda error: pytest.fail("not this one"))
+        await asyncio.wait([tasks.watched(fails(Busy("later")), "counting", ours.append)])
+
+    asyncio.run(run())
+    assert len(ours) == 1
+
+
+@pytest.mark.parametrize("name", ["_watchdog", "serve", "run"])
+def test_a_task_that_fails_ends_the_daemon_and_the_next_goes_on(place: Home, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """`serve` accepts, `run` is a connection's task."""
+    with running(place):
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"x": torch.arange(10)}, step=1).wait("durable", timeout=60)
+        agent.close()
+
+    async def broken(*_: Any) -> None:
+        await asyncio.sleep(0)
+        raise KeyError("no such key")
+
+    where = {"_watchdog": "ckptd.daemon.app.App", "serve": "ckptd.daemon.server.Server", "run": "ckptd.daemon.server.Connection"}[name]
+    monkeypatch.setattr(f"{where}.{name}", broken)
+
+    async def live() -> None:
+        app = App(Config(root=place.root, socket=place.socket, threads=1))
+        daemon = asyncio.get_running_loop().create_task(app.run())
+        if name == "run":
+            while not app._ready:
+                await asyncio.sleep(0.01)
+            _, writer = await asyncio.open_unix_connection(str(place.socket))
+            writer.close()
+        await asyncio.wait_for(daemon, 60)
+
+    with pytest.raises(CkptdError, match=r"failed: KeyError\('no such key'\)"):
+        asyncio.run(live())
+    monkeypatch.undo()
+    with running(place):
+        agent, state = Agent("job", socket=place.socket), {"x": torch.zeros(10, dtype=torch.int64)}
+        assert agent.recover(state) is not None
+        assert torch.equal(state["x"], torch.arange(10))
+        agent.close()
