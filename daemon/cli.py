@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from ckptd.daemon import limits, report
+from ckptd.daemon import report
 from ckptd.shared import __version__, names
 from ckptd.shared import errors as e
 from ckptd.shared.retention import parse
@@ -116,9 +116,10 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
         datefmt="%Y-%m-%dT%H:%M:%S",
     )  # fmt: skip
     _give_way()
-    limits.check(limits.Plan(config.slots, config.files_per_rank), limits.raise_limit())
+    from ckptd.daemon import limits
     from ckptd.daemon.app import App
 
+    limits.check(limits.Plan(config.slots, config.files_per_rank), limits.raise_limit())
     _event_loop_runner()(lambda: App(config, ready_fd).run())
 
 

@@ -73,7 +73,8 @@ class Plan:
             return ""
         return (
             f"max_connections is {most}, but only {self.ranks(limit)} clients fit into the limit of {limit} open files (RLIMIT_NOFILE): "
-            f"more are refused. {most} clients need a limit of {self.needed(most)}: {HOW_TO_RAISE}; or set max_connections={self.ranks(limit)}"
+            f"more are refused. {most} clients need a limit of {self.needed(most)}: {HOW_TO_RAISE}; "
+            f"or set max_connections={self.ranks(limit)}"
         )
 
     def refusal(self, limit: int, connections: int) -> Busy:

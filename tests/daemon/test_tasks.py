@@ -77,8 +77,10 @@ def test_a_task_that_fails_ends_the_daemon_and_the_next_goes_on(place: Home, mon
         agent.snapshot({"x": torch.arange(10)}, step=1).wait("durable", timeout=60)
         agent.close()
 
-    async def broken(*_: Any) -> None:
+    async def broken(this: Any, *_: Any) -> None:
         await asyncio.sleep(0)
+        if name == "run":
+            this._close()
         raise KeyError("no such key")
 
     where = {"_watchdog": "ckptd.daemon.app.App", "serve": "ckptd.daemon.server.Server", "run": "ckptd.daemon.server.Connection"}[name]
