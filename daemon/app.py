@@ -140,8 +140,10 @@ class App:
     def _descriptors(self) -> limits.Plan:
         """Return the plan for this daemon's descriptors; the log warns if `max_connections` does not fit into the limit."""
         # While adopted snapshots are being saved, descriptors come and go: the daemon's own cannot be counted then.
-        own = limits.OWN if self.saver.busy else max(limits.OWN, limits.used() - len(self.slots.slots))
+        now = limits.used() - len(self.slots.slots) - (self._ready_fd >= 0)
+        own = limits.OWN if self.saver.busy else max(limits.OWN, now)
         plan = limits.Plan(self.config.slots, self.config.files_per_rank, own)
+        limits.check(plan, limits.soft_limit())
         if warning := plan.warning(limits.soft_limit(), self.config.max_connections):
             log.warning("%s", warning)
         return plan

@@ -18,8 +18,8 @@ Measured with /proc/PID/fd, like each constant here: a rank with 2 slots takes 5
 (`tests/daemon/test_limits.py::test_descriptors_of_a_rank_are_as_planned`)."""
 SAVING = 2
 """Descriptors of a save beside its files: the directory of the checkpoint, and a manifest or lease. A recovery takes no more."""
-OWN = 18
-"""Descriptors of a daemon without clients: 3 standard streams, 10 of uvloop (asyncio: 5), lock, journal and its directory, directory of
+OWN = 17
+"""Descriptors of a daemon without clients: 3 standard streams, 9 of uvloop (asyncio has fewer), lock, journal and its directory, directory of
 the segments, listening socket."""
 SPARE = 24
 """Descriptors for moments: segments on their way to a trainer (2 for each slot), a new journal file, directories that are being read."""

@@ -31,8 +31,8 @@ def limited(place: Home, soft: int, hard: int, *arguments: str, **environment: s
 def test_numbers() -> None:
     plan = limits.Plan(slots=2)
     assert plan.per_rank == 10
-    assert plan.least == 52
-    assert [plan.ranks(limit) for limit in (0, 51, 52, 61, 62, 1024)] == [0, 0, 1, 1, 2, 98]
+    assert plan.least == 51
+    assert [plan.ranks(limit) for limit in (0, 50, 51, 60, 61, 1024)] == [0, 0, 1, 1, 2, 98]
     assert limits.Plan(slots=8, files=64).per_rank == 85
 
 
@@ -50,18 +50,18 @@ def test_as_many_are_accepted_as_are_said_to_fit(slots: int) -> None:
 
 def test_segments_beyond_the_plan_leave_less_room() -> None:
     plan = limits.Plan(2)
-    assert plan.ranks(152) == 11
-    assert [plan.fits(152, 0, 0, segments) for segments in (102, 103)] == [True, False]
+    assert plan.ranks(151) == 11
+    assert [plan.fits(151, 0, 0, segments) for segments in (102, 103)] == [True, False]
 
 
 def test_a_limit_that_is_too_low_is_named() -> None:
     plan = limits.Plan(2)
-    assert plan.warning(52 + 10, 2) == ""
-    assert plan.warning(52, 2).startswith("max_connections is 2, but only 1 clients fit into the limit of 52 open files")
-    assert "2 clients need a limit of 62" in plan.warning(52, 2)
-    limits.check(plan, 52)
-    with pytest.raises(errors.InvalidConfig, match="needs 52 for one rank and 10 more for each other one"):
-        limits.check(plan, 51)
+    assert plan.warning(61, 2) == ""
+    assert plan.warning(51, 2).startswith("max_connections is 2, but only 1 clients fit into the limit of 51 open files")
+    assert "2 clients need a limit of 61" in plan.warning(51, 2)
+    limits.check(plan, 51)
+    with pytest.raises(errors.InvalidConfig, match="needs 51 for one rank and 10 more for each other one"):
+        limits.check(plan, 50)
 
 
 def test_used_counts_descriptors() -> None:
@@ -87,9 +87,9 @@ def test_a_daemon_raises_its_own_limit(place: Home) -> None:
 
 
 def test_a_daemon_that_could_serve_nobody_does_not_start(place: Home) -> None:
-    daemon = limited(place, 51, 51)
+    daemon = limited(place, 50, 50)
     assert daemon.died() == 2
-    assert "the limit of 51 open files (RLIMIT_NOFILE) is too low" in place.log_text()
+    assert "the limit of 50 open files (RLIMIT_NOFILE) is too low" in place.log_text()
     daemon.close()
 
 
@@ -111,11 +111,11 @@ def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
 
 
 def test_clients_beyond_the_limit_are_told_so_before_descriptors_run_out(place: Home) -> None:
-    daemon = limited(place, 92, 92).wait_ready()  # five ranks
+    daemon = limited(place, 91, 91).wait_ready()  # five ranks
     held = [Channel(place.socket, 30) for _ in range(5)]
-    with pytest.raises(errors.Busy, match="has 5 clients and no room for another one within its limit of 92 open files.*LimitNOFILE="):
+    with pytest.raises(errors.Busy, match="has 5 clients and no room for another one within its limit of 91 open files.*LimitNOFILE="):
         Channel(place.socket, 30)
-    assert opened(daemon) < 92 - limits.SPARE
+    assert opened(daemon) < 91 - limits.SPARE
     for channel in held:
         channel.close()
     until(lambda: reaches(place), "answer")
