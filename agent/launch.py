@@ -6,17 +6,22 @@ cgroup or container, as everything in it does.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import select
+import stat
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.shared import names
+from ckptd.shared import names, owners
 from ckptd.shared.channel import Channel
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
+
+log = logging.getLogger("ckptd.agent")
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 30.0
@@ -32,15 +37,12 @@ class Place:
     private: bool
 
     def connect(self) -> Channel:
-        """Raises DaemonUnreachable, or InvalidRequest if that daemon serves another root."""
-        try:
-            channel = Channel(self.socket, CONNECT_SECONDS)
-        except DaemonUnreachable:
-            if not self.private:
-                raise
+        """Raises DaemonUnreachable, Forbidden for a daemon of another user, or InvalidRequest if that daemon serves another root."""
+        if self.private:
             assert self.root is not None
-            start_private(self.root, self.socket)
-            channel = _connect_until(self.socket, time.monotonic() + CONNECT_SECONDS)
+            channel = _connect_private(self.root)
+        else:
+            channel = Channel(self.socket, CONNECT_SECONDS)
         if self.root is not None and Path(channel.welcome.root) != self.root:
             channel.close()
             raise InvalidRequest(f"the daemon at {self.socket} keeps its checkpoints in {channel.welcome.root}, not in {self.root}")
@@ -48,9 +50,17 @@ class Place:
 
 
 def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[str] | None) -> Place:
-    """From the arguments, then CKPTD_SOCKET and CKPTD_ROOT. Raises DaemonUnreachable if a named socket is not there, or none is known."""
+    """Choose the daemon from the arguments, then from CKPTD_SOCKET and CKPTD_ROOT.
+
+    Raises DaemonUnreachable if a named socket is not there, or none is known; InvalidRequest for a root that is a URL.
+    """
     named = socket or os.environ.get("CKPTD_SOCKET")
     where = root or os.environ.get("CKPTD_ROOT")
+    if where and names.url_scheme(where):
+        raise InvalidRequest(
+            f"the root {os.fspath(where)} is a URL, and this version of ckptd saves to directories only: "
+            "mount the storage and name the directory where it is mounted"
+        )
     absolute = Path(os.path.abspath(where)) if where else None
     if named:
         path = Path(named)
@@ -58,7 +68,7 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
             raise DaemonUnreachable(f"no daemon listens at {path}: start one with `ckptd run --root DIR --socket {path}`")
         return Place(path, absolute, private=False)
     for path in names.default_sockets():
-        if path.exists() and (absolute is None or _serves(path, absolute)):
+        if os.path.exists(path) and _serves(path, absolute):
             return Place(path, None, private=False)
     if absolute is None:
         raise DaemonUnreachable(
@@ -68,34 +78,61 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
     return Place(names.private_socket(absolute), absolute, private=True)
 
 
-def _serves(socket: Path, root: Path) -> bool:
+def _serves(socket: Path, root: Path | None) -> bool:
+    """Return True if the daemon at a default place may be used for `root`; without a root, any daemon of this user may.
+
+    A daemon of another user is passed over with a warning, because nobody has named it.
+    """
     try:
         channel = Channel(socket, CONNECT_SECONDS)
-    except CkptdError:
+    except Forbidden as error:
+        log.warning("a default place for the daemon's socket is passed over: %s", error)
         return False
+    except CkptdError:
+        return root is None  # its daemon may be starting again: the connection that follows reports the error
     channel.close()
-    return Path(channel.welcome.root) == root
+    return root is None or Path(channel.welcome.root) == root
 
 
-def _connect_until(socket: Path, deadline: float) -> Channel:
+def _connect_private(root: Path) -> Channel:
+    """Connect to the private daemon of `root`, after starting it if none answers. Raises DaemonUnreachable, Forbidden."""
+    try:
+        return _connect_to_any(root)
+    except DaemonUnreachable:
+        start_private(root)
+    deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
-            return Channel(socket, CONNECT_SECONDS)
+            return _connect_to_any(root)
         except DaemonUnreachable:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)  # another rank's daemon is about to listen
 
 
-def start_private(root: Path, socket: Path) -> None:
+def _connect_to_any(root: Path) -> Channel:
+    """Connect at the first place of a private daemon that answers. Raises DaemonUnreachable of the best place if none does."""
+    first, *others = names.private_sockets(root)
+    try:
+        return Channel(first, CONNECT_SECONDS)
+    except DaemonUnreachable as error:
+        reason = error
+    for socket in others:
+        try:
+            return Channel(socket, CONNECT_SECONDS)
+        except DaemonUnreachable:
+            continue
+    raise reason
+
+
+def start_private(root: Path) -> None:
     """Start a private daemon and wait until it is ready, or until another one turns out to serve the root. Raises DaemonUnreachable."""
-    _own_directory(socket.parent)
+    socket = _private_socket(root)
     log_file = root / names.CONTROL / names.host() / "daemon.log"
     try:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        log_fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        log_fd = _open_log(root, log_file)
     except OSError as error:
-        raise DaemonUnreachable(f"cannot start a private daemon: {root} cannot be used as the root: {error.strerror}") from None
+        raise DaemonUnreachable(f"cannot start a private daemon: {root} cannot be used as the root: {error.strerror or error}") from None
     ready, told = os.pipe()
     command = [
         sys.executable,
@@ -136,11 +173,40 @@ def start_private(root: Path, socket: Path) -> None:
         raise DaemonUnreachable(f"the private daemon did not start: {last[0].removeprefix('ckptd: ')} (all of it in {log_file})")
 
 
-def _own_directory(path: Path) -> None:
+def _private_socket(root: Path) -> Path:
+    """Return the path where the private daemon is to listen, after making its directory. Raises DaemonUnreachable."""
+    for _ in range(8):  # another user may take the free name in /tmp at the same moment
+        socket = names.private_socket(root)
+        try:
+            socket.parent.mkdir(mode=0o700, exist_ok=True)
+            if owners.is_usable_for_sockets(socket.parent):
+                return socket
+        except FileExistsError:  # a file or a link
+            continue
+        except OSError as error:
+            raise DaemonUnreachable(f"cannot make {socket.parent} for the private daemon's socket: {error.strerror}") from None
+    raise DaemonUnreachable(f"another user takes every name beside {socket.parent}: set XDG_RUNTIME_DIR to a directory of your own")
+
+
+def _open_log(root: Path, log_file: Path) -> int:
+    """Return a descriptor of the private daemon's log. Its directories are made if missing. Raises OSError.
+
+    A directory or a log of another user is refused: its owner could read what the daemon logs, or have the daemon write elsewhere.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for directory in (root, log_file.parent.parent, log_file.parent):
+        directory.mkdir(exist_ok=True)
+        if (reason := owners.stranger(directory)) and os.geteuid() != 0:
+            raise PermissionError(f"{reason}: use a directory of your own")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
-        status = path.stat(follow_symlinks=False)
+        fd = os.open(log_file, flags, 0o666)
     except OSError as error:
-        raise DaemonUnreachable(f"cannot make {path} for the private daemon's socket: {error.strerror}") from None
-    if status.st_uid != os.getuid():
-        raise DaemonUnreachable(f"{path} belongs to uid {status.st_uid}: set XDG_RUNTIME_DIR to a directory of your own")
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO that nobody reads
+            raise OSError(f"{log_file} is not a regular file: remove it") from None
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not owners.is_trusted(status.st_uid):
+        os.close(fd)
+        raise OSError(f"{log_file} is not a regular file of uid {os.geteuid()} with one name: remove it")
+    return fd

@@ -7,6 +7,7 @@ import msgspec
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
 from ckptd.shared import messages as m
+from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest
 from ckptd.shared.segment import this_boot
 
@@ -18,12 +19,9 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
     """The attempt that all ranks of the job begin. Raises `error`, if this rank has one, or that of another rank, on all ranks."""
 
     def claim(said: list[bytes]) -> list[bytes]:
-        places = [msgspec.msgpack.decode(one, type=tuple[bytes, str, str]) for one in said]
+        places = [msgspec.msgpack.decode(one, type=_Place) for one in said]
         for rank, place in enumerate(places):
-            for what, own, other in zip(("machine", "root", "job"), places[0], place, strict=True):
-                if own != other:
-                    names = "" if what == "machine" else f" ({own} and {other})"
-                    raise InvalidRequest(f"ranks 0 and {rank} have not the same {what}{names}: a job's ranks share one node and daemon")
+            _check_same(places[0], place, rank)
         assert client is not None
         return [msgspec.msgpack.encode(_begin(client, job, ranks, 0))] * len(said)
 
@@ -31,10 +29,35 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
     if client is None:
         mine = error or InternalError("no daemon and no reason")
     else:
-        mine = msgspec.msgpack.encode((this_boot(), client.welcome.root, job))
+        mine = msgspec.msgpack.encode(_Place(this_boot(), names.host(), client.welcome.instance, client.welcome.root, job))
     attempt = msgspec.msgpack.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS), type=int)
     assert client is not None
     return attempt if ranks.rank == 0 else _begin(client, job, ranks, attempt)
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where one rank runs: the boot and the name of its node, its daemon's instance ("" from an old daemon) and root, and its job."""
+
+    boot: bytes
+    node: str
+    instance: str
+    root: str
+    job: str
+
+
+def _check_same(first: _Place, other: _Place, rank: int) -> None:
+    """Raise InvalidRequest unless `rank` and rank 0 can share an attempt. Containers of one node have the same boot."""
+    if first.root != other.root:
+        raise InvalidRequest(
+            f"rank {rank} uses root {other.root}, rank 0 uses {first.root}: start all ranks with the same CKPTD_ROOT and one daemon"
+        )
+    if first.boot != other.boot or (first.instance and other.instance and first.instance != other.instance):
+        raise InvalidRequest(
+            f"ranks 0 and {rank} are served by different daemons (nodes {first.node} and {other.node}): "
+            "a job's ranks must be on one node with one daemon in this version"
+        )
+    if first.job != other.job:
+        raise InvalidRequest(f"rank {rank} names its job {other.job!r}, rank 0 {first.job!r}: use the same job name on all ranks")
 
 
 def _begin(client: Client, job: str, ranks: Ranks, attempt: int) -> int:

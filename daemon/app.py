@@ -7,27 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 
-from ckptd.daemon import limits, notify, recovery, tasks
+from ckptd.daemon import limits, notify, recovery, roots, tasks
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.listener import listen
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.saver import Saver
@@ -36,9 +36,9 @@ from ckptd.daemon.slots import Slots
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import __version__, names
 from ckptd.shared import messages as m
-from ckptd.shared.errors import Busy, CkptdError, NewerFormat, StorageError
+from ckptd.shared.errors import CkptdError, NewerFormat, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import FileSystem, PosixFileSystem, make_directories
+from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.session import MAX_VERSION
 from ckptd.shared.storage import PosixStorage
 
@@ -61,6 +61,7 @@ class App:
         self._idle: asyncio.TimerHandle | None = None
         self._lag = 0.0
         self._disk_free: int | None = None
+        self._instance = secrets.token_hex(16)
 
     async def run(self) -> None:
         with ExitStack() as held:
@@ -71,9 +72,9 @@ class App:
     async def _run(self, held: ExitStack) -> None:
         config, fs = self.config, self._fs
         storage = PosixStorage(config.root, fs)
-        control = _make_root(config.root, storage)
+        control = roots.prepare(config.root, storage)
         with storage.directory(names.CONTROL, names.host()) as directory:
-            held.callback(os.close, _lock(directory, config.root))
+            held.callback(os.close, roots.lock(directory, config.root))
         failpoint("start.locked")
         pipeline = Pipeline(fs, config.threads, config.memory_budget, config.chunk_size, config.spread)
         held.callback(pipeline.close)
@@ -99,7 +100,7 @@ class App:
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._signalled)
             await recovery.recover(storage, calls, self.journal, self.catalog, slots, self.saver, self.orphans)
-            listener, ours = _listen(config.socket)
+            listener, ours = listen(config.socket)
             try:
                 await self._serve(listener)
             finally:
@@ -191,6 +192,7 @@ class App:
         return m.Welcome(
             re=request_id, version=MAX_VERSION, daemon=__version__, root=str(config.root), private=config.private,
             slots=config.slots, chunk_size=config.chunk_size, stall_budget=config.stall_budget,
+            instance=self._instance,
         )  # fmt: skip
 
     async def _find(self, job_name: str, step: int | None) -> m.Found:
@@ -337,59 +339,3 @@ def _rss() -> int | None:
 
 def _where(attempt: int, step: int | None, tag: str) -> dict[str, object]:
     return {"attempt": attempt, "step": step, "tag": tag}
-
-
-def _make_root(root: Path, storage: PosixStorage) -> tuple[str, ...]:
-    """The root and our own directories in it. Raises StorageError in one sentence."""
-    control = (names.CONTROL, names.host(), names.JOURNAL)
-    try:
-        make_directories(storage.fs, root)
-        storage.ensure(*control)
-    except OSError as error:
-        raise StorageError.of(f"use {root} as the root for checkpoints", error) from None
-    return control
-
-
-def _lock(directory: int, root: Path) -> int:
-    """One daemon per host and root. Raises Busy."""
-    fd = os.open(names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise Busy(f"another ckptd already serves {root}: use that one, or stop it first") from None
-    return fd
-
-
-def _listen(path: Path) -> tuple[socket.socket, bool]:
-    """The listening socket, and whether its file is ours to remove. Raises Busy or StorageError."""
-    passed = notify.passed_socket()
-    if passed is not None:
-        return passed, False
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.parent.stat().st_uid not in (os.geteuid(), 0):
-            raise StorageError(f"{path.parent} belongs to uid {path.parent.stat().st_uid}: whoever owns it could replace the socket")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            try:
-                probe.connect(str(path))
-            except (FileNotFoundError, ConnectionRefusedError):
-                path.unlink(missing_ok=True)  # a dead daemon's
-            else:
-                raise Busy(f"another ckptd listens at {path}: name another socket, or stop it first")
-        mask = os.umask(0o077)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(mask)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise Busy(f"another ckptd listens at {path}: name another socket, or stop it first") from None
-        raise StorageError.of(f"listen at {path}", error) from None
-    except BaseException:
-        listener.close()
-        raise
-    return listener, True

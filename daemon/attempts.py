@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
+from ckptd.daemon.roots import foreign_job
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
@@ -37,6 +38,8 @@ class Attempts:
 
     def _claim(self, job: str, known: int) -> int:
         fs = self._storage.fs
+        if reason := foreign_job(self._storage, job):
+            raise StorageError(reason)
         attempt = 1 + max(known, self.newest(job))
         self._storage.ensure(names.CONTROL, names.ATTEMPTS, job)
         with self._storage.directory(names.CONTROL, names.ATTEMPTS, job) as fd:

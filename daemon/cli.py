@@ -157,7 +157,8 @@ def _default_socket() -> Path:
     if len(places) > 1:
         return places[1]
     raise e.InvalidConfig(
-        f"no place for the socket: {system} cannot be written and XDG_RUNTIME_DIR is not set; name one with --socket PATH"
+        f"no place for the socket: {system} cannot be written and XDG_RUNTIME_DIR is not set to a directory of uid {os.geteuid()}; "
+        "name one with --socket PATH"
     )
 
 

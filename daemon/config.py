@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptd.shared import codec
+from ckptd.shared import codec, names
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
@@ -148,6 +148,11 @@ def _convert(key: str, value: Any, where: str) -> Any:
         near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(FIELDS))}"
         raise InvalidConfig(f"{where}there is no setting {key!r}{hint}")
+    if key == "root" and isinstance(value, (str, os.PathLike)) and names.url_scheme(_text(value)):
+        raise InvalidConfig(
+            f"{where}root is the URL {_text(value)!r}; expected a directory, because this version of ckptd does not save to object stores: "
+            "mount the storage and name the directory where it is mounted"
+        )
     try:
         if field.type == "Path":
             return Path(os.path.expanduser(_text(value)))

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ import psutil
 
 from ckptd.shared import names
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.errors import Busy, IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import READ, FileSystem
 from ckptd.shared.numa import UNKNOWN, near
+from ckptd.shared.owners import make_own_directory
 from ckptd.shared.segment import SegmentHeader, read_header, this_boot, write_header
 
 log = logging.getLogger("ckptd.slots")
@@ -91,23 +93,15 @@ class Slot:
 
 
 class Slots:
-    """All segments of one root. `directory` is made 0700, and refused if it is anybody else's."""
+    """All segments of one root, in the tmpfs directory `directory`, which is made with mode 0700.
+
+    Where another user has taken that name, a directory beside it with a random suffix is used. It is locked for one daemon of the machine:
+    a daemon under another host name has another lock in the root, and would remove this one's segments.
+    """
 
     def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int) -> None:
         self._fs = fs
-        self.path = shm_dir / directory
-        try:
-            os.mkdir(self.path, 0o700)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise StorageError.of(f"make {self.path}", error) from None
-        self._directory = fs.open_directory(str(self.path))
-        status = os.fstat(self._directory)
-        if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise StorageError(
-                f"{self.path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:o}; it must be ours alone (0700): remove it"
-            )
+        self.path, self._directory = _claim_directory(fs, shm_dir / directory)
         self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
         self.slots: dict[str, Slot] = {}  # the event loop's alone
         self.used = 0  # bytes
@@ -261,6 +255,51 @@ class Slots:
                 pass
         self.slots.clear()
         os.close(self._directory)
+
+
+def _claim_directory(fs: FileSystem, plain: Path) -> tuple[Path, int]:
+    """Return the directory for segments and a descriptor that holds its lock. Raises StorageError, or Busy if another daemon holds it."""
+    try:
+        status = os.lstat(plain)
+    except OSError:
+        pass
+    else:
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077:
+            raise StorageError(  # not passed over: segments may be in it
+                f"{plain} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:o}; it must be ours alone (0700): remove it"
+            )
+    while True:
+        try:
+            path = make_own_directory(plain)
+            directory = fs.open_directory(str(path))
+        except FileNotFoundError as error:
+            if not plain.parent.is_dir():
+                raise StorageError.of(f"make {plain}", error) from None
+            continue  # the daemon before has just removed it
+        except OSError as error:
+            raise StorageError.of(f"make {plain}", error) from None
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(directory)
+            raise Busy(
+                f"another ckptd on this machine, perhaps in a container with another host name, has its memory for a root of this name in "
+                f"{path}: use that one, stop it first, or set shm_dir to another tmpfs"
+            ) from None
+        if _is_at(path, directory):
+            break
+        os.close(directory)
+    if path != plain:
+        log.warning("another user has taken the name %s: segments go to %s", plain, path)
+    return path, directory
+
+
+def _is_at(path: Path, directory: int) -> bool:
+    """Return False if the directory was removed, by the daemon before, between opening and locking."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(directory))
+    except FileNotFoundError:
+        return False
 
 
 def _size(nbytes: int) -> str:

@@ -1,5 +1,8 @@
 """A blocking connection to the daemon: socket, session and descriptors. For the agent's client and for the command line.
 
+Nothing is sent before it is certain that the daemon belongs to this user or to root: a process of another user that listens at the
+expected path would otherwise get the tensors.
+
 One thread may `send` while another `receive`s. Raises DaemonUnreachable when the other side is gone, or what its Error says.
 """
 
@@ -9,6 +12,7 @@ import os
 import select
 import socket
 import threading
+import time
 from array import array
 from collections import deque
 from pathlib import Path
@@ -17,9 +21,11 @@ from ckptd.shared import __version__
 from ckptd.shared import messages as m
 from ckptd.shared import session as s
 from ckptd.shared.errors import DaemonUnreachable, ProtocolError, from_wire
+from ckptd.shared.owners import check_peer, check_socket
 
 MAX_DESCRIPTORS = 64
 _RECEIVE = 1 << 16
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between tries to connect
 _FD = array("i")
 
 
@@ -27,7 +33,11 @@ class Channel:
     """Connected and greeted; `welcome` holds what the daemon said."""
 
     def __init__(self, path: Path, timeout: float, *, later: float | None = None) -> None:
-        """Wait at most `timeout` seconds for the greeting, and `later` seconds for anything after it (None: for ever)."""
+        """Wait at most `timeout` seconds for the greeting, and `later` seconds for anything after it (None: for ever).
+
+        Raises Forbidden, before anything is sent, if the daemon belongs to another user than this one and root.
+        """
+        check_socket(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._session = s.Session(s.Role.AGENT)
         self._descriptors: deque[int] = deque()
@@ -35,7 +45,8 @@ class Channel:
         self._next_id = 0
         self._socket.settimeout(timeout)
         try:
-            self._socket.connect(str(path))
+            self._connect(path, timeout)
+            check_peer(self._socket, path)
             self.send(m.Hello(id=self.new_id(), min_version=s.MIN_VERSION, max_version=s.MAX_VERSION, client=f"ckptd {__version__}"))
             reply = self.receive()[0]
             if isinstance(reply, m.Error):
@@ -55,6 +66,18 @@ class Channel:
             self.close()
             raise
         self._socket.settimeout(later)
+
+    def _connect(self, path: Path, timeout: float) -> None:
+        """Connect, and try again until `timeout` while the daemon's queue of new connections is full. Raises OSError."""
+        deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+        while True:
+            try:
+                return self._socket.connect(str(path))
+            except BlockingIOError:  # unix(7): connect does not wait for room in the queue when the socket has a timeout
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
 
     def new_id(self) -> int:
         self._next_id += 1

@@ -42,6 +42,7 @@ class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     slots: int = 2
     chunk_size: int = 0
     stall_budget: float = 10.0
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Status(Request, frozen=True, kw_only=True, tag="status"):

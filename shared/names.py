@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 
 from ckptd.shared.errors import InvalidName
+from ckptd.shared.owners import is_usable_for_sockets, own_directories, own_directory
 
 MANIFEST = "manifest.json"
 NEWEST = "newest"
@@ -35,6 +36,7 @@ _PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})(?:\.(?P<
 _UNDER_WAY = re.compile(r"manifest\.json\.[0-9a-f]{32}\.tmp")
 _ATTEMPT = re.compile(r"a(?P<attempt>[0-9]{4,9})")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 _JOURNAL_FILE = re.compile(r"(?P<number>[0-9a-f]{16})\.log")
 
 
@@ -151,26 +153,52 @@ def root_digest(root: Path) -> str:
 
 
 def segment_directory(root: Path) -> str:
-    """Name of this user's and root's directory in the tmpfs."""
+    """Return the name of this user's and root's directory in the tmpfs. Where another user has taken it, `.` and 16 hex digits follow."""
     return f"ckptd-{os.getuid()}-{root_digest(root)}"
 
 
 def private_socket(root: Path) -> Path:
-    """Where a private daemon of `root` listens: short, so that it fits a socket address, and not under the root."""
+    """Return the path where a private daemon of `root` is to listen: short, so that it fits a socket address, and not under the root.
+
+    The path is in $XDG_RUNTIME_DIR if that is a directory of this user, else in a directory of this user in /tmp, which may not exist yet.
+    """
     name = f"ckptd-{root_digest(root)}.sock"
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and len(os.fsencode(runtime)) + len(name) < _MOST_OF_A_SOCKET:
-        return Path(runtime) / name
-    return Path(f"/tmp/ckptd-{os.getuid()}") / name
+    runtime = _runtime_directory()
+    if runtime is not None and len(os.fsencode(runtime)) + len(name) < _MOST_OF_A_SOCKET:
+        return runtime / name
+    return own_directory(_plain_socket_directory()) / name
+
+
+def private_sockets(root: Path) -> list[Path]:
+    """Return every path where a private daemon of `root` may listen, best first: its environment may have been another one."""
+    first = private_socket(root)
+    others = [directory / first.name for directory in own_directories(_plain_socket_directory())]
+    return [first, *(path for path in others if path != first)]
 
 
 def default_sockets() -> list[Path]:
-    """Where an agent looks when no socket is named: the system's daemon of this user, then the user's own."""
+    """Return the paths where an agent looks when no socket is named: the system's daemon of this user, then the user's own."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # containers run with uids that have no name
         user = str(os.getuid())
     places = [Path("/run/ckptd") / f"{user}.sock"]
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        places.append(Path(runtime) / "ckptd.sock")
+    if (runtime := _runtime_directory()) is not None:
+        places.append(runtime / "ckptd.sock")
     return places
+
+
+def _plain_socket_directory() -> Path:
+    return Path(f"/tmp/ckptd-{os.getuid()}")
+
+
+def _runtime_directory() -> Path | None:
+    """Return $XDG_RUNTIME_DIR, unless it is missing, stale or another user's, as after `su`."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) if runtime and os.path.isabs(runtime) and is_usable_for_sockets(Path(runtime)) else None
+
+
+def url_scheme(root: str | os.PathLike[str]) -> str:
+    """Return the scheme of a root that is a URL, such as "s3", or "" for a path. A `Path` made from a URL has lost one of its slashes."""
+    match = _SCHEME.match(os.fspath(root))
+    return match["scheme"] if match else ""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -118,13 +122,158 @@ def test_no_root_and_no_daemon(private: Home, monkeypatch: pytest.MonkeyPatch) -
         Agent()
 
 
-def test_foreign_socket_directory(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+# -- what another user of the node may have put in the way
+
+
+def give_away(path: Path) -> None:
     if os.getuid():
         # CI runs it as root.
-        pytest.skip("giving a directory away needs root")  # reason: without somebody else's directory there is nothing to refuse
+        pytest.skip("giving a file away needs root")  # reason: without somebody else's directory there is nothing to refuse
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+
+
+def saves(root: Path) -> None:
+    """A private daemon is started, and what it has is ours."""
+    state = {"w": torch.ones(10)}
+    agent = Agent(root=root)
+    agent.snapshot(state, step=1).wait("durable", timeout=60)
+    state["w"].zero_()
+    assert agent.recover(state) is not None
+    assert state["w"].tolist() == [1.0] * 10
+    agent.close()
+
+
+@pytest.fixture
+def plain(private: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for /tmp/ckptd-UID; there is no $XDG_RUNTIME_DIR."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("ckptd.shared.names._plain_socket_directory", lambda: private.path / "plain")
+    return private.path / "plain"
+
+
+@pytest.mark.parametrize("kind", ["directory", "link", "FIFO"])
+def test_a_taken_name_for_the_socket_directory_blocks_nobody(private: Home, plain: Path, kind: str) -> None:
+    if kind == "directory":
+        plain.mkdir(mode=0o777)
+    elif kind == "link":
+        (private.path / "elsewhere").mkdir(mode=0o777)
+        plain.symlink_to("elsewhere")
+    else:
+        os.mkfifo(plain)
+    give_away(plain)
+    saves(private.root)
+    (used,) = private.path.glob("plain.*")
+    assert used.stat().st_mode & 0o777 == 0o700
+    assert names.private_socket(private.root).parent == used
+    saves(private.root)
+    assert kind == "FIFO" or list(plain.iterdir()) == []
+
+
+def test_a_runtime_directory_of_another_user_blocks_nobody(private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = private.path / "theirs"
-    theirs.mkdir()
-    os.chown(theirs, 65534, 65534)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(theirs))
-    with pytest.raises(errors.DaemonUnreachable, match="belongs to uid 65534"):
+    theirs.mkdir(mode=0o777)
+    give_away(theirs)
+    for stale in (theirs, private.path / "gone"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(stale))
+        saves(private.root)
+    assert list(theirs.iterdir()) == []
+    assert plain.is_dir()
+
+
+def test_a_private_daemon_is_found_where_another_environment_has_put_it(
+    private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Agent(root=private.root)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private.path))
+    saves(private.root)
+    first.close()
+
+
+@contextmanager
+def stranger(path: Path) -> Iterator[list[bytes]]:
+    """Another user's process that listens at `path` and gives a list of everything that it was sent."""
+    heard: list[bytes] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        give_away(path)
+        os.chmod(path.parent, 0o1777)
+        os.seteuid(65534)
+        try:
+            listener.listen(10)
+        finally:
+            os.seteuid(0)
+
+        def serve() -> None:
+            while True:
+                try:
+                    client, _ = listener.accept()
+                    with client:
+                        heard.append(client.recv(65536))
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield heard
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_a_named_daemon_of_another_user_is_refused(private: Home) -> None:
+    with stranger(private.socket) as heard:
+        with pytest.raises(errors.Forbidden, match=f"{private.socket} belongs to uid 65534"):
+            Agent(socket=private.socket)
+        os.chown(private.socket, 0, 0)
+        with pytest.raises(errors.Forbidden, match=f"the process that listens at {private.socket} belongs to uid 65534"):
+            Agent(socket=private.socket)
+    assert b"".join(heard) == b""
+
+
+@pytest.mark.parametrize("with_root", [True, False])
+def test_another_users_daemon_at_a_default_place_is_passed_over(
+    private: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, with_root: bool
+) -> None:
+    monkeypatch.setattr(names, "default_sockets", lambda: [private.socket])
+    with stranger(private.socket) as heard:
+        if with_root:
+            os.chmod(private.path, 0o700)
+            saves(private.root)
+        else:
+            monkeypatch.delenv("CKPTD_ROOT")
+            with pytest.raises(errors.DaemonUnreachable, match="no daemon runs on this node and no root is known"):
+                Agent()
+    assert b"".join(heard) == b""
+    assert f"passed over: the socket {private.socket} belongs to uid 65534" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO", "second name", "another user's"])
+def test_a_log_that_is_not_our_own_file_is_not_written(private: Home, kind: str) -> None:
+    target, log = private.path / "target", private.root / ".ckptd" / names.host() / "daemon.log"
+    target.write_text("mine")
+    log.parent.mkdir(parents=True)
+    if kind == "link":
+        log.symlink_to(target)
+    elif kind == "FIFO":
+        os.mkfifo(log)
+    elif kind == "second name":
+        os.link(target, log)
+    else:
+        log.touch()
+        give_away(log)
+    with pytest.raises(errors.DaemonUnreachable, match=r"cannot be used as the root: .*daemon\.log is not a regular file.*: remove it"):
         Agent()
+    assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_a_root_that_is_a_url_is_refused(private: Home, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    monkeypatch.chdir(private.path)
+    with pytest.raises(errors.InvalidRequest, match=r"the root s3://bucket/runs is a URL, .* saves to directories only: mount"):
+        if by == "argument":
+            Agent(root="s3://bucket/runs")
+        else:
+            monkeypatch.setenv("CKPTD_ROOT", "s3://bucket/runs")
+            Agent()
+    assert list(private.path.iterdir()) == []

@@ -149,6 +149,20 @@ def test_a_file_that_is_not_toml(file: Path, text: bytes) -> None:
         load(ROOT, {}, file)
 
 
+def test_a_root_that_is_a_url_is_refused(tmp_path: Path) -> None:
+    """It was once taken for a directory `s3:` below the current one."""
+    file = tmp_path / "ckptd.toml"
+    file.write_text('root = "gs://bucket/runs"')
+    socket = {"socket": "/s"}
+    with pytest.raises(InvalidConfig, match=r"^--root: root is the URL 's3://bucket/x'; expected a directory, .* mount the storage"):
+        load({"root": "s3://bucket/x", **socket}, {}, None)
+    with pytest.raises(InvalidConfig, match=r"^CKPTD_ROOT: root is the URL"):
+        load(socket, {"CKPTD_ROOT": "file:///ckpts"}, None)
+    with pytest.raises(InvalidConfig, match=r"ckptd\.toml: root is the URL 'gs://bucket/runs'"):
+        load(socket, {}, file)
+    assert load({"root": "./s3:/x", **socket}, {}, None).root.name == "x"
+
+
 # -- values of the wrong kind
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.errors import Busy, IntegrityError, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.segment import SegmentHeader, SlotState, read_header, this_boot, write_header
@@ -51,6 +52,10 @@ class Shm:
         self._opened: list[Slots] = []
 
     def open(self, quota: int = 1 << 30, fs: PosixFileSystem | None = None) -> Slots:
+        """As a daemon does that starts after those that opened it before have died."""
+        for dead in self._opened:
+            with suppress(OSError):  # a test closed it itself
+                fcntl.flock(dead._directory, fcntl.LOCK_UN)
         slots = Slots(fs or PosixFileSystem(), self.path, "ckptd-test", quota)
         self._opened.append(slots)
         return slots
@@ -107,18 +112,62 @@ def test_a_directory_that_others_may_enter_is_refused(shm: Shm, mode: int) -> No
         shm.open()
 
 
-def test_a_directory_of_somebody_else_is_refused(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(StorageError, match="belongs to uid"):
-        shm.open()
+def take(path: Path, kind: str) -> None:
+    """Take the name `path` before its owner comes, as another user may in a directory like /dev/shm."""
+    if os.getuid():
+        pytest.skip("giving a file away needs root")  # reason: without somebody else's directory there is nothing to refuse
+    if kind == "directory":
+        path.mkdir(mode=0o700)
+    elif kind == "open directory":
+        path.mkdir()
+        path.chmod(0o777)
+    elif kind == "link":
+        (path.parent / "elsewhere").mkdir(mode=0o777)
+        path.symlink_to("elsewhere")
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.touch()
+    os.chown(path, 65534, 65534, follow_symlinks=False)
 
 
-def test_a_link_in_its_place_is_refused(shm: Shm) -> None:
+@pytest.mark.parametrize("kind", ["directory", "open directory", "link", "FIFO", "file"])
+def test_a_name_that_another_user_has_taken_is_left_alone_and_another_one_found_again(shm: Shm, kind: str) -> None:
+    take(shm.inside, kind)
+    slots = shm.open()
+    made = slots.add(slots.create(header()))
+    assert slots.path.parent == shm.path
+    assert re.fullmatch(r"ckptd-test\.[0-9a-f]{16}", slots.path.name)
+    assert slots.path.stat().st_mode & 0o777 == 0o700
+    assert shm.inside.lstat().st_uid == 65534
+    if kind != "FIFO" and kind != "file":
+        assert list(shm.inside.iterdir()) == []
+    again = shm.open()
+    assert again.path == slots.path
+    assert [slot.name for slot in again.adopt()] == [made.name]
+    again.release(again.get(made.name))
+    again.close()
+    assert not slots.path.exists()
+    assert shm.inside.lstat().st_uid == 65534
+
+
+def test_a_link_of_this_user_in_its_place_is_not_followed(shm: Shm) -> None:
     (shm.path / "elsewhere").mkdir(mode=0o700)
     shm.inside.symlink_to("elsewhere")
-    with pytest.raises((OSError, StorageError)):
-        shm.open()
+    slots = shm.open()
+    slots.add(slots.create(header()))
     assert list((shm.path / "elsewhere").iterdir()) == []
+
+
+def test_one_daemon_of_the_machine_has_the_directory(shm: Shm) -> None:
+    """Another one under another host name has another lock in the root, and would remove the segments that it cannot read."""
+    slots = shm.open()
+    made = slots.add(slots.create(header()))
+    with pytest.raises(Busy, match=f"has its memory for a root of this name in {shm.inside}: use that one, stop it first"):
+        Slots(PosixFileSystem(), shm.path, "ckptd-test", 1 << 30)
+    assert shm.files() == [made.name]
+    slots.close()
+    Slots(PosixFileSystem(), shm.path, "ckptd-test", 1 << 30).close()
 
 
 def test_no_tmpfs_at_all(tmp_path: Path) -> None:

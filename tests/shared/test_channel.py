@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -199,7 +200,124 @@ def test_descriptors_that_nobody_took_are_closed(place: Path) -> None:
     assert open_copies("sent") == 0
 
 
+# -- a daemon of another user
+
+
+@contextmanager
+def as_user(uid: int) -> Iterator[None]:
+    """Do something as another user, who does not listen for us."""
+    if os.getuid():
+        pytest.skip("becoming another user needs root")  # reason: without another user there is nobody to refuse
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_place() -> Iterator[Path]:
+    """A socket's path in a directory like /tmp, where every user may make files."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
+        os.chmod(name, 0o1777)
+        yield Path(name) / "s"
+
+
+def heard_by(listener: socket.socket) -> bytes:
+    """Everything that a client has sent to `listener`."""
+    listener.settimeout(0.2)
+    try:
+        client, _ = listener.accept()
+    except TimeoutError:
+        return b""
+    with client:
+        client.settimeout(TIMEOUT)
+        return client.recv(65536)
+
+
+def test_a_daemon_of_another_user_gets_nothing(open_place: Path) -> None:
+    """The socket is ours, and the process that listens is not."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(open_place))
+        with as_user(65534):
+            listener.listen(1)
+        with pytest.raises(Forbidden, match=f"^the process that listens at {open_place} belongs to uid 65534, not to uid 0 or root, and"):
+            Channel(open_place, TIMEOUT)
+        assert heard_by(listener) == b""
+
+
+def test_a_socket_of_another_user_is_not_even_connected_to(open_place: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with as_user(65534):
+            listener.bind(str(open_place))
+            listener.listen(1)
+        with pytest.raises(Forbidden, match=f"^the socket {open_place} belongs to uid 65534, not to uid 0 or root"):
+            Channel(open_place, TIMEOUT)
+        link = open_place.parent / "link"
+        link.symlink_to(open_place)
+        with pytest.raises(Forbidden, match=f"^the socket {open_place} belongs to uid 65534"):
+            Channel(link, TIMEOUT)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_daemon_of_root_is_trusted(open_place: Path) -> None:
+    os.chmod(open_place.parent, 0o755)
+    with daemon(open_place, Daemon.welcome):
+        os.chmod(open_place, 0o666)
+        with as_user(65534):
+            Channel(open_place, TIMEOUT).close()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o722])
+def test_a_directory_where_others_may_replace_the_socket(open_place: Path, mode: int) -> None:
+    os.chmod(open_place.parent, mode)
+    with pytest.raises(Forbidden, match=rf"has mode {mode:o}, so that other users could replace the socket s in it: run `chmod go-w"):
+        Channel(open_place, TIMEOUT)
+    link = open_place.parent.with_name(open_place.parent.name + "-link")
+    link.symlink_to(open_place.parent)
+    try:
+        with pytest.raises(Forbidden, match=f"^{open_place.parent} has mode"):
+            Channel(link / "s", TIMEOUT)
+    finally:
+        link.unlink()
+
+
+def test_a_directory_of_another_user(open_place: Path) -> None:
+    os.chmod(open_place.parent, 0o755)
+    with as_user(0):
+        os.chown(open_place.parent, 65534, 65534)
+    with pytest.raises(Forbidden, match=f"^{open_place.parent} belongs to uid 65534, who could replace the socket s in it"):
+        Channel(open_place, TIMEOUT)
+
+
 # -- who does not come, and who goes
+
+
+def test_a_full_queue_is_waited_for(place: Path) -> None:
+    """connect(2) gives EAGAIN at once then, which is no reason to say that there is no daemon."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(place))
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
+            first.connect(str(place))
+            with pytest.raises(DaemonUnreachable, match="does not answer within"):
+                Channel(place, 0.05)
+
+            def serve() -> None:
+                looked.wait(TIMEOUT)
+                listener.accept()[0].close()
+                client, _ = listener.accept()
+                with client:
+                    Daemon(client).welcome()
+
+            looked, thread = threading.Event(), threading.Thread(target=serve)
+            thread.start()
+            threading.Timer(0.1, looked.set).start()
+            Channel(place, TIMEOUT).close()
+            thread.join(TIMEOUT)
+            assert not thread.is_alive()
 
 
 def test_nobody_listens(place: Path) -> None:

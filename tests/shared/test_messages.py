@@ -148,3 +148,13 @@ def test_damaged_messages_are_messages_or_protocol_errors(message: m.Message, da
         assert isinstance(m.decode(bytes(payload)), get_args(m.Message))
     except ProtocolError:
         pass
+
+
+def test_a_welcome_of_an_older_daemon_has_no_instance() -> None:
+    """`instance` came after version 0.1.0; older agents ignore it, as they ignore every key that they do not know."""
+    new = m.Welcome(re=1, version=1, instance="ab" * 16)
+    assert m.decode(m.encode(new)) == new
+    old = msgspec.msgpack.encode({"type": "welcome", "re": 1, "version": 1})
+    assert m.decode(old) == m.Welcome(re=1, version=1, instance="")
+    with pytest.raises(ProtocolError):
+        m.decode(msgspec.msgpack.encode({"type": "welcome", "re": 1, "version": 1, "instance": "x" * 65}))

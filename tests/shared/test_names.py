@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import pwd
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -223,24 +225,70 @@ def test_root_digest_is_of_the_path() -> None:
     assert names.segment_directory(Path("/ckpts")) == f"ckptd-{os.getuid()}-{names.root_digest(Path('/ckpts'))}"
 
 
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """$XDG_RUNTIME_DIR, and what stands for /tmp/ckptd-UID beside it, so that other daemons of this machine do not matter."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
+        path = Path(name) / "runtime"
+        path.mkdir(mode=0o700)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
+        monkeypatch.setattr("ckptd.shared.names._plain_socket_directory", lambda: path.parent / "plain")
+        yield path
+
+
+def test_private_socket_is_in_the_runtime_directory(runtime: Path) -> None:
+    root = Path("/" + "long/" * 40)
+    name = f"ckptd-{names.root_digest(root)}.sock"
+    assert names.private_socket(root) == runtime / name
+    (runtime.parent / "plain").mkdir(mode=0o700)
+    assert names.private_sockets(root) == [runtime / name, runtime.parent / "plain" / name]
+
+
 def test_private_socket_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path("/" + "long/" * 40)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
-    assert names.private_socket(root) == Path(f"/run/user/1000/ckptd-{names.root_digest(root)}.sock")
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert names.private_socket(root) == Path(f"/tmp/ckptd-{os.getuid()}/ckptd-{names.root_digest(root)}.sock")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert len(os.fsencode(names.private_socket(root))) <= 96
+    assert str(names.private_socket(root).parent).startswith(f"/tmp/ckptd-{os.getuid()}")
+    monkeypatch.setattr("ckptd.shared.names._runtime_directory", lambda: Path(os.environ["XDG_RUNTIME_DIR"]))
     for length in range(2, 200):
         monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + "x" * (length - 1))
         assert len(os.fsencode(names.private_socket(root))) <= 96
-    assert names.private_socket(root).parent == Path(f"/tmp/ckptd-{os.getuid()}")
 
 
-def test_default_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["missing", "a file", "relative", "writable by others", "another user's"])
+def test_a_runtime_directory_that_cannot_be_used_does_not_count(runtime: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    if kind == "missing":
+        runtime.rmdir()
+    elif kind == "a file":
+        runtime.rmdir()
+        runtime.touch()
+    elif kind == "relative":
+        monkeypatch.chdir(runtime.parent)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime.name)
+    elif kind == "writable by others":
+        runtime.chmod(0o777)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert names.private_socket(Path("/ckpts")).parent == runtime.parent / "plain"
+    assert len(names.default_sockets()) == 1
+
+
+def test_default_sockets(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pwd.getpwuid", lambda uid: pwd.struct_passwd(("ada", "x", uid, uid, "", "/home/ada", "/bin/sh")))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
-    assert names.default_sockets() == [Path("/run/ckptd/ada.sock"), Path("/run/user/1000/ckptd.sock")]
+    assert names.default_sockets() == [Path("/run/ckptd/ada.sock"), runtime / "ckptd.sock"]
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert names.default_sockets() == [Path("/run/ckptd/ada.sock")]
+
+
+@pytest.mark.parametrize(
+    ("root", "scheme"),
+    [
+        ("s3://bucket/x", "s3"), ("gs://b", "gs"), ("file:///ckpts", "file"), ("S3://B", "S3"), (Path("s3://bucket/x"), "s3"),
+        ("/ckpts", ""), ("ckpts", ""), ("./s3://bucket", ""), ("/mnt/s3:/x", ""), ("a:b", ""), ("", ""), ("C:/x", ""),
+    ],
+)  # fmt: skip
+def test_url_scheme(root: str | Path, scheme: str) -> None:
+    assert names.url_scheme(root) == scheme
 
 
 def test_default_socket_of_a_uid_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,82 @@
+"""The root as a directory: made, checked for its owner, and locked, before anything in it is read."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from ckptd.shared import names
+from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.fs import make_directories
+from ckptd.shared.owners import is_trusted, stranger
+from ckptd.shared.storage import PosixStorage
+
+log = logging.getLogger("ckptd.roots")
+
+
+def prepare(root: Path, storage: PosixStorage) -> tuple[str, ...]:
+    """Make the root and the daemon's own directories in it, and return the path of the journal's directory below the root.
+
+    Raises StorageError if one of them cannot be made, or belongs to another user than this daemon's and root.
+    """
+    control = (names.CONTROL, names.host(), names.JOURNAL)
+    try:
+        make_directories(storage.fs, root)
+        _check(root, "that user could replace checkpoints; use a directory of your own in it")
+        for depth in range(len(control)):
+            parts = control[: depth + 1]
+            storage.ensure(*parts)
+            _check(root.joinpath(*parts), "that user could replace the daemon's records; remove it, or use another root")
+        _check_others(root / names.CONTROL)
+        if os.stat(root).st_mode & 0o002:
+            log.warning("every user of this node may write to the root %s: run `chmod o-w %s`", root, root)
+    except OSError as error:
+        raise StorageError.of(f"use {root} as the root for checkpoints", error) from None
+    return control
+
+
+def _check(path: Path, remedy: str) -> None:
+    reason = stranger(path)
+    if not reason:
+        return
+    if os.geteuid() != 0:
+        raise StorageError(f"{reason}: {remedy}")
+    log.warning("%s; it is used because this daemon runs as root, as in a container with a mounted root", reason)
+
+
+def _check_others(control: Path) -> None:
+    """Check the other directories in the root's `.ckptd`: those of claims and pins, and those of other hosts."""
+    for name in sorted(os.listdir(control)):
+        if (control / name).is_dir():
+            _check(control / name, "that user could replace the daemon's records; remove it, or use another root")
+
+
+def foreign_job(storage: PosixStorage, job: str) -> str:
+    """Return the reason why the directory of `job` cannot be used, or "". Raises OSError.
+
+    Another user who owns it could replace the checkpoints in it. A daemon of root uses it all the same, as `prepare` uses such a root.
+    """
+    try:
+        with storage.directory(job) as directory:
+            uid = os.fstat(directory).st_uid
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    if is_trusted(uid) or os.geteuid() == 0:
+        return ""
+    return (
+        f"{storage.root / job} belongs to uid {uid}, not to uid {os.geteuid()} or root, who could replace checkpoints in it: "
+        "use another job name or another root"
+    )
+
+
+def lock(directory: int, root: Path) -> int:
+    """Return a descriptor that holds the lock of this host and root, for one daemon. Raises Busy if another daemon holds it."""
+    fd = os.open(names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Busy(f"another ckptd already serves {root}: use that one, or stop it first") from None
+    return fd

@@ -1,0 +1,141 @@
+"""Checks of ownership, which keep the other users of a node out: of sockets, of the directories that hold them, and of the root.
+
+Root is trusted everywhere, because root can read and change everything anyway. Every other user is not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import stat
+import struct
+from pathlib import Path
+
+from ckptd.shared.errors import Forbidden
+
+_UCRED = struct.Struct("iII")
+_SUFFIX = re.compile(r"[0-9a-f]{16}")
+_MOST_TRIES = 8
+
+
+def is_trusted(uid: int) -> bool:
+    """Return True if `uid` is the user of this process, or root."""
+    return uid in (os.geteuid(), 0)
+
+
+def check_peer(connection: socket.socket, path: Path) -> None:
+    """Check that the process that listens at `path` belongs to this user or to root. Raises Forbidden.
+
+    The kernel recorded that user when the process began to listen (unix(7), SO_PEERCRED); systemd listens as root for its sockets.
+    """
+    _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if not is_trusted(uid):
+        raise Forbidden(
+            f"the process that listens at {path} belongs to uid {uid}, not to uid {os.geteuid()} or root, and nothing was sent to it: "
+            "name the socket of your own daemon with socket=, --socket or CKPTD_SOCKET"
+        )
+
+
+def check_socket(path: Path) -> None:
+    """Check that no other user owns the socket at `path` or can replace it. Raises Forbidden; a missing socket is no error."""
+    for place in dict.fromkeys((path, Path(os.path.realpath(path)))):
+        check_socket_directory(place)
+        try:
+            uid = os.lstat(place).st_uid
+        except OSError:
+            continue  # the connection fails with a better message
+        if not is_trusted(uid):
+            raise Forbidden(
+                f"the socket {place} belongs to uid {uid}, not to uid {os.geteuid()} or root, and was not used: "
+                "name the socket of your own daemon with socket=, --socket or CKPTD_SOCKET"
+            )
+
+
+def check_socket_directory(path: Path) -> None:
+    """Check the directory of the socket `path`, after its links were followed. Raises Forbidden if another user can replace the socket."""
+    directory = os.path.realpath(path.parent)
+    try:
+        status = os.stat(directory)
+    except OSError:
+        return
+    if not is_trusted(status.st_uid):
+        raise Forbidden(
+            f"{directory} belongs to uid {status.st_uid}, who could replace the socket {path.name} in it: "
+            "use a socket in a directory of your own"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        raise Forbidden(
+            f"{directory} has mode {stat.S_IMODE(status.st_mode):o}, so that other users could replace the socket {path.name} in it: "
+            f"run `chmod go-w {directory}`, or use a socket in a directory with mode 700"
+        )
+
+
+def is_usable_for_sockets(directory: Path) -> bool:
+    """Return True if `directory` exists, belongs to this user, and no other user may replace a socket in it."""
+    try:
+        check_socket_directory(directory / "socket")
+        return directory.is_dir() and directory.stat().st_uid == os.geteuid()
+    except (Forbidden, OSError):
+        return False
+
+
+def stranger(path: str | Path, directory: int | None = None) -> str:
+    """Return the reason why `path` cannot be trusted, or "" if it belongs to this user or root. Raises OSError.
+
+    `directory` is an open descriptor to which `path` is relative. Where `path` is a link, both the link and its target count.
+    """
+    for follow in (False, True):
+        uid = os.stat(path, dir_fd=directory, follow_symlinks=follow).st_uid
+        if not is_trusted(uid):
+            return f"{path} belongs to uid {uid}, not to uid {os.geteuid()} or root"
+    return ""
+
+
+# -- directories of this user beside a well-known name that anybody can take
+
+
+def is_own_directory(path: Path) -> bool:
+    """Return True if `path` is a directory, not a link, of this user, that nobody else may enter."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def own_directories(plain: Path) -> list[Path]:
+    """Return this user's directories at the name `plain`, and at `plain` with a random suffix, in this order."""
+    try:
+        found = os.listdir(plain.parent)
+    except OSError:
+        found = []
+    prefix = f"{plain.name}."
+    suffixed = sorted(name for name in found if name.startswith(prefix) and _SUFFIX.fullmatch(name.removeprefix(prefix)))
+    return [path for path in (plain, *(plain.parent / name for name in suffixed)) if is_own_directory(path)]
+
+
+def own_directory(plain: Path) -> Path:
+    """Return the directory to use in place of `plain`, and make nothing.
+
+    This is a directory of this user that exists already; else `plain`, if that name is free; else `plain` with a new random suffix.
+    """
+    if is_own_directory(plain):
+        return plain
+    if found := own_directories(plain):
+        return found[0]
+    return plain.with_name(f"{plain.name}.{secrets.token_hex(8)}") if os.path.lexists(plain) else plain
+
+
+def make_own_directory(plain: Path) -> Path:
+    """Return the directory of `own_directory`, after making it if it is missing. Raises OSError."""
+    for _ in range(_MOST_TRIES):  # another user may take the free name at the same moment
+        path = own_directory(plain)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        if is_own_directory(path):
+            return path
+    raise PermissionError(f"a new directory beside {plain} does not belong to uid {os.geteuid()} with mode 700")

@@ -1,0 +1,152 @@
+"""The root: made, refused where another user owns part of it, and locked."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from ckptd.daemon import roots
+from ckptd.shared import names
+from ckptd.shared.errors import Busy, StorageError
+from ckptd.shared.storage import PosixStorage
+from tests.support.daemons import Daemon, Home
+
+USER, STRANGER = 12345, 65534
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """A root of `USER`, who this process is during the test."""
+    if os.getuid():
+        pytest.skip("becoming another user needs root")  # reason: without another user there is nobody to refuse
+    with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
+        os.chmod(name, 0o755)
+        path = Path(name) / "root"
+        path.mkdir()
+        os.chown(path, USER, USER)
+        os.seteuid(USER)
+        try:
+            yield path
+        finally:
+            os.seteuid(0)
+
+
+def give(path: Path, uid: int) -> None:
+    os.seteuid(0)
+    os.chown(path, uid, uid, follow_symlinks=False)
+    os.seteuid(USER)
+
+
+def prepare(root: Path) -> tuple[str, ...]:
+    return roots.prepare(root, PosixStorage(root))
+
+
+def test_it_is_made(root: Path) -> None:
+    assert prepare(root / "a" / "b") == (".ckptd", names.host(), "journal")
+    assert (root / "a" / "b" / ".ckptd" / names.host() / "journal").is_dir()
+    assert prepare(root / "a" / "b") == (".ckptd", names.host(), "journal")
+
+
+@pytest.mark.parametrize("where", ["", ".ckptd", ".ckptd/{host}", ".ckptd/{host}/journal", ".ckptd/attempts", ".ckptd/another-host"])
+def test_a_directory_of_another_user_is_refused(root: Path, where: str) -> None:
+    path = root / where.format(host=names.host())
+    path.mkdir(parents=True, exist_ok=True)
+    prepare(root)
+    path.chmod(0o777)
+    before = {found: found.stat().st_mtime_ns for found in path.rglob("*")}
+    give(path, STRANGER)
+    with pytest.raises(StorageError, match=f"^{path} belongs to uid {STRANGER}, not to uid {USER} or root: that user could replace"):
+        prepare(root)
+    assert {found: found.stat().st_mtime_ns for found in path.rglob("*")} == before
+    give(path, 0)
+    prepare(root)
+
+
+def test_nothing_is_made_in_a_root_of_another_user(root: Path) -> None:
+    root.chmod(0o777)
+    give(root, STRANGER)
+    with pytest.raises(StorageError, match="use a directory of your own in it"):
+        prepare(root)
+    assert list(root.iterdir()) == []
+
+
+def test_a_link_of_another_user_to_a_directory_of_ours_is_refused(root: Path) -> None:
+    root.chmod(0o777)
+    (root / "mine").mkdir()
+    (root / "link").symlink_to("mine")
+    prepare(root / "link")
+    give(root / "link", STRANGER)
+    with pytest.raises(StorageError, match=f"link belongs to uid {STRANGER}"):
+        prepare(root / "link")
+
+
+def test_a_daemon_of_root_says_so_and_goes_on(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    os.seteuid(0)
+    prepare(root)
+    assert f"{root} belongs to uid {USER}, not to uid 0 or root; it is used because this daemon runs as root" in caplog.text
+    assert roots.foreign_job(PosixStorage(root), "job") == ""
+
+
+def test_a_root_that_everybody_may_write_is_warned_of(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root.chmod(0o1777)
+    prepare(root)
+    assert f"every user of this node may write to the root {root}: run `chmod o-w {root}`" in caplog.text
+
+
+def test_a_job_directory_of_another_user(root: Path) -> None:
+    storage = PosixStorage(root)
+    assert roots.foreign_job(storage, "gpt") == ""
+    (root / "gpt").mkdir()
+    assert roots.foreign_job(storage, "gpt") == ""
+    give(root / "gpt", STRANGER)
+    assert roots.foreign_job(storage, "gpt") == (
+        f"{root}/gpt belongs to uid {STRANGER}, not to uid {USER} or root, who could replace checkpoints in it: "
+        "use another job name or another root"
+    )
+    give(root / "gpt", 0)
+    assert roots.foreign_job(storage, "gpt") == ""
+
+
+def test_one_daemon_has_the_lock(root: Path) -> None:
+    prepare(root)
+    with PosixStorage(root).directory(names.CONTROL, names.host()) as directory:
+        held = roots.lock(directory, root)
+        with pytest.raises(Busy, match=f"another ckptd already serves {root}: use that one, or stop it first"):
+            roots.lock(directory, root)
+        os.close(held)
+        os.close(roots.lock(directory, root))
+
+
+def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) -> None:
+    """A daemon of an ordinary user; the agent is root's, whom every daemon serves, but root trusts no daemon of another user."""
+    if os.getuid():
+        pytest.skip("becoming another user needs root")  # reason: without another user there is nobody to refuse
+    os.chmod(place.path, 0o1777)
+    place.root.mkdir()
+    os.chown(place.root, USER, USER)
+    (place.root / "gpt").mkdir()
+    os.chown(place.root / "gpt", STRANGER, STRANGER)
+    with place.log.open("ab"):
+        os.chmod(place.log, 0o666)
+    daemon = Daemon(place, forked=lambda: os.setuid(USER))
+    try:
+        daemon.wait_ready()
+        os.seteuid(USER)
+        try:
+            with pytest.raises(StorageError, match=f"gpt belongs to uid {STRANGER}, not to uid {USER} or root, who could replace"):
+                Agent("gpt", socket=place.socket)
+            agent = Agent("mine", socket=place.socket)
+            agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+            agent.close()
+        finally:
+            os.seteuid(0)
+    finally:
+        daemon.close()
+        for path in Path("/dev/shm").glob(f"ckptd-{USER}-{names.root_digest(place.root)}*"):
+            path.rmdir()
