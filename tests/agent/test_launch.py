@@ -132,10 +132,10 @@ def give_away(path: Path) -> None:
     os.chown(path, 65534, 65534, follow_symlinks=False)
 
 
-def saves(root: Path) -> None:
+def saves(root: Path, job: str = "job") -> None:
     """A private daemon is started, and what it has is ours."""
     state = {"w": torch.ones(10)}
-    agent = Agent(root=root)
+    agent = Agent(job, root=root)
     agent.snapshot(state, step=1).wait("durable", timeout=60)
     state["w"].zero_()
     assert agent.recover(state) is not None
@@ -183,7 +183,7 @@ def test_a_runtime_directory_of_another_user_blocks_nobody(private: Home, plain:
 def test_a_private_daemon_is_found_where_another_environment_has_put_it(
     private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = Agent(root=private.root)
+    first = Agent("first", root=private.root)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(private.path))
     saves(private.root)
     first.close()
@@ -270,10 +270,7 @@ def test_a_log_that_is_not_our_own_file_is_not_written(private: Home, kind: str)
 @pytest.mark.parametrize("by", ["argument", "environment"])
 def test_a_root_that_is_a_url_is_refused(private: Home, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     monkeypatch.chdir(private.path)
+    monkeypatch.setenv("CKPTD_ROOT", "s3://bucket/runs" if by == "environment" else str(private.root))
     with pytest.raises(errors.InvalidRequest, match=r"the root s3://bucket/runs is a URL, .* saves to directories only: mount"):
-        if by == "argument":
-            Agent(root="s3://bucket/runs")
-        else:
-            monkeypatch.setenv("CKPTD_ROOT", "s3://bucket/runs")
-            Agent()
+        Agent(root="s3://bucket/runs" if by == "argument" else None)
     assert list(private.path.iterdir()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from tests.support.daemons import Daemon, Home
 
 
 @pytest.fixture
-def path(place: Home) -> Iterator[Path]:
-    yield place.socket
+def path(place: Home) -> Path:
+    return place.socket
 
 
 def test_a_new_socket_is_for_its_user_alone(path: Path) -> None:

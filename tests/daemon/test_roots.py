@@ -123,8 +123,13 @@ def test_one_daemon_has_the_lock(root: Path) -> None:
         os.close(roots.lock(directory, root))
 
 
+def become_user() -> None:
+    os.setgroups([])
+    os.setgid(USER)
+    os.setuid(USER)
+
+
 def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) -> None:
-    """A daemon of an ordinary user; the agent is root's, whom every daemon serves, but root trusts no daemon of another user."""
     if os.getuid():
         pytest.skip("becoming another user needs root")  # reason: without another user there is nobody to refuse
     os.chmod(place.path, 0o1777)
@@ -134,7 +139,7 @@ def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) ->
     os.chown(place.root / "gpt", STRANGER, STRANGER)
     with place.log.open("ab"):
         os.chmod(place.log, 0o666)
-    daemon = Daemon(place, forked=lambda: os.setuid(USER))
+    daemon = Daemon(place, forked=become_user)
     try:
         daemon.wait_ready()
         os.seteuid(USER)
