@@ -69,7 +69,7 @@ class Opened:
     user_content: Any
     descriptors: list[int]
     manifest: Manifest | None = None
-    leased: int = -1
+    leased: list[int] = field(default_factory=list)
     owner: int = field(default_factory=os.getpid)
     plain: dict[str, Any] = field(default_factory=dict)
 
@@ -122,9 +122,8 @@ class Opened:
         return sum(verify(source) for source in (self.sources if sources is None else sources))
 
     def close(self) -> None:
-        if self.leased >= 0:
-            (give_back if self.owner == os.getpid() else os.close)(self.leased)
-            self.leased = -1
+        while self.leased:
+            (give_back if self.owner == os.getpid() else os.close)(self.leased.pop())
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -155,7 +154,7 @@ def open_memory(descriptors: Sequence[int], attempt: int, step: int, tag: str) -
 
 
 def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
-    """Raises NotFound, also for a checkpoint that is deleted meanwhile; IntegrityError, OSError."""
+    """Raises NotFound, also for a checkpoint that is deleted meanwhile; Busy for one that a deleter has locked; IntegrityError, OSError."""
     manifest = manifest or storage.read_manifest(job, tag)
     while True:
         try:
@@ -169,15 +168,15 @@ def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest |
 
 def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Opened:
     readers: list[PartReader] = []
-    leased = lease(storage, job, tag)
+    leased = [lease(storage, job, tag)]
     descriptors: list[int] = []
     try:
         if isinstance(storage, StandaloneStorage):
-            descriptors.append(storage.share())
+            leased.append(storage.share())
         for part in manifest.parts:
             reader = storage.open_part(job, tag, part.file, part.index_sha256)
             readers.append(reader)
-            descriptors.append(reader.fileno())
+            (leased if isinstance(storage, StandaloneStorage) else descriptors).append(reader.fileno())
             index = reader.index
             whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
             if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
@@ -186,7 +185,8 @@ def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Op
     except BaseException:
         for fd in descriptors:
             os.close(fd)
-        give_back(leased)
+        for fd in leased:
+            give_back(fd)
         raise
     return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, descriptors, manifest, leased=leased)
 

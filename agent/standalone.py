@@ -23,6 +23,7 @@ from ckptd.shared import names
 from ckptd.shared.binary import align
 from ckptd.shared.codec import Codec
 from ckptd.shared.errors import IntegrityError, NotFound
+from ckptd.shared.locks import release
 from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import PartWriter, Spread
@@ -31,6 +32,7 @@ from ckptd.shared.request import Request
 from ckptd.shared.storage import StandaloneStorage
 
 _MOST_THREADS = 8
+_TRIES = 10
 
 
 class StandalonePart:
@@ -43,13 +45,40 @@ class StandalonePart:
         self._chunks: list[Chunk] = []
         self._pid = os.getpid()
         self._directory = storage.fs.open_directory(str(storage.root.resolve()))
-        self._writer = PartWriter(storage.fs, self._directory, names.new_nonce(), codec, spread)
+        self._codec, self._spread = codec, spread
+        self._held = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        self.nonce = names.new_nonce()
+        self._writer = PartWriter(self._storage.fs, self._directory, self.nonce, self._codec, self._spread, self._hold)
 
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
         """The regions of the packed slot. `room`: bytes that the documents will take, about."""
         ranges = chunk_ranges(layout.plan.regions, DEFAULT_CHUNK)
-        self._writer.create(self._index(layout), ranges, room)
+        self._create(self._index(layout), ranges, room)
         self._chunks = self._write(ranges, stream(layout, resolved))
+
+    def _create(self, index: PartIndex, ranges: list[ChunkRange], room: int) -> None:
+        """Create the files and lock the part. Another save may sweep the part before it is locked; then it is created again."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._writer.create(index, ranges, room)
+                return
+            except FileNotFoundError:
+                self._writer.discard()
+                self._let_go()
+                if not tries_left:
+                    raise
+                self._begin()
+
+    def _hold(self, file: str) -> None:
+        self._held = self._storage.hold(file)
+
+    def _let_go(self) -> None:
+        if self._held >= 0:
+            release(self._held)
+            self._held = -1
 
     def finish(self, layout: Layout, values: bytes, request: Request) -> PartEntry:
         """The values document, index and trailer; then it is durable. `layout`: as it was, but for its metadata."""
@@ -72,7 +101,8 @@ class StandalonePart:
             self.close()
 
     def close(self) -> None:
-        """It stays, whatever becomes of it."""
+        """Release the part's lock: from now on it is swept unless a manifest names it."""
+        self._let_go()
         self._storage.fs.close(self._directory)
         self._directory = -1
 
@@ -134,8 +164,13 @@ class _Pieces:
             self._left, at = self._left[count:], at + count
 
 
-def commit(storage: StandaloneStorage, layout: Layout, parts: list[PartEntry], request: Request, codec: str, *, overwrite: bool) -> None:
-    """The manifest, and with `overwrite` in the place of another one. Raises FileExistsError, OSError: it may be there nevertheless."""
+def commit(
+    storage: StandaloneStorage, layout: Layout, parts: list[PartEntry], request: Request, codec: str, *, overwrite: bool, nonce: bytes
+) -> None:
+    """Publish the manifest, and with `overwrite` in the place of another one. `nonce`: of the coordinator's part, which it has locked.
+
+    Raises FileExistsError, OSError; after an OSError the manifest may be there nevertheless.
+    """
     manifest = Manifest(
         features=["files"] if any(part.files > 1 for part in parts) else [],
         job=storage.job, attempt=storage.attempt, step=None, tag=storage.tag, seq=1, world_size=len(parts),
@@ -144,7 +179,7 @@ def commit(storage: StandaloneStorage, layout: Layout, parts: list[PartEntry], r
         metrics=plain_metrics(request.metrics), user_content=msgspec.json.decode(request.user_content),
         writer={**layout.plan.writer, "codec": codec},
     )  # fmt: skip
-    storage.commit(manifest.encode(), overwrite=overwrite)
+    storage.commit(manifest.encode(), overwrite=overwrite, nonce=nonce.hex())
 
 
 def is_named(storage: StandaloneStorage, file: str) -> bool:

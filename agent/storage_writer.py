@@ -253,8 +253,11 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         entry = None
         if not save.coordinates:
             entry = part.finish(layout, values_of(None), _request(ticket))
-            part.close()
             save.part = save.resolved = None
+            if isinstance(part, SlotPart):
+                part.close()
+            else:  # this rank does not learn when the coordinator commits: its part stays locked until this writer's next save or end
+                save.holding.callback(part.close)
         written = [WriteResult(resolved.writes[row.key].index, row.nbytes, row.sizes) for row in resolved.rows]
         return [*written, WriteResult(MetadataIndex(_PART), 0, (ticket.rank, entry))]
 
@@ -297,9 +300,11 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         entries = [entry for _, entry in sorted(parts.items()) if entry is not None]
         save.part = None  # from now on the manifest says what becomes of it
         try:
-            commit(storage, layout, entries, _request(ticket), self.codec, overwrite=self.overwrite)
+            commit(storage, layout, entries, _request(ticket), self.codec, overwrite=self.overwrite, nonce=part.nonce)
         except BaseException:
-            if not is_named(storage, entries[ticket.rank].file):
+            if is_named(storage, entries[ticket.rank].file):
+                part.close()
+            else:
                 part.discard("")
             raise
         part.close()

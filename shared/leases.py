@@ -1,91 +1,96 @@
-"""Leases: whoever reads a checkpoint holds a shared lock on its manifest; whoever deletes it takes an exclusive one first.
+"""Leases: a process that reads a checkpoint holds a shared lock on its manifest; a process that deletes it takes the exclusive one first.
 
-The kernel gives a lock up when its holder dies, so that none is ever stale, and no clock is asked. Where a file system has no locks (flock
-fails otherwise than with EWOULDBLOCK) a reader may be told that the checkpoint is gone, as after any deletion.
+The kernel releases a lock when its holder dies, so that none is ever stale, and no clock is asked. `locks.py` says why a process that may
+only read the files cannot keep others from reading. Where a file system has no locks, a checkpoint may be deleted while it is read.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptd.shared import names
+from ckptd.shared import locks, names
 from ckptd.shared.errors import Busy, IntegrityError, NotFound
 from ckptd.shared.fs import READ, open_regular
+from ckptd.shared.locks import release as give_back
 from ckptd.shared.storage import PosixStorage
 
-_SECONDS, _LOOK_SECONDS = 3.0, 0.01
-"""For which a reader waits for somebody who has the manifest locked."""
+__all__ = ["deletion", "give_back", "holders", "lease"]
 
 
 def lease(storage: PosixStorage, job: str, tag: str) -> int:
-    """A descriptor; until it is closed, nobody deletes the checkpoint. Raises NotFound, IntegrityError, OSError."""
-    until = time.monotonic() + _SECONDS
+    """Return a descriptor that keeps the checkpoint from being deleted until `give_back` closes it.
+
+    Raises NotFound; Busy if a deleter has the manifest locked for `locks.SECONDS`; IntegrityError, OSError.
+    """
+    until = time.monotonic() + locks.SECONDS
     while True:
         try:
             with storage.directory(job, tag) as directory:
                 fd = open_regular(names.MANIFEST, directory)
         except (FileNotFoundError, NotADirectoryError):
             raise NotFound(f"no checkpoint {job}/{tag} in {storage.root}") from None
-        if _locked(fd, fcntl.LOCK_SH) and os.fstat(fd).st_nlink:
-            return fd
-        os.close(fd)  # somebody is about to delete it, or has only looked whether he could; or it was written over
-        if time.monotonic() > until:
-            raise NotFound(f"checkpoint {job}/{tag} in {storage.root} is being deleted")
-        time.sleep(_LOOK_SECONDS)
-
-
-def give_back(fd: int) -> None:
-    """End a lease, also where a forked child still has the descriptor."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except OSError:
-        pass  # no locks here
-    os.close(fd)
+        try:
+            if locks.wait_to_share(fd, f"checkpoint {job}/{tag} in {storage.root}", until):
+                return fd
+            if time.monotonic() > until:
+                raise Busy(f"checkpoint {job}/{tag} in {storage.root} cannot be read now: its manifest is replaced all the time; try again")
+        except BaseException:
+            give_back(fd)
+            raise
+        give_back(fd)  # the manifest was deleted or replaced before it was locked
 
 
 @contextmanager
 def deletion(storage: PosixStorage, job: str, tag: str) -> Iterator[None]:
-    """While it lasts nobody begins to read the checkpoint, if it is there. Raises Busy if somebody reads it; OSError."""
-    try:
-        with storage.directory(job, tag) as directory:
-            fd = _to_lock(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        fd = -1
+    """Keep every reader from opening the checkpoint. Do nothing if it has no manifest.
+
+    Raises Busy if another process reads or deletes it, or if its manifest may not be written; OSError.
+    """
+    fd = _open_to_lock(storage, job, tag)
     if fd < 0:
         yield
         return
     try:
-        if not _locked(fd, fcntl.LOCK_EX):
-            raise Busy(f"checkpoint {job}/{tag} is being read, or deleted, by somebody else")
+        if not locks.exclude(fd):
+            raise Busy(f"checkpoint {job}/{tag} is being read, or deleted, by {locks.holders(fd)}")
         yield
     finally:
-        os.close(fd)
+        give_back(fd)
 
 
-def _to_lock(directory: int) -> int:
-    """The manifest; -1 for what nobody can read as one. NFS locks only what may be written."""
+def holders(storage: PosixStorage, job: str, tag: str) -> str:
+    """Name the processes that keep the checkpoint from being deleted. Return an empty string if none does. Raises Busy, OSError.
+
+    This looks through the descriptors of all processes of the machine, unlike the error of `deletion`, which a daemon can wait for.
+    """
+    fd = _open_to_lock(storage, job, tag)
+    if fd < 0:
+        return ""
     try:
-        return open_regular(names.MANIFEST, directory, os.O_RDWR | READ)
-    except PermissionError:
-        return open_regular(names.MANIFEST, directory)
-    except IntegrityError:
+        return "" if locks.exclude(fd) else locks.holders(fd, search=True)
+    finally:
+        give_back(fd)
+
+
+def _open_to_lock(storage: PosixStorage, job: str, tag: str) -> int:
+    """Open the manifest for an exclusive lock, which needs the right to write. Return -1 if no reader can open it. Raises Busy, OSError."""
+    try:
+        with storage.directory(job, tag) as directory:
+            try:
+                return open_regular(names.MANIFEST, directory, os.O_RDWR | READ)
+            except PermissionError:
+                owner = os.stat(names.MANIFEST, dir_fd=directory, follow_symlinks=False).st_uid
+    except (FileNotFoundError, NotADirectoryError, IntegrityError):
         return -1
     except OSError as error:
         if error.errno != errno.ELOOP:  # a link
             raise
         return -1
-
-
-def _locked(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # no locks here
-    return True
+    raise Busy(
+        f"checkpoint {job}/{tag} cannot be deleted by uid {os.geteuid()}: its manifest belongs to uid {owner} and may not be written; "
+        f"delete it as uid {owner}"
+    )

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import mmap
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -68,10 +69,20 @@ class _File:
 class PartWriter:
     """`create`, then `chunk` for every chunk of the packed slot, then `finish`; or `discard` at any time. Raises OSError.
 
-    A file that is full is synced and closed at once, so that no more are open than are filled.
+    A file that is full is synced and closed at once, so that no more are open than are filled. `created` is called with the name of the
+    first file as soon as that exists, so that the caller can lock the part.
     """
 
-    def __init__(self, fs: FileSystem, directory: int, nonce: bytes, codec: Codec, spread: Spread = ONE_FILE) -> None:
+    def __init__(
+        self,
+        fs: FileSystem,
+        directory: int,
+        nonce: bytes,
+        codec: Codec,
+        spread: Spread = ONE_FILE,
+        created: Callable[[str], None] | None = None,
+    ) -> None:
+        self._created = created
         self._fs, self._directory, self._nonce, self._codec, self._spread = fs, directory, nonce, codec, spread
         self._files: list[_File] = []
         self._filling: list[_File] = []
@@ -94,6 +105,8 @@ class PartWriter:
         file = _File(number, fd, reserved)
         self._files.append(file)
         self._filling.append(file)
+        if number == 0 and self._created is not None:
+            self._created(self._name(0))
         room += file.used
         self._fs.allocate(fd, min(room, self._spread.bytes_per_file or room))
         if number > 0:

@@ -11,15 +11,18 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.shared import names
+from ckptd.shared import locks, names
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.fs import FileSystem, PosixFileSystem, make_directories, open_regular, opened_directory, publish, read_small
+from ckptd.shared.fs import READ, FileSystem, PosixFileSystem, make_directories, open_regular, opened_directory, publish, read_small
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
+
+_SWEPT_AT_ONCE = 64
+"""How many parts are locked at once, each with an open descriptor."""
 
 
 class Storage(Protocol):
@@ -252,43 +255,106 @@ class StandaloneStorage(PosixStorage):
         """Whatever job and tag it was made for: a checkpoint may have been moved or copied here."""
         return self._read_manifest(job, tag, f"no checkpoint in {self.root}", str(self.root))
 
-    def commit(self, data: bytes, *, overwrite: bool) -> None:
-        """The manifest; of several that commit at once without `overwrite` one succeeds. Raises FileExistsError, OSError: then it may be
-        there nevertheless."""
+    def commit(self, data: bytes, *, overwrite: bool, nonce: str | None = None) -> None:
+        """Publish the manifest. If several savers commit at once without `overwrite`, one succeeds.
+
+        nonce: of a part that the caller has locked. Until the lock is released, no other save sweeps the unpublished manifest.
+        Raises FileExistsError, OSError; after an OSError the manifest may be there nevertheless.
+        """
         with self.directory() as fd:
-            publish(self.fs, names.MANIFEST, fd, data, replace=overwrite, by=names.new_nonce().hex())
+            publish(self.fs, names.MANIFEST, fd, data, replace=overwrite, by=nonce or names.new_nonce().hex())
 
     def sweep(self) -> None:
-        """Remove what the manifest does not name: of a save that ended half way, and of a checkpoint that was written over.
+        """Remove the files of failed saves and of checkpoints that were written over.
 
-        Nothing while somebody saves there, which `saving` tells, or reads: then the next save sweeps.
+        Files that a reader or another saver has locked stay for the next sweep. Raises OSError, IntegrityError, NotFound.
         """
+        keep = self._named()
         with self.directory() as fd:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                return
-            keep = {part.file for part in self.read_manifest().parts}
-            mine = [file for file in os.listdir(fd) if names.is_standalone_file(file) and names.part_of(file) not in keep]
-            self.delete_files(self.job, self.tag, mine)
+                return  # an earlier version of ckptd, which locks no parts, may be reading or saving
+            left = list(self._left(fd, keep).items())
+            for first in range(0, len(left), _SWEPT_AT_ONCE):
+                self._sweep(fd, dict(left[first : first + _SWEPT_AT_ONCE]))
+
+    def _named(self) -> set[str]:
+        """Return the names of the parts of the committed checkpoint."""
+        return {part.file for part in self.read_manifest().parts}
+
+    def _left(self, directory: int, keep: set[str]) -> dict[str, list[str]]:
+        """Return the files that may be swept, by the name of the file whose lock decides."""
+        left: dict[str, list[str]] = {}
+        unpublished = []
+        for file in filter(names.is_standalone_file, os.listdir(directory)):
+            part = names.part_of(file)
+            if part is None:
+                unpublished.append(file)
+            elif part not in keep:
+                left.setdefault(part, []).append(file)
+        if unpublished:  # listed again, because a listing may lack a part that was created while it was made
+            parts = {parsed[1].hex(): file for file in os.listdir(directory) if (parsed := names.parse_part_file(file)) is not None}
+            for file in unpublished:
+                nonce = file.removeprefix(f"{names.MANIFEST}.").removesuffix(names.TMP_SUFFIX)
+                left.setdefault(parts.get(nonce, file), []).append(file)
+        return left
+
+    def _sweep(self, directory: int, left: dict[str, list[str]]) -> None:
+        """Remove the files whose lock is free. Each part is locked before the manifest is read: its saver commits before it unlocks."""
+        with ExitStack() as locked:
+            free = [files for lock, files in left.items() if self._lock(lock, directory, locked)]
+            keep = self._named()
+            self.delete_files(self.job, self.tag, [file for files in free for file in files if names.part_of(file) not in keep])
+
+    def _lock(self, file: str, directory: int, locked: ExitStack) -> bool:
+        """Take the exclusive lock of a part until `locked` is closed. Return True also for a file that no process can have locked."""
+        try:
+            fd = open_regular(file, directory, os.O_RDWR | READ)
+        except (FileNotFoundError, IntegrityError):
+            return True  # data files whose part is gone, or no regular file
+        except OSError as error:
+            return error.errno == errno.ELOOP  # a link; another user's part stays, because its readers cannot be seen
+        locked.callback(locks.release, fd)
+        return locks.exclude(fd)
+
+    def hold(self, file: str) -> int:
+        """Return a descriptor of a part that keeps `sweep` from removing it, until `locks.release` closes it.
+
+        Raises FileNotFoundError if the part has been swept, Busy, IntegrityError, OSError.
+        """
+        fd = super()._open_beside(self.job, self.tag, file)
+        try:
+            if not locks.wait_to_share(fd, f"{self.root / file}"):
+                raise FileNotFoundError(errno.ENOENT, "it has been swept", file)
+        except BaseException:
+            locks.release(fd)
+            raise
+        return fd
+
+    def _open_beside(self, job: str, tag: str, file: str) -> int:
+        return self.hold(file) if names.parse_part_file(file) is not None else super()._open_beside(job, tag, file)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Held by whoever saves there, so that nobody sweeps what is not committed yet."""
+        """Keep earlier versions of ckptd from sweeping while the caller saves. The lock on each part does so for this version."""
         fd = self.share()
         try:
             yield
         finally:
-            self.fs.close(fd)
+            locks.release(fd)
 
     def share(self) -> int:
-        """A descriptor; until it is closed, nobody sweeps."""
+        """Return a descriptor of the directory that keeps earlier versions of ckptd from sweeping, until `locks.release` closes it.
+
+        The lock is not waited for: any process that may read the directory can refuse it.
+        """
         with self.directory() as fd:
             shared = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
         try:
-            fcntl.flock(shared, fcntl.LOCK_SH)
+            fcntl.flock(shared, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
-            pass  # no locks here
+            pass  # refused, or no locks here
         return shared
 
 

@@ -74,8 +74,8 @@ def try_save(where: Path, seed: int, overwrite: bool) -> None:
 def test_an_interruption_after_the_commit_takes_nothing_back(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = StandaloneStorage.commit
 
-    def interrupted(self: StandaloneStorage, data: bytes, *, overwrite: bool) -> None:
-        commit(self, data, overwrite=overwrite)
+    def interrupted(self: StandaloneStorage, data: bytes, *, overwrite: bool, nonce: str | None = None) -> None:
+        commit(self, data, overwrite=overwrite, nonce=nonce)
         raise error
 
     dcp.save(state(1), storage_writer=StorageWriter(tmp_path))
