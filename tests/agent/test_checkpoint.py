@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Checkpoint, StorageWriter
+from ckptd.shared import locks
 from ckptd.shared.errors import Busy, NotFound
 from ckptd.shared.leases import deletion
 from ckptd.shared.storage import StandaloneStorage
@@ -85,11 +86,12 @@ def test_one_checkpoint_in_two_dtypes(checkpoint: Checkpoint) -> None:
         assert torch.equal(read, value(3).to(dtype))
 
 
-def test_it_is_not_deleted_while_it_is_open(saved: Path) -> None:
+def test_it_is_not_deleted_while_it_is_open(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "SECONDS", 0.1)
     storage = StandaloneStorage(saved)
     with Checkpoint.open(saved), Checkpoint.open(saved), pytest.raises(Busy, match="is being read"), deletion(storage, "", ""):
         pass
-    with deletion(storage, "", ""), pytest.raises(NotFound, match="is being deleted"):
+    with deletion(storage, "", ""), pytest.raises(Busy, match="has been locked for deletion"):
         Checkpoint.open(saved)
     Checkpoint.open(saved).close()
 

@@ -28,13 +28,14 @@ from ckptd.agent.save_plan import Resolved
 from ckptd.agent.standalone import StandalonePart
 from ckptd.shared import codec
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
-from ckptd.shared.part_writer import ONE_FILE
+from ckptd.shared.part_writer import ONE_FILE, Spread
 from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
 from ckptd.shared.storage import StandaloneStorage
-from tests.agent.test_storage_writer import Place, refused, same, spot, state
+from tests.agent.test_storage_writer import Place, blank, refused, same, spot, state
 from tests.shared.samples import WRITER
 from tests.support import forks
 from tests.support.daemons import Daemon
+from tests.support.strangers import KINDS, holding, open_place
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 __all__ = ["spot"]
@@ -85,10 +86,14 @@ def test_an_interruption_after_the_commit_takes_nothing_back(tmp_path: Path, err
     assert same(Checkpoint.open(tmp_path).load(), state(2))
 
 
-def test_a_forked_child_takes_nothing_away(tmp_path: Path) -> None:
+def planned() -> Resolved:
     planner = DefaultSavePlanner()
     planner.set_up_planner({"a": torch.zeros(4)}, None, True)
-    resolved = Resolved.of(planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0][0]), planner, weights_only=True)
+    return Resolved.of(planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0][0]), planner, weights_only=True)
+
+
+def test_a_forked_child_takes_nothing_away(tmp_path: Path) -> None:
+    resolved = planned()
     part = StandalonePart(StandaloneStorage(tmp_path), 0, 1, codec.encoder("raw"), 1, ONE_FILE)
     part.write(resolved.lay_out(global_plan=b""), resolved, 0)
     child = os.fork()
@@ -133,6 +138,86 @@ def test_what_is_deleted_or_written_over_while_it_is_opened(tmp_path: Path) -> N
         part.unlink()
     with pytest.raises(IntegrityError, match="is missing"):
         Checkpoint.open(tmp_path / "3")
+
+
+# -- locks of a process that may only read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_strangers_locks_delay_only_the_sweeping(kind: str) -> None:
+    """They are on the directory, the manifest and the part. An exclusive flock on the directory once hung load and save for ever."""
+    with open_place() as place:
+        where = place / "latest"
+        dcp.save(state(1), storage_writer=StorageWriter(where))
+        with holding(kind, where, *where.iterdir()):
+            loaded = blank()
+            dcp.load(loaded, storage_reader=StorageReader(where))
+            assert same(loaded, state(1))
+            with Checkpoint.open(where) as checkpoint:
+                dcp.save(state(2), storage_writer=StorageWriter(where, overwrite=True))
+                assert same(checkpoint.load(), state(1))
+            dcp.load(loaded, storage_reader=StorageReader(where))
+            assert same(loaded, state(2))
+            assert len(list(where.glob("*.ckpt"))) == 2
+        dcp.save(state(3), storage_writer=StorageWriter(where, overwrite=True))
+        assert same(Checkpoint.open(where).load(), state(3))
+        assert len(list(where.iterdir())) == 2
+
+
+def test_a_reader_that_a_stranger_refused_the_directory_keeps_its_parts() -> None:
+    """The stranger has gone when the checkpoint is written over, so that only the lock on the part is left."""
+    with open_place() as place:
+        where = place / "latest"
+        dcp.save(state(1), storage_writer=StorageWriter(where, files_per_rank=3))
+        with holding("flock-ex", where):
+            checkpoint = Checkpoint.open(where)
+        with checkpoint:
+            dcp.save(state(2), storage_writer=StorageWriter(where, overwrite=True))
+            checkpoint.verify()
+            assert same(checkpoint.load(), state(1))
+        dcp.save(state(3), storage_writer=StorageWriter(where, overwrite=True))
+        assert len(list(where.iterdir())) == 2
+
+
+def test_a_save_that_a_stranger_refused_the_directory_is_not_swept() -> None:
+    with open_place() as place:
+        where = place / "latest"
+        dcp.save(state(1), storage_writer=StorageWriter(where))
+        storage = StandaloneStorage(where)
+        with holding("flock-ex", where), storage.saving():
+            part = StandalonePart(storage, 0, 1, codec.encoder("raw"), 1, Spread(2, 0))
+            resolved = planned()
+            part.write(resolved.lay_out(global_plan=b""), resolved, 0)
+        begun = set(where.glob(f"rank-00000.{part.nonce.hex()}*"))
+        unpublished = where / f"manifest.json.{part.nonce.hex()}.tmp"
+        unpublished.write_bytes(b"{")
+        dcp.save(state(2), storage_writer=StorageWriter(where, overwrite=True))
+        assert begun
+        assert set(where.iterdir()) >= {*begun, unpublished}
+        part.close()
+        dcp.save(state(3), storage_writer=StorageWriter(where, overwrite=True))
+        assert len(list(where.iterdir())) == 2
+
+
+def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the flock on the directory, which a stranger may refuse."""
+    hold, swept = StandaloneStorage.hold, []
+
+    def late(self: StandaloneStorage, file: str) -> int:
+        if len(swept) < 2:
+            swept.append(file)
+            number = len(swept)
+            dcp.save(state(number), storage_writer=StorageWriter(tmp_path, overwrite=True))
+            assert not (tmp_path / file).exists()
+        return hold(self, file)
+
+    dcp.save(state(8), storage_writer=StorageWriter(tmp_path))
+    monkeypatch.setattr(StandaloneStorage, "hold", late)
+    monkeypatch.setattr(StandaloneStorage, "share", lambda self: os.open(self.root, os.O_RDONLY))
+    dcp.save(state(9), storage_writer=StorageWriter(tmp_path, overwrite=True))
+    assert len(swept) == 2
+    assert same(Checkpoint.open(tmp_path).load(), state(9))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 # -- attempts
