@@ -93,11 +93,12 @@ def _chosen(storage: PosixStorage, job: str, tag: str | None, policies: Sequence
 
 
 def _reader(storage: PosixStorage, job: str, tag: str) -> str | None:
+    """Return why the checkpoint cannot be deleted now, naming the processes that read it, or None."""
     try:
-        with leases.deletion(storage, job, tag):
-            return None
+        found = leases.holders(storage, job, tag)
     except Busy as error:
         return str(error)
+    return f"checkpoint {job}/{tag} is being read, or deleted, by {found}" if found else None
 
 
 def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[str, str]:

@@ -1,20 +1,27 @@
-"""A process that may only read the checkpoints cannot change which step `recover` returns."""
+"""A lock on a checkpoint never changes which step `recover` returns."""
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
-import torch
 
 from ckptd.agent import Agent
+from ckptd.shared import locks
+from ckptd.shared.errors import Busy
+from ckptd.shared.leases import deletion
+from ckptd.shared.storage import PosixStorage
 from tests.support.daemons import Home, running
 from tests.support.strangers import KINDS, holding
 from tests.support.trainers import assert_equal, blank, expected
 
+NEWEST = "step-00000002.a0001"
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_strangers_lock_on_the_newest_manifest_does_not_bring_back_an_older_step(place: Home, kind: str) -> None:
+
+@pytest.fixture
+def saved(place: Home) -> Path:
+    """The directory of a job with two steps in storage and none in memory, that every user may read."""
     place.path.chmod(0o755)
     with running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
@@ -22,8 +29,12 @@ def test_a_strangers_lock_on_the_newest_manifest_does_not_bring_back_an_older_st
             agent.snapshot(expected(step), step=step).wait("durable", timeout=60)
         agent.close()
     shutil.rmtree(place.segments, ignore_errors=True)
-    newest = place.root / "gpt" / "step-00000002.a0001" / "manifest.json"
-    with holding(kind, newest), running(place, forked=True):
+    return place.root / "gpt"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_strangers_lock_on_the_newest_manifest_brings_back_no_older_step(place: Home, saved: Path, kind: str) -> None:
+    with holding(kind, saved / NEWEST / "manifest.json"), running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
         state = blank()
         recovered = agent.recover(state)
@@ -31,4 +42,21 @@ def test_a_strangers_lock_on_the_newest_manifest_does_not_bring_back_an_older_st
     assert recovered is not None
     assert (recovered.step, recovered.source, recovered.passed_over) == (2, "storage", [])
     assert_equal(state, 2)
-    assert torch.equal(state["weight"], expected(2)["weight"])
+
+
+def test_a_deleters_lock_on_the_newest_manifest_is_busy(place: Home, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "SECONDS", 0.1)
+    with running(place, forked=True):
+        agent = Agent("gpt", socket=place.socket)
+        state = blank()
+        with (
+            deletion(PosixStorage(place.root), "gpt", NEWEST),
+            pytest.raises(Busy, match=f"checkpoint gpt/{NEWEST} in .* cannot be read now"),
+        ):
+            agent.recover(state)
+        assert state["step"] == -1
+        recovered = agent.recover(state)
+        agent.close()
+    assert recovered is not None
+    assert (recovered.step, recovered.passed_over) == (2, [])
+    assert_equal(state, 2)

@@ -201,7 +201,8 @@ def test_a_save_that_a_stranger_refused_the_directory_is_not_swept() -> None:
 
 def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the flock on the directory, which a stranger may refuse."""
-    hold, swept = StandaloneStorage.hold, []
+    hold = StandaloneStorage.hold
+    swept: list[str] = []
 
     def late(self: StandaloneStorage, file: str) -> int:
         if len(swept) < 2:

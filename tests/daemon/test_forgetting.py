@@ -24,6 +24,7 @@ from tests.daemon import test_cli
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, running, until
 from tests.support.ranks import HERE, Ranks
+from tests.support.strangers import KINDS, NOBODY, holding, is_another_user
 
 
 def ckptd(*arguments: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -146,9 +147,27 @@ def test_nobody_deletes_what_is_being_read(place: Home, socket: list[Any]) -> No
     path = place.root / "gpt" / tag(2)
     with Checkpoint.open(path) as checkpoint:
         run = ckptd("forget", path, *socket)
-        why = "checkpoint gpt/step-00000002.a0001 is being read, or deleted, by somebody else"
-        assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: stays: {why}\n")
+        why = f"checkpoint gpt/step-00000002.a0001 is being read, or deleted, by pid {os.getpid()} ("
+        assert run.returncode == 11
+        assert run.stdout.startswith(f"gpt/step-00000002.a0001: stays: {why}")
+        assert run.stdout.endswith(f", uid {os.getuid()})\n")
         assert torch.equal(checkpoint.tensor("w"), torch.arange(100.0) + 2)
+    assert ckptd("forget", path, *socket).returncode == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forget_names_the_process_that_keeps_a_checkpoint(place: Home, socket: list[Any], kind: str) -> None:
+    place.path.chmod(0o755)
+    path = place.root / "gpt" / tag(2)
+    with holding(kind, path / "manifest.json") as pid:
+        for options in (["--dry-run"], []):
+            run = ckptd("forget", path, *options, *socket)
+            assert run.returncode == 11
+            assert (
+                f"gpt/step-00000002.a0001: stays: checkpoint gpt/step-00000002.a0001 is being read, or deleted, by pid {pid} ("
+                in run.stdout
+            )
+            assert run.stdout.endswith(f", uid {NOBODY if is_another_user() else os.getuid()})\n")
     assert ckptd("forget", path, *socket).returncode == 0
 
 

@@ -13,10 +13,11 @@ import pytest
 
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.locks import exclude, release
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.names import part_file
+from ckptd.shared.names import MANIFEST, part_file
 from ckptd.shared.scatter import verify
-from ckptd.shared.storage import PosixStorage, Storage, check_manifest_place
+from ckptd.shared.storage import PosixStorage, StandaloneStorage, Storage, check_manifest_place
 from tests.shared.samples import NONCE, write_checkpoint
 
 TAG = "step-00001000.a0002"
@@ -425,3 +426,110 @@ def test_the_root_alone_may_be_a_link(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path / "real")
     (tmp_path / "root").symlink_to("real")
     assert PosixStorage(tmp_path / "root").read_manifest("gpt", TAG) == manifest
+
+
+# -- a checkpoint by itself
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> StandaloneStorage:
+    """A directory that is one checkpoint, with a part of three files."""
+    write_checkpoint(tmp_path, floats=3 << 16, files=3)
+    return StandaloneStorage(tmp_path / "gpt" / TAG)
+
+
+def files_of(storage: StandaloneStorage) -> set[str]:
+    return set(os.listdir(storage.root))
+
+
+def other(number: int = 0, rank: int = 0) -> str:
+    return part_file(rank, bytes([rank] * 16), number)
+
+
+def test_a_sweep_takes_all_that_is_left(alone: StandaloneStorage) -> None:
+    before = files_of(alone)
+    for file in (other(), other(1), other(2), other(7, rank=3), f"{MANIFEST}.{'ab' * 16}.tmp", f"{MANIFEST}.{NONCE.hex()}.tmp"):
+        (alone.root / file).write_bytes(b"left")
+    (alone.root / other(0, rank=5)).symlink_to("/etc/passwd")
+    (alone.root / "notes.txt").write_text("mine")
+    alone.sweep()
+    assert files_of(alone) == {*before, "notes.txt"}
+
+
+def test_a_sweep_leaves_a_part_that_is_held_with_all_that_follows_it(alone: StandaloneStorage) -> None:
+    before = files_of(alone)
+    held_files = {other(), other(1), f"{MANIFEST}.{bytes(16).hex()}.tmp"}
+    for file in (*held_files, other(0, rank=3)):
+        (alone.root / file).write_bytes(b"left")
+    held = alone.hold(other())
+    alone.sweep()
+    assert files_of(alone) == before | held_files
+    release(held)
+    alone.sweep()
+    assert files_of(alone) == before
+
+
+def test_a_sweep_takes_no_manifest_from_a_saver_that_has_committed_and_not_ended(alone: StandaloneStorage) -> None:
+    """Where the manifest is published by a link, its temporary name is there for a moment after the commit."""
+    unpublished = alone.root / f"{MANIFEST}.{NONCE.hex()}.tmp"
+    unpublished.write_bytes(b"left")
+    held = alone.hold(PART)
+    alone.sweep()
+    assert unpublished.exists()
+    release(held)
+    alone.sweep()
+    assert not unpublished.exists()
+
+
+def test_a_sweep_leaves_a_part_that_was_committed_after_it_had_listed_it(alone: StandaloneStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = alone._named()
+    answers = [set[str](), named]
+    monkeypatch.setattr(alone, "_named", lambda: answers.pop(0))
+    before = files_of(alone)
+    alone.sweep()
+    assert answers == []
+    assert files_of(alone) == before
+
+
+def test_many_left_parts_are_swept(alone: StandaloneStorage) -> None:
+    before = files_of(alone)
+    for rank in range(150):
+        (alone.root / other(0, rank=rank)).write_bytes(b"left")
+    open_before = os.listdir("/proc/self/fd")
+    alone.sweep()
+    assert files_of(alone) == before
+    assert os.listdir("/proc/self/fd") == open_before
+
+
+def test_nothing_is_swept_while_an_earlier_version_has_the_directory(alone: StandaloneStorage) -> None:
+    (alone.root / other()).write_bytes(b"left")
+    shared = alone.share()
+    alone.sweep()
+    assert (alone.root / other()).exists()
+    release(shared)
+    alone.sweep()
+    assert not (alone.root / other()).exists()
+
+
+def test_a_part_that_is_opened_is_held(alone: StandaloneStorage) -> None:
+    reader = alone.open_part(alone.job, alone.tag, PART)
+    fd = os.open(alone.root / PART, os.O_RDWR)
+    assert not exclude(fd)
+    assert verify(reader) > 0
+    os.close(reader.fileno())
+    assert exclude(fd)
+    os.close(fd)
+
+
+def test_a_part_that_was_swept_before_it_was_held_is_gone(alone: StandaloneStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(fd: int) -> bool:
+        (alone.root / PART).unlink()
+        return True
+
+    monkeypatch.setattr("ckptd.shared.locks.share", late)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError, match="swept"):
+        alone.hold(PART)
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(IntegrityError, match="is missing"):
+        alone.open_part(alone.job, alone.tag, PART)

@@ -1,0 +1,107 @@
+"""Leases: a reader keeps a checkpoint from being deleted, and no other process keeps the reader out."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.shared import locks, names
+from ckptd.shared.errors import Busy, NotFound
+from ckptd.shared.leases import deletion, give_back, holders, lease
+from ckptd.shared.storage import PosixStorage
+from tests.shared.samples import write_checkpoint
+from tests.support.strangers import KINDS, NOBODY, holding, is_another_user, open_place
+
+TAG = "step-00001000.a0002"
+PLACE = ("gpt", TAG)
+
+
+@pytest.fixture
+def storage() -> Iterator[PosixStorage]:
+    with open_place() as place:
+        write_checkpoint(place)
+        yield PosixStorage(place)
+
+
+def manifest(storage: PosixStorage) -> Path:
+    return storage.root / "gpt" / TAG / names.MANIFEST
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_strangers_lock_delays_a_deletion_and_no_reader(storage: PosixStorage, kind: str) -> None:
+    with holding(kind, manifest(storage), manifest(storage).parent):
+        give_back(lease(storage, *PLACE))
+        with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} is being read, or deleted, by "), deletion(storage, *PLACE):
+            pass
+    with deletion(storage, *PLACE):
+        pass
+
+
+def test_a_reader_under_a_strangers_lock_is_protected(storage: PosixStorage) -> None:
+    """The stranger refused the reader the flock, and has gone when the deleter comes."""
+    with holding("flock-ex", manifest(storage)):
+        held = lease(storage, *PLACE)
+    with pytest.raises(Busy), deletion(storage, *PLACE):
+        pass
+    assert f"pid {os.getpid()} (" in holders(storage, *PLACE)
+    give_back(held)
+    assert holders(storage, *PLACE) == ""
+
+
+def test_a_lock_that_cannot_be_had_is_busy_and_not_the_absence_of_the_checkpoint(
+    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "SECONDS", 0.1)
+    with deletion(storage, *PLACE):
+        with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} in .* cannot be read now: .* by pid {os.getpid()} .*; try again later"):
+            lease(storage, *PLACE)
+        manifest(storage).unlink()
+        with pytest.raises(NotFound, match=f"no checkpoint gpt/{TAG}"):
+            lease(storage, *PLACE)
+
+
+def test_a_deleter_of_an_earlier_version_finds_the_reader(storage: PosixStorage) -> None:
+    held = lease(storage, *PLACE)
+    with manifest(storage).open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    give_back(held)
+
+
+def test_two_deleters(storage: PosixStorage) -> None:
+    with deletion(storage, *PLACE), pytest.raises(Busy), deletion(storage, *PLACE):
+        pass
+
+
+def test_nothing_is_locked_where_nothing_is_committed(storage: PosixStorage) -> None:
+    with deletion(storage, "gpt", "step-00002000.a0002"), deletion(storage, "other", TAG):
+        pass
+    assert holders(storage, "other", TAG) == ""
+
+
+DELETE = """
+import sys
+from pathlib import Path
+from ckptd.shared.leases import deletion
+from ckptd.shared.storage import PosixStorage
+with deletion(PosixStorage(Path(sys.argv[1])), sys.argv[2], sys.argv[3]):
+    print("deleting")
+"""
+
+
+@pytest.mark.skipif(not is_another_user(), reason="needs root and setpriv")
+def test_a_deleter_that_may_not_write_the_manifest_is_told_so(storage: PosixStorage) -> None:
+    another = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    done = subprocess.run(
+        [*another, sys.executable, "-c", DELETE, storage.root, *PLACE], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        f"ckptd.shared.errors.Busy: checkpoint gpt/{TAG} cannot be deleted by uid {NOBODY}: its manifest belongs to uid 0 and may not be "
+        "written; delete it as uid 0"
+    )
