@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ckptd.agent.planning import as_integer, dtype_of, memory
+from ckptd.shared.coverage import Box, check_all, check_cover, two_sizes
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import BLOB, HIDDEN, ITEM_SIZES, Alias, Item
@@ -51,6 +52,8 @@ class Saved:
     aliases: dict[str, tuple[Shard, Alias]] = field(default_factory=dict)
     blobs: dict[str, Shard] = field(default_factory=dict)
     """Of a save that DCP has planned: what is no tensor, as torch.save or a planner of the caller's has written it."""
+    _whole: set[str] = field(default_factory=set)
+    """Names of the tensors whose shards `check_whole` has found to be the whole tensor."""
 
     @classmethod
     def of(cls, sources: Sequence[ChunkSource]) -> Saved:
@@ -62,7 +65,7 @@ class Saved:
                     saved.blobs[item.fqn] = Shard(source, item)
                     continue
                 if saved.shards.get(item.fqn) and saved.shards[item.fqn][0].item.size != item.size:
-                    raise IntegrityError(f"{item.fqn} has two sizes: {list(item.size)} and {list(saved.shards[item.fqn][0].item.size)}")
+                    raise two_sizes(item.fqn, saved.shards[item.fqn][0].item.size, item.size)
                 own[item.fqn] = Shard(source, item)
                 saved.shards.setdefault(item.fqn, []).append(own[item.fqn])
             for alias in source.plan.aliases:
@@ -114,11 +117,19 @@ class Saved:
         return {name: bytes(data) for name, data in found.items()}
 
     def check_whole(self, name: str) -> None:
-        """Raises IntegrityError if shards do not make up the tensor."""
-        shards = self.shards.get(name, ())
-        there = sum(math.prod(shard.item.sizes) for shard in shards)
-        if shards and there < math.prod(shards[0].item.size):
-            raise IntegrityError(f"of {name} only {there} of {math.prod(shards[0].item.size)} elements are there")
+        """Raise IntegrityError if the shards of a tensor have holes or overlap."""
+        if name not in self._whole and name in self.shards:
+            check_cover(name, *self._boxes(name))
+            self._whole.add(name)
+
+    def check_all_whole(self) -> None:
+        """Raise IntegrityError if the shards of any tensor have holes or overlap."""
+        check_all({name: self._boxes(name) for name in self.shards})
+        self._whole.update(self.shards)
+
+    def _boxes(self, name: str) -> tuple[tuple[int, ...], set[Box]]:
+        shards = self.shards[name]
+        return shards[0].item.size, {(shard.item.offsets, shard.item.sizes) for shard in shards}
 
 
 def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None) -> int:
@@ -228,13 +239,15 @@ def _stored_piece(raw: torch.Tensor, shard: Shard, alias: Alias | None, read: Re
 
 
 def _stored(saved: Saved, read: ReadItem) -> tuple[Shard, Alias | None]:
-    """Where the item that is to be read is stored. Raises NotFound, or StructureMismatch for a piece that it does not have."""
+    """Where the item that is to be read is stored. Raises NotFound, StructureMismatch for a piece that it does not have, IntegrityError
+    for a tensor that is not whole."""
     name, offset = read.storage_index.fqn, tuple(read.storage_index.offset or ())
     saved.describe(name)
     if name in saved.aliases:
         shard, alias = saved.aliases[name]
         size: tuple[int, ...] = alias.size
     else:
+        saved.check_whole(name)
         found = [s for s in saved.shards[name] if tuple(s.item.offsets) == offset or not offset]
         if not found:
             raise NotFound(f"{name}: nothing is stored at {list(offset)}")

@@ -185,6 +185,7 @@ class _Attempt:
         """See whether it is sound, as far as that is cheap."""
         try:
             opened = self._opened = self._open()
+            opened.saved.check_all_whole()
             if self._candidate.source == "memory":  # cheap there, each rank its share, and then nothing is overwritten in vain
                 opened.verify(opened.sources[self._ranks.rank :: self._ranks.world_size])
             failpoint("agent.recover.opened")

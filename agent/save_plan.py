@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.capture import check_tensor
 from ckptd.agent.planning import Key, Layout, Row, check_item, dtype_name, dtype_of, layout_of, memory
 from ckptd.agent.values import Packer, TensorRef
-from ckptd.shared.errors import InvalidRequest, UnsavableValue
+from ckptd.shared.coverage import check_all
+from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from ckptd.shared.plan import BLOB
 
 
@@ -129,7 +130,7 @@ def may_unpickle(planner: SavePlanner | LoadPlanner, data: bytes | memoryview) -
 def check_complete(metadata: Metadata, written: Iterable[tuple[MetadataIndex, tuple[int, ...]]]) -> None:
     """What the metadata names must have been written once, in the sizes that it says.
 
-    Raises InvalidRequest naming what is missing, doubled, unknown or of another size.
+    Raises InvalidRequest naming what is missing, doubled, unknown or of another size, and tensors that have holes or overlapping shards.
     """
     planned: dict[tuple[str, tuple[int, ...] | None], tuple[int, ...] | None] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -149,6 +150,14 @@ def check_complete(metadata: Metadata, written: Iterable[tuple[MetadataIndex, tu
             shown = sorted(_shown((fqn, offsets or ())) for fqn, offsets in keys)
             more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
             raise InvalidRequest(f"the planner {what} {', '.join(shown[:3])}{more}; nothing was saved")
+    try:
+        check_all({
+            fqn: (tuple(entry.size), {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks})
+            for fqn, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        })  # fmt: skip
+    except IntegrityError as error:  # said now, because a checkpoint with such a tensor counts as damaged
+        raise InvalidRequest(f"the planner's items do not make up whole tensors: {error}; nothing was saved") from None
 
 
 def _offsets(metadata: Metadata, index: MetadataIndex) -> tuple[int, ...] | None:

@@ -43,6 +43,7 @@ def read_slice(
     Raises NotFound, InvalidRequest for an index that the tensor does not have, IntegrityError, OSError.
     """
     described = saved.describe(name)
+    saved.check_whole(name)
     ranges = _ranges(name, index, tuple(described.size))
     made = torch.empty([len(wanted) for wanted in ranges], dtype=dtype or dtype_of(described.dtype), device=device)
     filled = 0
@@ -74,7 +75,7 @@ def _blocks(saved: Saved, name: str) -> Iterator[_Block]:
         offset = shard.item.offset + alias.offset
         yield _Block(shard.source, offset, dtype_of(alias.dtype), alias.stride, (0,) * len(alias.size), alias.size)
         return
-    for shard in saved.shards[name]:
+    for shard in {(s.item.offsets, s.item.sizes): s for s in saved.shards[name]}.values():  # a replica may be stored twice
         item = shard.item
         yield _Block(shard.source, item.offset, dtype_of(item.dtype), shard.stride, item.offsets, item.sizes)
 

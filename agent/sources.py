@@ -118,7 +118,9 @@ class Opened:
         return found
 
     def verify(self, sources: Sequence[ChunkSource] | None = None) -> int:
-        """Read every chunk, of all sources or of some; returns raw bytes. Raises IntegrityError, OSError."""
+        """Check that every tensor is whole, then read every chunk, of all sources or of some; returns raw bytes. Raises IntegrityError,
+        OSError."""
+        self.saved.check_all_whole()
         return sum(verify(source) for source in (self.sources if sources is None else sources))
 
     def close(self) -> None:

@@ -6,12 +6,14 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
+from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, IntegrityError, NotFound, StorageError, from_wire
 from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest, PartEntry
@@ -275,8 +277,11 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
         try:
             held = lease(storage, job, name)
             try:
+                shards = Shards()  # of all parts together
                 for part in storage.read_manifest(job, name).parts:
-                    result["bytes"] += _verify_part(storage, job, name, part)
+                    result["bytes"] += _verify_part(storage, job, name, part, shards)
+                with _named(called):
+                    shards.check()
             finally:
                 give_back(held)
             result["ok"] = True
@@ -292,12 +297,24 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
         yield result
 
 
-def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry) -> int:
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Put the name of the checkpoint or part before the sentence of an IntegrityError."""
+    try:
+        yield
+    except IntegrityError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry, shards: Shards) -> int:
+    """Read every byte of a part, and add its shards to those of the checkpoint; return the bytes on storage."""
     reader = storage.open_part(job, tag, part.file, part.index_sha256)
     try:
         found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
         if found != (part.raw_bytes, part.items, part.bytes, part.files):
             raise IntegrityError(f"{reader.name} is not what the manifest says")
+        with _named(reader.name):
+            shards.add(reader.plan)
     finally:
         os.close(reader.fileno())
     return part.bytes

@@ -16,12 +16,12 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 """Offsets and sizes of a shard."""
 
-_STEPS = 1 << 24
+_STEPS = 1 << 23
 _STEPS_PER_SHARD = 64
 
 
 class Effort:
-    """Limits the work that the shards of one checkpoint may cause. A grid of n shards takes about n steps for each dimension that is cut."""
+    """A limit on the work that the shards of one checkpoint may cause. A grid of n shards takes n steps for each dimension that is cut."""
 
     def __init__(self, shards: int) -> None:
         self._left = _STEPS + _STEPS_PER_SHARD * shards
@@ -55,14 +55,6 @@ def check_cover(name: str, size: Shape, boxes: Iterable[Box], effort: Effort | N
         one, other = sorted(pair)
         raise IntegrityError(f"{name}: the shards {_shown(one)} and {_shown(other)} overlap; each element belongs to one shard")
     # Boxes inside the tensor that do not overlap and hold at least as many elements as the tensor are all of the tensor.
-
-
-def check_plans(plans: Iterable[Plan]) -> None:
-    """Raise IntegrityError unless the parts with these plans, which are all parts of a checkpoint, hold every tensor whole."""
-    gathered = Shards()
-    for plan in plans:
-        gathered.add(plan)
-    gathered.check()
 
 
 class Shards:

@@ -158,5 +158,5 @@ def test_of_shards_only_the_chunks_that_hold_it_are_read(
 
 
 def test_a_shard_that_is_not_there_is_no_zeros(halves: tuple[torch.Tensor, list[Counting]]) -> None:
-    with pytest.raises(IntegrityError, match=f"of w only {COLUMNS // 2} of {COLUMNS} elements are there"):
+    with pytest.raises(IntegrityError, match=f"of w only {ROWS * COLUMNS // 2} of {ROWS * COLUMNS} elements are there"):
         read_slice(Saved.of(halves[1][:1]), "w", [0])

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -465,6 +465,31 @@ class Inventing(DefaultSavePlanner):
         return plans, metadata
 
 
+class OfHalfATensor(DefaultSavePlanner):
+    """Saves the first two elements of four, and says so in its metadata: no reader could tell the others from damage."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return replace(plan, items=[replace(plan.items[0], tensor_data=half(plan.items[0].tensor_data)), *plan.items[1:]])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        entries = {
+            item.index.fqn: TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, [item.tensor_data.chunk])
+            for plan in all_plans
+            for item in plan.items
+            if item.tensor_data is not None
+        }
+        return all_plans, Metadata(state_dict_metadata=dict(entries))
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return torch.zeros(2) if write_item.index.fqn == "a" else super().resolve_data(write_item)
+
+
+def half(data: TensorWriteData | None) -> TensorWriteData:
+    assert data is not None
+    return replace(data, chunk=ChunkStorageMetadata(torch.Size([0]), torch.Size([2])))
+
+
 class OfAnotherShape(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return torch.zeros(3)
@@ -491,6 +516,10 @@ class Failing(DefaultSavePlanner):
         (Dropping, "InvalidRequest: the planner has dropped a; nothing was saved"),
         (Doubling, "InvalidRequest: the planner writes a twice on one rank; each item belongs to one rank, once"),
         (Inventing, "InvalidRequest: the planner has made items that its metadata lacks: b; nothing was saved"),
+        (
+            OfHalfATensor,
+            "InvalidRequest: the planner's items do not make up whole tensors: of a only 2 of 4 elements are there; nothing was saved",
+        ),
         (OfAnotherShape, "InvalidRequest: a: the planner's item has shape [4], what it resolves to [3]"),
         (Unsure, "InvalidRequest: a: the planner has resolved it to another dtype or shape than a moment ago"),
         (Failing, "KeyError: 'lost'"),

@@ -89,7 +89,9 @@ def test_against_counting_every_element(case: tuple[Shape, list[Box]]) -> None:
 
 
 def test_overlaps_that_hide_a_hole_are_named() -> None:
-    with pytest.raises(IntegrityError, match=r"^w: the shards \[4\] at \[0\] and \[4\] at \[2\] overlap; each element belongs to one shard$"):
+    with pytest.raises(
+        IntegrityError, match=r"^w: the shards \[4\] at \[0\] and \[4\] at \[2\] overlap; each element belongs to one shard$"
+    ):
         check_cover("w", (8,), [((0,), (4,)), ((2,), (4,))])
     with pytest.raises(IntegrityError, match=r"^of w only 6 of 8 elements are there$"):
         check_cover("w", (8,), [((0,), (4,)), ((6,), (2,))])
