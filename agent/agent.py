@@ -1,7 +1,8 @@
 """The agent: one per process and job. Copies state into slots, hands over, takes up again after a lost daemon.
 
 `snapshot` never raises for what goes wrong with saving and never holds the training longer than its budget: the `Pending` tells. `recover`
-is the opposite: it raises rather than let history be lost. Not to be used from several threads at once (calls are serialised).
+is the opposite: it raises rather than let history be lost. Calls of several threads wait for each other; a call inside another one of the
+same thread, as from a signal handler, is refused. Ctrl-C may come at any time: what it leaves is settled at once or by the next call.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.arguments import make_request, ranks_of
-from ckptd.agent.asking import Asking
 from ckptd.agent.attachment import Attachment
+from ckptd.agent.call_lock import Nested
 from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
+from ckptd.agent.grants import Question
 from ckptd.agent.layouts import PLAN_SECONDS, Layouts
 from ckptd.agent.naming import modules_of
 from ckptd.agent.pending import Pending
@@ -35,6 +37,8 @@ from ckptd.shared.request import Request
 from ckptd.shared.retention import Policy, checked
 
 log = logging.getLogger("ckptd.agent")
+
+_UNKNOWN = 1 << 62  # in the place of the last step, of a rank that Ctrl-C kept from beginning the next attempt: all ranks begin another
 
 
 class Agent(Attachment):
@@ -103,27 +107,29 @@ class Agent(Attachment):
         """
         begun = time.perf_counter()
         pending = Pending(step if isinstance(step, int) else -1, self.attempt, persist=bool(persist))
-        asking = Asking(self._client, pending.step, tag)
         try:
-            request = make_request(step, tag, persist, on_busy, metrics, user_content, self._retention)
-            if not self._lock.acquire(timeout=self._client.welcome.stall_budget):
-                raise SnapshotFailed("another save of this process is waiting for a slot")
-            try:
-                self._snapshot(pending, asking, state, request, on_busy, rng)
-            finally:
-                self._lock.release()
-        except CkptdError as error:
-            self._fail(pending, error)
-        except Exception as error:
-            log.exception("snapshot of step %s", step)
-            self._fail(pending, InternalError(f"snapshot of step {step}: {error!r}"))
-        finally:
-            asking.drop()  # after the reason was told
+            with self.calls("snapshot", self._client.welcome.stall_budget):
+                question = self._grants.ask(pending, tag)
+                try:
+                    request = make_request(step, tag, persist, on_busy, metrics, user_content, self._retention)
+                    self._snapshot(pending, question, state, request, on_busy, rng)
+                except CkptdError as error:
+                    self._fail(pending, error)
+                except Exception as error:
+                    log.exception("snapshot of step %s", step)
+                    self._fail(pending, InternalError(f"snapshot of step {step}: {error!r}"))
+                self._grants.settle(question)  # after the reason was told
+        except Nested as error:  # the call that it interrupts is not to be touched: it tells the other ranks at its end
+            pending.fail(error)
+            self._refused.append(pending)
+        except TimeoutError:
+            self._fail(pending, SnapshotFailed("another save of this process is waiting for a slot"))
         pending.stall = time.perf_counter() - begun
         return pending
 
-    def _snapshot(self, pending: Pending, asking: Asking, state: Any, request: Request, on_busy: str, rng: bool) -> None:
-        self._check_open()
+    def _snapshot(self, pending: Pending, question: Question, state: Any, request: Request, on_busy: str, rng: bool) -> None:
+        self.ready()
+        pending.attempt, asking = self.attempt, question.asking
         budget = self._client.welcome.stall_budget if on_busy == "wait" else 0.0
         deadline = time.monotonic() + budget
         if not self._client.wait_connected(budget):
@@ -135,7 +141,7 @@ class Agent(Attachment):
             )
         self._pending[pending.attempt, pending.step] = pending
         if self._planner is not None:
-            self._snapshot_planned(pending, self._planner, state, request, budget, rng)
+            self._snapshot_planned(question, self._planner, state, request, budget, rng)
             return
         if self._layouts.settled and self._slots.fit(0):
             asking.ask(deadline)  # most likely all is as it was: the answer comes while that is looked at
@@ -161,22 +167,18 @@ class Agent(Attachment):
             self._skip(pending, asking.why)
             return
         slot = self._slots.get(asking.take())
-        try:
-            self._take(pending, slot)
-            transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealing.carry(to, of, modules_of(state)))
-            if transfer is None:
-                self._seal(pending, slot, layout, documents)
-        except BaseException as error:
-            self._pending.pop((pending.attempt, pending.step), None)  # the reason is ours, not what the daemon makes of it
-            self._abandon(slot, error)
-            raise
+        self._take(pending, slot)
+        transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealing.carry(to, of, modules_of(state)))
+        if transfer is None:
+            self._seal(pending, slot, layout, documents)
         self.last_step = pending.step
         if transfer is not None:
             seal = partial(self._seal, pending, slot, layout, documents)
             self._sealing.later(slot.name, transfer, seal, partial(self._not_sealed, pending, slot))
+        question.kept = slot.name
 
-    def _snapshot_planned(self, pending: Pending, planner: SavePlanner, state: Any, request: Request, budget: float, rng: bool) -> None:
-        deadline = time.monotonic() + max(budget, PLAN_SECONDS)
+    def _snapshot_planned(self, question: Question, planner: SavePlanner, state: Any, request: Request, budget: float, rng: bool) -> None:
+        pending, deadline = question.pending, time.monotonic() + max(budget, PLAN_SECONDS)
         topic = f"plan/{pending.attempt}/{pending.step}"
         planned = plan_save(planner, state, self._ranks, topic, deadline, lambda: pending.error)
         layout, resolved, items = planned.layout, planned.resolved, planned.layout.plan.items
@@ -186,16 +188,20 @@ class Agent(Attachment):
             return resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype))
 
         singly = resolves_by_itself(planner)
-        _, slot = self.fill(pending, request.tag, layout, documents.offsets(layout)[-1], source, wait=budget, singly=singly)
+        _, slot = self.fill(
+            pending, request.tag, layout, documents.offsets(layout)[-1], source, wait=budget, singly=singly,
+            taken=lambda _, slot: question.asking.taken.append(slot.name),
+        )  # fmt: skip
         self.seal(pending, slot, layout, documents)
+        question.kept = slot.name
 
     def hear(self, topic: str, say: Callable[[], bytes], *, late: bool = False) -> bytes | None:
         """What `say` gives on rank 0, to all ranks; None if that is not known yet. `late`: whether it was so before; nobody waits then.
 
-        Raises SnapshotFailed if the job's store does not answer.
+        Raises SnapshotFailed if the job's store does not answer, Busy inside another call of this thread.
         """
-        with self._lock:
-            self._check_open()
+        with self.calls("hear"):
+            self.ready()
             return self._ranks.hear(topic, say, 0.0 if late else self._client.welcome.stall_budget)
 
     def _plan_anew(self) -> None:
@@ -206,15 +212,17 @@ class Agent(Attachment):
     def prepare(self, state: Any) -> None:
         """Get slots for `state` and map their pages in the background, so that the first snapshot is as fast as later ones.
 
-        Called by itself after `recover`. An optimizer that has no state yet is counted with what its kind will have.
+        Called by itself after `recover`. An optimizer that has no state yet is counted with what its kind will have. Raises Busy inside
+        another call of this thread.
         """
-        with self._lock:
-            self._check_open()
-            captured = capture(state, rank=self.rank)
-            capacity = (
-                self._layouts.estimate(captured) + len(captured.state) + self._rng_room + optimizer_bytes_to_come(state, self.world_size)
-            )
-            self._slots.prepare(capacity)
+        with self.calls("prepare"):
+            self.ready()
+            self._prepare(state)
+
+    def _prepare(self, state: Any) -> None:
+        captured = capture(state, rank=self.rank)
+        capacity = self._layouts.estimate(captured) + len(captured.state) + self._rng_room + optimizer_bytes_to_come(state, self.world_size)
+        self._slots.prepare(capacity)
 
     # -- going back
 
@@ -225,22 +233,22 @@ class Agent(Attachment):
         on, called with the key of each `per_rank` value and the list of what all ranks had; returns this rank's.
         Everything is compared before the first byte is written. Raises StructureMismatch, NotFound (for a `step` that is not there),
         RecoveryFailed, StorageError, DaemonUnreachable; SnapshotFailed if a rank does not come. One rank's error is an error on all.
+        Raises Busy inside another call of this thread, as in a signal handler that interrupts one.
         """
-        with self._lock:
+        with self.calls("recover"):
             self._check_open()
+            if self.world_size == 1:
+                self.ready()
             self._client.wait_connected(self._client.welcome.stall_budget)
             topic = f"recover/{self.attempt}"
             recovery = Recovery(
                 self._client, self._ranks, self.job, topic, strict=strict, on_reshape=on_reshape, planner=self._load_planner
             )
-            recovered = recovery.run(state, step=step, last_step=self.last_step)
+            recovered = recovery.run(state, step=step, last_step=_UNKNOWN if self._beginning else self.last_step)
             if recovered is not None and recovered.step < recovery.last_step:
-                self._settle()
-                self._begin(self.job)  # the daemon takes this attempt's slots back, and saves what is owed of it
-                self._slots.drop()
-                self._layouts.plan_anew()
+                self._begin_next()
             try:
-                self.prepare(state)
+                self._prepare(state)
             except CkptdError as error:
                 log.warning("slots are made at the first snapshot, since this state cannot be saved as it is: %s", error)
         return recovered

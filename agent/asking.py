@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+from ckptd.agent.call_lock import Nested
 from ckptd.agent.client import Call, Client
 from ckptd.shared import messages as m
 from ckptd.shared.errors import Busy, DaemonUnreachable
@@ -18,14 +19,17 @@ _AGAIN_SECONDS = 0.05
 class Asking:
     """One snapshot's question: `ask`, `answer`, `take`; then, whatever came of it, `drop`: what was granted and not taken is given back.
 
-    `segment`: what is granted. `why`: why the step is skipped.
+    `segment`: what is granted. `why`: why the step is skipped. `taken`: the segments that `take` has given out.
     """
 
     def __init__(self, client: Client, step: int, tag: str | None) -> None:
         self.segment = self.why = ""
-        self._client, self._step, self._tag = client, step, tag
+        self.step = step
+        self._client, self._tag = client, tag
         self._begun = self._deadline = 0.0
         self._call: Call | None = None
+        self._calls: list[Call] = []  # each is here before it is sent, so that Ctrl-C cannot lose its answer
+        self.taken: list[str] = []
 
     @property
     def asked(self) -> bool:
@@ -38,12 +42,15 @@ class Asking:
             self.segment = ""
             try:
                 self._call = self._send()
+            except Nested:
+                raise
             except (DaemonUnreachable, Busy):
                 pass  # `answer` asks again
 
     def _send(self) -> Call:
         wait = self._left()
-        return self._client.begin(lambda n: m.Acquire(id=n, step=self._step, name=self._tag, wait=wait))
+        self._calls.append(call := Call())
+        return self._client.begin(lambda n: m.Acquire(id=n, step=self.step, name=self._tag, wait=wait), call)
 
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -54,6 +61,8 @@ class Asking:
             try:
                 call, self._call = self._call or self._send(), None
                 reply, _ = self._client.finish(call, m.Reply, self._left() + GRACE_SECONDS)
+            except Nested:
+                raise
             except (DaemonUnreachable, Busy):
                 wait = self._left()
                 time.sleep(min(wait, _AGAIN_SECONDS))
@@ -69,15 +78,25 @@ class Asking:
 
     def take(self) -> str:
         """The segment. From now on it is the caller's to give back."""
+        self.taken.append(self.segment)
         segment, self.segment = self.segment, ""
         return segment
 
     def drop(self) -> None:
-        if self._call is not None:
-            self._client.drop(self._call)
-            self._call = None
-        if self.segment:
-            give_back(self._client, m.Granted(re=0, segment=self.take(), step=self._step))
+        """Give back what was granted and not taken, also what is granted later. May be called again."""
+        self.segment = ""
+        while self._calls:
+            call = self._calls[0]
+            reply = self._client.abandon(call)
+            if isinstance(reply, m.Granted) and reply.segment not in self.taken:
+                give_back(self._client, reply)
+            self._calls.remove(call)  # not before: Ctrl-C may come in between
+        self._call = None
+
+    @property
+    def lost(self) -> bool:
+        """Return True if the daemon may have granted a slot without an answer having come: Ctrl-C and a lost connection can lose one."""
+        return any(call.reply is None and (call.error is None or isinstance(call.error, DaemonUnreachable)) for call in self._calls)
 
 
 def give_back(client: Client, granted: m.Granted) -> None:

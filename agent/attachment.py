@@ -8,25 +8,29 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 
 import torch
 
 from ckptd.agent.arguments import job_name
-from ckptd.agent.asking import Asking, give_back
+from ckptd.agent.asking import give_back
+from ckptd.agent.call_lock import CallLock
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
 from ckptd.agent.fences import Transfer
+from ckptd.agent.flag import Waiters
+from ckptd.agent.grants import MOST_REASON, Grants
 from ckptd.agent.launch import find_place
 from ckptd.agent.meeting import begin
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout
 from ckptd.agent.sealing import Sealing
+from ckptd.agent.seals import Seals
 from ckptd.agent.slots import Slots
-from ckptd.agent.staging import Documents, MappedSlot
+from ckptd.agent.staging import Documents, MappedSlot, batches
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, StructureChanged, from_wire
 from ckptd.shared.failpoints import failpoint
@@ -39,7 +43,6 @@ CLOSE_SECONDS = 600.0
 SAVE_SECONDS = 600.0  # for a slot, when the caller waits for the save anyway
 AWAY_SECONDS = 60.0
 _BATCH = 256 << 20  # bytes that are copied at once, of sources that may be made for it
-MOST_REASON = 4096
 
 
 class Attachment:
@@ -53,23 +56,31 @@ class Attachment:
     ) -> None:
         self._ranks = ranks
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self._lock = threading.RLock()
+        self.calls = CallLock(self._tidy)
         self._pending: dict[tuple[int, int], Pending] = {}
-        self._closed = False
+        self._closed = self._gone = False
+        self._beginning = False
+        """Whether a next attempt was begun and not all that belongs to it is done: Ctrl-C may come in between."""
+        self._refused: deque[Pending] = deque()  # nested calls, which the other ranks are told of when the outer call ends
+        self._pid = os.getpid()
         self.attempt = 0
         self.last_step = -1
         self._sealing = Sealing()
-        self.saving: set[object] = set()
+        self.saving: weakref.WeakSet[object] = weakref.WeakSet()
         """Saves that DCP has planned, from their first byte until they are durable or given up."""
         self._filled: set[Pending] = set()  # by `fill`, and not sealed yet
-        self._sealed = threading.Condition()
+        self._sealed = Waiters()
         try:
             self.place = find_place(socket, root)
-            self._client = Client(self.place, resume=self._resume, news=self._news, lost=self._fenced, late=self._late)
+            self._client = Client(
+                self.place, resume=self._resume, news=self._news, lost=lambda error: self._seals.fail_all(error), late=self._late
+            )
         except CkptdError as error:
             begin(self._ranks, error)
             raise
+        self._seals = Seals(self._client, self._pending)
         self._slots = Slots(self._client, self._sealing.settle)
+        self._grants = Grants(self._client, self._slots, self._sealing, self._hand_over_interrupted, self._fail)
         try:
             self._begin(job)
         except BaseException:
@@ -89,7 +100,8 @@ class Attachment:
         except CkptdError as error:
             begin(self._ranks, error)
             raise
-        self.attempt, self.last_step = begin(self._ranks, None, self._client, self.job), -1
+        attempt = begin(self._ranks, None, self._client, self.job)
+        self.last_step, self.attempt = -1, attempt
         self._ranks.scope = self.job
         failpoint("agent.begun")
 
@@ -114,10 +126,22 @@ class Attachment:
 
     # -- what is on its way
 
+    def _tidy(self) -> None:
+        """Settle what an interrupted call has left, and what was refused while this one was in. Runs when a call enters and leaves."""
+        if self._closed:
+            if not self._gone and os.getpid() == self._pid:
+                self.let_go()
+            return
+        self._grants.settle_interrupted()
+        while self._refused:
+            pending = self._refused.popleft()
+            self._pass_over(pending, pending.why)
+
     def _fail(self, pending: Pending, error: CkptdError) -> None:
         if pending.state == "skipped":
             return  # and whoever is to know it does
         pending.fail(error)
+        self._no_longer_filled(pending)
         self._pass_over(pending, error)
 
     def _pass_over(self, pending: Pending, reason: CkptdError) -> None:
@@ -140,65 +164,61 @@ class Attachment:
         *,
         wait: float = SAVE_SECONDS,
         singly: bool = False,
+        taken: Callable[[Pending, MappedSlot], None] = lambda *_: None,
     ) -> tuple[Pending, MappedSlot]:
         """A slot of `needed` bytes for a step that is planned elsewhere, filled with what `source` gives for each number of an item.
 
         pending: the step, or None for the next; or of an earlier call, in the place of whose slot there is to be a larger one. singly:
-        `source` may give the same memory each time. To be followed by `seal` or `give_up`.
+        `source` may give the same memory each time. taken: called with what is returned, while Ctrl-C can still not lose it. To be followed
+        by `seal` or `give_up`.
 
-        Raises what the daemon says, SnapshotFailed if there is no slot within `wait` seconds (the step is then skipped), and what `source`
-        raises; the slot is given up then, and with it the step, on all ranks.
+        For a call that has entered by `calls`, and made `ready`. Raises what the daemon says, SnapshotFailed if there is no slot within
+        `wait` seconds (the step is then skipped), and what `source` raises; the slot is given up then, and with it the step, on all ranks.
         """
-        with self._lock:
-            self._check_open()
-            deadline = time.monotonic() + wait
-            if not isinstance(pending, Pending):
-                pending = Pending(self.last_step + 1 if pending is None else pending, self.attempt)
-            self.last_step = max(self.last_step, pending.step)
-            self._pending[pending.attempt, pending.step] = pending
-            asking = Asking(self._client, pending.step, tag)
-            self._filled.discard(pending)
-            try:
-                if not self._slots.fit(needed) and not self._none_filled(deadline):
-                    raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its own in time")
-                if not self._slots.ensure(needed, deadline):
-                    why = "the slots in shared memory are still being made; a later snapshot will find them"
-                    self._pass_over(pending, SnapshotFailed(f"step {pending.step} was skipped: {why}"))
-                    self._skip(pending, why)
-                    raise pending.why
-                asking.ask(deadline)
-                if not asking.answer():
-                    self._skip(pending, asking.why)
-                    raise pending.why
-                slot = self._slots.get(asking.take())
-            except BaseException as error:
-                self._fail(pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
-                raise
-            finally:
-                asking.drop()
-            try:
-                self._take(pending, slot)
-                slot.begin(pending.step)
-                for numbers in _batches(layout, 1 if singly else _BATCH):
-                    transfer = slot.copy([source(number) for number in numbers], layout, numbers, self._carry)
-                    if transfer is not None:
-                        self._sealing.finish(transfer)
-            except BaseException as error:
-                self.give_up(pending, slot, error)
-                raise
-            with self._sealed:
-                self._filled.add(pending)
-            return pending, slot
+        deadline = time.monotonic() + wait
+        if not isinstance(pending, Pending):
+            pending = Pending(self.last_step + 1 if pending is None else pending, self.attempt)
+        self.last_step = max(self.last_step, pending.step)
+        self._pending[pending.attempt, pending.step] = pending
+        question = self._grants.ask(pending, tag)
+        asking = question.asking
+        self._filled.discard(pending)
+        try:
+            if not self._slots.fit(needed) and not self._none_filled(deadline):
+                raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its own in time")
+            if not self._slots.ensure(needed, deadline):
+                why = "the slots in shared memory are still being made; a later snapshot will find them"
+                self._pass_over(pending, SnapshotFailed(f"step {pending.step} was skipped: {why}"))
+                self._skip(pending, why)
+                raise pending.why
+            asking.ask(deadline)
+            if not asking.answer():
+                self._skip(pending, asking.why)
+                raise pending.why
+            slot = self._slots.get(asking.take())
+            self._take(pending, slot)
+            slot.begin(pending.step)
+            for numbers in batches(layout, 1 if singly else _BATCH):
+                transfer = slot.copy([source(number) for number in numbers], layout, numbers, self._carry)
+                if transfer is not None:
+                    self._sealing.finish(transfer)
+        except Exception as error:
+            self._fail(pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
+            self._grants.settle(question)
+            raise
+        self._filled.add(pending)
+        taken(pending, slot)
+        question.kept = slot.name
+        self._grants.settle(question)
+        return pending, slot
 
     def _none_filled(self, deadline: float) -> bool:
         """Once nothing is filled that is not sealed: its slot would go with the others when larger ones are made."""
-        with self._sealed:
-            return self._sealed.wait_for(lambda: not self._filled, max(0.0, deadline - time.monotonic()))
+        return self._sealed.wait_for(lambda: not self._filled, max(0.0, deadline - time.monotonic()))
 
     def _no_longer_filled(self, pending: Pending) -> None:
-        with self._sealed:
-            self._filled.discard(pending)
-            self._sealed.notify_all()
+        self._filled.discard(pending)
+        self._sealed.notify()
 
     def _take(self, pending: Pending, slot: MappedSlot) -> None:
         """The slot is this snapshot's from now on."""
@@ -223,7 +243,7 @@ class Attachment:
         self._no_longer_filled(pending)
         self._pending.pop((pending.attempt, pending.step), None)
         pending.fail(error if isinstance(error, CkptdError) else InternalError(repr(error)))
-        self._abandon(slot, error)
+        self._grants.give_back(slot, pending.step, error)
 
     def seal(self, pending: Pending, slot: MappedSlot, layout: Layout, documents: Documents) -> None:
         """Hand over what `fill` has filled, also while another `fill` waits for the slot. Raises QuotaExceeded if the documents do not
@@ -247,12 +267,12 @@ class Attachment:
         pending.move(Event.STAGE)
         slot.seal(layout, documents)
         pending.move(Event.SEAL)
-        self._hand_over(pending)
+        self._seals.hand_over(pending)
         failpoint("agent.handed_over")
 
     def _not_sealed(self, pending: Pending, slot: MappedSlot, error: Exception) -> None:
         self._fail(pending, error if isinstance(error, CkptdError) else InternalError(f"snapshot of step {pending.step}: {error!r}"))
-        self._abandon(slot, error)
+        self._grants.give_back(slot, pending.step, error)
 
     def _plan_anew(self) -> None:
         """The structure has changed on some ranks only."""
@@ -262,63 +282,37 @@ class Attachment:
         self._sealing.settle()
         self._slots.settle()
 
-    def _hand_over(self, pending: Pending) -> None:
-        """Tell of the seal without waiting for what becomes of it. If the daemon is away, `_resume` tells again."""
-        self._client.post(
-            lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step),
-            lambda reply: self._seal_answered(pending, reply),
-        )
-
-    def _seal_answered(self, pending: Pending, reply: m.Reply) -> None:
-        if isinstance(reply, m.Error):
-            self._finish(pending, from_wire(reply.code, reply.message))
-        elif isinstance(reply, m.Sealed) and reply.durable:
-            self._finish(pending, None)
-
-    def _abandon(self, slot: MappedSlot, error: BaseException) -> None:
-        step, why = slot.header.step, str(error)[:MOST_REASON]
-        slot.clear()
-        code = error.code if isinstance(error, CkptdError) else ""
-        self._client.post(lambda n: m.Abandon(id=n, segment=slot.name, step=step, reason=why, code=code), lambda _: None)
+    def _hand_over_interrupted(self, pending: Pending) -> None:
+        """Tell of a seal that Ctrl-C came after: its call could not take note of it."""
+        self.last_step = max(self.last_step, pending.step)
+        self._pending[pending.attempt, pending.step] = pending
+        self._seals.hand_over(pending)
 
     def _news(self, progress: m.Progress) -> None:
         pending = self._pending.get((progress.attempt, progress.step))
         if progress.code == StructureChanged.code:
             self._plan_anew()
         if pending is not None:
-            self._finish(pending, None if progress.state == "durable" else from_wire(progress.code or "snapshot-failed", progress.reason))
+            self._seals.finish(
+                pending, None if progress.state == "durable" else from_wire(progress.code or "snapshot-failed", progress.reason)
+            )
 
     def _late(self, reply: m.Reply) -> None:
         """An answer that nobody waits for any more: a slot granted too late is given back."""
         if isinstance(reply, m.Granted):
             give_back(self._client, reply)
 
-    def _finish(self, pending: Pending, error: CkptdError | None) -> None:
-        self._pending.pop((pending.attempt, pending.step), None)
-        if pending.done:
-            return
-        if error is None:
-            pending.move(Event.COMMIT)
-        else:
-            pending.fail(error)
-
     # -- a daemon that comes and goes
 
     def _resume(self) -> None:
         """On a new connection: take up the attempt, and tell again of every seal that has no answer."""
-        if not self.attempt:
-            return
+        if not self.attempt or self._beginning:
+            return  # the call that begins the next attempt says so itself
         began, _ = self._client.call(
             lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt), m.Began, CALL_SECONDS
         )
         self._slots.keep({segment.segment for segment in began.held})
-        for pending in list(self._pending.values()):
-            if pending.state == "sealed":
-                self._hand_over(pending)
-
-    def _fenced(self, error: CkptdError) -> None:
-        for pending in list(self._pending.values()):
-            self._finish(pending, error)
+        self._seals.hand_over_again()
 
     # -- the end
 
@@ -330,7 +324,7 @@ class Attachment:
 
         A process that ends without it counts as dead: the daemon saves the newest snapshot unasked and keeps it in memory for a while.
         """
-        with self._lock:
+        with self.calls("close"):
             if self._closed:
                 return
             self._settle()
@@ -345,16 +339,34 @@ class Attachment:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Close without a word to the daemon, which takes this process for dead."""
+        """Close without a word to the daemon, which takes this process for dead. May be called again, should Ctrl-C have come."""
         self._closed = True
         self._sealing.close()
         self._client.close()
         self._slots.drop()
         for pending in list(self._pending.values()):
             if pending.persist:
-                self._finish(pending, SnapshotFailed("the agent was closed first"))
+                self._seals.finish(pending, SnapshotFailed("the agent was closed first"))
             else:
                 pending.supersede()
+        self._gone = True
+
+    def ready(self) -> None:
+        """Check that the agent is open. Finish beginning the attempt that Ctrl-C has interrupted, if this rank has nobody to agree with."""
+        self._check_open()
+        if self._beginning:
+            if self.world_size > 1:
+                raise InvalidRequest("recover() was interrupted while it began the next attempt: call recover() again, on all ranks")
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Begin the next attempt: the daemon takes this attempt's slots back, and saves what is owed of it."""
+        self._beginning = True
+        self._settle()
+        self._begin(self.job)
+        self._slots.drop()
+        self._plan_anew()
+        self._beginning = False
 
     def _check_open(self) -> None:
         if self._closed:
@@ -362,20 +374,9 @@ class Attachment:
 
     def _forget(self) -> None:
         """In a forked child: neither the parent's connection nor its locks may live on in here."""
-        self._closed = True
+        self._closed, self.calls = True, CallLock()
         self._client.forget()
         self._slots.forget()
-
-
-def _batches(layout: Layout, most: int) -> Iterator[range]:
-    """Numbers of items, as many as make `most` bytes."""
-    first, nbytes = 0, 0
-    for number, item in enumerate(layout.plan.items):
-        nbytes += item.length
-        if nbytes >= most:
-            yield range(first, number + 1)
-            first, nbytes = number + 1, 0
-    yield range(first, len(layout.plan.items))
 
 
 def attachments() -> list[Attachment]:

@@ -10,17 +10,22 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ckptd.agent.call_lock import Nested
+from ckptd.agent.flag import Flag
 from ckptd.agent.launch import Place
 from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
+from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, Fenced, ProtocolError, from_wire
 
 log = logging.getLogger("ckptd.agent")
 
 R = TypeVar("R", bound=m.Reply)
+Make = Callable[[int], m.Request]
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0  # between attempts to connect again, doubling
 
 
@@ -31,9 +36,9 @@ class Call:
     def __init__(self, answered: Callable[[m.Reply], None] | None = None) -> None:
         self.answered = answered
         self.abandoned = False
-        self.done = threading.Event()
+        self.done = Flag()
         self.reply: m.Reply | None = None
-        self.descriptors: Sequence[int] = ()
+        self.descriptors: Sequence[Descriptor] = ()
         self.error: CkptdError | None = None
 
 
@@ -52,11 +57,12 @@ class Client:
     ) -> None:
         self._place, self._resume, self._news, self._lost, self._late = place, resume, news, lost, late
         self._calls: dict[int, Call] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._posts: deque[tuple[Make, Call]] = deque()  # made inside a `_send` of the same thread, which sends them when it is done
         self._hearing = threading.RLock()  # so that messages are taken in the order in which they came
         self._unheard: CkptdError | None = None  # what a waiter's own look has ended the connection for
         self._closed = False
-        self._up = threading.Event()
+        self._up = Flag()
         self._down_since = 0.0
         self._silent = False  # a call has timed out and nothing was heard since
         self._channel = place.connect()
@@ -81,20 +87,23 @@ class Client:
             return False
         return self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
 
-    def call(self, make: Callable[[int], m.Request], kind: type[R], timeout: float | None) -> tuple[R, Sequence[int]]:
+    def call(self, make: Make, kind: type[R], timeout: float | None) -> tuple[R, Sequence[Descriptor]]:
         """Send what `make(id)` gives and wait for its reply; the caller owns the descriptors.
 
         Raises what the daemon's Error says, or DaemonUnreachable.
         """
         return self.finish(self.begin(make), kind, timeout)
 
-    def begin(self, make: Callable[[int], m.Request]) -> Call:
-        """Send what `make(id)` gives. `finish` waits for its reply; a call that nobody finishes is to be dropped."""
-        call = Call()
+    def begin(self, make: Make, call: Call | None = None) -> Call:
+        """Send what `make(id)` gives. `finish` waits for its reply; a call that nobody finishes is to be dropped.
+
+        A caller that must not lose the reply to Ctrl-C makes the `call` itself, and keeps it from before it is sent.
+        """
+        call = call or Call()
         self._send(make, call)
         return call
 
-    def finish(self, call: Call, kind: type[R], timeout: float | None) -> tuple[R, Sequence[int]]:
+    def finish(self, call: Call, kind: type[R], timeout: float | None) -> tuple[R, Sequence[Descriptor]]:
         """As `call`."""
         try:
             self._look()
@@ -114,15 +123,19 @@ class Client:
         return call.reply, call.descriptors
 
     def _look(self) -> None:
-        """Take what is there, unless the thread is about to."""
-        if self._hearing.acquire(blocking=False):
+        """Take what is there; if the thread is about to, wait until it has.
+
+        After Ctrl-C part of a message may be lost, so the connection ends too: the next one tells what was missed.
+        """
+        with self._hearing:
+            channel = self._channel
             try:
-                self._hear(self._channel)
-            except CkptdError as error:
+                self._hear(channel)
+            except BaseException as error:
+                channel.end()  # the thread makes the next one
+                if not isinstance(error, CkptdError):
+                    raise
                 self._unheard = error
-                self._channel.close()  # the thread will see to it
-            finally:
-                self._hearing.release()
 
     def _hear(self, channel: Channel) -> None:
         for message in channel.receive(wait=False):
@@ -130,25 +143,53 @@ class Client:
 
     def drop(self, call: Call) -> None:
         """Nobody waits for it: what has been granted, now or later, is given back."""
-        with self._lock:
-            call.abandoned = True
-            reply = call.reply
+        reply = self.abandon(call)
         if reply is not None:
             self._give_back(reply, call.descriptors)
 
-    def _give_back(self, reply: m.Reply, descriptors: Sequence[int]) -> None:
-        for fd in descriptors:
-            os.close(fd)
+    def abandon(self, call: Call) -> m.Reply | None:
+        """Return the reply if it is there, for the caller to give back; if it comes later, it is given back then."""
+        with self._lock:
+            call.abandoned = True
+            return call.reply
+
+    def _give_back(self, reply: m.Reply, descriptors: Sequence[Descriptor]) -> None:
+        for descriptor in descriptors:
+            descriptor.close()
         self._late(reply)
 
-    def post(self, make: Callable[[int], m.Request], answered: Callable[[m.Reply], None]) -> None:
+    def post(self, make: Make, answered: Callable[[m.Reply], None]) -> None:
         """Send without waiting. If the daemon is away nothing is sent and nothing raised: whoever takes up the session sends again."""
+        self._post(make, Call(answered))
+        while self._posts and not self._inside():
+            try:
+                self._post(*self._posts.popleft())
+            except IndexError:
+                pass  # another thread has sent it
+
+    def _post(self, make: Make, call: Call) -> None:
         try:
-            self._send(make, Call(answered))
+            self._send(make, call)
+        except Nested:
+            self._posts.append((make, call))
         except DaemonUnreachable as error:
             log.debug("not sent: %s", error)
 
-    def _send(self, make: Callable[[int], m.Request], call: Call) -> None:
+    def _inside(self) -> bool:
+        """Return True if this thread is sending already: a signal handler, or a destructor, has come between."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+
+    def _send(self, make: Make, call: Call) -> None:
+        if self._inside():
+            raise Nested("ckptd", "a request to the daemon")
+        self._send_now(make, call)
+        while self._posts and call.answered is None:  # of a handler that has come between
+            try:
+                self._post(*self._posts.popleft())
+            except IndexError:
+                pass
+
+    def _send_now(self, make: Make, call: Call) -> None:
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
@@ -162,15 +203,17 @@ class Client:
             except ProtocolError as error:  # the connection is being made anew
                 self._calls.pop(number, None)
                 raise DaemonUnreachable(f"the daemon is gone for the moment: {error}") from None
-            except CkptdError:
+            except BaseException as error:
                 self._calls.pop(number, None)
+                if not isinstance(error, CkptdError):  # Ctrl-C may have left half of a frame
+                    channel.end()
                 raise
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._up.clear()
-            self._channel.close()
+            self._channel.end()  # the thread closes it
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
@@ -178,6 +221,9 @@ class Client:
         """In a forked child: close the copies of the descriptors, touch nothing else."""
         self._closed = True
         self._channel.abandon()
+        for call in tuple(self._calls.values()):
+            for descriptor in call.descriptors:
+                descriptor.close()
 
     # -- the thread
 
@@ -188,10 +234,13 @@ class Client:
                     self._channel.wait()
                     with self._hearing:
                         self._hear(self._channel)
-            except (CkptdError, OSError) as error:
+            except Exception as error:
+                if not isinstance(error, (CkptdError, OSError)):  # a bug: without this thread every call would wait for ever
+                    log.exception("what the daemon said could not be taken in")
                 gone = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
                 reason, self._unheard = self._unheard or gone, None
             if self._closed:
+                self._channel.close()
                 self._fail_calls(DaemonUnreachable("this agent is closed"))
                 return
             self._down_since, self._silent = time.monotonic(), False
@@ -261,13 +310,13 @@ class Client:
             self.close()
         except CkptdError as error:
             log.warning("the daemon is back, but this rank could not take up its work: %s", error)
-            channel.close()  # and again
+            channel.end()  # and again
         else:
             self._up.set()
             log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)
 
 
-def _descriptors(channel: Channel, message: m.Reply) -> Sequence[int]:
+def _descriptors(channel: Channel, message: m.Reply) -> Sequence[Descriptor]:
     match message:
         case m.Segments():
             return channel.take(2 * len(message.segments))

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from ckptd.agent.agent import Agent
 from ckptd.agent.attachment import CLOSE_SECONDS
+from ckptd.agent.call_lock import CallLock
 from ckptd.agent.pending import Pending
 from ckptd.agent.recovery import Recovered
 from ckptd.agent.restore import OnReshape
 from ckptd.shared.errors import CkptdError
 
 _default: Agent | None = None
-_lock = threading.Lock()
+_calls = CallLock()
 
 
-def default_agent() -> Agent:
-    """Raises as `Agent`."""
+def default_agent(name: str = "Agent") -> Agent:
+    """Return the agent of this process. Raises as `Agent`; Busy where `name`, a public call, interrupts the making of one."""
     global _default
-    with _lock:
+    with _calls(name):
         if _default is None or _default.closed:
             _default = Agent()
         return _default
@@ -39,7 +40,7 @@ def snapshot(
 ) -> Pending:
     """`Agent.snapshot` of this process's agent. Never raises for what goes wrong with saving: the `Pending` tells."""
     try:
-        agent = default_agent()
+        agent = default_agent("snapshot")
     except CkptdError as error:
         failed = Pending(step)
         failed.fail(error)
@@ -49,13 +50,26 @@ def snapshot(
 
 def recover(state: Any, *, step: int | None = None, strict: bool = True, on_reshape: OnReshape | None = None) -> Recovered | None:
     """`Agent.recover` of this process's agent."""
-    return default_agent().recover(state, step=step, strict=strict, on_reshape=on_reshape)
+    return default_agent("recover").recover(state, step=step, strict=strict, on_reshape=on_reshape)
 
 
 def close(timeout: float = CLOSE_SECONDS) -> None:
     """`Agent.close` of this process's agent, if it has one: the newest snapshot becomes durable, the slots are freed."""
     global _default
-    with _lock:
-        agent, _default = _default, None
+    with _calls("close"):
+        agent = _default
     if agent is not None:
-        agent.close(timeout)
+        try:
+            agent.close(timeout)
+        finally:
+            if agent.closed and _default is agent:  # not before: after Ctrl-C the next `close` goes on
+                _default = None
+
+
+def _after_fork() -> None:
+    """In a forked child: the call that another thread of the parent was in will never leave."""
+    global _calls
+    _calls = CallLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from ckptd.agent.flag import Flag
 from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
 
 _PIECE = 4 << 20  # the store's server takes values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
@@ -67,7 +68,7 @@ class Exchange:
         self.operations = 0
         self._store = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
         self._asked_at: float | None = None  # since when the store owes an answer
-        self._done = threading.Event()  # whether the last round is over
+        self._done = Flag()  # whether the last round is over
         self._done.set()
 
     def round(
@@ -112,7 +113,7 @@ class Exchange:
         if not self._done.wait(_LOOK_SECONDS):  # one that was left by Ctrl-C ends in less
             raise _silent()
         answers: list[bytes | BaseException | None] = []
-        done, left = threading.Event(), threading.Event()
+        done, left = Flag(), Flag()
 
         def over() -> CkptdError | None:
             return SnapshotFailed("nobody waits for it any more") if left.is_set() else unwanted()

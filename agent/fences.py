@@ -108,6 +108,11 @@ class Fences:
                 "waited for at once"
             )
 
+    def drain(self) -> None:
+        """Wait until every lane has done all that was enqueued in it."""
+        for lane in list(self._lanes.values()):
+            lane.mark().synchronize()
+
     def close(self) -> None:
         self._hook.remove()
         for handle in self._modules.values():

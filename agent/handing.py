@@ -9,13 +9,13 @@ import atexit
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.agent.attachment import SAVE_SECONDS, Attachment, attachments
+from ckptd.agent.call_lock import CallLock
 from ckptd.agent.exchange import Told
 from ckptd.agent.launch import find_place
 from ckptd.agent.pending import Pending
@@ -34,7 +34,7 @@ log = logging.getLogger("ckptd.agent")
 EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 _STEP = re.compile(r"step-([0-9]{1,18})")
-_lock = threading.Lock()
+_calls = CallLock()
 _own: dict[tuple[str, str], Attachment] = {}  # by root and job; of what `StorageWriter` has begun itself
 
 
@@ -126,7 +126,7 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
         raise AlreadyExists(f"Checkpoint already exists in {bare.root}, which a save without the daemon has made; move it away")
     until = time.monotonic() + SAVE_SECONDS
     while True:
-        with _lock:
+        with _calls("save"):
             held = _current(target, world_size)
             directory = names.tag_directory(target.step, target.tag, held.attempt)
             taken = PosixStorage(Path(target.root)).has_manifest(target.job, directory)
@@ -144,11 +144,15 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
 
 
 def _claimed(target: Target, held: Attachment, world_size: int) -> tuple[Claim, Callable[[], None]]:
-    token, step = object(), target.step
+    token, step = _Token(), target.step
     held.saving.add(token)
     if step is None and world_size > 1:
         step = held.last_step = held.last_step + 1
     return Claim(target, held.attempt, step, this_boot()), lambda: held.saving.discard(token)
+
+
+class _Token:
+    """Stands for a save in `Attachment.saving`, which forgets it when nobody has it any more: Ctrl-C may have ended that save."""
 
 
 def _current(target: Target, world_size: int) -> Attachment:
@@ -166,7 +170,7 @@ def attach(claimed: Claim, rank: int, world_size: int) -> Attachment:
     """This rank, at the daemon. Raises InvalidRequest on another node."""
     if claimed.boot != this_boot():
         raise InvalidRequest(f"ranks 0 and {rank} are not on one node: a job's ranks share one node and daemon; save outside its root")
-    with _lock:
+    with _calls("save"):
         held = _find(claimed.target, rank, world_size, claimed.attempt)
         return held or _begin(claimed.target, rank, world_size, claimed.attempt)
 
@@ -199,7 +203,7 @@ def _leave(attachment: Attachment) -> None:
 @atexit.register
 def leave_all() -> None:
     """What this process has begun for DCP ends in order: everything that was acknowledged is durable, and the slots are freed."""
-    with _lock:
+    with _calls("leave_all"):
         while _own:
             _leave(_own.popitem()[1])
 
@@ -220,12 +224,17 @@ class SlotPart:
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
         """Fill a slot that has room for documents of `room` bytes. Raises what goes wrong: the step is then given up on all ranks."""
         items = layout.plan.items
-        self._layout, self._resolved, self._slot = layout, resolved, None
-        self._pending, self._slot = self._attachment.fill(
-            self._pending or self._step, self._tag, layout, document_offsets(layout, 0, 0)[-1] + room,
-            lambda number: resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype)),
-            singly=resolves_by_itself(resolved.planner),
-        )  # fmt: skip
+        self._layout, self._resolved = layout, resolved
+        with self._attachment.calls("save"):
+            self._attachment.ready()
+            self._attachment.fill(
+                self._pending or self._step, self._tag, layout, document_offsets(layout, 0, 0)[-1] + room,
+                lambda number: resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype)),
+                singly=resolves_by_itself(resolved.planner), taken=self._takes,
+            )  # fmt: skip
+
+    def _takes(self, pending: Pending, slot: MappedSlot) -> None:
+        self._slot, self._pending = slot, pending
 
     def finish(self, layout: Layout, values: bytes, request: Request) -> None:
         """Seal it. `layout`: as it was written, but for its metadata."""
@@ -273,8 +282,8 @@ class SlotPart:
 
 
 def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()  # whoever held it is not in the child
+    global _calls
+    _calls = CallLock()  # whoever held it is not in the child
     _own.clear()
 
 

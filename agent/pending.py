@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
+from ckptd.agent.call_lock import Nested, call_around
+from ckptd.agent.flag import Waiters
 from ckptd.shared.errors import CkptdError, SnapshotFailed
 from ckptd.shared.lifecycle import Event, State, step
 
@@ -36,7 +37,8 @@ class Pending:
         self._state = State.NEW
         self._was_sealed = False
         self._over = False  # replaced in memory: it will not become durable
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._waiters = Waiters()
 
     @property
     def state(self) -> str:
@@ -52,20 +54,19 @@ class Pending:
         """Until the snapshot is "staged", "sealed" (in memory, whole) or "durable" (committed to storage); returns itself.
 
         Raises the reason if it cannot come to that any more, TimeoutError after `timeout` seconds. A snapshot with `persist=False` becomes
-        durable only if its trainer dies or closes while it is the newest.
+        durable only if its trainer dies or closes while it is the newest. Raises Busy where it would have to wait inside another call of
+        this thread, as in a signal handler that interrupts `snapshot`: nothing goes on until the handler returns.
         """
         if state not in _RANK:
             raise ValueError(f"there is no state {state!r} to wait for: use 'staged', 'sealed' or 'durable'")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not self._reached(state):
-                if self.done or self._over:
-                    assert self.error is not None
-                    raise self.error
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(f"step {self.step} is {self.state}, not {state}, after {timeout} s")
-                self._changed.wait(left)
+        settled = self._reached(state) or self.done or self._over
+        if not settled and (outer := call_around()):
+            raise Nested("wait()", f"{outer}()")
+        if not self._waiters.wait_for(lambda: self._reached(state) or self.done or self._over, timeout):
+            raise TimeoutError(f"step {self.step} is {self.state}, not {state}, after {timeout} s")
+        if not self._reached(state):
+            assert self.error is not None
+            raise self.error
         return self
 
     def _reached(self, state: str) -> bool:
@@ -89,36 +90,42 @@ class Pending:
 
     def move(self, event: Event) -> None:
         """Raises the reason if it has failed meanwhile: another rank could not take it."""
-        with self._changed:
+        with self._lock:
             if self._state is State.FAILED:
                 raise self.why
             after = step(self._state, event)
             log.debug("snapshot %d: %s -> %s", self.step, self._state.value, after.value)
-            self._state = after
             self._was_sealed = self._was_sealed or after is State.SEALED
-            self._changed.notify_all()
+            self._state = after
+        self._waiters.notify()
+
+    def seal(self) -> None:
+        """Go as far as sealed, from wherever Ctrl-C has stopped it after the slot's header had said so."""
+        for before, event in ((State.NEW, Event.GRANT), (State.FILLING, Event.STAGE), (State.STAGED, Event.SEAL)):
+            if self._state is before:
+                self.move(event)
 
     def fail(self, error: CkptdError) -> None:
         """From any state; the first reason counts."""
-        with self._changed:
+        with self._lock:
             if self.done:
                 return
             self.error = error
             self._state = step(self._state, Event.FAIL)
             log.warning("snapshot of step %d failed: %s", self.step, error)
-            self._changed.notify_all()
+        self._waiters.notify()
 
     def skip(self, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             self.error = SnapshotFailed(f"step {self.step} was skipped: {reason}")
             self._state = step(self._state, Event.REFUSE)
             log.warning("snapshot of step %d skipped: %s", self.step, reason)
-            self._changed.notify_all()
+        self._waiters.notify()
 
     def supersede(self) -> None:
         """Its slot is being filled again: a memory-only snapshot has had its time."""
-        with self._changed:
+        with self._lock:
             if not self.done:
                 self.error = SnapshotFailed(f"step {self.step} was kept in memory only, and a newer snapshot has replaced it there")
                 self._over = True
-                self._changed.notify_all()
+        self._waiters.notify()

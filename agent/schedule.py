@@ -17,6 +17,7 @@ import msgspec
 
 from ckptd.agent import default
 from ckptd.agent.agent import Agent
+from ckptd.agent.call_lock import CallLock, Nested
 from ckptd.agent.pending import Pending
 from ckptd.shared.errors import CkptdError
 
@@ -107,6 +108,7 @@ class Schedule:
         self._mtbf = None if mtbf is None else _seconds("mtbf", mtbf)
         self._persist_every = _whole("persist_every", persist_every)
         self._given = agent
+        self._calls = CallLock()
         self._agent: Agent | None = None  # the one that `_word` and all below it are about
         self._begin(None)
 
@@ -137,12 +139,21 @@ class Schedule:
         return best_interval(statistics.median(self._stalls), self._mtbf) if self._stalls else None
 
     def due(self, step: int) -> bool:
-        """Whether to snapshot after this step; all ranks hear the same. Ask about every step."""
+        """Whether to snapshot after this step; all ranks hear the same. Ask about every step.
+
+        Raises Busy inside another call of this thread, as in a signal handler: what ranks have agreed on must not change under it.
+        """
+        with self._calls("due"):
+            return self._due(step)
+
+    def _due(self, step: int) -> bool:
         if self._every_steps is not None:
             self._word = Word(step % self._every_steps == 0, step // self._every_steps % self._persist_every == 0, 0)
             return self._word.due
         try:
             agent = self._current()
+        except Nested:
+            raise
         except CkptdError:
             self._word = Word(True, True, 0)  # so that the snapshot says what is wrong
             return True
@@ -152,8 +163,13 @@ class Schedule:
 
     def snapshot(self, state: Any, *, step: int, **options: Any) -> Pending | None:
         """`Agent.snapshot` of what is due after this step, with its `options`; None if nothing is."""
-        if not self.due(step):
-            return None
+        try:
+            if not self.due(step):
+                return None
+        except Nested as error:
+            failed = Pending(step)
+            failed.fail(error)
+            return failed
         take = self._given.snapshot if self._given is not None else default.snapshot
         pending = take(state, step=step, persist=self._word.persist, **options)
         if pending.state not in ("failed", "skipped"):
@@ -171,6 +187,8 @@ class Schedule:
             topic, late = f"schedule/{self._attempt}/{self._number}/{self._heard}", self._about >= self._again
             try:
                 heard = agent.hear(topic, lambda: self._decide(step), late=late)
+            except Nested:
+                raise
             except CkptdError as error:
                 log.warning("step %d: whether a snapshot is due cannot be told: %s", step, error)
                 self._not_before = time.monotonic() + _AWAY_SECONDS

@@ -41,11 +41,17 @@ class Sealing:
         except Exception as error:
             failed(error)
 
+    def drain(self) -> None:
+        """Wait for every copy that was enqueued, also one that Ctrl-C has kept from being known here."""
+        if self._fences is not None:
+            self._fences.drain()
+
     def settle(self, segment: str | None = None) -> None:
         """Until nothing is under way, into that segment or at all."""
         for name in list(self._under_way) if segment is None else [segment]:
             if name in self._under_way:
-                self._under_way.pop(name).result()
+                self._under_way[name].result()
+                self._under_way.pop(name, None)
 
     def close(self) -> None:
         self._thread.shutdown()

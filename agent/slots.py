@@ -6,16 +6,18 @@ the zeroing of all its pages, which must not hold the training.
 
 from __future__ import annotations
 
+import _thread
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckptd.agent.client import Client
+from ckptd.agent.flag import Flag
 from ckptd.agent.numa import home_node
 from ckptd.agent.staging import MappedSlot
 from ckptd.shared import messages as m
+from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import CkptdError, InternalError, StorageError
 from ckptd.shared.failpoints import failpoint
 
@@ -48,6 +50,7 @@ class Slots:
 
     def prepare(self, capacity: int) -> None:
         """Slots of `capacity` bytes, in the background. Nothing if they are there, or if others have not come within the stall budget."""
+        self._start()
         if (self._preparing is None or self._preparing.wait(self._client.welcome.stall_budget)) and self._room() < capacity:
             self._begin(capacity)
 
@@ -55,6 +58,7 @@ class Slots:
         """Slots for `needed` bytes by `deadline`; False if that takes longer: it goes on in the background, for a later snapshot."""
         if self.fit(needed):
             return True
+        self._start()
         preparing = self._preparing
         if preparing is None or preparing.allocated.is_set():
             preparing = self._begin(needed)
@@ -70,8 +74,9 @@ class Slots:
     def _begin(self, needed: int) -> Preparation:
         """Some room to spare, since plain values may grow from step to step."""
         self._settle()
-        self._preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots)
-        return self._preparing
+        self._preparing = preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots)
+        preparing.start()  # not before it is known: no thread may replace slots behind the back of a call that Ctrl-C has ended
+        return preparing
 
     def keep(self, segments: set[str]) -> None:
         """Of these the daemon knows; others are gone."""
@@ -82,39 +87,78 @@ class Slots:
     def settle(self) -> None:
         """Until nothing is under way."""
         if self._preparing is not None:
+            self._start()
             self._preparing.join()
             self._preparing = None
 
+    def _start(self) -> None:
+        """Start the preparation that Ctrl-C has kept from starting, if there is one."""
+        if self._preparing is not None:
+            self._preparing.start()
+
+    def find(self, segment: str) -> MappedSlot | None:
+        return self._slots.get(segment)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._slots)
+
     def drop(self) -> None:
-        for slot in self._slots.values():
+        for slot in list(self._slots.values()):
             slot.forget()
         self._slots.clear()
 
     def forget(self) -> None:
         """In a forked child."""
-        for slot in self._slots.values():
+        for slot in list(self._slots.values()):
             slot.close_descriptors()
+        if self._preparing is not None:
+            self._preparing.forget()
 
 
 class Preparation:
     """Replaces what is in `slots` by new ones of `capacity` bytes. `allocated` is set once they may be used, or `error` says why not."""
 
     def __init__(self, client: Client, capacity: int, slots: dict[str, MappedSlot]) -> None:
-        self.allocated = threading.Event()
+        self.allocated = Flag()
         self.error: CkptdError | None = None
         self._begun = time.monotonic()
         self._client, self._capacity, self._slots = client, capacity, slots
-        self._thread = threading.Thread(target=self._run, name="ckptd-prepare", daemon=True)
-        self._thread.start()
+        self._started, self._over = threading.Lock(), Flag()
+        self._made: list[MappedSlot] = []
+        self._descriptors: Sequence[Descriptor] = ()
+
+    def start(self) -> None:
+        """Begin, on a thread. May be called again: only one thread works.
+
+        `threading.Thread.start` waits for its thread in Python code, where Ctrl-C can leave both stuck.
+        """
+        if not self._started.locked():
+            _thread.start_new_thread(self._run, ())
 
     def wait(self, budget: float) -> bool:
         """Whether the slots are there, waiting until `budget` seconds after they were asked for: a slow start costs that once."""
         return self.allocated.wait(max(0.0, self._begun + budget - time.monotonic()))
 
     def join(self) -> None:
-        self._thread.join()
+        self._over.wait()
+
+    def forget(self) -> None:
+        """In a forked child: close the copies of descriptors, of slots that are being made."""
+        for slot in list(self._made):
+            slot.close_descriptors()
+        for descriptor in self._descriptors:
+            descriptor.close()
 
     def _run(self) -> None:
+        if self._started.acquire(blocking=False):
+            try:
+                self._prepare()
+            finally:
+                self.allocated.set()
+                self._over.set()
+
+    def _prepare(self) -> None:
         made: list[MappedSlot] = []
         try:
             made = self._allocate()
@@ -132,20 +176,20 @@ class Preparation:
             slot.populate()
 
     def _allocate(self) -> list[MappedSlot]:
-        reply, descriptors = self._client.call(
+        reply, self._descriptors = self._client.call(
             lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._client.welcome.slots, node=home_node()),
             m.Segments, ALLOCATE_SECONDS,
         )  # fmt: skip
         before = list(self._slots.values())
-        made: list[MappedSlot] = []
+        made = self._made
         try:
             for n, held in enumerate(reply.segments):
-                made.append(MappedSlot(held.segment, *descriptors[2 * n : 2 * n + 2]))
+                made.append(MappedSlot(held.segment, *self._descriptors[2 * n : 2 * n + 2]))
         except BaseException:
             for slot in made:
                 slot.forget()
-            for fd in descriptors[2 * len(made) :]:
-                os.close(fd)  # a lock that stays would keep the segment
+            for descriptor in self._descriptors:
+                descriptor.close()  # a lock that stays would keep the segment
             raise
         self._slots.clear()
         self._slots.update({slot.name: slot for slot in made})

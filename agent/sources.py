@@ -19,6 +19,7 @@ from ckptd.agent.loading import Saved
 from ckptd.agent.merge import bare, merge
 from ckptd.agent.values import TensorRef, decode, filled, tensor_names
 from ckptd.shared import names
+from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 from ckptd.shared.fs import read_exactly
 from ckptd.shared.leases import give_back, lease
@@ -67,7 +68,7 @@ class Opened:
     saved: Saved
     metrics: dict[str, float]
     user_content: Any
-    descriptors: list[int]
+    descriptors: list[int | Descriptor]
     manifest: Manifest | None = None
     leased: list[int] = field(default_factory=list)
     owner: int = field(default_factory=os.getpid)
@@ -124,10 +125,15 @@ class Opened:
         return sum(verify(source) for source in (self.sources if sources is None else sources))
 
     def close(self) -> None:
+        """Close everything that is still open. Each descriptor leaves its list before it is closed, so that none is closed twice."""
         while self.leased:
             (give_back if self.owner == os.getpid() else os.close)(self.leased.pop())
         while self.descriptors:
-            os.close(self.descriptors.pop())
+            descriptor = self.descriptors.pop()
+            if isinstance(descriptor, int):
+                os.close(descriptor)
+            else:
+                descriptor.close()
 
     def __del__(self) -> None:
         self.close()
@@ -141,14 +147,14 @@ def load_blob(name: str, data: bytes) -> Any:
         raise UnsavableValue(f"{name}: it can only be loaded by running pickled code, which ckptd does not do") from None
 
 
-def open_memory(descriptors: Sequence[int], attempt: int, step: int, tag: str) -> Opened:
+def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag: str) -> Opened:
     """Takes over the descriptors, also when it raises IntegrityError."""
     try:
-        sources = [SlotSource(fd, attempt, step) for fd in descriptors]
+        sources = [SlotSource(descriptor.fileno(), attempt, step) for descriptor in descriptors]
         saved = Saved.of(sources)
     except BaseException:
-        for fd in descriptors:
-            os.close(fd)
+        for descriptor in descriptors:
+            descriptor.close()
         raise
     request = sources[0].request
     content = msgspec.json.decode(request.user_content)
@@ -185,12 +191,12 @@ def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Op
                 raise IntegrityError(f"{reader.name} is not the part that the manifest means")
         saved = Saved.of(readers)
     except BaseException:
-        for fd in descriptors:
-            os.close(fd)
-        for fd in leased:
-            give_back(fd)
+        while descriptors:
+            os.close(descriptors.pop())
+        while leased:
+            give_back(leased.pop())
         raise
-    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, descriptors, manifest, leased=leased)
+    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, [*descriptors], manifest, leased=leased)
 
 
 def locate(path: Path) -> tuple[PosixStorage, str, str]:

@@ -6,20 +6,20 @@ any instant leaves either the old snapshot, or the new one, or none that could b
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import logging
-import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ckptd.agent.fences import Transfer
 from ckptd.agent.lanes import lock_pages, unlock_pages
+from ckptd.agent.mapping import map_segment, populate
 from ckptd.agent.planning import Layout, as_integer, dtype_of
+from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import Item, align_region
@@ -35,7 +35,6 @@ _COPYABLE = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
     torch.bool, torch.complex64, torch.complex128,
 })  # fmt: skip
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,44 +57,59 @@ def document_offsets(layout: Layout, values_length: int, request_length: int) ->
     return values, plan, request, request + request_length
 
 
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The places of a layout's items in a slot. `elsewhere`: numbers of the items that are on accelerators."""
+
+    signature: bytes
+    targets: list[torch.Tensor]
+    as_integers: bool
+    elsewhere: list[int]
+
+
+_NO_VIEWS = _Views(b"", [], False, [])
+
+
 class MappedSlot:
     """One segment, mapped. Construction takes the lock that tells the daemon that this process lives.
 
     Raises IntegrityError if the segment has been damaged or cut short, OSError if it cannot be mapped: the descriptors stay the caller's.
     """
 
-    def __init__(self, name: str, data_fd: int, lock_fd: int) -> None:
+    def __init__(self, name: str, data: Descriptor, lock: Descriptor) -> None:
         self.name = name
-        self._fd, self._lock_fd = data_fd, lock_fd
-        fcntl.flock(lock_fd, fcntl.LOCK_EX)  # at most a daemon's test is in the way, for an instant
-        self.header: SegmentHeader = read_header(data_fd)
+        self._data, self._lock = data, lock
+        fcntl.flock(lock, fcntl.LOCK_EX)  # at most a daemon's test is in the way, for an instant
+        self.header: SegmentHeader = read_header(self._fd)
         try:
-            mapped = mmap.mmap(data_fd, self.header.file_length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        except ValueError:
+            mapped = map_segment(self._fd, self.header.file_length)
+        except IntegrityError:
             raise IntegrityError(f"segment {name} has been cut short by another process") from None
-        mapped.madvise(mmap.MADV_DONTFORK)  # a data loader's worker must not keep the pages of a slot that is gone
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)
-        self._views: tuple[bytes, list[torch.Tensor]] = (b"", [])
-        self._as_integers = False
-        self._elsewhere: list[int] = []  # numbers of the items that are on accelerators
+        self._views = _NO_VIEWS
         self._locking, self._locked_at, self._forgotten = threading.Lock(), 0, False
 
     def __repr__(self) -> str:
         return f"<MappedSlot {self.name[:8]} {self.header.state.name} step {self.header.step}>"
 
     @property
+    def _fd(self) -> int:
+        """Raises ValueError once the descriptors are closed."""
+        return self._data.fileno()
+
+    @property
     def capacity(self) -> int:
         return self.header.capacity
 
     def populate(self) -> None:
-        """Fault in every page, so that the first copy is as fast as later ones. ctypes lets other threads run meanwhile."""
+        """Fault in every page, so that the first copy is as fast as later ones. Other threads run meanwhile."""
         held = self._bytes  # keeps the mapping, should the slot be forgotten meanwhile
         if not held.numel():
             return
         start, length = held.data_ptr() - self.header.data_offset, self.header.file_length
         for offset in range(0, length, _PIECE):
-            if _libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(min(_PIECE, length - offset)), MADV_POPULATE_WRITE):
-                log.debug("pages of a slot could not be mapped ahead: %s", os.strerror(ctypes.get_errno()))
+            if error := populate(start + offset, min(_PIECE, length - offset), MADV_POPULATE_WRITE):
+                log.debug("pages of a slot could not be mapped ahead: %s", os.strerror(error))
                 break
         with self._locking:
             if not self._forgotten and lock_pages(start, length):
@@ -116,11 +130,12 @@ class MappedSlot:
 
     def copy(self, sources: list[torch.Tensor], layout: Layout, numbers: range, carry: Carry) -> Transfer | None:
         """As `fill`, for those items of the plan that have these numbers."""
-        targets, transfer = self._targets(layout)[numbers.start : numbers.stop], None
-        if self._as_integers:
+        views, transfer = self._views_of(layout), None
+        targets = views.targets[numbers.start : numbers.stop]
+        if views.as_integers:
             targets, sources = _integers(targets, sources)
-        if self._elsewhere:
-            elsewhere = [n - numbers.start for n in self._elsewhere if n in numbers]
+        if views.elsewhere:
+            elsewhere = [n - numbers.start for n in views.elsewhere if n in numbers]
             if elsewhere:
                 transfer = carry([targets[n] for n in elsewhere], [sources[n] for n in elsewhere])
             here = [n for n, number in enumerate(numbers) if layout.plan.items[number].device == "cpu"]
@@ -154,18 +169,24 @@ class MappedSlot:
         self.header = sealed
         failpoint("agent.sealed")
 
+    def refresh(self) -> SegmentHeader:
+        """Read the header again: Ctrl-C may have come after it was written and before it was kept here."""
+        self.header = header = read_header(self._fd)
+        return header
+
     def clear(self) -> None:
         """Say that nothing is in it: after a copy that failed."""
         free = self.header.next(SlotState.FREE, step=None)
         write_header(self._fd, free)
         self.header = free
 
-    def _targets(self, layout: Layout) -> list[torch.Tensor]:
-        if self._views[0] != layout.signature:
-            self._views = (layout.signature, [self._view(item) for item in layout.plan.items])
-            self._as_integers = not _COPYABLE.issuperset(target.dtype for target in self._views[1])
-            self._elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
-        return self._views[1]
+    def _views_of(self, layout: Layout) -> _Views:
+        if self._views.signature != layout.signature:
+            targets = [self._view(item) for item in layout.plan.items]
+            elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
+            # kept all at once: Ctrl-C may come between any two instructions
+            self._views = _Views(layout.signature, targets, not _COPYABLE.issuperset(target.dtype for target in targets), elsewhere)
+        return self._views
 
     def _view(self, item: Item) -> torch.Tensor:
         flat = self._bytes[item.offset : item.offset + item.length].view(dtype_of(item.dtype))
@@ -178,15 +199,25 @@ class MappedSlot:
             if self._locked_at:
                 unlock_pages(self._locked_at)
                 self._locked_at = 0
-        self._views = (b"", [])
+        self._views = _NO_VIEWS
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        for fd in (self._fd, self._lock_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._lock_fd = -1
+        """Close both descriptors. Closing them again does nothing."""
+        self._data.close()
+        self._lock.close()
+
+
+def batches(layout: Layout, most: int) -> Iterator[range]:
+    """Yield ranges of item numbers, each as many as make `most` bytes."""
+    first, nbytes = 0, 0
+    for number, item in enumerate(layout.plan.items):
+        nbytes += item.length
+        if nbytes >= most:
+            yield range(first, number + 1)
+            first, nbytes = number + 1, 0
+    yield range(first, len(layout.plan.items))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -43,7 +43,9 @@ class Slot:
 
     @property
     def fd(self) -> int:
-        """Raises OSError (EBADF) once the slot is released and no longer pinned."""
+        """Return the descriptor's number. Raises NotFound once the slot is released and no longer pinned."""
+        if self.descriptor.closed:
+            raise self.gone()
         return self.descriptor.fileno()
 
     @contextmanager
@@ -73,8 +75,6 @@ class Slot:
 
         Raises NotFound if the slot has been released, IntegrityError if the header is damaged or another segment's.
         """
-        if self.descriptor.closed:
-            raise self.gone()
         header = read_header(self.fd)
         mine, its = self.header, header
         if (mine.job, mine.attempt, mine.rank, mine.capacity, mine.chunk_size) != (

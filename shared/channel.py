@@ -20,6 +20,7 @@ from pathlib import Path
 from ckptd.shared import __version__
 from ckptd.shared import messages as m
 from ckptd.shared import session as s
+from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import DaemonUnreachable, ProtocolError, from_wire
 from ckptd.shared.owners import check_peer, check_socket
 
@@ -27,6 +28,7 @@ MAX_DESCRIPTORS = 64
 _RECEIVE = 1 << 16
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between tries to connect
 _FD = array("i")
+_Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]
 
 
 class Channel:
@@ -40,7 +42,8 @@ class Channel:
         check_socket(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._session = s.Session(s.Role.AGENT)
-        self._descriptors: deque[int] = deque()
+        self._descriptors: deque[Descriptor] = deque()
+        self._received: deque[_Received] = deque()  # at most one, until its descriptors have owners
         self._sending = threading.Lock()
         self._next_id = 0
         self._socket.settimeout(timeout)
@@ -104,21 +107,22 @@ class Channel:
     def receive(self, *, wait: bool = True) -> list[m.Message]:
         """At least one message; with `wait` false none if none is there. Descriptors that came along wait in `take`."""
         while True:
-            try:
-                data, control, flags, _ = self._socket.recvmsg(
-                    _RECEIVE,
-                    socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.itemsize),
-                    socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT),
-                )  # not recv_fds, which forgets the flags (cpython#107898)
+            space, wanted = (
+                socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.itemsize),
+                socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT),
+            )
+            try:  # one call in C: if Ctrl-C came between receiving and keeping, descriptors would be lost
+                self._received.extend(map(self._socket.recvmsg, (_RECEIVE,), (space,), (wanted,)))
+                # not recv_fds, which forgets the flags (cpython#107898)
             except BlockingIOError:
                 return []
             except TimeoutError:
                 raise DaemonUnreachable("the daemon does not answer") from None
             except OSError as error:
                 raise DaemonUnreachable(f"the daemon is gone: {error.strerror or error}") from None
-            for level, kind, descriptors in control:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._descriptors.extend(array("i", descriptors[: len(descriptors) // _FD.itemsize * _FD.itemsize]))
+            data, control, flags, _ = self._received[0]
+            self._descriptors.extend(map(Descriptor, _numbers(control)))
+            self._received.clear()
             if flags & socket.MSG_CTRUNC:
                 raise ProtocolError("the daemon sent more descriptors than this process may open")
             if not data:
@@ -126,23 +130,44 @@ class Channel:
             if messages := self._session.receive(data):
                 return messages
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> list[Descriptor]:
         """The oldest `count` descriptors; the caller closes them. Raises ProtocolError if fewer came."""
         if len(self._descriptors) < count:
             raise ProtocolError(f"{count} descriptors were announced and {len(self._descriptors)} came")
         return [self._descriptors.popleft() for _ in range(count)]
 
-    def close(self) -> None:
-        """From any thread; wakes the one that receives."""
+    def end(self) -> None:
+        """End the connection, from any thread. The thread that receives hears so, and is to call `close`: if another thread closed the
+        socket, the receiving thread could wait for another file that has got its number."""
+        self._session.close()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        self._session.close()
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
-        self._socket.close()
+
+    def close(self) -> None:
+        """End the connection and close everything that it holds. For the thread that receives."""
+        self.end()
+        self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: close this copy of the socket without ending the parent's connection."""
+        """In a forked child: close this copy of the socket, and of descriptors that nobody has taken, without ending the parent's
+        connection."""
+        owned = {descriptor.fileno() for descriptor in self._descriptors}
+        for _, control, _, _ in list(self._received):  # Ctrl-C came between
+            for number in _numbers(control):
+                if number not in owned:
+                    os.close(number)
+        self._received.clear()
+        while self._descriptors:
+            self._descriptors.popleft().close()
         self._socket.close()
+
+
+def _numbers(control: list[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors that came with a message, as the kernel numbered them."""
+    found: list[int] = []
+    for level, kind, data in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found += array("i", data[: len(data) // _FD.itemsize * _FD.itemsize])
+    return found

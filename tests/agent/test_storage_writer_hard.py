@@ -279,12 +279,12 @@ def test_a_stopped_daemon_does_not_hold_up_a_snapshot_beside_a_save(daemon: Daem
     agent._client.welcome = msgspec.structs.replace(agent._client.welcome, stall_budget=0.2)
     daemon.process.send_signal(signal.SIGSTOP)
     try:
-        holding = agent._lock
+        holding = agent.calls
         held = threading.Event()
         release = threading.Event()
 
         def hold() -> None:
-            with holding:
+            with holding("save"):
                 held.set()
                 release.wait(30)
 

@@ -180,8 +180,8 @@ def test_a_lying_client_cannot_seal_what_is_not_sealed(daemon: Daemon) -> None:
     ask(m.Begin(id=liar.new_id(), job="job", rank=0, world_size=1))
     segments = ask(m.Allocate(id=liar.new_id(), capacity=10_000, count=2))
     assert isinstance(segments, m.Segments)
-    for fd in liar.take(4):
-        os.close(fd)
+    for descriptor in liar.take(4):
+        descriptor.close()
     granted = ask(m.Acquire(id=liar.new_id(), step=1, wait=0.0))
     assert isinstance(granted, m.Granted)
     answer = ask(m.Seal(id=liar.new_id(), segment=granted.segment, attempt=1, step=1))

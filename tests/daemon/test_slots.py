@@ -219,8 +219,8 @@ def test_the_node_asked_for(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("ckptd.daemon.slots.near", near)
     slots = shm.open(fs=Watched())
-    slots.create(header(), 1)
-    slots.create(header())
+    slots.add(slots.create(header(), 1))
+    slots.add(slots.create(header()))
     assert asked == [1, SIZE, -7, -1, SIZE, -7]
 
 
@@ -405,7 +405,8 @@ def test_a_header_that_has_become_another_segments_is_refused(shm: Shm, changes:
 
 
 def test_a_header_that_was_damaged_is_refused(shm: Shm) -> None:
-    made = shm.open().create(header())
+    slots = shm.open()
+    made = slots.add(slots.create(header()))
     os.ftruncate(made.fd, 100)
     with pytest.raises(IntegrityError):
         made.refresh()
@@ -420,7 +421,7 @@ def test_release(shm: Shm) -> None:
     slots.release(made)
     assert shm.files() == [other.name]
     assert slots.used == SIZE
-    with pytest.raises(OSError):
+    with pytest.raises(NotFound):
         os.fstat(made.fd)
     os.unlink(shm.inside / other.name)
     slots.release(other)  # somebody was faster
@@ -486,12 +487,13 @@ def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
             slots.release(made)
         assert shm.files() == []
         assert read_header(fd) == header()
-    with pytest.raises(OSError):
+    with pytest.raises(NotFound):
         os.fstat(made.fd)
 
 
 def test_reading_alone_closes_nothing(shm: Shm) -> None:
-    made = shm.open().create(header())
+    slots = shm.open()
+    made = slots.add(slots.create(header()))
     with made.pinned():
         pass
     assert read_header(made.fd) == header()
@@ -502,7 +504,7 @@ def test_close_leaves_the_segments_for_the_next_daemon(shm: Shm) -> None:
     made = slots.add(slots.create(header()))
     slots.close()
     assert shm.files() == [made.name]
-    with pytest.raises(OSError):
+    with pytest.raises(NotFound):
         os.fstat(made.fd)
 
 
@@ -526,7 +528,7 @@ def test_close_leaves_a_directory_with_strange_files(shm: Shm) -> None:
 def _left(shm: Shm, *headers: SegmentHeader) -> list[str]:
     """Segments that an earlier daemon left."""
     slots = shm.open()
-    found = [slots.create(h).name for h in headers]
+    found = [slots.add(slots.create(h)).name for h in headers]
     slots.close()
     return found
 

@@ -165,12 +165,15 @@ def test_descriptors_come_along_and_are_taken_in_order(place: Path) -> None:
         with pytest.raises(ProtocolError, match="3 descriptors were announced and 2 came"):
             channel.take(3)
         taken = channel.take(1) + channel.take(1)
-        assert [os.pread(fd, 10, 0) for fd in taken] == [b"first", b"second"]
-        assert [os.get_inheritable(fd) for fd in taken] == [False, False]
+        assert [os.pread(fd.fileno(), 10, 0) for fd in taken] == [b"first", b"second"]
+        assert [os.get_inheritable(fd.fileno()) for fd in taken] == [False, False]
         with pytest.raises(ProtocolError):
             channel.take(1)
         channel.close()
-    for fd in (first, second, *taken):
+    for descriptor in taken:
+        descriptor.close()
+        descriptor.close()
+    for fd in (first, second):
         os.close(fd)
 
 

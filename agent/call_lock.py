@@ -1,0 +1,116 @@
+"""One public call at a time: other threads wait, and a call from inside another one in the same thread is refused.
+
+A call inside another comes from a signal handler, or from a state_dict() that calls ckptd. It would find half of the outer call's work
+done, and could wait for ever for a lock that the interrupted call holds.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+from ckptd.agent.flag import Waiters
+from ckptd.shared.errors import Busy
+
+_LOOK_SECONDS = 0.05  # between looks whether the call of another thread was interrupted before it could leave
+
+
+class Nested(Busy):
+    """A public call was made from inside another one, in the same thread."""
+
+    def __init__(self, name: str, outer: str) -> None:
+        super().__init__(
+            f"{name} was called while {outer} of the same thread is still running, from a signal handler or from the state being saved: "
+            f"set a flag in the handler, and call {name} once the running call has returned"
+        )
+
+
+class CallLock:
+    """`with lock("snapshot"):` lets one call in. `tidy`, if given, runs after a call has entered and again before it leaves.
+
+    The lock remembers the frame of the call that is in. A call whose frame has left its thread's stack is over, although it could not say
+    so: Ctrl-C can come between any two instructions. The next call then takes the lock from it.
+    """
+
+    def __init__(self, tidy: Callable[[], None] = lambda: None) -> None:
+        self._tidy = tidy
+        self._running: _Call | None = None
+        self._deciding = threading.RLock()  # a signal handler may decide in between: it finds nobody in, or is refused
+        self._left = Waiters()
+        _locks.add(self)
+
+    def __call__(self, name: str, timeout: float = threading.TIMEOUT_MAX) -> _Call:
+        """Return a context manager. Entering it raises Nested, or TimeoutError after `timeout` seconds."""
+        return _Call(self, name, timeout)
+
+    @property
+    def nested(self) -> str:
+        """The name of the call that this thread is in, or "" if it is in none."""
+        running = self._running
+        return running.name if running is not None and running.thread == threading.get_ident() and not running.over() else ""
+
+    def enter(self, call: _Call) -> None:
+        deadline = time.monotonic() + call.timeout
+        while not self._take(call):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{call.name}() has waited {call.timeout:.1f} s for another thread's call")
+            self._left.wait_for(lambda: self._running is None, min(left, _LOOK_SECONDS))
+        self._tidy()
+
+    def _take(self, call: _Call) -> bool:
+        with self._deciding:
+            running = self._running
+            if running is not None and not running.over():
+                if running.thread == threading.get_ident():
+                    raise Nested(f"{call.name}()", f"{running.name}()")
+                return False
+            self._running = call
+            return True
+
+    def leave(self, call: _Call) -> None:
+        if self._running is call:
+            try:
+                self._tidy()
+            finally:
+                self._running = None
+                self._left.notify()
+
+
+class _Call:
+    """One call that is in, or wants to be. `frame`: of the function that has the `with` statement."""
+
+    def __init__(self, lock: CallLock, name: str, timeout: float) -> None:
+        self.name, self.timeout = name, timeout
+        self.thread = threading.get_ident()
+        self.frame: FrameType | None = None
+        self._lock = lock
+
+    def __enter__(self) -> None:
+        self.frame = sys._getframe(1)
+        self._lock.enter(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.leave(self)
+        self.frame = None
+
+    def over(self) -> bool:
+        """Return True if the function that entered is not on its thread's stack any more."""
+        frame = sys._current_frames().get(self.thread)
+        while frame is not None:
+            if frame is self.frame:
+                return False
+            frame = frame.f_back
+        return True
+
+
+def call_around() -> str:
+    """Return the name of a public call that this thread is in, or "" if it is in none."""
+    return next((lock.nested for lock in list(_locks) if lock.nested), "")
+
+
+_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()

@@ -1,0 +1,65 @@
+"""Waiting for another thread, in a way that Ctrl-C and signal handlers cannot break.
+
+`threading.Event` and `threading.Condition` take their lock in Python code. An exception that a signal handler raises there leaves the lock
+held, and the next thread that needs it waits for ever. The classes here hold no lock while Python code runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Waiters:
+    """The threads that wait until a condition holds. `notify` makes all of them look again."""
+
+    def __init__(self) -> None:
+        self._asleep: set[threading.Lock] = set()  # each is held by its waiter; an interrupted one may stay, which does no harm
+
+    def wait_for(self, condition: Callable[[], object], timeout: float | None = None) -> bool:
+        """Wait until `condition()` is true. Return False if it is not after `timeout` seconds."""
+        if condition():
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        own = threading.Lock()
+        own.acquire()
+        self._asleep.add(own)  # before the next look, so that no change is missed
+        try:
+            while not condition():
+                left = -1.0 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+                if not own.acquire(timeout=left):
+                    return bool(condition())
+            return True
+        finally:
+            self._asleep.discard(own)
+
+    def notify(self) -> None:
+        """Wake all waiters. To be called after the change that they wait for."""
+        for lock in tuple(self._asleep):
+            try:
+                lock.release()
+            except RuntimeError:
+                pass  # it has been woken, and has not looked yet
+
+
+class Flag:
+    """An event that is set or not, as `threading.Event`."""
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters = Waiters()
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        self._waiters.notify()
+
+    def clear(self) -> None:
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the flag is set. Return False if it is not after `timeout` seconds."""
+        return self._waiters.wait_for(self.is_set, timeout)

@@ -1,0 +1,65 @@
+"""Segments mapped into this process without a descriptor of their own.
+
+`mmap.mmap` keeps a duplicate of the descriptor, which a forked child inherits and which would keep the pages of an unlinked segment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from typing import Any
+
+from ckptd.shared.errors import IntegrityError
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_forking = threading.RLock()
+"""Held while a segment is mapped and while this process forks. A fork between `mmap` and MADV_DONTFORK would copy the mapping."""
+
+
+def map_segment(fd: int, length: int) -> Any:
+    """Map `length` bytes of a segment, shared and writable, and return a ctypes array over them.
+
+    The memory is unmapped when the last reference to the array is gone: views by `torch.frombuffer` hold one. A forked child does not
+    inherit the mapping. Raises IntegrityError if the segment is shorter than `length`, OSError if it cannot be mapped.
+    """
+    if os.fstat(fd).st_size < length:
+        raise IntegrityError("the segment has been cut short by another process")
+    with _forking:
+        address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            raise _os_error()
+        if _libc.madvise(address, length, mmap.MADV_DONTFORK):
+            error = _os_error()
+            _libc.munmap(address, length)
+            raise error
+    array = (ctypes.c_ubyte * length).from_address(address)
+    unmap = weakref.finalize(array, _unmap, os.getpid(), address, length)
+    unmap.atexit = False  # other threads may still use the memory while the interpreter ends; the kernel unmaps it
+    return array
+
+
+def _unmap(owner: int, address: int, length: int) -> None:
+    """Do nothing in a forked child: it never had this mapping, and may have mapped memory of its own at the same address."""
+    if os.getpid() == owner:
+        _libc.munmap(address, length)
+
+
+def populate(address: int, length: int, advice: int) -> int:
+    """Call madvise, with other threads running meanwhile. Return 0 or the errno."""
+    return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
+
+
+def _os_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forking.release)

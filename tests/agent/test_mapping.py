@@ -1,0 +1,159 @@
+"""Segments in memory: unmapped once, by the process that mapped them, and never kept by a forked child."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptd.agent import Agent
+from ckptd.agent.mapping import map_segment
+from ckptd.shared.errors import IntegrityError
+from tests.support.daemons import Daemon, Home
+
+SIZE = 1 << 20
+MAP_FIXED_NOREPLACE = 0x100000
+
+
+@contextmanager
+def child(work: Callable[[], bool] = lambda: True) -> Iterator[int]:
+    """A forked process that does `work`, then waits; ends with 0 if `work` gave True. Gives its number once `work` is done."""
+    told, tell = os.pipe()
+    wait, go_on = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(go_on)
+            right = work()
+            os.write(tell, b"x")
+            os.read(wait, 1)
+            os._exit(not right)
+        except BaseException:
+            os._exit(2)
+    os.close(tell)
+    os.close(wait)
+    try:
+        os.read(told, 1)
+        yield pid
+    finally:
+        os.close(told)
+        os.close(go_on)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == 0
+
+
+def held(pid: int | str, segments: Path) -> list[str]:
+    """Mappings and descriptors that a process has of segments in this directory."""
+    mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if str(segments) in line]
+    opened = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
+    return mapped + [target for target in opened if str(segments) in target]
+
+
+def held_here(segments: Path) -> list[str]:
+    return held("self", segments)
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path / "segment", os.O_RDWR | os.O_CREAT)
+    os.truncate(fd, SIZE)
+    yield fd
+    os.close(fd)
+
+
+def is_mapped(address: int) -> bool:
+    return any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_forked_child_holds_nothing_of_slots_that_are_gone(daemon: Daemon) -> None:
+    home = daemon.home
+    agent = Agent("job", socket=home.socket)
+    agent.snapshot({"x": torch.ones(1000)}, step=1).wait("durable", timeout=60)
+    before = home.segment_files()
+    assert before
+    with child() as pid:
+        assert held(pid, home.segments) == []
+        agent.snapshot({"x": torch.ones(1_000_000)}, step=2).wait("durable", timeout=60)  # larger slots take the place of these
+        agent.snapshot({"x": torch.ones(1_000_000)}, step=3).wait("durable", timeout=60)
+        gone = [path for path in before if not path.exists()]
+        assert gone
+        assert [line for line in held_here(home.segments) if any(path.name in line for path in gone)] == []
+        agent.close()
+        assert home.segment_files() == []
+        assert held(pid, home.segments) == held_here(home.segments) == []
+
+
+def test_the_space_of_a_closed_agent_comes_back_although_a_child_lives(place: Home, tmp_path: Path) -> None:
+    """Free bytes of the tmpfs itself; any file system will do, so the segment here is a plain unlinked file on /dev/shm."""
+    path = Path("/dev/shm") / f"ckptd-test-{os.getpid()}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        os.posix_fallocate(fd, 0, SIZE)
+        array = map_segment(fd, SIZE)
+        inode = os.fstat(fd).st_ino
+    finally:
+        path.unlink()
+        os.close(fd)
+    assert [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {inode} " in line]
+    with child() as pid:
+        assert not [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if f" {inode} " in line]
+        assert not [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink() and path.name in os.readlink(fd)]
+        del array
+        gc.collect()
+        assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {inode} " in line]
+
+
+def test_it_is_unmapped_once_when_the_last_view_is_gone(segment: int) -> None:
+    array = map_segment(segment, SIZE)
+    address = ctypes.addressof(array)
+    tensor = torch.frombuffer(array, dtype=torch.uint8)
+    view = tensor[10:20].view(2, 5)
+    view.fill_(7)
+    del array, tensor
+    gc.collect()
+    assert is_mapped(address)
+    assert os.pread(segment, 12, 9) == bytes([0, *[7] * 10, 0])
+    del view
+    gc.collect()
+    assert not is_mapped(address)
+
+
+def test_a_child_that_lets_go_keeps_memory_of_its_own_at_that_address(segment: int) -> None:
+    kept = [map_segment(segment, SIZE)]
+
+    def work() -> bool:
+        address = ctypes.addressof(kept[0])
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        if is_mapped(address) or libc.mmap(address, SIZE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != address:
+            return False
+        ctypes.memset(address, 5, SIZE)
+        kept.clear()
+        gc.collect()
+        return is_mapped(address) and ctypes.string_at(address, SIZE) == bytes([5]) * SIZE
+
+    with child(work):
+        pass
+
+
+def test_one_that_is_cut_short_is_refused(segment: int) -> None:
+    with pytest.raises(IntegrityError, match="cut short by another process"):
+        map_segment(segment, SIZE + 1)
+
+
+def test_the_system_says_why_it_cannot_be_mapped(segment: int) -> None:
+    read_only = os.open(f"/proc/self/fd/{segment}", os.O_RDONLY)
+    try:
+        with pytest.raises(PermissionError):
+            map_segment(read_only, SIZE)
+    finally:
+        os.close(read_only)
