@@ -30,6 +30,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import NotFound
 from ckptd.shared.storage import PosixStorage
 from tests.crash.images import Image, Unavailable, fill
+from tests.crash.oracle import NOTHING, Key, Oracle
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home
 
@@ -90,8 +91,16 @@ def when(holds: Callable[[Any], bool]) -> Callable[[F], F]:
     return wrap
 
 
+def _key(tag: str) -> Key:
+    """Return (attempt, step) of a checkpoint's directory; this rig gives no tags of its own."""
+    parsed = names.parse_tag_directory(tag)
+    assert parsed is not None
+    assert parsed[1] is not None
+    return parsed[2], parsed[1]
+
+
 class Job(RuleBasedStateMachine):
-    """`sealed`, `durable`: what was promised while the node stands, and for ever; (attempt, step). `forgotten`, `pinned`: by hand."""
+    """A daemon, a trainer and a disk, and the rules of what may happen to them. `pinned` holds the tags that were pinned by hand."""
 
     @initialize(files_per_rank=st.sampled_from([1, 2]))
     def begin(self, files_per_rank: int) -> None:
@@ -108,8 +117,7 @@ class Job(RuleBasedStateMachine):
         self.attempt = self.step = 0
         self.persisted: int | None = None
         self.full = False
-        self.sealed = self.durable = (0, -1)
-        self.forgotten: set[tuple[int, int]] = set()
+        self.oracle = Oracle(KEEP)
         self.pinned: set[str] = set()
         self.start_daemon()
 
@@ -177,9 +185,9 @@ class Job(RuleBasedStateMachine):
             return False
         attempt, recovered = answer
         assert attempt > self.attempt, "an attempt was given out twice"
-        promised = max(self.sealed, self.durable)
-        assert (recovered or (0, -1)) >= promised, f"{recovered} was recovered, and {promised} was promised"
-        assert recovered not in self.forgotten, f"{recovered} was recovered, and was forgotten"
+        owed = self.oracle.owed
+        assert (recovered or NOTHING) >= owed, f"{recovered} was recovered, and {owed} was promised"
+        assert recovered not in self.oracle.forgotten, f"{recovered} was recovered, and was forgotten"
         self.attempt, self.step, self.persisted = attempt, 0, None
         return True
 
@@ -188,7 +196,7 @@ class Job(RuleBasedStateMachine):
         self.step += 1
         state = self._ask("snapshot", self.step, persist)
         if state in ("sealed", "durable"):
-            self.sealed = max(self.sealed, (self.attempt, self.step))
+            self.oracle.sealed((self.attempt, self.step))
             self.persisted = self.step if persist else None
 
     def wait(self) -> None:
@@ -196,7 +204,7 @@ class Job(RuleBasedStateMachine):
         answer = self._ask("wait", self.persisted)
         if answer == "durable":
             assert self.persisted is not None
-            self.durable = max(self.durable, (self.attempt, self.persisted))
+            self.oracle.durable((self.attempt, self.persisted))
         else:
             assert isinstance(answer, CkptdError)
             assert self.full or answer.code not in ("integrity", "internal"), answer
@@ -228,21 +236,7 @@ class Job(RuleBasedStateMachine):
             excused = ("there is no checkpoint", "in the memory of a running trainer", "deleted, by somebody else")  # by retention
             assert row["deleted"] == (tag not in self.pinned) or any(words in row["error"] for words in excused), row
             if row["deleted"]:
-                self._forgotten(tag)
-
-    def _forgotten(self, tag: str) -> None:
-        left = [(p[2], p[1]) for p in map(names.parse_tag_directory, self._tags()) if p is not None and p[1] is not None]
-        parsed = names.parse_tag_directory(tag)
-        assert parsed is not None
-        assert parsed[1] is not None
-        key = (parsed[2], parsed[1])
-        self.forgotten.add(key)
-        before = self.durable
-        newer = [known for known in {*left, *self.forgotten} if known > before]
-        if key == before or (before not in left and len(newer) >= KEEP):  # retention needs so many to let it go
-            self.durable = min(before, max(left, default=(0, -1)))
-        if self.sealed in (key, before):
-            self.sealed = self.durable
+                self.oracle.forget(_key(tag), [_key(left) for left in self._tags()])
 
     @rule(which=st.integers(0, 2), remove=st.booleans())
     @when(lambda self: self.attempt > 0)
@@ -254,6 +248,7 @@ class Job(RuleBasedStateMachine):
             except (NotFound, OSError):
                 return  # retired meanwhile, or there is no room
             (self.pinned.discard if remove else self.pinned.add)(tag)
+            self.oracle.pin(_key(tag), remove=remove)
 
     def _tags(self) -> list[str]:
         """Of all that is committed; the highest steps first."""
@@ -273,7 +268,7 @@ class Job(RuleBasedStateMachine):
             self.daemon = None
         shutil.rmtree(self.place.segments, ignore_errors=True)
         self.disk.again()
-        self.sealed = self.durable
+        self.oracle.cut_power()
         self.full = (self.disk.where / "hog").exists()
 
     @rule()
