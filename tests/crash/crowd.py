@@ -47,8 +47,13 @@ LONGEST = {
 """Seconds into a phase after which a victim is killed at the latest; the time for making slots depends on their size."""
 SLOWEST = 1.5e9
 """Bytes of slots that a daemon makes in a second, at least."""
-BIG = (0, 0, 8 << 20, 64 << 20, 64 << 20, 128 << 20, 256 << 20)
+TINY = (0, 0, 8 << 20)
+BIG = (*TINY, 64 << 20, 64 << 20, 128 << 20, 256 << 20)
+"""Bytes of state that a victim wants slots for: any of these if it is killed while they are made, else a tiny one, which costs less."""
 JOBS = (2, 3, 5, 8, 13, 21, 34, 50)
+NO_MEMORY = "no shared memory"
+NO_ROOM = 3
+"""Exit code of a victim for whose slots there was no shared memory."""
 LANES = 4
 """Victims at once; with slots of 256 MB these take 2 GB."""
 OF_A_ROUND = 100
@@ -124,7 +129,7 @@ class _reported:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, CkptdError) and error.code in ("quota", "shm-full"):
-            sys.exit(3)
+            sys.exit(NO_ROOM)
         if error is not None:
             self._path.write_text("".join(traceback.format_exception(error)))
 
@@ -225,7 +230,7 @@ class Crowd:
         self._noted: dict[str, int] = {}
         self._rounds = 0
         self._daemon = Daemon(place, *OPTIONS, environment=ENVIRONMENT).wait_ready()
-        self._start = self._descriptors()
+        self._start = self._at_rest()
 
     def close(self) -> None:
         self._daemon.close()
@@ -286,7 +291,7 @@ class Crowd:
         """Return True if there is no point in going on with this round."""
         if self._daemon.process.poll() is not None:
             return True
-        return bool(self.problems) or any(path.exists() for path in map(self._wrong, crowd))
+        return bool(self.problems) or any(self._wrong(job).exists() for job in [*crowd, *self._diaries])
 
     def _wrong(self, job: str) -> Path:
         return self._place.path / f"{job}.wrong"
@@ -295,6 +300,8 @@ class Crowd:
 
     def _kill_victims(self, kills: int, end: float, jobs: list[str], crowd: dict[str, Any]) -> None:
         """Run some lanes at once. Each has jobs of its own, so that no victim takes over from one that lives."""
+        for job in jobs:
+            self._diary(job)  # so that no lane adds one while another lane looks through them
         lanes = min(LANES, len(jobs))
         goal = self.hits.total() + kills
         seeds = [self._chance.getrandbits(32) for _ in range(lanes)]
@@ -316,7 +323,7 @@ class Crowd:
     def _kill_one(self, chance: Random, job: str) -> None:
         """Start a victim, wait until it comes to a phase, and kill it a random time later."""
         phase = "making slots" if chance.random() < 0.5 else chance.choice(PHASES)
-        big = chance.choice(BIG)
+        big = chance.choice(BIG if phase == "making slots" else TINY)
         longest = LONGEST[phase] or 0.01 + 2 * big / SLOWEST
         ours, theirs = forks.context().Pipe(duplex=False)
         process = self._spawn(victim, job, self._diary(job), theirs, big, chance.random() < 0.7)
@@ -330,7 +337,7 @@ class Crowd:
                 reached = PHASES[ours.recv_bytes()[0]]
             time.sleep(chance.uniform(0, longest))
         except EOFError:
-            pass  # it has ended by itself: `_look` reads why
+            pass  # it has ended by itself
         process.kill()
         process.join()
         try:
@@ -340,19 +347,19 @@ class Crowd:
             pass
         ours.close()
         with self._lock:
-            self.hits[reached if process.exitcode == -signal.SIGKILL else "ended by itself"] += 1
-        if self._wrong(job).exists():
-            self.problems.append(f"{job}: {self._wrong(job).read_text()}")
+            self.hits[reached if process.exitcode == -signal.SIGKILL else NO_MEMORY] += 1
+        if process.exitcode not in (-signal.SIGKILL, NO_ROOM) and not self._wrong(job).exists():
+            self.problems.append(f"{job} ended with {process.exitcode} when it was {reached}")
 
     # -- what must hold
 
     def _look(self) -> None:
         """All trainers are gone: nothing acknowledged may be lost, and nothing may be left over."""
         if self._daemon.process.poll() is not None:
-            self.problems.append(f"the daemon ended with {self._daemon.died()}")
+            self.problems.insert(0, f"the daemon ended with {self._daemon.died()}")
         for job in self._diaries:
             if self._wrong(job).exists():
-                self.problems.append(f"{job}: {self._wrong(job).read_text()}")
+                self.problems.append(f"{job}: {self._wrong(job).read_text()[-1500:]}")
         if not self.problems and not _settled(lambda: (self._descriptors(), len(self._place.segment_files())) == (self._start, 0)):
             self.problems.append(
                 f"{self._descriptors() - self._start:+d} descriptors, {len(self._place.segment_files())} segments when all are gone"
@@ -391,6 +398,14 @@ class Crowd:
             return len(os.listdir(f"/proc/{self._daemon.process.pid}/fd"))
         except OSError:
             return -1  # it has ended
+
+    def _at_rest(self) -> int:
+        """Return the number of descriptors once it has stayed the same for a while: after its start a daemon still closes one."""
+        seen: list[int] = []
+        while len(seen) < 10 or len(set(seen[-10:])) > 1:
+            seen.append(self._descriptors())
+            time.sleep(0.02)
+        return seen[-1]
 
     def _sample(self) -> None:
         resident = int(Path(f"/proc/{self._daemon.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -451,7 +466,7 @@ def main() -> None:
     tell = (lambda sample: print(sample, flush=True)) if options.audit else (lambda sample: None)
     begun = time.monotonic()
     hits, problems = run(options.audit or options.count, options.seed, 60 * options.minutes, options.jobs, tell)
-    print(*(f"{phase:16} {hits[phase]}" for phase in (*PHASES, "ended by itself")), *problems, sep="\n")
+    print(*(f"{phase:16} {hits[phase]}" for phase in (*PHASES, NO_MEMORY)), *problems, sep="\n")
     print(f"{hits.total()} kills in {time.monotonic() - begun:.0f} s, seed {options.seed}, {len(problems)} lost")
     sys.exit(bool(problems))
 

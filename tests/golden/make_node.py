@@ -22,7 +22,7 @@ import signal
 import sys
 import tarfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def make(place: Home) -> None:
             for step in steps:
                 jobs[job].call(snapshot, job, step, persist, wait)
 
-        daemon = Daemon(place, *FIRST, environment=ENVIRONMENT).wait_ready()
+        daemon = stack.enter_context(closing(Daemon(place, *FIRST, environment=ENVIRONMENT))).wait_ready()
         for job, ranks in jobs.items():
             ranks.call(begin, place.socket, job)
         for job in ("wide", "halfway", "written", "pinned"):
@@ -194,7 +194,7 @@ def make(place: Home) -> None:
         assert (attempt, recovered, wrong) == (2, (1, 5), [])
         daemon.kill()
 
-        daemon = _again(place, *SECOND)
+        daemon = stack.enter_context(closing(_again(place, *SECOND)))
         save("plain", 3)
         save("wide", 2)
         save("again", 6)
@@ -202,7 +202,7 @@ def make(place: Home) -> None:
         until(lambda: not place.root.joinpath("pinned", "step-00000002.a0001").exists(), "retention")
         daemon.kill()
 
-        daemon = _again(place, *THIRD, failpoints=FAILPOINTS)
+        daemon = stack.enter_context(closing(_again(place, *THIRD, failpoints=FAILPOINTS)))
         save("halfway", 2, wait="sealed")
         until(lambda: _part_is_whole(place.root.joinpath(*HALFWAY)), "part of 'halfway'")
         save("written", 2, wait="sealed")
@@ -213,7 +213,6 @@ def make(place: Home) -> None:
                 until(lambda job=job, left=left: _sealed(daemon, job) == left.newest, f"seal of {job!r}")  # type: ignore[misc]
         jobs["retiring"].begin(snapshot, "retiring", 3, True, "durable")
         assert daemon.died() == -signal.SIGKILL
-        daemon.close()
 
 
 def _again(place: Home, *options: str, failpoints: str = "") -> Daemon:
