@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import multiprocessing.connection
 import os
 import signal
 import statistics
@@ -339,7 +340,9 @@ class Crowd:
         except EOFError:
             pass  # it has ended by itself
         process.kill()
-        process.join()
+        multiprocessing.connection.wait([process.sentinel])
+        with self._lock:  # `start` in another lane looks at every child too, and only one of them can read the exit code
+            process.join()
         try:
             while ours.poll():
                 reached = PHASES[ours.recv_bytes()[0]]
