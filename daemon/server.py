@@ -254,6 +254,9 @@ class Connection:
                     self._server.orphans.unguard(before.identity)
                 self._server.orphans.cancel_timer(request.job)
                 self._server.orphans.guard(self._owner, pidfd)
+                if self._socket.fileno() < 0:  # the trainer has hung up meanwhile
+                    self._owner.notify = None
+                    self._server.orphans.connection_lost(self._owner)
                 self._server.changed()
                 held = [_held(slot) for slot in engine.slots.of(*self._owner.identity)]
                 return m.Began(re=request.id, attempt=self._owner.attempt, held=held), ()

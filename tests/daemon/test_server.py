@@ -19,7 +19,7 @@ from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.segment import read_check, read_header
-from tests.support.daemons import Daemon, Home, running
+from tests.support.daemons import Daemon, Home, running, until
 
 
 def connect(daemon: Daemon) -> socket.socket:
@@ -49,6 +49,15 @@ def still_serves(daemon: Daemon) -> None:
 
 def hello(number: int = 1) -> bytes:
     return frames.encode(m.encode(m.Hello(id=number, min_version=1, max_version=1)))
+
+
+def test_a_rank_that_hangs_up_while_its_attempt_begins_is_not_connected(place: Home) -> None:
+    with running(place, failpoints="attempt.claiming=sleep(1)") as daemon:
+        channel = Channel(place.socket, 30.0)
+        channel.send(m.Begin(id=channel.new_id(), job="gpt", rank=0, world_size=1))
+        channel.close()
+        until(lambda: daemon.status()["jobs"] and daemon.status()["jobs"][0]["attempt"] == 1, "attempt")
+        until(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the connection")
 
 
 @pytest.mark.parametrize(
