@@ -14,7 +14,7 @@ from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.coverage import Shards
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, IntegrityError, NotFound, StorageError, from_wire
+from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, IntegrityError, NotFound, StorageError, from_wire
 from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
@@ -264,7 +264,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
 
 
 def verification(path: Path) -> Iterator[dict[str, Any]]:
-    """One result a checkpoint, each after every byte of it was read. Raises NotFound."""
+    """One result a checkpoint, each after every byte of it was read. Raises NotFound, Busy."""
     storage, job, tag = place(path)
     tags = [tag] if tag is not None else [name for name, _ in manifests(storage, job)]
     if not tags:
@@ -289,6 +289,8 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
             if tag is not None:
                 raise
             continue  # it was deleted since it was listed
+        except Busy:  # a deleter has it locked: that is no damage
+            raise
         except CkptdError as error:
             result["error"] = str(error)
         except OSError as error:

@@ -63,6 +63,10 @@ def save(base: Base, name: str, how: str = "save", planner: Any = None, **option
             dcp.async_save(states(), storage_writer=writer, async_checkpointer_type=kind).result()  # type: ignore[union-attr]
 
 
+def save_over(base: Base, name: str) -> None:
+    save(base, name, overwrite=True)
+
+
 def load(base: Base, name: str) -> None:
     found = states()
     with warnings.catch_warnings():
@@ -124,6 +128,21 @@ def test_async_save_of_several_ranks(base: Base, how: str) -> None:
         ranks.call(train, 1)
         ranks.call(load, base, "two")
         assert changed(together(ranks.call(whole)), wanted) == []
+
+
+def test_ranks_that_write_over_leave_nothing_of_the_older_checkpoint(base: Base) -> None:
+    """Each rank keeps its part locked until the next save, and no longer."""
+    with Ranks(2) as ranks:
+        ranks.call(build, "fsdp2", 1)
+        for _ in range(3):
+            ranks.call(train, 1)
+            ranks.call(save_over, base, "latest")
+        wanted = together(ranks.call(whole))
+        ranks.call(train, 1)
+        ranks.call(load, base, "latest")
+        assert changed(together(ranks.call(whole)), wanted) == []
+        ranks.call(leave)
+    assert len(list(base[0].glob("latest*/*"))) == 3
 
 
 def test_every_rank_by_itself(base: Base) -> None:

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, PreserveAll
 from ckptd.daemon.cli import main
-from ckptd.shared import names
+from ckptd.shared import locks, names
 from ckptd.shared.errors import InvalidRequest, NotFound
-from ckptd.shared.leases import lease
+from ckptd.shared.leases import deletion, lease
 from ckptd.shared.segment import read_header
 from ckptd.shared.storage import PosixStorage
 from tests.daemon import test_cli
@@ -169,6 +169,17 @@ def test_forget_names_the_process_that_keeps_a_checkpoint(place: Home, socket: l
             )
             assert run.stdout.endswith(f", uid {NOBODY if is_another_user() else os.getuid()})\n")
     assert ckptd("forget", path, *socket).returncode == 0
+
+
+def test_verify_does_not_call_a_checkpoint_damaged_that_a_deleter_has_locked(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(place, forked=True):
+        train(place, [1])
+    monkeypatch.setattr(locks, "SECONDS", 0.1)
+    with deletion(storage(place), "gpt", tag(1)):
+        run = ckptd("verify", place.root / "gpt")
+    assert (run.returncode, "DAMAGED" in run.stdout) == (11, False)
+    assert f"checkpoint gpt/{tag(1)} in {place.root} cannot be read now" in run.stderr
+    assert ckptd("verify", place.root / "gpt").returncode == 0
 
 
 def test_a_damaged_one_is_forgotten(place: Home, socket: list[Any]) -> None:
