@@ -6,6 +6,7 @@ done, and could wait for ever for a lock that the interrupted call holds.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -113,4 +114,11 @@ def call_around() -> str:
     return next((lock.nested for lock in list(_locks) if lock.nested), "")
 
 
+def _after_fork() -> None:
+    """In a forked child: the calls that the parent is in are none of the child's, although their frames are on its stack."""
+    global _locks
+    _locks = weakref.WeakSet()
+
+
 _locks: weakref.WeakSet[CallLock] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,372 @@
+"""Interruptions of the agent: Ctrl-C, signal handlers that call it, nested calls, forks and threads, at any line of any public call.
+
+`python -m tests.crash.interrupts --count 500 [--seed N] [--minutes M]`. A real daemon and a real trainer. A trace function counts the lines
+that the main thread runs in ckptd, and at the n-th it raises KeyboardInterrupt, makes a nested call, or forks. Timers do the same between
+any two instructions, in Python and in C. After every try snapshots must be sealed and become durable again within a few calls, which needs
+every slot, and `recover` must give back the newest of them, bit for bit. A watchdog reports what hangs, with the stacks of all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+import ckptd.agent
+import ckptd.shared
+from ckptd.agent import Agent, CkptdError
+from ckptd.shared.errors import Busy
+from tests.support import forks, trainers
+from tests.support.daemons import Home, home, running
+
+SIZE = 500
+OPTIONS = ("--keep-last", "3", "--codec", "raw", "--threads", "1")
+BUDGET = {"CKPTD_STALL_BUDGET": "1"}
+HANG_SECONDS = 60.0
+MOST_PROBLEMS = 3
+FURTHER = 8
+"""Snapshots after a try of which one must be sealed."""
+PLACES = tuple(str(Path(path).resolve()) for package in (ckptd.agent, ckptd.shared) for path in package.__path__)
+CALLS = ("snapshot", "recover", "go back", "prepare", "close")
+NESTED = ("snapshot", "close", "recover")
+CHILDREN = ("a child that ends", "a child with an agent")
+KINDS = (
+    *8 * ["Ctrl-C at a line of snapshot", "Ctrl-C from a timer in snapshot"],  # what users do most, and where most can be left
+    *(f"Ctrl-C at a line of {call}" for call in CALLS),
+    *(f"Ctrl-C from a timer in {call}" for call in CALLS),
+    *(f"{inner} at a line of {call}" for call in CALLS for inner in NESTED),
+    *(f"{inner} from a timer in {call}" for call in CALLS for inner in NESTED),
+    *(f"{child} at a line of {call}" for call in CALLS for child in CHILDREN),
+    "threads",
+)
+
+
+class Wrong(Exception):
+    """A promise is broken."""
+
+
+@cache
+def _exits(code: CodeType) -> frozenset[int]:
+    """Return where `with` statements of this code call `__exit__` at their normal end.
+
+    Python takes no signal between the end of the body and that call, so nothing is raised there; a trace function could.
+    """
+    found, last = set(), list[dis.Instruction]()
+    for instruction in dis.get_instructions(code):
+        last = [*last[-3:], instruction]
+        if len(last) == 4 and all(one.opname == "LOAD_CONST" and one.argval is None for one in last[:3]) and "CALL" in last[3].opname:
+            found.add(last[0].offset)
+    return frozenset(found)
+
+
+class Lines:
+    """Counts lines of ckptd that this thread runs, and calls `act` at the n-th of them."""
+
+    def __init__(self, at: int, act: Callable[[], None]) -> None:
+        self.seen = 0
+        self._at, self._act = at, act
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(PLACES) else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_lasti not in _exits(frame.f_code):
+            self.seen += 1
+            if self.seen == self._at:
+                self._act()
+        return self._line
+
+
+class Trainer:
+    """In the trainer's process: tries one kind after another."""
+
+    def __init__(self, socket: Path, seed: int) -> None:
+        self._socket, self._chance = socket, Random(seed)
+        self._lines: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+        self._durable: list[int] = []
+        self._wrong = ""
+        self._children: list[int] = []
+        self.agent = Agent(trainers.JOB, socket=socket)
+        self.step = 0
+        state = trainers.blank(SIZE)
+        recovered = self.agent.recover(state)
+        if recovered is not None:
+            self.step = recovered.step
+            trainers.assert_equal(state, recovered.step, SIZE)
+        self.check()
+        for call in CALLS:
+            lines = Lines(0, lambda: None)
+            begun = time.monotonic()
+            self._call(call)
+            self._seconds[call] = time.monotonic() - begun
+            self.check()
+            with lines.traced():
+                self._call(call)
+            self._lines[call] = lines.seen
+            self.check()
+
+    def _next(self) -> int:
+        self.step += 1
+        return self.step
+
+    def _call(self, call: str) -> None:
+        agent = self.agent
+        match call:
+            case "snapshot":
+                step = self._next()
+                agent.snapshot(trainers.expected(step, SIZE), step=step)
+            case "recover":
+                agent.recover(trainers.blank(SIZE))
+            case "go back":
+                agent.recover(trainers.blank(SIZE), step=self._durable[-2])
+            case "prepare":
+                agent.prepare(trainers.expected(0, SIZE + self._chance.randrange(3) * 100_000))
+            case "close":
+                agent.close()
+
+    def attempt(self, kind: str) -> None:
+        """Try one kind, then see whether everything that was promised holds. Raises Wrong."""
+        if kind == "threads":
+            self._threads()
+        else:
+            what, _, call = kind.rpartition(" of " if " of " in kind else " in ")
+            inner, _, where = what.rpartition(" at a " if " at a " in what else " from a ")
+            act = self._fork(inner) if inner in CHILDREN else self._interrupt if inner == "Ctrl-C" else self._nested(inner)
+            try:
+                with self._at_line(call, act) if where == "line" else self._at_time(call, act):
+                    self._call(call)
+            except (KeyboardInterrupt, CkptdError):
+                pass
+        for child in self._children:
+            if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+                self._wrong = self._wrong or f"a forked child with an agent of its own ended with {code}"
+        self._children.clear()
+        if self._wrong:
+            raise Wrong(self._wrong)
+        self.check()
+
+    # -- what comes in between, and when
+
+    def _at_line(self, call: str, act: Callable[[], None]) -> Any:
+        return Lines(self._chance.randrange(1, self._lines[call] + 1), act).traced()
+
+    @contextmanager
+    def _at_time(self, call: str, act: Callable[[], None]) -> Iterator[None]:
+        before = signal.signal(signal.SIGALRM, lambda *_: act())
+        signal.setitimer(signal.ITIMER_REAL, self._chance.uniform(1e-6, 1.2 * self._seconds[call]))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    @staticmethod
+    def _interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def _nested(self, inner: str) -> Callable[[], None]:
+        def act() -> None:
+            try:
+                if inner == "snapshot":
+                    step = self._next()
+                    pending = self.agent.snapshot(trainers.expected(step, SIZE), step=step)
+                    if pending.state == "failed" and not isinstance(pending.error, CkptdError):
+                        self._wrong = f"a nested snapshot failed with {pending.error!r}"
+                elif inner == "close":
+                    self.agent.close()
+                else:
+                    self.agent.recover(trainers.blank(SIZE))
+            except Busy as error:
+                if "set a flag in the handler" not in str(error):
+                    self._wrong = f"a nested {inner} was refused with {error!r}"
+            except CkptdError:
+                pass  # it ran, and could not be done: what matters is seen afterwards
+
+        return act
+
+    def _fork(self, how: str) -> Callable[[], None]:
+        def act() -> None:
+            child = os.fork()
+            if child:
+                self._children.append(child)
+                return
+            sys.settrace(None)
+            code = 1
+            try:
+                signal.alarm(int(HANG_SECONDS / 2))
+                if how == "a child with an agent":
+                    own = Agent(f"child-{os.getpid()}", socket=self._socket)
+                    own.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=30)
+                    own.close()
+                code = 0
+            except BaseException:
+                traceback.print_exc(file=sys.stderr)
+            finally:
+                os._exit(code)
+
+        return act
+
+    def _threads(self) -> None:
+        def work() -> None:
+            for _ in range(3):
+                self._call("snapshot")
+                with suppress(CkptdError):
+                    self._call("prepare")
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        work()
+        for thread in threads:
+            thread.join(HANG_SECONDS)
+
+    # -- what must hold
+
+    def check(self) -> None:
+        """Snapshots are sealed and durable again, in every slot, and the newest comes back. Raises Wrong."""
+        if self.agent.closed:
+            with suppress(CkptdError):
+                self.agent.close()
+            self.agent = Agent(trainers.JOB, socket=self._socket)
+        try:
+            for _ in range(3):  # more than there are slots
+                self._saved()
+            state = trainers.blank(SIZE)
+            recovered = self.agent.recover(state)
+            if recovered is None or recovered.step != self.step:
+                raise Wrong(f"step {self.step} was durable, and {recovered} was recovered")
+            trainers.assert_equal(state, recovered.step, SIZE)
+        except (CkptdError, AssertionError, TimeoutError) as error:
+            raise Wrong(f"{type(error).__name__}: {error}") from error
+
+    def _saved(self) -> None:
+        for _ in range(FURTHER):
+            step = self._next()
+            pending = self.agent.snapshot(trainers.expected(step, SIZE), step=step)
+            if pending.state in ("sealed", "durable"):
+                pending.wait("durable", timeout=30)
+                self._durable.append(step)
+                return
+            time.sleep(0.02)
+        raise Wrong(f"none of {FURTHER} further snapshots was sealed: {pending.error}")
+
+
+def serve(pipe: Connection, socket: Path, seed: int, stacks: Path) -> None:
+    """Try what comes over the pipe, and answer with what is wrong, "" if nothing is."""
+    torch.set_num_threads(1)
+    logging.disable()
+    sys.unraisablehook = lambda _: None  # Ctrl-C in a destructor
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+        trainer = Trainer(socket, seed)
+        pipe.send("")
+        while True:
+            try:
+                trainer.attempt(pipe.recv())
+                pipe.send("")
+            except BaseException as error:
+                pipe.send(str(error) if isinstance(error, Wrong) else repr(error))
+
+
+class Watched:
+    """A trainer process, from outside."""
+
+    def __init__(self, place: Home, seed: int) -> None:
+        self._stacks = place.path / "stacks"
+        self._pipe, theirs = forks.context().Pipe()
+        self._process = forks.context().Process(target=serve, args=(theirs, place.socket, seed, self._stacks))
+        self._process.start()
+        theirs.close()
+
+    def answer(self) -> str:
+        """Return what is wrong, "" if nothing is."""
+        try:
+            if self._pipe.poll(HANG_SECONDS):
+                said: str = self._pipe.recv()
+                return said
+        except EOFError:
+            return f"the trainer died with {self._process.exitcode}"
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return f"it hangs:\n{self._stacks.read_text()}"
+
+    def attempt(self, kind: str) -> str:
+        self._pipe.send(kind)
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def run(count: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
+    """Try `count` interruptions, or for so many seconds, from the seed `number`. Return what was tried, and what is wrong."""
+    chance, tried, problems = Random(number), Counter[str](), list[str]()
+    end = time.monotonic() + seconds
+    with home() as place, running(place, *OPTIONS, environment=BUDGET, forked=True):
+        trainer: Watched | None = None
+        try:
+            while tried.total() < count and time.monotonic() < end and len(problems) < MOST_PROBLEMS:
+                if trainer is None:
+                    trainer = Watched(place, chance.getrandbits(32))
+                    if wrong := trainer.answer():
+                        problems.append(f"before anything was interrupted: {wrong}")
+                        break
+                kind = chance.choice(KINDS)
+                tried[kind] += 1
+                if wrong := trainer.attempt(kind):
+                    problems.append(f"{kind} (try {tried.total()}, seed {number}): {wrong}")
+                    trainer.close()
+                    trainer = None
+        finally:
+            if trainer is not None:
+                trainer.close()
+    return tried, problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    options = parser.parse_args()
+    begun = time.monotonic()
+    tried, problems = run(options.count, options.seed, 60 * options.minutes)
+    for kind, times in sorted(tried.items()):
+        print(f"{kind:50} {times}")
+    print(*problems, sep="\n")
+    print(f"{tried.total()} interruptions in {time.monotonic() - begun:.0f} s, seed {options.seed}, {len(problems)} wrong")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
