@@ -46,6 +46,8 @@ class SlotSource:
         self.plan = Plan.decode(read_document(fd, header, header.plan, "plan"))
         self.request = Request.decode(read_document(fd, header, header.request, "request"))
         self.values = (header.values.offset, header.values.length)
+        if self.values[0] < self.plan.data_length:
+            raise IntegrityError(f"the values of the slot of step {step} lie over its tensors")
         self.ranges = chunk_ranges(with_values(self.plan.regions, self.values), header.chunk_size)
         checks = read_check(fd, header)
         if checks is None or len(checks) != len(self.ranges):
@@ -185,6 +187,7 @@ def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Op
             reader = storage.open_part(job, tag, part.file, part.index_sha256)
             readers.append(reader)
             (leased if isinstance(storage, StandaloneStorage) else descriptors).append(reader.fileno())
+            reader.check_codecs()  # now, and not when half of the state is overwritten
             index = reader.index
             whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
             if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):

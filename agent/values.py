@@ -21,7 +21,8 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
+from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 
 Ext = msgspec.msgpack.Ext
 TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)
@@ -277,16 +278,20 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
             return _BY_ITEMS[code](msgspec.msgpack.decode(data, ext_hook=hook))
         if code in _BY_BYTES:
             return _BY_BYTES[code](bytes(data))
-        raise IntegrityError(f"a value has the unknown type {code}: read it with a newer ckptd")
+        raise NewerFormat(f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this one")
 
+    check_msgpack(document, "values document", _BY_ITEMS.keys() | {OBJECT, PER_RANK})
     try:
-        return msgspec.msgpack.decode(document, ext_hook=hook)
+        found = msgspec.msgpack.decode(document, ext_hook=hook)
     except NotFound:
         raise
     except IntegrityError:
         raise
     except Exception as error:
         raise IntegrityError(f"values document cannot be read: {error}") from None
+    if deeper_than(found, MAX_DEPTH_READ, inside):
+        raise IntegrityError(f"values document has more than {MAX_DEPTH_READ} levels")
+    return found
 
 
 def _enum(parts: Any) -> enum.Enum:
@@ -352,6 +357,15 @@ def tensor_names(tree: Any) -> list[str]:
 def like(container: Any, items: list[Any]) -> Any:
     """A list, tuple or deque with other items."""
     return deque(items, container.maxlen) if isinstance(container, deque) else type(container)(items)
+
+
+def inside(tree: Any) -> Iterable[Any] | None:
+    """Return what a container of a decoded tree holds, or None for a value that is no container."""
+    if isinstance(tree, dict):
+        return tree.values()
+    if isinstance(tree, (ObjectNode, PerRank)):
+        return (tree.tree if isinstance(tree, ObjectNode) else tree.value,)
+    return tree if isinstance(tree, (list, tuple, set, frozenset, deque)) else None
 
 
 def _stands_in(tree: Any) -> bool:

@@ -221,7 +221,9 @@ def damaged_newer(path: Path, manifest: Manifest) -> list[str]:
     if tag is not None:
         return []
     return [
-        str(error) for name, error in manifests(storage, job) if isinstance(error, IntegrityError) and _order(name) > manifest.order[:2]
+        printable(str(error))
+        for name, error in manifests(storage, job)
+        if isinstance(error, IntegrityError) and _order(name) > manifest.order[:2]
     ]
 
 
@@ -236,7 +238,7 @@ def manifest_json(manifest: Manifest) -> Any:
 
 
 def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
-    tensors: dict[str, Any] = manifest.metadata.get("state_dict_metadata", {})
+    tensors = manifest.metadata.get("state_dict_metadata", {})
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
@@ -259,8 +261,9 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
         files = f" in {part.files} files" if part.files > 1 else ""
         lines.append(f"  part           {part.file}  {_size(part.bytes)}{files}, {part.items} items")
     if keys:
-        lines += ["", *_table([("TENSOR", "SHAPE", "DTYPE"), *((k, str(list(t["size"])), t["dtype"]) for k, t in tensors.items())])]
-    return "\n".join(lines)
+        rows = [(name, str(found["size"]) if "size" in found else "-", found.get("dtype", "-")) for name, found in tensors.items()]
+        lines += ["", *_table([("TENSOR", "SHAPE", "DTYPE"), *rows])]
+    return "\n".join(map(printable, lines))
 
 
 def verification(path: Path) -> Iterator[dict[str, Any]]:
@@ -326,7 +329,7 @@ def verification_text(result: dict[str, Any]) -> str:
     where = result["name"]
     if result["ok"]:
         return f"{where}: sound, {_size(result['bytes'])} in {result['seconds']:.2f} s"
-    return f"{where}: DAMAGED: {result['error']}"
+    return printable(f"{where}: DAMAGED: {result['error']}")
 
 
 def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
@@ -336,7 +339,13 @@ def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
     return f"{row['job']}/{row['tag']}: {'would be deleted' if dry_run else 'deleted'}{size}"
 
 
+def printable(text: str) -> str:
+    """Escape what a terminal would obey instead of showing: control characters, line feeds, marks that change the direction of text."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -7,19 +7,21 @@ import json
 import math
 import re
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
+from ckptd.shared.bounds import MAX_DEPTH_READ, check_json, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.names import parse_part_file
-from ckptd.shared.plan import Size
+from ckptd.shared.plan import Described, Size, Writer
 from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 
 FORMAT = "ckptd-manifest"
 VERSION = 1
 FEATURES = frozenset({"files"})
 MAX_MANIFEST = 256 << 20
+Name = Annotated[str, msgspec.Meta(max_length=256)]
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
 _END_LENGTH = len('"sha256": ""\n}\n') + 64
 
@@ -33,25 +35,32 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     raw_bytes: Size
     items: Size
     index_sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-    files: Annotated[int, msgspec.Meta(ge=1)] = 1
+    files: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)] = 1
+
+
+class Metadata(TypedDict, total=False):
+    """DCP's metadata as plain data."""
+
+    state_dict_metadata: dict[str, Described]
+    planner_data: None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     version: int = VERSION
     features: list[str] = []
-    job: str
+    job: Name
     attempt: Size
     step: Size | None
-    tag: str
+    tag: Name
     seq: Size
     world_size: Annotated[int, msgspec.Meta(ge=1)]
-    created: str
+    created: Name
     parts: list[PartEntry]
-    metadata: dict[str, Any]
+    metadata: Metadata
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
     user_content: Any
-    writer: dict[str, str]
+    writer: Writer
     retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
     """What the job keeps from this checkpoint on, if it has a word of its own; policies as text."""
 
@@ -66,11 +75,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Raises IntegrityError for anything but a whole, sound manifest; NewerFormat for a newer ckptd's."""
+        if len(data) > MAX_MANIFEST:
+            raise IntegrityError(f"manifest has more than {MAX_MANIFEST:,d} bytes; no ckptd writes such a manifest")
         end = _END.fullmatch(data[-_END_LENGTH:])
         if end is None:
             raise IntegrityError(f"manifest is cut short: it does not end with its digest ({len(data)} bytes)")
         if hashlib.sha256(data[:-_END_LENGTH]).hexdigest().encode() != end[1]:
             raise IntegrityError("manifest does not match its digest")
+        check_json(data, "manifest")
         try:
             probe = msgspec.json.decode(data, type=_Probe)
             if probe.format == FORMAT and (probe.version > VERSION or not FEATURES.issuperset(probe.features)):
@@ -80,8 +92,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise IntegrityError(f"manifest cannot be read: {error}") from None
         if manifest.format != FORMAT:
             raise IntegrityError(f"manifest says it is a {manifest.format!r}")
-        if [p.rank for p in manifest.parts] != list(range(manifest.world_size)):
-            raise IntegrityError(f"manifest of {manifest.world_size} ranks lists parts of ranks {[p.rank for p in manifest.parts]}")
+        if len(manifest.parts) != manifest.world_size or any(part.rank != rank for rank, part in enumerate(manifest.parts)):
+            ranks = ", ".join(str(part.rank) for part in manifest.parts[:8]) + (", ..." if len(manifest.parts) > 8 else "")
+            raise IntegrityError(f"manifest of {manifest.world_size} ranks lists parts of ranks [{ranks}]")
+        if deeper_than(manifest.user_content, MAX_DEPTH_READ):
+            raise IntegrityError(f"manifest has user_content of more than {MAX_DEPTH_READ} levels")
         for part in manifest.parts:
             parsed = parse_part_file(part.file)
             if parsed is None or parsed[0] != part.rank:

@@ -21,7 +21,7 @@ from ckptd.shared import codec, names
 from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import read_exactly
-from ckptd.shared.plan import MAX_CHUNK, MAX_DOCUMENT, MIN_CHUNK, ChunkRange, Plan, Size, chunk_ranges, signature, with_values
+from ckptd.shared.plan import MAX_CHUNK, MAX_CHUNKS, MAX_DOCUMENT, MIN_CHUNK, ChunkRange, Plan, Size, chunk_ranges, signature, with_values
 from ckptd.shared.segment import NO_STEP
 
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
@@ -32,6 +32,7 @@ _HEADER = struct.Struct("<16s16sIIIIQ128s")
 _TRAILER = struct.Struct("<16sQQQI16s")
 _CRC = struct.Struct("<I")
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_MOST = msgspec.Meta(max_length=MAX_CHUNKS)
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -53,15 +54,15 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step: Size | None
     rank: _U32
     world_size: _U32
-    tag: str
+    tag: Annotated[str, msgspec.Meta(max_length=256)]
     signature: bytes
     plan: bytes
     request: bytes
     values: tuple[Size, Size]
     chunk_size: Annotated[int, msgspec.Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]
-    chunks: list[Chunk]
-    files: list[Size] = []
-    placed: list[_U32] = []
+    chunks: Annotated[list[Chunk], _MOST]
+    files: Annotated[list[Size], _MOST] = []
+    placed: Annotated[list[_U32], _MOST] = []
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -113,6 +114,8 @@ class PartReader:
         try:
             self.index = self._read_index(index_sha256)
             self.plan = Plan.decode(self.index.plan)
+            if self.index.values[1] > MAX_DOCUMENT:
+                raise IntegrityError(f"its values document has {self.index.values[1]} bytes; it has at most {MAX_DOCUMENT:,d}")
             regions = with_values(self.plan.regions, self.index.values)
             if sum(-(-region.length // self.index.chunk_size) for region in regions) != len(self.index.chunks):
                 raise IntegrityError("its chunks do not cover the packed slot exactly")  # before anything of that size is made
@@ -123,6 +126,14 @@ class PartReader:
         except IntegrityError as error:
             raise type(error)(f"{name}: {error}") from None
         self.values = self.index.values
+
+    def check_codecs(self) -> None:
+        """Raise NewerFormat if a chunk is encoded in a way that this version does not know, before any is read."""
+        for number in {chunk.codec for chunk in self.index.chunks}:
+            try:
+                codec.decoder(number)
+            except IntegrityError as error:
+                raise type(error)(f"{self.name}: {error}") from None
 
     def fileno(self) -> int:
         return self._fd
@@ -184,7 +195,7 @@ class PartReader:
             raise IntegrityError("index does not match its digest")
         try:
             index = msgspec.msgpack.decode(data, type=PartIndex)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"index cannot be read: {error}") from None
         if encode_header(index, header[16:32]) != header or signature(index.plan) != index.signature:
             raise IntegrityError("header, index and plan speak of different snapshots")
@@ -219,7 +230,7 @@ class PartReader:
             with self._file(file) as fd:
                 short = read_exactly(fd, stored, chunk.offset) < length
         except IntegrityError as error:
-            raise IntegrityError(f"{self.name}: {error}") from None
+            raise type(error)(f"{self.name}: {error}") from None
         if short:
             raise IntegrityError(f"{where} is cut short")
         if crc32c(stored[: chunk.stored_length]) != chunk.stored_crc:

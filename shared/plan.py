@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated, TypedDict
 
 import msgspec
 
+from ckptd.shared.bounds import check_msgpack
 from ckptd.shared.errors import IntegrityError, NewerFormat
 
 PLAN_VERSION = 1
@@ -36,7 +37,20 @@ ITEM_SIZES: dict[str, int] = {
 }
 """Bytes of one element, by the name that torch gives a dtype."""
 
+MOST_ELEMENTS = 1 << 62
+"""Of a tensor, and of its dimensions that are not empty: their product is less."""
+MAX_DIMENSIONS = 64
+"""Of a tensor: as many as torch's own reductions take."""
+MAX_ITEMS = 1 << 20
+"""Items, and aliases, of one part."""
+MAX_CHUNKS = 1 << 22
+"""Chunks of one part: 32 TiB of 8 MiB each."""
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+Numbers = Annotated[list[Size], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+Device = Annotated[str, msgspec.Meta(max_length=64)]
+Writer = Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=64)]
+"""Versions of the programs that wrote a document."""
 MAX_TEXT = 16384  # characters of a name
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
 
@@ -54,12 +68,12 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
     fqn: Text
     dtype: Text
-    size: tuple[Size, ...]
-    offsets: tuple[Size, ...]
-    sizes: tuple[Size, ...]
-    stride: tuple[Size, ...] | None
+    size: Shape
+    offsets: Shape
+    sizes: Shape
+    stride: Shape | None
     offset: Size
-    device: str = "cpu"
+    device: Device = "cpu"
     requires_grad: bool = False
 
     @property
@@ -74,19 +88,27 @@ class Alias(msgspec.Struct, frozen=True, array_like=True):
     base: Text
     offset: Size
     dtype: Text
-    size: tuple[Size, ...]
-    stride: tuple[Size, ...]
+    size: Shape
+    stride: Shape
     requires_grad: bool = False
-    device: str = "cpu"
+    device: Device = "cpu"
+
+
+class Described(TypedDict, total=False):
+    """What DCP's metadata say of one tensor: `chunks` are [offsets, sizes] of its shards. A blob has a dtype only."""
+
+    dtype: Text
+    size: Numbers
+    chunks: list[Annotated[list[Numbers], msgspec.Meta(min_length=2, max_length=2)]]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    regions: list[Region]
-    items: list[Item]
-    aliases: list[Alias]
-    metadata: dict[str, Any] | None
-    writer: dict[str, str]
-    global_plan: bytes = b""
+    regions: Annotated[list[Region], msgspec.Meta(max_length=len(ELEMENT_SIZES))]
+    items: Annotated[list[Item], msgspec.Meta(max_length=MAX_ITEMS)]
+    aliases: Annotated[list[Alias], msgspec.Meta(max_length=MAX_ITEMS)]
+    metadata: dict[str, Described] | None
+    writer: Writer
+    global_plan: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     version: int = PLAN_VERSION
 
     def encode(self) -> bytes:
@@ -95,6 +117,7 @@ class Plan(msgspec.Struct, frozen=True):
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Plan:
         """Raises IntegrityError for a document that is not a sound plan, NewerFormat for one of a newer ckptd."""
+        check_msgpack(data, "plan document")
         try:
             plan = _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -126,6 +149,7 @@ class Plan(msgspec.Struct, frozen=True):
             width = ITEM_SIZES.get(item.dtype)
             if width is None:
                 raise NewerFormat(f"item {item.fqn!r} has the unknown dtype {item.dtype!r}: read it with a newer ckptd")
+            check_elements(item.fqn, item.size)
             if not len(item.size) == len(item.offsets) == len(item.sizes):
                 raise IntegrityError(f"item {item.fqn!r}: size, offsets and sizes differ in dimensions")
             if any(o + s > t for o, s, t in zip(item.offsets, item.sizes, item.size, strict=True)):
@@ -153,8 +177,11 @@ class Plan(msgspec.Struct, frozen=True):
             seen.add(name)
         several = Counter(item.fqn for item in self.items)
         for alias in self.aliases:
-            base, width = bases.get(alias.base), ITEM_SIZES.get(alias.dtype)
-            if base is None or base.dtype == BLOB or several[alias.base] > 1 or width is None or len(alias.size) != len(alias.stride):
+            if alias.dtype not in ITEM_SIZES:
+                raise NewerFormat(f"alias {alias.fqn!r} has the unknown dtype {alias.dtype!r}: read it with a newer ckptd")
+            check_elements(alias.fqn, alias.size)
+            base, width = bases.get(alias.base), ITEM_SIZES[alias.dtype]
+            if base is None or base.dtype == BLOB or several[alias.base] > 1 or len(alias.size) != len(alias.stride):
                 raise IntegrityError(f"alias {alias.fqn!r} has no base, dtype or stride that could be")
             extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
             if alias.offset + extent * width > base.length or alias.offset % width:
@@ -162,6 +189,12 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
+
+
+def check_elements(name: str, size: tuple[int, ...]) -> None:
+    """Raise IntegrityError for a size with more elements than fit into 62 bits, empty dimensions left out of the product."""
+    if math.prod(filter(None, size)) >= MOST_ELEMENTS:
+        raise IntegrityError(f"{name!r} has the size {list(size)}; a tensor has less than 2^62 elements")
 
 
 def is_dense(sizes: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -199,7 +232,12 @@ class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 def chunk_ranges(regions: list[Region], chunk_size: int) -> list[ChunkRange]:
-    """The chunks of a packed slot, in order. Together they cover every region exactly once."""
+    """The chunks of a packed slot, in order. Together they cover every region exactly once.
+
+    Raises IntegrityError for regions of more than MAX_CHUNKS chunks, before any is made.
+    """
+    if (count := sum(-(-region.length // chunk_size) for region in regions)) > MAX_CHUNKS:
+        raise IntegrityError(f"the packed slot would have {count:,d} chunks of {chunk_size} bytes; a part has at most {MAX_CHUNKS:,d}")
     return [
         ChunkRange(start, min(chunk_size, region.offset + region.length - start), region.element_size)
         for region in regions

@@ -6,10 +6,13 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.shared.bounds import MAX_DEPTH_READ, deeper_than
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 
 MAX_REQUEST = 1 << 20
+END_OF_TIME = 253_402_300_800
+"""Unix seconds at the end of the year 9999, the last that a date can say."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +35,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def decode(cls, data: bytes) -> Request:
         """Raises IntegrityError for what is not such a document, its JSON included."""
+        if len(data) > MAX_REQUEST:
+            raise IntegrityError(f"request document has {len(data):,d} bytes; it has at most {MAX_REQUEST:,d}")
         try:
             request = msgspec.msgpack.decode(data, type=cls)
-            msgspec.json.decode(request.user_content)
+            content = msgspec.json.decode(request.user_content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"request document cannot be read: {error}") from None
+        if deeper_than(content, MAX_DEPTH_READ):
+            raise IntegrityError(f"request document has user_content of more than {MAX_DEPTH_READ} levels")
+        if not 0 <= request.created < END_OF_TIME:
+            raise IntegrityError(f"request document was created at {request.created}, which is no time from 1970 to 9999")
         return request

@@ -25,7 +25,7 @@ from ckptd.shared.frames import encode as encode_frame
 from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
 from ckptd.shared.names import part_file
 from ckptd.shared.part import PartIndex
-from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, chunk_ranges, signature, with_values
+from ckptd.shared.plan import MIN_CHUNK, Alias, Described, Item, Plan, Region, chunk_ranges, signature, with_values
 from ckptd.shared.request import Request
 from ckptd.shared.segment import CHECK_OFFSET, Extent, SegmentHeader, SlotState, encode_check
 from tests.shared.samples import encode_part
@@ -38,7 +38,7 @@ JOB, ATTEMPT, STEP, TAG = "gpt", 2, 1000, "step-00001000.a0002"
 SEGMENT_FILE = "000102030405060708090a0b0c0d0e0f.seg"
 PART_FILE = part_file(0, NONCE)
 
-METADATA = {
+METADATA: dict[str, Described] = {
     "model.phase": {"dtype": "complex128", "size": [1], "chunks": [[[0], [1]]]},
     "model.weight": {"dtype": "float32", "size": [4, 3], "chunks": [[[0, 0], [2, 3]], [[2, 0], [2, 3]]]},
 }

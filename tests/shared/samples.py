@@ -147,7 +147,8 @@ def write_checkpoint(
     manifest = Manifest(
         features=["files"] if files > 1 else [], job=job, attempt=attempt, step=step, tag=tag, seq=7, world_size=world_size,
         created="2026-01-02T03:04:05+00:00", parts=entries,
-        metadata={"state_dict_metadata": plan.metadata, "planner_data": None}, metrics={"loss": 0.5}, user_content=None, writer=WRITER,
+        metadata={"state_dict_metadata": plan.metadata or {}, "planner_data": None},
+        metrics={"loss": 0.5}, user_content=None, writer=WRITER,
     )  # fmt: skip
     (place / "manifest.json").write_bytes(manifest.encode())
     return manifest

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.request import Request
+from ckptd.shared.request import END_OF_TIME, MAX_REQUEST, Request
 from tests.shared.samples import steady
 
 
 @steady
 @given(
     st.none() | st.text(max_size=128), st.booleans(), st.dictionaries(st.text(), st.floats(allow_nan=False)), st.text(),
-    st.floats(allow_nan=False),
+    st.floats(0, END_OF_TIME, exclude_max=True),
 )  # fmt: skip
 def test_round_trip(tag: str | None, persist: bool, metrics: dict[str, float], content: str, created: float) -> None:
     request = Request(tag=tag, persist=persist, metrics=metrics, user_content=json.dumps(content), created=created)
@@ -65,3 +65,19 @@ def test_noise_is_refused_or_a_request(noise: bytes) -> None:
         assert isinstance(Request.decode(noise), Request)
     except IntegrityError:
         pass
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        (Request(user_content='"' + "x" * MAX_REQUEST + '"').encode(), "at most 1,048,576"),
+        (Request(user_content="[" * 300 + "]" * 300).encode(), "user_content of more than 256 levels"),
+        (Request(created=math.nan).encode(), "no time from 1970 to 9999"),
+        (Request(created=math.inf).encode(), "no time from 1970 to 9999"),
+        (Request(created=-1.0).encode(), "no time from 1970 to 9999"),
+        (Request(created=1e300).encode(), "no time from 1970 to 9999"),
+    ],
+)
+def test_what_no_trainer_asks_for_is_refused(document: bytes, reason: str) -> None:
+    with pytest.raises(IntegrityError, match=reason):
+        Request.decode(document)

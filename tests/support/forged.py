@@ -10,7 +10,7 @@ import msgspec
 
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file, tag_directory
-from ckptd.shared.plan import ITEM_SIZES, Item, Plan, Region
+from ckptd.shared.plan import ITEM_SIZES, Described, Item, Plan, Region
 from ckptd.shared.request import Request
 from tests.shared.samples import NONCE, WRITER, encode_part, values_after
 
@@ -35,7 +35,9 @@ def forge(
         for offsets, sizes in shards:
             items.append(Item(name, "float32", size, offsets, sizes, None, end))
             end += items[-1].length
-        metadata = {name: {"dtype": "float32", "size": list(size), "chunks": [[list(o), list(s)] for of in ranks for o, s in of]}}
+        metadata: dict[str, Described] = {
+            name: {"dtype": "float32", "size": list(size), "chunks": [[list(o), list(s)] for of in ranks for o, s in of]}
+        }
         plan = Plan([Region(0, end, 4)], items, [], metadata if rank == 0 else None, WRITER, bytes(32))
         values = values_after(plan, len(document))
         slot = bytearray(values[0]) + document

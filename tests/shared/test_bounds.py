@@ -1,0 +1,261 @@
+"""Small documents that would cost much: each is refused in one sentence, and in little memory. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.shared import bounds
+from ckptd.shared.bounds import MAX_OBJECTS, check_json, check_msgpack, deeper_than
+from ckptd.shared.errors import IntegrityError, NewerFormat
+from ckptd.shared.manifest import MAX_MANIFEST, Manifest
+from ckptd.shared.part import PartReader
+from ckptd.shared.plan import MAX_CHUNKS, MAX_DIMENSIONS, MAX_ITEMS, Alias, Item, Plan, Region, chunk_ranges
+from ckptd.shared.request import Request
+from tests.shared.samples import WRITER, encode_part, memory_file, packed_slot, sample_plan, steady, values_after
+from tests.support.limited import outcomes
+
+MANY = 20 << 20
+
+
+def array(count: int, element: bytes) -> bytes:
+    return b"\xdd" + count.to_bytes(4) + element * count
+
+
+def document(**members: bytes) -> bytes:
+    """A plan document of these members, each already encoded, and of the usual ones."""
+    members = {"regions": b"\x90", "items": b"\x90", "aliases": b"\x90", "metadata": b"\xc0", "writer": b"\x80", **members}
+    return bytes([0x80 + len(members)]) + b"".join(msgspec.msgpack.encode(key) + value for key, value in members.items())
+
+
+def described(**members: bytes) -> bytes:
+    """Metadata of one tensor."""
+    inner = bytes([0x80 + len(members)]) + b"".join(msgspec.msgpack.encode(key) + value for key, value in members.items())
+    return b"\x81\xa1w" + inner
+
+
+ITEM = msgspec.msgpack.encode(Item("w", "bool", (), (), (), None, 0))
+LONG = (1,) * 90_000
+PLANS: dict[str, bytes] = {
+    "metadata of lists": document(metadata=b"\x81\xa1w" + array(MANY, b"\x90")),
+    "metadata of maps": document(metadata=described(chunks=array(5 << 20, b"\x81\xa1a\x01"))),
+    "shards without dimensions": document(metadata=described(chunks=array(3 << 20, b"\x92\x90\x90"))),
+    "metadata of other names": document(
+        metadata=b"\xdf" + (5 << 20).to_bytes(4) + b"".join(b"\xa4%04x\x80" % n for n in range(1 << 16)) * 80
+    ),
+    "millions of items": document(items=array(2 << 20, ITEM)),
+    "millions of regions": document(regions=array(MANY // 4, b"\x93\x00\x00\x01")),
+    "many writers": document(writer=b"\xdf" + (1 << 20).to_bytes(4) + b"".join(b"\xa5%05x\xa1a" % n for n in range(1 << 20))),
+    "90,000 dimensions": Plan([Region(0, 4, 4)], [Item("w", "float32", LONG, LONG, LONG, LONG, 0)], [], None, WRITER).encode(),
+    "an alias of 90,000 dimensions": Plan(
+        [Region(0, 4, 4)], [Item("w", "float32", (1,), (0,), (1,), None, 0)], [Alias("a", "w", 0, "float32", LONG, LONG)], None, WRITER
+    ).encode(),
+    "2^3900 elements": Plan([], [Item("w", "bool", ((1 << 61),) * 64, (0,) * 64, (0,) * 64, None, 0)], [], None, WRITER).encode(),
+    "an alias of 2^122 elements": Plan(
+        [Region(0, 4, 4)],
+        [Item("w", "float32", (1,), (0,), (1,), None, 0)],
+        [Alias("a", "w", 0, "float32", (1 << 61, 1 << 61), (0, 0))],
+        None,
+        WRITER,
+    ).encode(),
+    "nested": document(metadata=b"\x81\xa1w" * 100_000 + b"\xc0"),
+}
+
+
+def manifest(change: Callable[[dict[str, Any]], object] = lambda members: None) -> bytes:
+    members: dict[str, Any] = {
+        "format": "ckptd-manifest", "version": 1, "features": [], "job": "gpt", "attempt": 1, "step": 1, "tag": "step-00000001.a0001",
+        "seq": 1, "world_size": 1, "created": "", "parts": [], "metadata": {}, "metrics": {}, "user_content": None, "writer": {},
+    }  # fmt: skip
+    change(members)
+    return sealed(json.dumps(members))
+
+
+def sealed(text: str) -> bytes:
+    body = text[:-1].encode() + b","
+    return body + b'"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+def spliced(value: str) -> bytes:
+    return sealed(manifest_text().replace('"HERE"', value))
+
+
+def manifest_text() -> str:
+    return json.dumps(json.loads(manifest(lambda m: m.update(user_content="HERE"))) | {"sha256": ""}).replace(', "sha256": ""', "")
+
+
+MANIFESTS: dict[str, bytes] = {
+    "2^62 ranks": manifest(lambda m: m.update(world_size=(1 << 62) - 1)),
+    "lists": spliced("[" + "[]," * (9 << 20) + "[]]"),
+    "texts": spliced("[" + '"ab",' * (9 << 20) + '""]'),
+    "maps": spliced("[" + '{"ab":1},' * (5 << 20) + "{}]"),
+    "nested": spliced("[" * 300 + "]" * 300),
+    "nested further": spliced("[" * 100_000 + "]" * 100_000),
+    "a number without end": spliced("9" * 5000),
+    "a number beyond every float": spliced("1e999"),
+    "metadata of a list": manifest(lambda m: m.update(metadata=[1])),
+    "metadata of another shape": manifest(lambda m: m.update(metadata={"state_dict_metadata": [1]})),
+    "a tensor of another shape": manifest(lambda m: m.update(metadata={"state_dict_metadata": {"w": 1}})),
+    "a size of another shape": manifest(lambda m: m.update(metadata={"state_dict_metadata": {"w": {"dtype": "bool", "size": {"a": 1}}}})),
+    "90,000 dimensions": manifest(lambda m: m.update(metadata={"state_dict_metadata": {"w": {"size": [1] * 90_000}}})),
+    "many files": manifest(
+        lambda m: m.update(
+            parts=[{"rank": 0, "file": "x", "bytes": 1, "raw_bytes": 1, "items": 1, "index_sha256": "0" * 64, "files": 1 << 60}]
+        )
+    ),
+    "an endless job": manifest(lambda m: m.update(job="x" * 257)),
+    "many writers": manifest(lambda m: m.update(writer={str(n): "" for n in range(65)})),
+}
+
+REQUESTS: dict[str, bytes] = {
+    "beyond its limit": Request(user_content=" " * (1 << 20) + "1").encode(),
+    "nested": Request(user_content="[" * 300 + "]" * 300).encode(),
+    "no time": Request(created=float("nan")).encode(),
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "documents"),
+    [
+        ("ckptd.shared.plan", "Plan.decode", PLANS),
+        ("ckptd.shared.manifest", "Manifest.decode", MANIFESTS),
+        ("ckptd.shared.request", "Request.decode", REQUESTS),
+    ],
+    ids=["plans", "manifests", "requests"],
+)
+def test_hostile_documents_are_refused_in_little_memory(module: str, function: str, documents: dict[str, bytes], tmp_path: Path) -> None:
+    for name, (kind, sentence) in outcomes(module, function, documents, tmp_path).items():
+        assert kind == "IntegrityError", (name, kind, sentence)
+        assert len(sentence) < 2_500, name
+        assert "\n" not in sentence, name
+
+
+def test_a_plan_at_its_limits_is_read_in_little_memory(tmp_path: Path) -> None:
+    """The most objects that pass, in the form that costs most for its bytes."""
+    most = {
+        "maps": document(metadata=described(novelty=array(MAX_OBJECTS // 2 - 100, b"\x81\xa1a\x01"))),
+        "shards": document(metadata=described(chunks=array(MAX_OBJECTS // 3 - 100, b"\x92\x90\x90"))),
+    }
+    assert {kind for kind, _ in outcomes("ckptd.shared.plan", "Plan.decode", most, tmp_path).values()} == {"nothing"}
+
+
+def test_sizes_at_the_limits() -> None:
+    at_most = Item("w", "bool", (1,) * MAX_DIMENSIONS, (0,) * MAX_DIMENSIONS, (1,) * MAX_DIMENSIONS, None, 0)
+    assert Plan.decode(Plan([Region(0, 1, 1)], [at_most], [], None, WRITER).encode()).items == [at_most]
+    for size, sound in (((1 << 61,), True), ((1 << 31, 1 << 31), False), ((0, 1 << 61, 2), False), ((0, 1 << 61, 1), True)):
+        plan = Plan([], [Item("w", "bool", size, (0,) * len(size), (0,) * len(size), None, 0)], [], None, WRITER).encode()
+        if sound:
+            assert Plan.decode(plan).items[0].size == size
+        else:
+            with pytest.raises(IntegrityError, match=r"'w' has the size .*; a tensor has less than 2\^62 elements"):
+                Plan.decode(plan)
+
+
+def test_chunks_are_counted_before_any_is_made() -> None:
+    assert len(chunk_ranges([Region(0, 4 * 65536, 4)], 65536)) == 4
+    with pytest.raises(IntegrityError, match="a part has at most 4,194,304"):
+        chunk_ranges([Region(0, 1 << 61, 1)], 1 << 16)
+    assert MAX_CHUNKS == 4_194_304
+    assert MAX_ITEMS == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda d: d.update(chunks=d["chunks"][:1] * (MAX_CHUNKS + 1)), "index cannot be read"),
+        (lambda d: d.update(placed=[0] * (MAX_CHUNKS + 1)), "index cannot be read"),
+        (lambda d: d.update(files=[0] * (MAX_CHUNKS + 1)), "index cannot be read"),
+        (lambda d: d.update(values=[d["values"][0], 1 << 30]), "its values document has 1073741824 bytes; it has at most 268,435,456"),
+        (lambda d: d.update(tag="x" * 257), "index cannot be read"),
+    ],
+    ids=["chunks", "placed", "files", "values", "tag"],
+)
+def test_an_index_beyond_its_limits(change: Callable[[dict[str, Any]], object], reason: str) -> None:
+    from tests.shared.test_part import forge
+
+    with memory_file(forge(change)) as fd, pytest.raises(IntegrityError, match=f"^p: {reason}"):
+        PartReader(fd, "p")
+
+
+def test_a_manifest_beyond_its_limit_is_not_looked_at() -> None:
+    with pytest.raises(IntegrityError, match="manifest has more than 268,435,456 bytes"):
+        Manifest.decode(bytes(MAX_MANIFEST + 1))
+
+
+def test_codecs_are_looked_at_before_a_chunk_is_read() -> None:
+    plan = sample_plan()
+    values = values_after(plan)
+    with memory_file(encode_part(packed_slot(plan, values), plan, values)[0]) as fd:
+        reader = PartReader(fd, "p")
+        reader.check_codecs()
+        reader.index.chunks[0] = msgspec.structs.replace(reader.index.chunks[0], codec=7)
+        with pytest.raises(NewerFormat, match="^p: chunks are encoded with codec 7"):
+            reader.check_codecs()
+
+
+# -- the limits themselves
+
+
+def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.builds(_ext, st.integers(0, 9), inner),
+    max_leaves=30,
+)
+
+
+def objects(value: Any) -> int:
+    """Lists, maps, texts and extensions in a value; those in an extension of type 5 count as well."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(objects, value.values()))
+    if isinstance(value, list):
+        return 1 + sum(map(objects, value))
+    if isinstance(value, msgspec.msgpack.Ext):
+        return 1 + (objects(msgspec.msgpack.decode(value.data)) if value.code == 5 else 0)
+    return int(isinstance(value, str))
+
+
+@steady
+@given(VALUES)
+def test_the_count_is_that_of_what_is_made(value: Any) -> None:
+    assert bounds._count(msgspec.msgpack.encode(value), frozenset({5})) == objects(value)
+
+
+@steady
+@given(st.binary(max_size=60))
+def test_the_count_ends_on_noise(noise: bytes) -> None:
+    assert 0 <= bounds._count(noise, frozenset({5})) <= len(noise)
+
+
+def test_what_looks_like_objects_and_is_payload_passes() -> None:
+    payload = msgspec.msgpack.encode({"rng": b"\x90" * (MAX_OBJECTS + 1), "ext": msgspec.msgpack.Ext(8, b"\x90" * 100)})
+    check_msgpack(payload, "it")
+    with pytest.raises(IntegrityError, match=r"^it has more than 8,388,608 lists, maps and texts; no ckptd writes such a document$"):
+        check_msgpack(array(MAX_OBJECTS, b"\x90"), "it")
+    nested = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, array(MAX_OBJECTS, b"\x90")))
+    check_msgpack(nested, "it")
+    with pytest.raises(IntegrityError):
+        check_msgpack(nested, "it", {2})
+    check_json(b"1," * MAX_OBJECTS, "it")
+    with pytest.raises(IntegrityError):
+        check_json(b"[" * (MAX_OBJECTS + 1), "it")
+
+
+@pytest.mark.parametrize("levels", [0, 1, 2, 200])
+def test_depth(levels: int) -> None:
+    value: Any = 1
+    for number in range(levels):
+        value = {"a": value, "b": 1} if number % 2 else [2, value]
+    assert not deeper_than(value, levels)
+    assert levels == 0 or deeper_than(value, levels - 1)
