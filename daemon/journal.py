@@ -210,11 +210,14 @@ class Journal:
                 kind = type(record).__name__
                 raise StorageError(f"the journal cannot take a {kind} record of {len(payload):,d} bytes: {jf.MAX_PAYLOAD:,d} is the most")
         if any(isinstance(record, r.Staging | r.Retiring) for record, _, _ in encoded) and r.under_way(self.state) > MAX_UNDER_WAY:
-            count = len(self.state.staged) + len(self.state.retiring)
-            raise StorageError(
-                f"the journal is full of {count:,d} failed saves and deletions whose files could not be deleted: "
-                "see the daemon's log for the reason, mend it, and restart ckptd"
-            )
+            raise self._full()
+
+    def _full(self) -> StorageError:
+        staged, retiring = len(self.state.staged), len(self.state.retiring)
+        return StorageError(
+            f"the journal is full of {staged:,d} failed saves and {retiring:,d} deletions whose files could not be deleted: "
+            "see the daemon's log for the reason, mend it, and restart ckptd"
+        )
 
     async def _write_all(self) -> None:
         while self._waiting:
@@ -262,6 +265,8 @@ class Journal:
                     raise StorageError.of("begin a new journal file", error) from None
                 raise
             self._publish(begun)
+            if self._end + size > jf.FILE_SIZE:
+                raise self._full()
         data, start, crc, sequence = bytearray(), self._end, self._crc, self._sequence
         for _, kind, payload in group:
             sequence += 1

@@ -5,15 +5,23 @@ On a real ext4 in memory; skipped where no image can be mounted.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from ckptd.agent import Agent
 from ckptd.daemon import forgetting
+from ckptd.daemon.journal import Journal
+from ckptd.daemon.records import JournalState
 from ckptd.shared import names
+from ckptd.shared.errors import SnapshotFailed, StorageError
+from ckptd.shared.fs import PosixFileSystem, opened_directory
 from ckptd.shared.storage import PosixStorage
 from tests.crash.images import FewInodes, Image, Unavailable, fill
 from tests.support import trainers
@@ -149,3 +157,35 @@ def test_every_start_on_a_full_disk_succeeds(full: Full) -> None:
         with running(full.place, "--keep-last", "0") as daemon:
             daemon.kill()
     goes_on(full, slice(0, 2))
+
+
+@pytest.mark.parametrize("taken", ["the job", "the tag"])
+def test_failed_saves_leave_nothing_in_the_journal(place: Home, taken: str) -> None:
+    """Somebody has put a file in the place of a directory: every save fails, and the journal forgets each of them."""
+    job = place.root / trainers.JOB
+    with running(place, environment={"CKPTD_STALL_BUDGET": "60"}):
+        agent = Agent(trainers.JOB, socket=place.socket)
+        agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+        if taken == "the job":
+            shutil.rmtree(job)
+            job.write_text("mine")
+        for step in range(2, 30):
+            if taken == "the tag":
+                (job / f"step-{step:08d}.a0001").write_text("mine")
+            with pytest.raises((SnapshotFailed, StorageError), match="Not a directory|File exists"):
+                agent.snapshot({"x": torch.ones(3)}, step=step).wait("durable", timeout=60)
+        assert journal_state(place).staged == {}
+        let_go(agent)
+    with running(place):
+        pass
+    assert journal_state(place).staged == {}
+
+
+def journal_state(place: Home) -> JournalState:
+    """Replay a copy of the journal of a running daemon."""
+    with tempfile.TemporaryDirectory() as copy, ThreadPoolExecutor(1) as pool:
+        for path in (place.root / names.CONTROL / names.host() / names.JOURNAL).glob("*.log"):
+            shutil.copy(path, copy)
+        with opened_directory(PosixFileSystem(), copy) as directory:
+            journal = Journal.open(PosixFileSystem(), directory, pool, strict=True)
+            return journal.state

@@ -16,7 +16,8 @@ from crc32c import crc32c
 
 from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
-from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.journal import MAX_UNDER_WAY, Journal, JournalBroken
+from ckptd.daemon.journal_directory import JournalDirectory
 from ckptd.shared import failpoints
 from ckptd.shared.errors import IntegrityError, NewerFormat, StorageError
 from ckptd.shared.fs import Buffer, FileSystem, PosixFileSystem
@@ -24,6 +25,8 @@ from tests.shared.samples import flip
 
 FIRST = "0000000000000001.log"
 SECOND = "0000000000000002.log"
+THIRD = "0000000000000003.log"
+SPARE = "spare"
 HANG = 5.0  # seconds after which a call that should have ended counts as hanging
 
 
@@ -66,6 +69,10 @@ class FaultyFileSystem(PosixFileSystem):
         self._pass("rename")
         super().rename(old, new, directory, replace=replace)
 
+    def link(self, old: str, old_directory: int, new: str, directory: int) -> None:
+        self._pass("link")
+        super().link(old, old_directory, new, directory)
+
     def unlink(self, name: str, directory: int) -> None:
         super().unlink(name, directory)
         self._pass("unlink")
@@ -100,7 +107,12 @@ class Place:
         return journal
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in self.path.iterdir())
+        """All but the spare."""
+        return sorted(path.name for path in self.path.iterdir() if path.name != SPARE)
+
+    @property
+    def spare(self) -> Path:
+        return self.path / SPARE
 
     def contents(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in self.path.iterdir()}
@@ -361,11 +373,12 @@ async def test_strange_files_are_left_alone(place: Place) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-async def test_without_room_for_a_new_file_the_caller_may_try_again(place: Place, number: int) -> None:
+async def test_without_room_for_a_new_file_and_without_a_spare_the_caller_may_try_again(place: Place, number: int) -> None:
     journal = place.started()
     await journal.append(begun(1))
     for n in range(4):
         await journal.append(bulky(n))
+    place.spare.unlink()
     for call in ("allocate", "create", "write", "sync"):
         place.fs.faults = {call: fail(number)}
         with pytest.raises(StorageError, match="cannot begin a new journal file") as caught:
@@ -386,6 +399,7 @@ async def test_a_small_record_still_fits_when_there_is_no_room_for_a_new_file(pl
     journal = place.started()
     for n in range(4):
         await journal.append(bulky(n))
+    place.spare.unlink()
     place.fs.faults = {"allocate": fail(errno.ENOSPC)}
     with pytest.raises(StorageError):
         await journal.append(bulky(4))
@@ -393,10 +407,297 @@ async def test_a_small_record_still_fits_when_there_is_no_room_for_a_new_file(pl
     assert decoded(place.scan())[-1] == begun(1)
 
 
-async def test_start_without_room_raises_what_the_system_said(place: Place) -> None:
+async def test_the_first_start_without_room_raises_what_the_system_said(place: Place) -> None:
     place.fs.faults = {"allocate": fail(errno.ENOSPC)}
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         place.open().start(["gpt"])
+    assert place.names() == []
+
+
+# -- a full disk
+
+
+def no_room(place: Place, number: int = errno.ENOSPC) -> None:
+    """Files cannot be created or grow; what is allocated can be written."""
+    place.fs.faults = {"create": fail(number), "allocate": fail(number)}
+
+
+async def test_a_first_start_makes_a_spare_and_a_later_file_takes_its_place_only_on_a_full_disk(place: Place) -> None:
+    journal = place.started()
+    assert place.spare.stat().st_size == jf.FILE_SIZE
+    assert place.spare.stat().st_blocks * 512 >= jf.FILE_SIZE
+    assert place.spare.stat().st_mode & 0o777 == 0o600
+    inode = place.spare.stat().st_ino
+    await journal.append(begun(1))
+    place.started()
+    assert (place.names(), place.spare.stat().st_ino) == ([SECOND], inode)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["create", "allocate"])
+async def test_on_a_full_disk_the_spare_becomes_the_new_file_and_the_old_one_the_spare(place: Place, call: str, number: int) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    spare, first = place.spare.stat().st_ino, (place.path / FIRST).stat().st_ino
+    place.spare.write_bytes(b"\xff" * jf.FILE_SIZE)
+    place.fs.faults = {call: fail(number)}
+    place.fs.calls.clear()
+    again = place.started()
+    made = {"create": [], "allocate": ["allocate", "unlink"]}[call]
+    steps = ["rename", "sync_directory", "write", "sync", "rename", "sync_directory", "rename", "sync_directory"]
+    assert place.fs.calls == ["create", *made, *steps]
+    assert (place.names(), (place.path / SECOND).stat().st_ino, place.spare.stat().st_ino) == ([SECOND], spare, first)
+    for n in range(30):  # again and again
+        await again.append(begun(n), bulky(n))
+    assert place.open().state.jobs["gpt"].attempt == 29
+    assert place.open().state == again.state
+    assert int(place.names()[0][:16], 16) > 5
+
+
+async def test_what_a_death_has_left_of_a_file_from_the_spare_becomes_the_spare_again(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    place.spare.rename(place.path / f"{SECOND}.tmp")
+    no_room(place)
+    again = place.started()
+    assert place.names() == [SECOND]
+    assert place.spare.stat().st_size == jf.FILE_SIZE
+    await again.append(begun(2))
+    assert place.open().state.jobs["gpt"].attempt == 2
+
+
+async def test_a_file_that_is_superseded_is_as_good_as_a_spare(place: Place) -> None:
+    """A death came between the publication of the second file and the end of the first."""
+    journal = place.started()
+    old = (place.path / FIRST).read_bytes()
+    await journal.append(begun(1))
+    again = place.started()
+    await again.append(begun(2))
+    (place.path / FIRST).write_bytes(old)
+    place.spare.unlink()
+    no_room(place)
+    third = place.started()
+    assert place.names() == [THIRD]
+    assert place.spare.exists()
+    assert third.state.jobs["gpt"].attempt == 2
+    assert place.open().state == third.state
+
+
+def sabotage_link(place: Place) -> None:
+    place.spare.unlink()
+    (place.path / "mine").write_bytes(bytes(jf.FILE_SIZE))
+    place.spare.symlink_to("mine")
+
+
+def sabotage_second_name(place: Place) -> None:
+    os.link(place.spare, place.path / "mine")
+
+
+def sabotage_fifo(place: Place) -> None:
+    place.spare.unlink()
+    os.mkfifo(place.spare)
+
+
+def sabotage_length(place: Place) -> None:
+    os.truncate(place.spare, jf.FILE_SIZE - 1)
+
+
+def sabotage_owner(place: Place) -> None:
+    os.chown(place.spare, 12345, -1)
+
+
+def sabotage_directory(place: Place) -> None:
+    place.spare.unlink()
+    place.spare.mkdir()
+
+
+SABOTAGE = [sabotage_link, sabotage_second_name, sabotage_fifo, sabotage_length, sabotage_owner, sabotage_directory]
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGE)
+async def test_what_is_no_spare_is_not_written_to(place: Place, sabotage: Callable[[Place], None]) -> None:
+    if sabotage is sabotage_owner and os.getuid():
+        pytest.skip("only root gives a file to somebody else")
+    journal = place.started()
+    await journal.append(begun(1))
+    sabotage(place)
+    mine = (place.path / "mine").read_bytes() if (place.path / "mine").exists() else None
+    no_room(place)
+    again = place.started()  # goes on in the last file
+    await again.append(begun(2))
+    assert FIRST in place.names()
+    place.fs.faults = {}
+    third = place.started()
+    await third.append(begun(3))
+    assert place.open().state.jobs["gpt"].attempt == 3
+    if sabotage is not sabotage_directory:
+        assert place.spare.lstat().st_size == jf.FILE_SIZE
+        assert place.spare.lstat().st_nlink == 1
+    if mine is not None:
+        assert (place.path / "mine").read_bytes() == mine
+    no_room(place)
+    if sabotage is not sabotage_directory:
+        place.started()
+        assert "0000000000000003.log" in place.names()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("call", ["create", "allocate", "sync", "rename", "sync_directory"])
+async def test_a_spare_that_cannot_be_made_is_no_error(place: Place, call: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = JournalDirectory.make_spare
+
+    def failing(self: JournalDirectory) -> None:
+        place.fs.faults = {call: fail(number)}
+        make(self)
+
+    monkeypatch.setattr(JournalDirectory, "make_spare", failing)
+    journal = place.started()
+    place.fs.faults = {}
+    await journal.append(begun(1))
+    assert [name for name in place.names() if name.endswith(".tmp")] == []
+    assert place.open().state.jobs["gpt"].attempt == 1
+    monkeypatch.undo()
+    place.started()
+    assert place.spare.stat().st_size == jf.FILE_SIZE
+
+
+async def test_half_a_spare_that_cannot_be_deleted_is_no_error(place: Place) -> None:
+    (place.path / f"{SPARE}.tmp").mkdir()
+    journal = place.started()
+    await journal.append(begun(1))
+    assert not place.spare.exists()
+
+
+# -- a full disk without a spare
+
+
+async def test_without_a_spare_the_last_file_goes_on(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1), staging(5))
+    place.spare.unlink()
+    no_room(place)
+    again = place.started()
+    assert (place.names(), again.state) == ([FIRST], journal.state)
+    await again.append(begun(2))
+    found = place.scan()
+    assert [(record.sequence, record.durable) for record in found.records] == [(1, 0), (2, 1), (3, 1), (4, 3)]
+    assert found.ending is jf.Ending.CLEAN
+    third = place.started()
+    assert third.state.jobs["gpt"].attempt == 2
+    place.fs.faults = {}
+    place.started()
+    assert (place.names(), place.spare.exists()) == ([SECOND], True)
+
+
+async def test_a_last_file_that_goes_on_is_written_once_more_and_synced(place: Place) -> None:
+    """A sync that failed may have left the page cache with what the disk has not."""
+    data = await _written(place)
+    place.spare.unlink()
+    no_room(place)
+    written: list[tuple[int, bytes]] = []
+    write = PosixFileSystem.write
+    place.fs.write = lambda fd, data, offset: (written.append((offset, bytes(data))), write(place.fs, fd, data, offset))[1]  # type: ignore[func-returns-value, method-assign]
+    place.fs.calls.clear()
+    place.started()
+    assert written == [(0, data)]
+    assert place.fs.calls == ["create", "sync_directory", "sync", "sync_directory"]
+
+
+async def test_a_torn_tail_is_zeroed_before_the_last_file_goes_on(place: Place) -> None:
+    data = await _written(place)
+    end = place.scan().end
+    (place.path / FIRST).write_bytes(data[:end] + b"half a record" + b"\xff" * (len(data) - end - 13))
+    place.spare.unlink()
+    no_room(place)
+    journal = place.started()
+    assert (journal.torn, journal.records, place.names()) == (1, 6, [FIRST])
+    assert (place.path / FIRST).read_bytes() == data
+    await journal.append(begun(2))
+    again = place.open(strict=True)
+    assert (again.torn, again.state.jobs["gpt"].attempt, len(again.state.staged)) == (0, 2, 4)
+
+
+async def test_a_corrupt_file_goes_on_behind_what_can_be_read(place: Place) -> None:
+    data = await _written(place)
+    records = place.scan().records
+    third = jf.HEADER_SIZE + sum(-(-(jf.RECORD_SIZE + len(record.payload)) // 8) * 8 for record in records[:3])
+    (place.path / FIRST).write_bytes(flip(data, 8 * (third + 40)))
+    place.spare.unlink()
+    no_room(place)
+    journal = place.started()
+    assert (journal.corrupt, journal.records, place.names()) == (1, 3, [FIRST])
+    await journal.append(begun(2))
+    again = place.open(strict=True)
+    assert (again.state.jobs["gpt"].attempt, list(again.state.staged)) == (2, ["gpt/step-00000000.a0001"])
+
+
+async def test_a_file_of_which_nothing_can_be_read_becomes_the_new_one(place: Place) -> None:
+    (place.path / FIRST).write_bytes(bytes(len(await _written(place))))
+    place.spare.unlink()
+    no_room(place)
+    journal = place.started()
+    await journal.append(begun(2))
+    assert (journal.corrupt, place.names()) == (1, [SECOND])
+    assert place.open(strict=True).state.jobs["gpt"].attempt == 2
+
+
+@pytest.mark.parametrize("damage", ["unreadable with a spare", "cut"])
+async def test_a_corrupt_file_is_moved_aside_where_it_cannot_be_copied(place: Place, damage: str) -> None:
+    data = await _written(place)
+    (place.path / FIRST).write_bytes(bytes(len(data)) if damage != "cut" else bytes(1000))
+    no_room(place)
+    journal = place.started()
+    assert journal.corrupt == 1
+    assert [name[:29] for name in place.names()] == [f"{FIRST}.corrupt.", SECOND]
+
+
+async def test_a_short_file_cannot_go_on(place: Place) -> None:
+    """It was cut behind its records: it could not be written whole."""
+    data = await _written(place)
+    (place.path / FIRST).write_bytes(data[: len(data) // 2])
+    place.spare.unlink()
+    no_room(place)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        place.started()
+    assert (place.path / FIRST).read_bytes() == data[: len(data) // 2]
+
+
+async def test_a_copy_that_fails_half_way_is_removed(place: Place) -> None:
+    data = await _written(place)
+    end = place.scan().end
+    (place.path / FIRST).write_bytes(data[:end] + b"half a record" + data[end + 13 :])
+    place.fs.faults = {"write": fail(errno.ENOSPC)}
+    assert place.open().torn == 1
+    assert place.names() == [FIRST]
+    place.fs.faults = {"write": fail(errno.EIO)}
+    with pytest.raises(StorageError, match=f"cannot read the journal file {FIRST}: Input/output error"):
+        place.open()
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "sync_directory"])
+async def test_a_last_file_that_cannot_go_on_raises_what_the_system_said(place: Place, call: str) -> None:
+    await _written(place)
+    place.spare.unlink()
+    no_room(place)
+    place.fs.faults[call] = fail(errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        place.started()
+    place.fs.faults = {}
+    assert len(place.open(strict=True).state.staged) == 4
+
+
+async def test_no_room_once_the_new_file_has_its_name_is_not_to_be_tried_again(place: Place) -> None:
+    """What is appended to the old file then would be lost: the new one is read after it."""
+    journal = place.started()
+    for n in range(4):
+        await journal.append(bulky(n))
+    place.fs.faults = {"sync_directory": fail(errno.ENOSPC)}
+    with pytest.raises(JournalBroken):
+        await journal.append(bulky(4))
+    place.fs.faults = {}
+    with pytest.raises(JournalBroken):
+        await journal.append(begun(1))
+    assert place.names() == [FIRST, SECOND]
 
 
 @pytest.mark.parametrize("call", ["create", "allocate", "write", "sync", "rename", "sync_directory"])
@@ -423,11 +724,15 @@ async def test_a_batch_that_is_larger_than_a_file(place: Place) -> None:
 @pytest.mark.parametrize(
     "record", [bulky(0, 1 << 20), r.Retiring(job="gpt", tag="t", files=["f" * 70] * 16_000)], ids=["dropped", "retiring"]
 )
-async def test_a_record_beyond_the_limit_is_an_error_and_not_a_hang(place: Place, record: r.Record) -> None:
+async def test_a_record_beyond_the_limit_is_refused_and_breaks_nothing(place: Place, record: r.Record) -> None:
     journal = place.started()
     await journal.append(begun(1))
-    assert isinstance(await ended(journal, asyncio.create_task(journal.append(record))), StorageError)
-    assert place.open().state.jobs["gpt"].attempt == 1
+    with pytest.raises(
+        StorageError, match=r"^the journal cannot take a (Dropped|Retiring) record of 1,\d+,\d+ bytes: 1,048,576 is the most$"
+    ):
+        await journal.append(record)
+    await journal.append(begun(2))
+    assert place.open().state.jobs["gpt"].attempt == 2
 
 
 async def test_a_state_is_larger_than_other_records_may_be(place: Place) -> None:
@@ -442,13 +747,67 @@ async def test_a_state_is_larger_than_other_records_may_be(place: Place) -> None
     assert place.open().state.staged == journal.state.staged
 
 
-async def test_a_state_that_is_too_large_is_no_hang(place: Place) -> None:
+async def test_a_state_that_is_larger_than_a_record_spans_several(place: Place) -> None:
     journal = place.started()
-    journal.state.retiring = {f"gpt/t{n}": ["f" * 1000] for n in range(3200)}
+    journal.state.retiring = {f"gpt/t{n}": ["f" * 1000] for n in range(3000)}
     for number in range(5):
-        error = await ended(journal, asyncio.create_task(journal.append(bulky(number))))
-    assert isinstance(error, StorageError)
-    assert len(decoded(place.scan())) == 4
+        assert await ended(journal, asyncio.create_task(journal.append(bulky(number)))) is None
+    assert place.names() == [SECOND]
+    found = place.scan(SECOND)
+    assert [record.type for record in found.records[:2]] == [r.STATE, r.NUMBERS[r.Retiring]]
+    assert [record.durable for record in found.records] == [0] * (len(found.records) - 1) + [len(found.records) - 1]
+    again = place.started()
+    assert again.state == journal.state
+    assert place.open().state == journal.state
+
+
+async def test_a_state_too_large_for_a_file_loses_files_of_failed_saves_and_starts(place: Place) -> None:
+    """As a journal of an older ckptd may hold: until its files are deleted, nothing new begins; what shrinks the state is taken."""
+    journal = place.started()
+    journal.state.staged = {f"gpt/t{n}": {f"{n:01000d}": None} for n in range(4200)}
+    again = place.open()
+    again.state = journal.state
+    again.start(["gpt"])
+    kept = place.open().state.staged
+    assert 3500 < len(kept) < 4200
+    assert kept == {key: again.state.staged[key] for key in kept}
+    with pytest.raises(StorageError, match="the journal is full of 4,200 failed saves and 0 deletions"):
+        await again.append(bulky(1))
+    for n in range(4200):
+        await again.append(r.Dropped(job="gpt", attempt=1, step=1, tag=f"t{n}", reason="x"))
+    await again.append(bulky(1), staging(1))
+    assert list(place.open().state.staged) == ["gpt/step-00000001.a0001"]
+
+
+async def test_too_many_failed_saves_refuse_new_ones_and_nothing_else(place: Place) -> None:
+    journal = place.started()
+    await journal.append(*(staging(n) for n in range(30_000)))
+    assert r.under_way(journal.state) > MAX_UNDER_WAY
+    retiring = r.Retiring(job="gpt", tag="t", files=[])
+    for refused in (staging(30_000), retiring):
+        with pytest.raises(
+            StorageError,
+            match="^the journal is full of 30,000 failed saves and 0 deletions whose files could not be deleted: "
+            "see the daemon's log for the reason, mend it, and restart ckptd$",
+        ):
+            await journal.append(begun(1), refused)
+    assert "gpt" not in journal.state.jobs  # of one call all or nothing is written
+    dropped = [r.Dropped(job="gpt", attempt=1, step=n, tag=staging(n).tag, reason="x") for n in range(30_000)]
+    await journal.append(begun(2), *dropped[:15_000])
+    assert journal.state.jobs["gpt"].attempt == 2
+    await journal.append(staging(30_000), retiring)
+    await journal.append(*dropped[15_000:], r.Retired(job="gpt", tag="t"))
+    assert list(place.open().state.staged) == ["gpt/step-00030000.a0001"]
+    assert place.open().state.retiring == {}
+
+
+async def test_ten_thousand_failed_saves_leave_nothing(place: Place) -> None:
+    journal = place.started()
+    for n in range(0, 10_000, 100):
+        await journal.append(*(staging(k) for k in range(n, n + 100)))
+        await journal.append(*(r.Dropped(job="gpt", attempt=1, step=k, tag=staging(k).tag, reason="no space") for k in range(n, n + 100)))
+    assert (journal.state.staged, journal.state.retiring, len(r.encode_state(journal.state))) == ({}, {}, 25)
+    assert place.open().state == journal.state
 
 
 async def test_jobs_that_storage_does_not_have_are_forgotten_at_a_start(place: Place) -> None:
@@ -644,22 +1003,55 @@ async def test_a_strict_journal_refuses_and_changes_nothing(place: Place, damage
     assert place.contents() == before
 
 
-async def test_a_file_that_cannot_be_read_ends_it(place: Place) -> None:
-    (place.path / FIRST).symlink_to(place.path / "elsewhere")
-    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+async def test_a_file_that_cannot_be_read_ends_it_in_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    await _written(place)
+    monkeypatch.setattr("ckptd.daemon.journal.read_small", lambda *_: fail(errno.EIO)())
+    with pytest.raises(StorageError, match=f"^cannot read the journal file {FIRST}: Input/output error$"):
         place.open()
     assert place.names() == [FIRST]
 
 
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+async def test_a_directory_that_cannot_be_listed_ends_it_in_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptd.daemon.journal_directory.os.listdir", lambda _: fail(errno.EIO)())
+    with pytest.raises(StorageError, match="^cannot list the journal's directory: Input/output error$"):
+        place.open()
+
+
+def link_nowhere(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, link_nowhere])
 async def test_what_is_no_file_is_set_aside_as_corrupt(place: Place, make: Callable[[Path], None]) -> None:
     make(place.path / FIRST)
+    with pytest.raises(IntegrityError, match="is no regular file|it is a symbolic link"):
+        place.open(strict=True)
     journal = place.open()
     assert journal.corrupt == 1
     assert [name.startswith(f"{FIRST}.corrupt.") for name in place.names()] == [True]
-    make(place.path / FIRST)
-    with pytest.raises(IntegrityError, match="is no regular file"):
-        place.open(strict=True)
+    journal.start(["gpt"])
+    assert (place.open().corrupt, SECOND in place.names()) == (0, True)
+
+
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
+async def test_a_file_of_a_number_that_was_never_given_is_set_aside(place: Place, number: int) -> None:
+    (place.path / f"{number:016x}.log").write_bytes(b"somebody's")
+    journal = place.started()
+    assert journal.corrupt == 1
+    assert FIRST in place.names()
+    assert place.open().corrupt == 0
+
+
+async def test_directories_with_names_of_the_journal_are_left_alone(place: Place) -> None:
+    journal = place.started()
+    await journal.append(begun(1))
+    for name in ("0000000000000000.log.tmp", f"{SECOND}.tmp", f"{THIRD}.tmp"):
+        (place.path / name).mkdir()
+    again = place.started()
+    await again.append(begun(2))
+    directories = ["0000000000000000.log.tmp", f"{SECOND}.tmp", f"{THIRD}.tmp"]
+    assert place.names() == sorted([*directories, "0000000000000004.log"])
+    assert place.open().state.jobs["gpt"].attempt == 2
 
 
 async def test_a_journal_that_was_not_begun_is_closed_all_the_same(place: Place) -> None:
@@ -679,7 +1071,7 @@ async def test_what_was_set_aside_before_is_not_replaced(place: Place, monkeypat
     monkeypatch.setattr("ckptd.daemon.journal.secrets.token_hex", lambda _: "same")
     (place.path / FIRST).write_bytes(await _written(place) + bytes(10))  # it has grown
     (place.path / f"{FIRST}.corrupt.same").write_bytes(b"evidence")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(StorageError, match="File exists"):
         place.open()
     assert (place.path / f"{FIRST}.corrupt.same").read_bytes() == b"evidence"
 

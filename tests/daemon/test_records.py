@@ -185,3 +185,57 @@ def test_attempts_steps_and_numbers_never_move_back(records: list[r.Record]) -> 
             assert after[name][:2] >= (attempt, step)
             assert after[name][2] >= seq
         before = after
+
+
+# -- a state that spans records
+
+
+def again(encoded: list[tuple[int, bytes]]) -> r.JournalState:
+    """Replay records as a reader of any version does."""
+    state = r.JournalState()
+    for kind, payload in encoded:
+        if kind == r.STATE:
+            state = r.decode_state(payload)
+        else:
+            state.apply(r.decode(kind, payload))
+    return state
+
+
+@steady
+@given(st.lists(ANY, max_size=20), st.integers(64, 400))
+def test_a_state_that_spans_records_is_the_same_state(records: list[r.Record], most: int) -> None:
+    state = state_of(*records)
+    encoded, left_out = r.encode_whole(state, most, 1 << 20)
+    assert left_out == 0
+    assert [kind for kind, _ in encoded].count(r.STATE) == 1
+    assert encoded[0][0] == r.STATE
+    assert len(encoded[0][1]) <= most
+    assert again(encoded) == state
+
+
+def test_a_state_that_fits_is_one_record() -> None:
+    state = state_of(begun(1), staging("f"), durable("g"))
+    whole = r.encode_state(state)
+    assert r.encode_whole(state, len(whole), 0) == ([(r.STATE, whole)], 0)
+    assert len(r.encode_whole(state, len(whole) - 1, 1 << 20)[0]) > 1
+
+
+def test_files_that_were_never_durable_are_left_out_first() -> None:
+    state = state_of(begun(2), durable("d", "u.a0001"), *(staging(f"f{n}", f"t.a{n:04d}") for n in range(100)))
+    state.retiring = {"gpt/r": ["f"]}
+    encoded, left_out = r.encode_whole(state, 64, 2000)
+    assert 0 < left_out < 100
+    assert sum(len(payload) + 40 for _, payload in encoded) <= 2000
+    kept = again(encoded)
+    assert (kept.jobs, kept.retiring, kept.staged["gpt/u.a0001"]) == (state.jobs, state.retiring, {"d": durable("d", "u.a0001")})
+    assert len(kept.staged) == 101 - left_out
+
+
+def test_what_is_under_way_is_measured_without_the_jobs() -> None:
+    state = state_of(begun(1))
+    empty = r.under_way(state)
+    assert empty == r.under_way(r.JournalState())
+    state.apply(staging("f" * 1000))
+    assert 1000 < r.under_way(state) - empty < 1100
+    state.apply(r.Dropped(job="gpt", attempt=1, step=5, tag="t.a0001", reason=""))
+    assert r.under_way(state) == empty

@@ -1,0 +1,118 @@
+"""Attempts are claimed where no inode is left, too, and never twice."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptd.daemon.attempts import Attempts
+from ckptd.daemon.pipeline import Pipeline
+from ckptd.shared import names
+from ckptd.shared.errors import StorageError
+from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.storage import PosixStorage
+
+
+class Full(PosixFileSystem):
+    """No inode is left, or something else fails, once `fault` is set."""
+
+    fault = 0
+    no_links = 0
+
+    def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
+        if self.fault:
+            raise OSError(self.fault, os.strerror(self.fault))
+        return super().create(name, directory, direct=direct, mode=mode)
+
+    def link(self, old: str, old_directory: int, new: str, directory: int) -> None:
+        if self.no_links:
+            raise OSError(self.no_links, os.strerror(self.no_links))
+        super().link(old, old_directory, new, directory)
+
+
+class Place:
+    def __init__(self, root: Path) -> None:
+        self.fs, self.root = Full(), root
+        self.storage = PosixStorage(root, self.fs)
+        self.pipeline = Pipeline(self.fs, 1, 1 << 20, 64 << 10)
+        self.attempts = Attempts(self.storage, self.pipeline)
+        self.claims = root / names.CONTROL / names.ATTEMPTS / "gpt"
+        self.lock = root / names.CONTROL / names.host() / names.LOCK
+        self.storage.ensure(names.CONTROL, names.host())
+        self.storage.ensure(names.CONTROL, names.ATTEMPTS, "gpt")
+        self.lock.touch()
+
+    def claimed(self) -> list[str]:
+        return sorted(path.name for path in self.claims.iterdir())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    made.pipeline.close()
+
+
+async def test_attempts_rise_and_two_claims_are_kept(place: Place) -> None:
+    assert [await place.attempts.claim("gpt", 0) for _ in range(4)] == [1, 2, 3, 4]
+    assert place.claimed() == ["a0003", "a0004"]
+    assert await place.attempts.claim("gpt", 9) == 10
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_without_an_inode_a_claim_is_a_link_to_another(place: Place, number: int) -> None:
+    assert await place.attempts.claim("gpt", 0) == 1
+    place.lock.unlink()
+    place.fs.fault = number
+    assert [await place.attempts.claim("gpt", 0) for _ in range(4)] == [2, 3, 4, 5]
+    assert place.claimed() == ["a0004", "a0005"]
+    assert place.attempts.newest("gpt") == 5
+    place.fs.fault = 0
+    assert [await place.attempts.claim("gpt", 0) for _ in range(2)] == [6, 7]
+
+
+async def test_the_first_claim_of_a_job_is_a_link_to_the_lock_file(place: Place) -> None:
+    place.fs.fault = errno.ENOSPC
+    assert [await place.attempts.claim("gpt", 0) for _ in range(3)] == [1, 2, 3]
+    assert place.lock.stat().st_nlink == 3
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_claim_that_somebody_has_made_meanwhile_is_never_taken(place: Place, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.claims.joinpath("a0001").touch()
+    place.claims.joinpath("a0002").touch()
+    place.fs.fault = errno.ENOSPC if full else 0
+    monkeypatch.setattr(Attempts, "newest", lambda self, job: 0)
+    assert await place.attempts.claim("gpt", 0) == 3
+
+
+@pytest.mark.parametrize("number", [errno.EMLINK, errno.EPERM, errno.ENOSYS])
+async def test_without_links_the_error_is_that_there_is_no_room(place: Place, number: int) -> None:
+    place.claims.joinpath("a0001").touch()
+    place.fs.fault, place.fs.no_links = errno.ENOSPC, number
+    with pytest.raises(StorageError, match="cannot claim an attempt of job 'gpt' under .*: No space left on device") as caught:
+        await place.attempts.claim("gpt", 0)
+    assert caught.value.errno == errno.ENOSPC
+    assert place.claimed() == ["a0001"]
+
+
+async def test_what_is_no_empty_file_is_not_linked(place: Place) -> None:
+    place.claims.joinpath("a0001").write_text("mine")
+    place.claims.joinpath("a0002").symlink_to("a0001")
+    place.lock.unlink()
+    place.fs.fault = errno.ENOSPC
+    with pytest.raises(StorageError, match="No space left on device"):
+        await place.attempts.claim("gpt", 0)
+    assert place.claimed() == ["a0001", "a0002"]
+
+
+async def test_another_error_is_not_worked_around(place: Place) -> None:
+    place.claims.joinpath("a0001").touch()
+    place.fs.fault = errno.EIO
+    with pytest.raises(StorageError, match="Input/output error"):
+        await place.attempts.claim("gpt", 0)
+    assert place.claimed() == ["a0001"]
