@@ -166,6 +166,7 @@ def test_failed_saves_leave_nothing_in_the_journal(place: Home, taken: str) -> N
     with running(place, environment={"CKPTD_STALL_BUDGET": "60"}):
         agent = Agent(trainers.JOB, socket=place.socket)
         agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+        until(lambda: (job / names.NEWEST).exists(), "newest")
         if taken == "the job":
             shutil.rmtree(job)
             job.write_text("mine")
@@ -174,11 +175,10 @@ def test_failed_saves_leave_nothing_in_the_journal(place: Home, taken: str) -> N
                 (job / f"step-{step:08d}.a0001").write_text("mine")
             with pytest.raises((SnapshotFailed, StorageError), match="Not a directory|File exists"):
                 agent.snapshot({"x": torch.ones(3)}, step=step).wait("durable", timeout=60)
-        assert journal_state(place).staged == {}
+        until(lambda: journal_state(place).staged == {}, "end of the last save")
         let_go(agent)
     with running(place):
-        pass
-    assert journal_state(place).staged == {}
+        until(lambda: journal_state(place).staged == {}, "end of what was saved unasked")
 
 
 def journal_state(place: Home) -> JournalState:
