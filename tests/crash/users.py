@@ -326,7 +326,8 @@ class Thief:
             case "dangling link":
                 path.symlink_to(own / "nothing")
             case "second name":
-                os.link(own / "file", path)
+                with suppress(OSError):  # on another file system
+                    os.link(own / "file", path)
             case "daemon":
                 self._take_with_daemon(path)
 
@@ -386,8 +387,8 @@ class Thief:
             return
         if status.st_uid == THIEF:
             return
-        memory = path.is_relative_to("/dev/shm")
-        if (memory or self.case.mode == 0o700) and stat.S_ISREG(status.st_mode):
+        private = path.is_relative_to("/dev/shm") or (path.is_relative_to(self.case.root) and self.case.mode == 0o700)
+        if private and stat.S_ISREG(status.st_mode):
             self._try(f"read {path}", lambda: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)))
         if stat.S_ISDIR(status.st_mode):
             self._try(f"make a file in {path}", lambda: (path / "thief").write_text(""))
