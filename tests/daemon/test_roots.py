@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from ckptd.daemon import roots
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.storage import PosixStorage
-from tests.support.daemons import Daemon, Home
+from tests.support.daemons import Daemon, Home, running
 
 USER, STRANGER = 12345, 65534
 
@@ -155,3 +157,50 @@ def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) ->
         daemon.close()
         for path in Path("/dev/shm").glob(f"ckptd-{USER}-{names.root_digest(place.root)}*"):
             path.rmdir()
+
+
+def modes(home: Home) -> dict[str, str]:
+    """Return the mode of every file and directory that a daemon and its agent have made, by a name without what is random."""
+    found = {}
+    for top in (home.root, home.segments, home.socket):
+        for path in (top, *sorted(top.rglob("*"))):
+            name = str(path).replace(str(home.segments), "MEMORY").replace(str(home.path), "").replace(names.host(), "HOST")
+            found[re.sub(r"[0-9a-f]{32}", "X", name)] = f"{stat.S_IMODE(path.lstat().st_mode):o}"
+    return found
+
+
+@pytest.mark.parametrize(("mask", "directory", "file"), [(0o022, "755", "644"), (0o077, "700", "600")])
+def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str, file: str) -> None:
+    """Checkpoints have the modes that the daemon's umask leaves; sockets, segments, journal and lock are for their user alone."""
+    before = os.umask(mask)
+    try:
+        with running(place):
+            agent = Agent("gpt", socket=place.socket)
+            agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
+            PosixStorage(place.root).pin("gpt", "step-00000001.a0001")
+            found = modes(place)
+            agent.close()
+    finally:
+        os.umask(before)
+    assert found == {
+        "/root": directory,
+        "/root/.ckptd": directory,
+        "/root/.ckptd/HOST": directory,
+        "/root/.ckptd/HOST/journal": directory,
+        "/root/.ckptd/HOST/journal/0000000000000001.log": "600",
+        "/root/.ckptd/HOST/lock": "600",
+        "/root/.ckptd/attempts": directory,
+        "/root/.ckptd/attempts/gpt": directory,
+        "/root/.ckptd/attempts/gpt/a0001": file,
+        "/root/.ckptd/pins": directory,
+        "/root/.ckptd/pins/gpt": directory,
+        "/root/.ckptd/pins/gpt/step-00000001.a0001": file,
+        "/root/gpt": directory,
+        "/root/gpt/newest": file,
+        "/root/gpt/step-00000001.a0001": directory,
+        "/root/gpt/step-00000001.a0001/manifest.json": file,
+        "/root/gpt/step-00000001.a0001/rank-00000.X.ckpt": file,
+        "MEMORY": "700",
+        "MEMORY/X.seg": "600",
+        "/s": "700",
+    }
