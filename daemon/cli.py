@@ -1,4 +1,4 @@
-"""The `ckptd` command: run, status, ls, show, verify, forget, pin. Speaks to people; `--json` speaks to programs.
+"""The `ckptd` command: run, status, doctor, ls, show, verify, forget, pin. Speaks to people; `--json` speaks to programs.
 
 Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
 """
@@ -73,6 +73,7 @@ def main() -> None:
     Check every byte of a job:         ckptd verify /ckpts/JOB
     Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
     Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
+    Check that this node is fit:       ckptd doctor --root /ckpts
 
     In the training script: `from ckptd.agent import recover, snapshot`. Without a running daemon, set CKPTD_ROOT and
     the trainer starts a private one.
@@ -171,6 +172,34 @@ def status(socket: Path | None, as_json: bool) -> None:
     found = report.daemon_status(socket)
     click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
     if not found["ready"]:
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--root", envvar="CKPTD_ROOT", help="Directory for the checkpoints; without it only the node is checked.")
+@click.option("--socket", envvar="CKPTD_SOCKET", help="Unix socket that the daemon is to listen on. Default: as for run.")
+@click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with the daemon's settings.")
+@_json
+@_speaks
+def doctor(root: str | None, socket: str | None, file: Path | None, as_json: bool) -> None:
+    """Check that this node is fit for a daemon: limits, shared memory, the root, the socket's directory, the kernel.
+
+    Run it as the daemon's user, where the daemon is to run. Exit code 1 if something would not work; a warning changes nothing.
+    """
+    from ckptd.daemon import config as settings
+    from ckptd.daemon import doctor as checks
+
+    known = {**(settings.read_file(file) if file else {}), **({"root": root} if root else {}), **({"socket": socket} if socket else {})}
+    given = {"root": str(known.get("root", "/")), "socket": str(known["socket"] if "socket" in known else _default_socket())}
+    environment = {key: value for key, value in os.environ.items() if key not in ("CKPTD_CONFIG", "CKPTD_ROOT", "CKPTD_SOCKET")}
+    found = list(checks.check_all(settings.load(given, environment, file), with_root="root" in known))
+    failed = any(check.level == checks.FAILED for check in found)
+    if as_json:
+        rows = [{"name": check.name, "level": check.level, "message": check.message, **check.values} for check in found]
+        click.echo(json.dumps({"ok": not failed, "checks": rows}, indent=1))
+    else:
+        click.echo(checks.text(found))
+    if failed:
         sys.exit(1)
 
 

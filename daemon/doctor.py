@@ -1,0 +1,267 @@
+"""Checks of a node, as `ckptd doctor` prints them: is everything there that a daemon needs, and how much fits?
+
+Each check is a function that returns a `Check` and changes nothing. `check_root` makes a directory of its own in the root for a moment, and
+removes it. Nothing here talks to a daemon.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import fcntl
+import importlib.util
+import mmap
+import os
+import resource
+import shutil
+import socket
+import stat
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptd.daemon import limits
+from ckptd.daemon.config import Config
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+TMPFS = 0x01021994  # linux/magic.h
+SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
+LEAST_FREE = 1 << 30  # bytes of the root below which a warning is due
+LEAST_INODES = 10_000
+F_OFD_SETLK = 37  # asm-generic/fcntl.h
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding: a sentence for people, values for programs. `level` is ok, warning or failed."""
+
+    name: str
+    level: str
+    message: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
+    """Run every check for a daemon with these settings. Without `with_root` no root was named, and its checks are left out."""
+    plan = limits.Plan(config.slots, config.files_per_rank)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield check_files(plan, soft, hard, config.max_connections)
+    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    yield check_shared_memory(config.shm_dir, config.slots, config.shm_quota)
+    if with_root:
+        yield from check_root(config.root)
+    yield check_socket_directory(config.socket.parent)
+    yield from check_kernel()
+    yield check_event_loop(importlib.util.find_spec("uvloop") is not None)
+
+
+def check_files(plan: limits.Plan, soft: int, hard: int, most: int) -> Check:
+    """Compare the limit of open files with what a daemon needs for `most` clients. The daemon raises the soft limit to the hard one."""
+    limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard
+    fit, values = plan.ranks(limit), {"soft": soft, "hard": hard, "ranks_fit": plan.ranks(limit), "needed": plan.needed(most)}
+    if fit == 0:
+        text = f"at most {limit} open files (RLIMIT_NOFILE): one rank needs {plan.least}; {limits.HOW_TO_RAISE}"
+        return Check("open files", FAILED, text, values)
+    if fit < most:
+        text = (
+            f"{fit} ranks fit into {limit} open files (RLIMIT_NOFILE), and max_connections is {most}: for all of them "
+            f"{limits.HOW_TO_RAISE}, to {plan.needed(most)} (LimitNOFILE={plan.needed(most)})"
+        )
+        return Check("open files", WARNING, text, values)
+    return Check("open files", OK, f"{fit} ranks fit into {limit} open files (max_connections is {most})", values)
+
+
+def check_locked_memory(limit: int) -> Check:
+    """Tell the limit of locked memory. It matters to trainers with GPUs, which lock their slots, and not to the daemon."""
+    values = {"limit": None if limit == resource.RLIM_INFINITY else limit}
+    if limit == resource.RLIM_INFINITY:
+        return Check("locked memory", OK, "no limit (RLIMIT_MEMLOCK)", values)
+    return Check(
+        "locked memory", WARNING,
+        f"at most {_size(limit)} (RLIMIT_MEMLOCK): a trainer with GPUs locks its slots; start it with LimitMEMLOCK=infinity or `ulimit -l "
+        "unlimited` if it warns that slots could not be page-locked", values,
+    )  # fmt: skip
+
+
+def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
+    """Tell how large the state of one rank can be, with `slots` slots in the tmpfs at `path`."""
+    name = "shared memory"
+    try:
+        free, total = shutil.disk_usage(path).free, shutil.disk_usage(path).total
+        writable = os.access(path, os.W_OK | os.X_OK)
+    except OSError as error:
+        return Check(name, FAILED, f"{path} cannot be used: {error.strerror}; set shm_dir to a tmpfs")
+    largest = min(free, quota or total * 9 // 10) // slots
+    values = {"path": str(path), "total_bytes": total, "free_bytes": free, "largest_state_bytes": largest, "slots": slots}
+    text = (
+        f"{path} has {_size(free)} free of {_size(total)}: with {slots} slots one state of {_size(largest)} fits, all local ranks together"
+    )
+    if not writable:
+        return Check(name, FAILED, f"{path} cannot be written by this user; set shm_dir to another tmpfs", values)
+    if (kind := _file_system(path)) != TMPFS:
+        return Check(
+            name, WARNING, f"{text}; but it is no tmpfs: copies go to a disk, and training waits for it", {**values, "magic": kind}
+        )
+    return Check(name, OK if largest >= 64 << 20 else WARNING, text, values)
+
+
+def _file_system(path: Path) -> int:
+    """Return the magic number of the file system (statfs(2)); 0 if it cannot be known."""
+    buffer = ctypes.create_string_buffer(256)
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
+        return 0
+    return int(ctypes.c_long.from_buffer(buffer).value)
+
+
+def check_root(root: Path) -> Iterator[Check]:
+    """Check the directory for checkpoints, or, if it is not there yet, the directory in which it will be made."""
+    place = root
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    called = str(root) if place == root else f"{place} (where {root} will be made)"
+    try:
+        status, space = place.stat(), os.statvfs(place)
+        probe = Path(tempfile.mkdtemp(prefix=".ckptd-doctor-", dir=place))
+    except OSError as error:
+        yield Check("root", FAILED, f"{called} cannot be written: {error.strerror}", {"path": str(place)})
+        return
+    try:
+        free, inodes = space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None
+        values = {"path": str(place), "exists": place == root, "free_bytes": free, "free_inodes": inodes}
+        values |= {"uid": status.st_uid, "mode": f"{status.st_mode & 0o7777:o}"}
+        few = free < LEAST_FREE or (inodes is not None and inodes < LEAST_INODES)
+        count = "no limit of" if inodes is None else f"{inodes:,d}"
+        yield Check("root", WARNING if few else OK, f"{called} can be written; {_size(free)} and {count} inodes are free", values)
+        yield _check_owner(place, status)
+        for name, act, advice in (
+            ("O_DIRECT", _direct, "checkpoints are written through the page cache instead"),
+            ("fsync of a directory", _sync_directory, "a power cut may lose a checkpoint's name on this file system"),
+            ("flock", _flock, "two daemons, or a reader and retention, would not see each other on this file system"),
+            ("OFD locks", _ofd_lock, "locks of single descriptors do not work on this file system"),
+        ):
+            yield _probed(name, act, probe, called, advice)
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+
+
+def _check_owner(place: Path, status: os.stat_result) -> Check:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    mode, values = 0o666 & ~mask, {"umask": f"{mask:03o}", "file_mode": f"{0o666 & ~mask:03o}"}
+    text = (
+        f"{place} belongs to uid {status.st_uid} with mode {status.st_mode & 0o7777:04o}; new files get mode {mode:04o} (umask {mask:03o})"
+    )
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        return Check("permissions", FAILED, f"{text}: every user may delete checkpoints there; chmod o-w {place}", values)
+    if mode & 0o004 and status.st_mode & stat.S_IXOTH:
+        return Check("permissions", WARNING, f"{text}: every user can read checkpoints; use umask 027 or 077 if they are secret", values)
+    return Check("permissions", OK, text, values)
+
+
+def _probed(name: str, act: Callable[[Path], None], probe: Path, called: str, advice: str) -> Check:
+    try:
+        act(probe)
+    except OSError as error:
+        level = WARNING if name in ("O_DIRECT", "OFD locks") else FAILED
+        return Check(name, level, f"does not work in {called} ({error.strerror}): {advice}")
+    return Check(name, OK, f"works in {called}")
+
+
+def _direct(probe: Path) -> None:
+    fd = os.open(probe / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    try:
+        with mmap.mmap(-1, 4096) as page:
+            os.pwrite(fd, page, 0)
+    finally:
+        os.close(fd)
+
+
+def _sync_directory(probe: Path) -> None:
+    fd = os.open(probe, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _flock(probe: Path) -> None:
+    with (probe / "flock").open("w") as one, (probe / "flock").open("w") as other:
+        fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        raise OSError(0, "a second lock was granted")
+
+
+def _ofd_lock(probe: Path) -> None:
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    with (probe / "ofd").open("w") as one, (probe / "ofd").open("w") as other:
+        fcntl.fcntl(one, F_OFD_SETLK, request)
+        try:
+            fcntl.fcntl(other, F_OFD_SETLK, request)
+        except BlockingIOError:
+            return
+        raise OSError(0, "a second lock was granted")
+
+
+def check_socket_directory(path: Path) -> Check:
+    """Check that nobody else could put another socket at the daemon's place."""
+    name = "socket directory"
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return Check(name, OK, f"{path} is not there yet: the daemon makes it, with mode 0700", {"path": str(path), "exists": False})
+    except OSError as error:
+        return Check(name, FAILED, f"{path} cannot be used: {error.strerror}", {"path": str(path)})
+    values = {"path": str(path), "exists": True, "uid": status.st_uid, "mode": f"{status.st_mode & 0o7777:o}"}
+    text = f"{path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o7777:04o}"
+    if status.st_uid not in (os.geteuid(), 0):
+        return Check(name, FAILED, f"{text}: that user could replace the socket; name another place with --socket", values)
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        return Check(name, FAILED, f"{text}: every user could replace the socket; chmod o-w {path}", values)
+    if not os.access(path, os.W_OK | os.X_OK):
+        return Check(name, FAILED, f"{text}: this user cannot make a socket there; name another place with --socket", values)
+    return Check(name, OK, text, values)
+
+
+def check_kernel() -> Iterator[Check]:
+    """Check what the kernel offers to notice the death of a trainer, and for memory without a name."""
+    release = os.uname().release
+    one, other = socket.socketpair()
+    with one, other:
+        probes: tuple[tuple[str, Callable[[], int], str, str], ...] = (
+            ("pidfd", lambda: os.pidfd_open(os.getpid()), WARNING, "a trainer's death is noticed by its locks, up to a second later"),
+            ("SO_PEERPIDFD", lambda: one.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD), OK, "pidfd_open is used instead"),
+            ("memfd", lambda: os.memfd_create("ckptd-doctor"), WARNING, "there is no fallback where shared memory is too small"),
+        )
+        for name, act, level, advice in probes:
+            try:
+                os.close(act())
+            except (OSError, AttributeError) as error:
+                yield Check(name, level, f"not in this kernel ({release}: {error}): {advice}", {"there": False, "kernel": release})
+            else:
+                yield Check(name, OK, f"is there (Linux {release})", {"there": True, "kernel": release})
+
+
+def check_event_loop(uvloop: bool) -> Check:
+    """Tell whether the faster event loop is installed."""
+    if uvloop:
+        return Check("uvloop", OK, "is installed", {"there": True})
+    return Check("uvloop", WARNING, "is not installed: answers take longer; `pip install uvloop`", {"there": False})
+
+
+def text(checks: list[Check]) -> str:
+    """Return one line for each check, the findings that need attention in capitals."""
+    width = max(len(check.name) for check in checks)
+    return "\n".join(
+        f"{check.level if check.level == OK else check.level.upper():8} {check.name:{width}}  {check.message}" for check in checks
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

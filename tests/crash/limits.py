@@ -1,0 +1,447 @@
+"""Descriptors, memory, disk or inodes run out, and come back: afterwards the daemon serves again, and nothing acknowledged is lost.
+
+`python -m tests.crash.limits --tries 100 [--seed N]`. In each try a real daemon is short of one thing: open files (from the start, or by
+prlimit while it works), memory (a cgroup), room or inodes of its disk at the start, or places in the backlog of the socket. Jobs save and
+are killed meanwhile, and more clients come than fit. Then the pressure goes. The daemon must answer, or must have ended with a sentence and
+an exit code; then a fresh one serves. Every job gets back, bit for bit, at least what was acknowledged; no checkpoint is deleted, and the
+daemon's descriptors return to the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from ckptd.agent import Agent, CkptdError
+from ckptd.shared import errors
+from ckptd.shared.channel import Channel
+from tests.crash import images
+from tests.support import forks, trainers
+from tests.support.daemons import Daemon, Home, home
+
+SIZE = 4000
+STEPS = 3
+JOBS = 3
+MOST = 140
+"""Descriptors that the jobs of a try need, clients that come and go included, with some to spare."""
+STORM = 300
+PLENTY = 4096
+SECONDS = 30.0
+"""For an answer after the pressure has gone. It is waited for, not measured."""
+OPTIONS = ("--keep-last", "0", "--codec", "zstd:1", "--threads", "2")
+ENVIRONMENT = {"CKPTD_STALL_BUDGET": "1", "CKPTD_MEMORY_TTL": "1"}  # segments of dead jobs take descriptors
+
+
+def work(socket: Path, diary: trainers.Diary, job: str) -> None:
+    """Be a trainer: recover, save step after step, and note what is acknowledged. What fails is tried again, as a launcher would."""
+    torch.set_num_threads(1)
+    logging.disable()
+    while True:
+        with suppress(CkptdError):
+            agent = Agent(job, socket=socket)
+            break
+        diary.note("refused", 0, 0)
+        time.sleep(0.05)
+    for step in range(1, STEPS + 1):
+        pending = agent.snapshot(trainers.expected(100 * agent.attempt + step, SIZE), step=100 * agent.attempt + step)
+        if pending.state in ("sealed", "durable"):
+            diary.note("sealed", pending.attempt, pending.step)
+        try:
+            pending.wait("durable", timeout=5)
+            diary.note("durable", pending.attempt, pending.step)
+        except CkptdError:
+            diary.note("failed", pending.attempt, max(0, pending.step))
+    diary.note("finished", 0, 0)
+    time.sleep(600)
+
+
+def descriptors(daemon: Daemon) -> int:
+    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+
+
+def settled(condition: Callable[[], bool]) -> bool:
+    """Wait for it, half a minute at most."""
+    until = time.monotonic() + SECONDS
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
+
+
+class Try:
+    """One shortage on a root and shared memory of its own. `problems` says what was lost, or who was not served."""
+
+    def __init__(self, place: Home, chance: Random, what: str) -> None:
+        self.place, self.chance, self.what = place, chance, what
+        self.problems: list[str] = []
+        self.counts = Counter[str]()
+        self.diaries = {f"job-{number}": trainers.Diary(place.path / f"diary-{number}") for number in range(JOBS)}
+        self._trainers: list[Any] = []
+        self._clients: list[socket.socket] = []
+
+    def problem(self, text: str) -> None:
+        self.problems.append(f"{self.what}: {text}\n{self.place.log_text()[-1500:]}")
+
+    # -- the pressure
+
+    def start(self, *jobs: str) -> None:
+        for job in jobs:
+            trainer = forks.context().Process(target=work, args=(self.place.socket, self.diaries[job], job), daemon=True)
+            trainer.start()
+            self._trainers.append(trainer)
+
+    def clients(self, count: int) -> None:
+        """Connect so many, of which some say nothing; those that do not fit in the backlog go away again."""
+        for _ in range(count):
+            client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                client.connect(str(self.place.socket))
+            except OSError as error:
+                client.close()
+                if error.errno != errno.EAGAIN:
+                    return  # the daemon has ended
+                self.counts["turned away by the backlog"] += 1
+                continue
+            self._clients.append(client)
+
+    def hang_up(self, count: int | None = None) -> None:
+        gone, self._clients = self._clients[:count], self._clients[len(self._clients[:count]) :]
+        for client in gone:
+            client.close()
+
+    def kill_trainers(self) -> None:
+        for trainer in self._trainers:
+            trainer.kill()
+            trainer.join()
+        self._trainers.clear()
+
+    def under_way(self, daemon: Daemon) -> None:
+        """Let the jobs work for a while as clients come and go, then kill them, each at some moment."""
+        until = time.monotonic() + self.chance.uniform(0.2, 0.8)
+        while time.monotonic() < until and daemon.process.poll() is None:
+            self.clients(self.chance.randrange(20))
+            time.sleep(0.02)
+            self.hang_up(self.chance.randrange(20))
+        self.kill_trainers()
+
+    # -- afterwards
+
+    def ended(self, daemon: Daemon, *, by_kernel: bool = False) -> bool:
+        """Return True if the daemon has ended. It must have said why."""
+        code = daemon.process.poll()
+        if code is None:
+            return False
+        last = (self.place.log_text().strip().splitlines() or [""])[-1]
+        self.counts["ended with a sentence"] += 1
+        if code == 0 or (code < 0 and not (by_kernel and code == -signal.SIGKILL)):
+            self.problem(f"the daemon ended with {code}")
+        elif code > 0 and not last.startswith("ckptd: "):
+            self.problem(f"the daemon ended with {code} and no sentence")
+        return True
+
+    def fresh(self, daemon: Daemon) -> Daemon:
+        daemon.close()
+        return Daemon(self.place, *OPTIONS, environment=ENVIRONMENT)
+
+    def answers(self, daemon: Daemon) -> bool:
+        """Return True once the daemon answers."""
+
+        def asked() -> bool:
+            try:
+                return bool(daemon.status()["ready"])
+            except CkptdError:
+                return daemon.process.poll() is not None
+
+        return settled(asked) and daemon.process.poll() is None
+
+    def attach(self, job: str) -> Agent:
+        """Return an agent of this job; the daemon may ask it to come later. Raises CkptdError."""
+        until = time.monotonic() + SECONDS
+        while True:
+            try:
+                return Agent(job, socket=self.place.socket)
+            except errors.Busy:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def serves(self, daemon: Daemon, own: int | None) -> None:
+        """Every job gets back what was acknowledged, and can save again; then the descriptors are those of the start."""
+        for job, diary in self.diaries.items():
+            promised = max((diary.newest("sealed", "durable"), (0, -1)))
+            try:
+                agent = self.attach(job)
+                state = trainers.blank(SIZE)
+                recovered = agent.recover(state)
+                found = (recovered.attempt, recovered.step) if recovered else (0, -1)
+                if found < promised:
+                    self.problem(f"{job}: {found} was recovered, and {promised} was acknowledged")
+                elif recovered is not None:
+                    trainers.assert_equal(state, recovered.step, SIZE)
+                    self.counts["recovered"] += 1
+                step = 100 * agent.attempt
+                agent.snapshot(trainers.expected(step, SIZE), step=step).wait("durable", timeout=SECONDS)
+                agent.close()
+            except (CkptdError, AssertionError) as error:
+                self.problem(f"{job} is not served: {error!r}")
+            for attempt, step in {key for word, key in diary.read() if word == "durable"}:
+                if not (self.place.root / job / f"step-{step:08d}.a{attempt:04d}" / "manifest.json").exists():
+                    self.problem(f"{job}: {attempt, step} was durable, and has no manifest any more")
+        if own is not None and not settled(lambda: descriptors(daemon) <= own):
+            self.problem(f"{descriptors(daemon)} descriptors are open, {own} were at the start")
+
+    def finish(self, daemon: Daemon, own: int | None, *, by_kernel: bool = False) -> Daemon:
+        """The pressure has gone."""
+        if self.ended(daemon, by_kernel=by_kernel):
+            daemon, own = self.fresh(daemon), None
+            if not daemon.reached_ready():
+                self.problem("a fresh daemon does not start")
+                return daemon
+        if not self.answers(daemon):
+            if self.ended(daemon, by_kernel=by_kernel):
+                return self.finish(daemon, None)
+            self.problem("the daemon is alive and does not answer any more")
+            return daemon
+        self.serves(daemon, own)
+        return daemon
+
+    def close(self) -> None:
+        self.hang_up()
+        self.kill_trainers()
+
+
+def _limited(case: Try, soft: int, hard: int) -> Daemon:
+    return Daemon(case.place, *OPTIONS, environment=ENVIRONMENT, under=("prlimit", f"--nofile={soft}:{hard}"))
+
+
+def few_from_the_start(case: Try, limit: int) -> Daemon:
+    """The daemon may open `limit` files, hard: at the end prlimit gives it plenty."""
+    daemon = _limited(case, limit, limit)
+    own = None
+    if daemon.reached_ready():
+        own = descriptors(daemon)
+        case.start(*case.diaries)
+        case.under_way(daemon)
+        case.hang_up()
+        raise_hard(daemon)
+    else:
+        daemon.died()
+        case.counts["did not start"] += 1
+    return case.finish(daemon, own)
+
+
+def fewer_meanwhile(case: Try, limit: int) -> Daemon:
+    """The soft limit sinks to `limit` while the daemon works, and clients wait; then it rises again."""
+    daemon = _limited(case, PLENTY, PLENTY).wait_ready()
+    own, pid = descriptors(daemon), daemon.process.pid
+    case.start(*case.diaries)
+    settled(lambda: any(diary.count("sealed") for diary in case.diaries.values()))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, PLENTY))
+    case.clients(20)
+    case.under_way(daemon)
+    case.clients(20)
+    time.sleep(0.1)
+    with suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (PLENTY, PLENTY))
+    case.hang_up()
+    return case.finish(daemon, own)
+
+
+def storm(case: Try, limit: int) -> Daemon:
+    """Three hundred clients connect at once, more than fit and more than the backlog holds: each is served or told to come later."""
+    daemon = _limited(case, MOST, MOST).wait_ready()
+    own = descriptors(daemon)
+    case.start("job-0")
+    told = Counter[str]()
+
+    def client() -> None:
+        until = time.monotonic() + SECONDS
+        word = "nobody"
+        while time.monotonic() < until and word == "nobody":
+            try:
+                Channel(case.place.socket, SECONDS).close()
+                word = "served"
+            except errors.Busy:
+                word = "told to come later"
+            except errors.DaemonUnreachable as error:  # the backlog is full, or it hung up before the client could say hello
+                if "does not answer" in str(error):
+                    break
+                time.sleep(0.01)
+        told[word] += 1
+
+    threads = [threading.Thread(target=client) for _ in range(STORM)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    case.counts["clients of a storm"] += STORM
+    if told["nobody"]:
+        case.problem(f"{told['nobody']} of {STORM} clients had no answer")
+    case.under_way(daemon)
+    case.hang_up()
+    raise_hard(daemon)
+    return case.finish(daemon, own)
+
+
+def raise_hard(daemon: Daemon) -> None:
+    """Give the daemon plenty of descriptors, if this process may. Otherwise the pressure goes with the clients."""
+    with suppress(ProcessLookupError, PermissionError):
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (PLENTY, PLENTY))
+
+
+def little_memory(case: Try, megabytes: int) -> Daemon:
+    """The daemon's cgroup has so many megabytes; the kernel may kill it."""
+    with cgroup(megabytes) as group:
+        under = ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
+        daemon = Daemon(case.place, *OPTIONS, environment=ENVIRONMENT, under=under)
+        if daemon.reached_ready():
+            case.start(*case.diaries)
+            case.under_way(daemon)
+            case.hang_up()
+        else:
+            daemon.died()
+            case.counts["did not start"] += 1
+        return case.finish(daemon, None, by_kernel=True)
+
+
+@contextmanager
+def cgroup(megabytes: int) -> Iterator[Path]:
+    """A cgroup with a memory limit, of version 2 where it has the memory controller, else of version 1. Raises Unavailable."""
+    top = Path("/sys/fs/cgroup")
+    two = top / "cgroup.controllers"
+    second = two.exists() and "memory" in two.read_text().split()
+    group, file = (top, "memory.max") if second else (top / "memory", "memory.limit_in_bytes")
+    group /= f"ckptd-limits-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / file).write_text(str(megabytes << 20))
+    except OSError as error:
+        with suppress(OSError):
+            group.rmdir()
+        raise images.Unavailable(f"no cgroup with a memory limit can be made: {error}") from None
+    try:
+        yield group
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(OSError):  # it goes on without the limit, until it is closed
+                (group.parent / "cgroup.procs").write_text(pid)
+        for _ in range(100):
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.02)
+
+
+def full_at_the_start(case: Try, inodes: bool) -> Daemon:
+    """The disk has no room, or no inodes, when the daemon starts again. Raises Unavailable."""
+    with ExitStack() as held:
+        image = images.Image(16)
+        held.callback(image.close)
+        case.place.root = image.where / "root"
+        held.callback(lambda: shutil.rmtree(case.place.segments, ignore_errors=True))
+        before = _limited(case, PLENTY, PLENTY).wait_ready()
+        case.start("job-0")
+        settled(lambda: bool(case.diaries["job-0"].count("finished")))
+        before.kill()
+        case.kill_trainers()
+        exhaust(image.where, inodes=inodes)
+        daemon = _limited(case, PLENTY, PLENTY)
+        try:
+            if daemon.reached_ready():
+                case.start("job-1")
+                case.under_way(daemon)
+                case.hang_up()
+            else:
+                daemon.died()
+                case.counts["did not start"] += 1
+            shutil.rmtree(image.where / "ballast")
+            daemon = case.finish(daemon, None)
+        finally:
+            case.close()
+            daemon.close()
+        return daemon
+
+
+def exhaust(where: Path, *, inodes: bool) -> None:
+    ballast = where / "ballast"
+    ballast.mkdir()
+    if not inodes:
+        with (ballast / "file").open("wb", buffering=0) as file:
+            for size in (1 << 20, 1 << 12, 1):
+                images.fill(file, size)
+        return
+    with suppress(OSError):
+        for number in range(1 << 20):
+            (ballast / str(number)).touch()
+
+
+def kinds(chance: Random) -> Iterator[tuple[str, Callable[[Try], Daemon]]]:
+    """The order of tries. Every limit comes once before one comes again."""
+    while True:
+        limits = list(range(16, MOST))
+        chance.shuffle(limits)
+        for number, limit in enumerate(limits):
+            low = 3 if number % 3 == 0 else limit // 2
+            yield "files while it works", lambda case, low=low: fewer_meanwhile(case, low)  # type: ignore[misc]
+            yield "files from the start", lambda case, limit=limit: few_from_the_start(case, limit)  # type: ignore[misc]
+            if number % 4 == 0:
+                yield "full disk at the start", lambda case: full_at_the_start(case, inodes=False)
+                yield "no inodes at the start", lambda case: full_at_the_start(case, inodes=True)
+                yield "memory", lambda case, limit=limit: little_memory(case, 20 + limit // 2)  # type: ignore[misc]
+                yield "storm of clients", lambda case: storm(case, MOST)
+
+
+def run(count: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
+    """Return how many tries of each kind were made, with what came of them, and what was lost. `number` is the seed."""
+    chance, done, problems = Random(number), Counter[str](), list[str]()
+    end = time.monotonic() + seconds
+    for tried, (kind, act) in enumerate(kinds(chance)):
+        if tried >= count or time.monotonic() > end or problems:
+            break
+        with home() as place:
+            case, daemon = Try(place, chance, f"try {tried}, {kind}"), None
+            try:
+                daemon = act(case)
+                done[kind] += 1
+            except images.Unavailable as error:
+                done[f"not tried: {kind}: {error}"] += 1
+            finally:
+                case.close()
+                if daemon is not None:
+                    daemon.close()
+            done += Counter({f"  {word}": times for word, times in case.counts.items()})
+            problems += case.problems
+    return done, problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tries", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    options = parser.parse_args()
+    begun = time.monotonic()
+    done, problems = run(options.tries, options.seed, options.seconds)
+    print(*(f"{kind:40} {count}" for kind, count in done.items()), *problems, sep="\n")
+    print(f"{time.monotonic() - begun:.1f} s, seed {options.seed}, {len(problems)} lost")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()
