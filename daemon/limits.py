@@ -19,8 +19,8 @@ Measured with /proc/PID/fd, like each constant here: a rank with 2 slots takes 5
 SAVING = 2
 """Descriptors of a save beside its files: the directory of the checkpoint, and a manifest or lease. A recovery takes no more."""
 OWN = 17
-"""Descriptors of a daemon without clients: 3 standard streams, 9 of uvloop (asyncio has fewer), the lock, the journal and its directory, the
-directory of the segments, the listening socket."""
+"""Descriptors of a daemon without clients: 3 standard streams, 9 of uvloop (asyncio has fewer), the lock, the journal and its directory,
+the directory of the segments, the listening socket."""
 SPARE = 24
 """Descriptors for moments: segments on their way to a trainer (2 for each slot), a new journal file, directories that are being read."""
 
