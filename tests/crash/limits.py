@@ -132,7 +132,8 @@ class Try:
         self._trainers.clear()
 
     def under_way(self, daemon: Daemon) -> None:
-        """Let the jobs work for a while as clients come and go, then kill them, each at some moment."""
+        """Let the jobs work for a while as clients come and go, once one has heard from the daemon; then kill them at some moment."""
+        settled(lambda: any(diary.read() for diary in self.diaries.values()) or daemon.process.poll() is not None)
         until = time.monotonic() + self.chance.uniform(0.2, 0.8)
         while time.monotonic() < until and daemon.process.poll() is None:
             self.clients(self.chance.randrange(20))
