@@ -89,7 +89,7 @@ class Asking:
             call = self._calls[0]
             reply = self._client.abandon(call)
             if isinstance(reply, m.Granted) and reply.segment not in self.taken:
-                give_back(self._client, reply)
+                self._client.give_back(reply)
             self._calls.remove(call)  # not before: Ctrl-C may come in between
         self._call = None
 
@@ -97,8 +97,3 @@ class Asking:
     def lost(self) -> bool:
         """Return True if the daemon may have granted a slot without an answer having come: Ctrl-C and a lost connection can lose one."""
         return any(call.reply is None and (call.error is None or isinstance(call.error, DaemonUnreachable)) for call in self._calls)
-
-
-def give_back(client: Client, granted: m.Granted) -> None:
-    """A slot that nobody wants any more."""
-    client.post(lambda n: m.Abandon(id=n, segment=granted.segment, step=granted.step), lambda _: None)

@@ -16,7 +16,6 @@ from collections.abc import Callable
 import torch
 
 from ckptd.agent.arguments import job_name
-from ckptd.agent.asking import give_back
 from ckptd.agent.call_lock import CallLock
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
@@ -300,7 +299,7 @@ class Attachment:
     def _late(self, reply: m.Reply) -> None:
         """An answer that nobody waits for any more: a slot granted too late is given back."""
         if isinstance(reply, m.Granted):
-            give_back(self._client, reply)
+            self._grants.owe(reply.segment, reply.step)
 
     # -- a daemon that comes and goes
 
@@ -312,6 +311,7 @@ class Attachment:
             lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt), m.Began, CALL_SECONDS
         )
         self._slots.keep({segment.segment for segment in began.held})
+        self._grants.pay_again()
         self._seals.hand_over_again()
 
     # -- the end
@@ -365,6 +365,7 @@ class Attachment:
         self._settle()
         self._begin(self.job)
         self._slots.drop()
+        self._grants.owe_nothing()
         self._plan_anew()
         self._beginning = False
 

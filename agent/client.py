@@ -145,7 +145,7 @@ class Client:
         """Nobody waits for it: what has been granted, now or later, is given back."""
         reply = self.abandon(call)
         if reply is not None:
-            self._give_back(reply, call.descriptors)
+            self.give_back(reply, call.descriptors)
 
     def abandon(self, call: Call) -> m.Reply | None:
         """Return the reply if it is there, for the caller to give back; if it comes later, it is given back then."""
@@ -153,7 +153,8 @@ class Client:
             call.abandoned = True
             return call.reply
 
-    def _give_back(self, reply: m.Reply, descriptors: Sequence[Descriptor]) -> None:
+    def give_back(self, reply: m.Reply, descriptors: Sequence[Descriptor] = ()) -> None:
+        """Nobody wants this reply: close what came with it, and give back what it grants."""
         for descriptor in descriptors:
             descriptor.close()
         self._late(reply)
@@ -273,7 +274,7 @@ class Client:
         elif call.answered is not None:
             call.answered(message)
         else:
-            self._give_back(message, descriptors)
+            self.give_back(message, descriptors)
 
     def _fail_calls(self, error: CkptdError) -> None:
         with self._lock:

@@ -48,6 +48,8 @@ class Grants:
         self._client, self._slots, self._sealing = client, slots, sealing
         self._hand_over, self._failed = hand_over, failed
         self._open: list[Question] = []
+        self._owed: dict[tuple[str, int | None], tuple[str, str]] = {}
+        """Slots to give back, by segment and step, of which the daemon has not said yet that it has them; reason and code of each."""
 
     def ask(self, pending: Pending, tag: str | None) -> Question:
         """Remember a question for a slot of this snapshot. It is not sent yet."""
@@ -112,6 +114,28 @@ class Grants:
                 slot.clear()
         except (OSError, ValueError) as problem:  # its descriptors are closed: a larger one has taken its place
             log.debug("slot %s: %s", slot.name[:8], problem)
+        self.owe(slot.name, step, error)
+
+    def owe(self, segment: str, step: int | None, error: BaseException | None = None) -> None:
+        """Give back a segment granted for `step`; again on every new connection, until the daemon has heard it."""
         code = error.code if isinstance(error, CkptdError) else ""
-        why = "" if error is None else str(error)[:MOST_REASON]
-        self._client.post(lambda n: m.Abandon(id=n, segment=slot.name, step=step, reason=why, code=code), lambda _: None)
+        self._owed[segment, step] = ("" if error is None else str(error)[:MOST_REASON], code)
+        self._pay(segment, step)
+
+    def pay_again(self) -> None:
+        """On a new connection: give back what the daemon may not have heard of."""
+        for segment, step in tuple(self._owed):
+            self._pay(segment, step)
+
+    def owe_nothing(self) -> None:
+        """The attempt is over, and its slots with it."""
+        self._owed.clear()
+
+    def _pay(self, segment: str, step: int | None) -> None:
+        reason, code = self._owed.get((segment, step), ("", ""))
+        self._client.post(
+            lambda n: m.Abandon(id=n, segment=segment, step=step, reason=reason, code=code), lambda _: self._paid(segment, step)
+        )
+
+    def _paid(self, segment: str, step: int | None) -> None:
+        self._owed.pop((segment, step), None)

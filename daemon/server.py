@@ -139,6 +139,7 @@ class Connection:
         self._server, self._socket = server, client
         self._session = s.Session(s.Role.DAEMON)
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
+        self._untold: deque[m.Progress] = deque()  # news that came while the rank was beginning
         self._unread = 0
         self.requests: set[asyncio.Task[None]] = set()
         self._seals: set[asyncio.Task[None]] = set()  # what was sealed before a request is known before it is answered
@@ -219,6 +220,8 @@ class Connection:
         except ProtocolError as error:  # larger than a frame
             _close_all(descriptors)
             self.send(self._error(request, InternalError(f"the answer to {type(request).__name__} cannot be sent: {error}")))
+        while self._untold and self._session.state is s.State.ATTACHED:
+            self.send(self._untold.popleft())
         if isinstance(reply, m.Error) and isinstance(request, m.Hello):
             self._close()
 
@@ -311,8 +314,11 @@ class Connection:
         return m.Segments(re=request_id, segments=[_held(slot) for slot in slots]), opened
 
     def _notify(self, message: m.Progress) -> None:
-        if self._session.state is not s.State.CLOSED:
+        """Send the message, or keep it until the rank has begun: raising here would keep the caller from freeing slots."""
+        if self._session.state in (s.State.ATTACHED, s.State.LEAVING):
             self.send(message)
+        elif self._session.state is s.State.BEGINNING:
+            self._untold.append(message)
 
     # -- bytes out
 

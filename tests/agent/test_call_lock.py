@@ -1,0 +1,117 @@
+"""One call at a time: threads wait, nested calls are refused, interrupted calls do not stay in."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from ckptd.agent.call_lock import CallLock, Nested, call_around
+from ckptd.shared.errors import Busy
+
+
+def interrupted(lock: CallLock) -> None:
+    """Enter and end without leaving, as if Ctrl-C had come between two instructions."""
+    lock("snapshot").__enter__()
+
+
+def inside(lock: CallLock) -> str:
+    with lock("snapshot"):
+        return lock.nested
+
+
+def test_a_nested_call_is_refused_and_the_outer_one_goes_on() -> None:
+    lock = CallLock()
+    with lock("snapshot"):
+        with (
+            pytest.raises(
+                Busy,
+                match=r"^close\(\) was called while snapshot\(\) of the same thread is still running, from a signal handler or from the "
+                r"state being saved: set a flag in the handler, and call close\(\) once the running call has returned$",
+            ),
+            lock("close"),
+        ):
+            pass
+        assert (lock.nested, call_around()) == ("snapshot", "snapshot")
+    assert (lock.nested, call_around()) == ("", "")
+    assert inside(lock) == "snapshot"
+
+
+def test_another_lock_is_no_nested_call() -> None:
+    with CallLock()("snapshot"), CallLock()("close"):
+        pass
+
+
+def test_another_thread_waits() -> None:
+    lock, order = CallLock(), list[str]()
+    entered = threading.Event()
+
+    def work() -> None:
+        entered.set()
+        with lock("close"):
+            order.append("second")
+
+    thread = threading.Thread(target=work)
+    with lock("snapshot"):
+        thread.start()
+        assert entered.wait(60)
+        with pytest.raises(Nested):
+            lock("snapshot").__enter__()
+        order.append("first")
+    thread.join(60)
+    assert order == ["first", "second"]
+
+
+def test_another_thread_waits_no_longer_than_it_wants_to() -> None:
+    lock, problems = CallLock(), list[str]()
+
+    def work() -> None:
+        try:
+            lock("close", 0.0).__enter__()
+        except TimeoutError as error:
+            problems.append(str(error))
+
+    with lock("snapshot"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+    assert problems == ["close() has waited 0.0 s for another thread's call"]
+
+
+def test_a_call_that_was_interrupted_does_not_stay_in() -> None:
+    lock = CallLock()
+    interrupted(lock)
+    assert (lock.nested, inside(lock)) == ("", "snapshot")
+    interrupted(lock)
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(inside(lock)))
+    thread.start()
+    thread.join(60)
+    assert found == ["snapshot"]
+
+
+def test_a_thread_that_has_ended_does_not_stay_in() -> None:
+    lock = CallLock()
+    thread = threading.Thread(target=interrupted, args=(lock,))
+    thread.start()
+    thread.join(60)
+    assert inside(lock) == "snapshot"
+
+
+def test_tidy_runs_when_a_call_enters_and_when_it_leaves() -> None:
+    seen: list[str] = []
+    lock = CallLock(lambda: seen.append(lock.nested))
+    inside(lock)
+    assert seen == ["snapshot", "snapshot"]
+    interrupted(lock)
+    inside(lock)
+    assert seen == ["snapshot"] * 5
+
+
+def test_a_forked_child_is_in_no_call_of_its_parent() -> None:
+    with CallLock()("snapshot"):
+        child = os.fork()
+        if child == 0:
+            os._exit(call_around() != "")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

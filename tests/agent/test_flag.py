@@ -1,0 +1,60 @@
+"""Events that Ctrl-C cannot break."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from ckptd.agent.flag import Flag, Waiters
+
+
+def test_it_is_set_and_cleared() -> None:
+    flag = Flag()
+    assert (flag.is_set(), flag.wait(0.0)) == (False, False)
+    flag.set()
+    flag.set()
+    assert (flag.is_set(), flag.wait(0.0), flag.wait()) == (True, True, True)
+    flag.clear()
+    assert flag.wait(0.0) is False
+
+
+def test_all_who_wait_are_woken() -> None:
+    flag, woken = Flag(), list[bool]()
+    threads = [threading.Thread(target=lambda: woken.append(flag.wait(60))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    flag.set()
+    for thread in threads:
+        thread.join(60)
+    assert woken == [True] * 5
+
+
+def test_a_condition_is_looked_at_again_after_each_notice() -> None:
+    waiters, values = Waiters(), list[int]()
+
+    def count() -> None:
+        for number in range(100):
+            values.append(number)
+            waiters.notify()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    assert waiters.wait_for(lambda: len(values) == 100, 60)
+    thread.join()
+
+
+def test_an_interrupted_wait_leaves_nothing_locked() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    flag, before = Flag(), signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            flag.wait(60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    flag.set()
+    assert flag.wait(0.0)

@@ -1,0 +1,254 @@
+"""Calls from a signal handler or from the state that is being saved, and Ctrl-C: refused or settled, and never a hang or a lost slot."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent import Agent, Schedule, default
+from ckptd.agent.asking import Asking
+from ckptd.agent.client import Client
+from ckptd.agent.staging import MappedSlot
+from ckptd.shared import errors
+from ckptd.shared import messages as m
+from ckptd.shared.segment import SlotState
+from tests.support.daemons import Daemon, until
+
+WORDS = (
+    r"was called while .* of the same thread is still running.*: set a flag in the handler, and call .* once the running call has returned"
+)
+
+
+@pytest.fixture
+def agent(daemon: Daemon) -> Iterator[Agent]:
+    made = Agent("job", socket=daemon.home.socket)
+    made.snapshot({"w": torch.arange(10.0)}, step=0).wait("durable", timeout=60)
+    yield made
+    if not made.closed:
+        made.close()
+
+
+class Calls:
+    """Part of a state: its state_dict() does something, as a signal handler would at that point."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work, self.outcome = work, "not called"
+
+    def state_dict(self) -> dict[str, Any]:
+        try:
+            self.outcome = repr(self.work())
+        except errors.Busy as error:
+            self.outcome = f"Busy: {error}"
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def all_slots_work(agent: Agent, first: int) -> None:
+    for step in range(first, first + 4):
+        agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
+    state = {"w": torch.zeros(10)}
+    recovered = agent.recover(state)
+    assert recovered is not None
+    assert (recovered.step, state["w"][0].item()) == (first + 3, float(first + 3))
+
+
+@contextmanager
+def alarm(work: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """A handler of SIGALRM; call what this gives to have it run, in the main thread, at once."""
+    before = signal.signal(signal.SIGALRM, lambda *_: work())
+    try:
+        yield lambda: signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", ["recover", "prepare", "close", "hear", "wait"])
+def test_a_nested_call_is_refused(agent: Agent, name: str) -> None:
+    pending = agent.snapshot({"w": torch.ones(10)}, step=1, persist=False)
+    work: dict[str, Callable[[], Any]] = {
+        "recover": lambda: agent.recover({"w": torch.zeros(10)}),
+        "prepare": lambda: agent.prepare({"w": torch.zeros(10)}),
+        "close": agent.close,
+        "hear": lambda: agent.hear("topic", lambda: b"said"),
+        "wait": lambda: pending.wait("durable"),
+    }
+    evil = Calls(work[name])
+    outer = agent.snapshot({"w": torch.full((10,), 5.0), "evil": evil}, step=2)
+    assert evil.outcome.startswith(f"Busy: {name}() was called while snapshot() of the same thread is still running")
+    outer.wait("durable", timeout=60)
+    all_slots_work(agent, 10)
+
+
+def test_a_nested_snapshot_fails_and_the_outer_one_does_not(agent: Agent) -> None:
+    nested: list[Any] = []
+    evil = Calls(lambda: nested.append(agent.snapshot({"w": torch.zeros(10)}, step=2)))
+    outer = agent.snapshot({"w": torch.full((10,), 5.0), "evil": evil}, step=1)
+    outer.wait("durable", timeout=60)
+    with pytest.raises(errors.Busy, match=WORDS):
+        nested[0].wait()
+    all_slots_work(agent, 2)
+
+
+def test_a_handler_that_saves_while_a_request_is_sent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It interrupts where the client's lock is held."""
+    nested: list[Any] = []
+    make = m.Acquire
+
+    with alarm(lambda: nested.append(agent.snapshot({"w": torch.zeros(10)}, step=2))) as ring:
+
+        def acquire(**fields: Any) -> m.Acquire:
+            if not nested:
+                ring()
+            return make(**fields)
+
+        monkeypatch.setattr(m, "Acquire", acquire)
+        outer = agent.snapshot({"w": torch.full((10,), 5.0)}, step=1)
+    assert [pending.state for pending in nested] == ["failed"]
+    outer.wait("durable", timeout=60)
+    all_slots_work(agent, 2)
+
+
+def test_a_handler_that_saves_while_the_agent_is_made(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
+    monkeypatch.setenv("CKPTD_JOB", "job")
+    nested: list[Any] = []
+    original = Client.__init__
+    with alarm(lambda: nested.append(default.snapshot({"w": torch.zeros(1)}, step=1))) as ring:
+
+        def connect(*arguments: Any, **options: Any) -> None:
+            ring()
+            original(*arguments, **options)
+
+        monkeypatch.setattr(Client, "__init__", connect)
+        default.snapshot({"w": torch.ones(1)}, step=1).wait("durable", timeout=60)
+    with pytest.raises(errors.Busy, match=WORDS):
+        nested[0].wait()
+    default.close()
+    assert default._default is None
+
+
+def test_a_schedule_asked_inside_a_call_forgets_nothing(agent: Agent) -> None:
+    schedule = Schedule(every_seconds=1e-9, agent=agent)
+    assert schedule.due(1) is False
+    evil = Calls(lambda: schedule.due(2))
+    agent.snapshot({"w": torch.ones(1), "evil": evil}, step=2)
+    assert evil.outcome.startswith("Busy: hear() was called while snapshot()")
+    assert schedule.due(3) is True
+
+
+def test_another_threads_call_waits(agent: Agent) -> None:
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(agent.snapshot({"w": torch.ones(10)}, step=2)))
+    agent.snapshot({"w": torch.zeros(10), "starts": Calls(thread.start)}, step=1).wait("durable", timeout=60)
+    thread.join(60)
+    outcome[0].wait("durable", timeout=60)
+
+
+# -- Ctrl-C
+
+
+@pytest.mark.parametrize("where", ["begin", "copy", "seal"])
+def test_ctrl_c_in_a_snapshot_gives_the_slot_back(agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for step in (1, 2, 3):
+        with monkeypatch.context() as patch:
+            patch.setattr(MappedSlot, where, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                agent.snapshot({"w": torch.zeros(10)}, step=step)
+    all_slots_work(agent, 4)
+
+
+@pytest.mark.parametrize("where", ["take", "answer", "drop"])
+def test_ctrl_c_while_a_slot_is_asked_for_gives_it_back(agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    original = getattr(Asking, where)
+    for step in (1, 2, 3):
+        seen: list[int] = []
+
+        def interrupt(asking: Asking, seen: list[int] = seen) -> Any:
+            found = original(asking)
+            if not seen:
+                seen.append(1)
+                raise KeyboardInterrupt
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Asking, where, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                agent.snapshot({"w": torch.zeros(10)}, step=step)
+    all_slots_work(agent, 4)
+
+
+def test_ctrl_c_after_the_seal_hands_it_over(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = MappedSlot.seal
+
+    def seal(slot: MappedSlot, *arguments: Any) -> None:
+        original(slot, *arguments)
+        assert slot.header.state is SlotState.SEALED
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MappedSlot, "seal", seal)
+        with pytest.raises(KeyboardInterrupt):
+            agent.snapshot({"w": torch.full((10,), 7.0)}, step=7)
+    until(lambda: (daemon.home.root / "job" / "step-00000007.a0001" / "manifest.json").exists(), "save of what was sealed")
+    assert agent.last_step == 7
+    all_slots_work(agent, 8)
+
+
+def test_ctrl_c_while_an_answer_is_taken_in_loses_no_slot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is lost with the connection, and the daemon has granted a slot."""
+    original = Client._got
+    for step in (1, 2, 3):
+        with monkeypatch.context() as patch:
+
+            def got(client: Client, message: m.Message) -> None:
+                if isinstance(message, m.Granted):
+                    if threading.current_thread() is threading.main_thread():
+                        raise KeyboardInterrupt
+                    raise errors.ProtocolError("the connection is lost")
+                original(client, message)
+
+            patch.setattr(Client, "_got", got)
+            patch.setattr("ckptd.agent.asking.GRACE_SECONDS", 0.1)
+            try:
+                agent.snapshot({"w": torch.zeros(10)}, step=step, on_busy="skip")
+            except KeyboardInterrupt:
+                pass
+        until(lambda: agent._client.connected, "connection")
+    all_slots_work(agent, 4)
+
+
+def test_ctrl_c_in_recover_begins_the_attempt_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent.snapshot({"w": torch.ones(10)}, step=1).wait("durable", timeout=60)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptd.agent.slots.Slots.drop", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            agent.recover({"w": torch.zeros(10)}, step=0)
+    all_slots_work(agent, 1)
+
+
+def test_ctrl_c_in_close_leaves_a_close_that_goes_on(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptd.agent.slots.Slots.drop", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            agent.close()
+    assert agent._slots.names
+    agent.close()
+    assert (agent.closed, agent._slots.names) == (True, [])
