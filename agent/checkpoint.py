@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,14 @@ from ckptd.agent.loading import load, materialize
 from ckptd.agent.merge import bare, merge
 from ckptd.agent.planning import dtype_of
 from ckptd.agent.slicing import Index, read_slice
-from ckptd.agent.sources import Opened, locate, open_storage
+from ckptd.agent.sources import Opened, locate, newer, open_storage
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.plan import Alias
 from ckptd.shared.storage import PosixStorage
+
+_OLDER = "Checkpoint.open(path, step or tag)"
 
 
 class Checkpoint:
@@ -41,7 +44,8 @@ class Checkpoint:
         """A checkpoint of the job directory `path`: the "newest" that is sound, a step (of its highest attempt), or a tag. Or the one in
         the directory `path` itself, wherever it lies.
 
-        Raises NotFound, IntegrityError (newer ones damaged count only for the one asked for), StorageError.
+        Raises NotFound; IntegrityError if the checkpoint asked for is damaged (the "newest" passes over damaged ones); StorageError; and
+        NewerFormat rather than pass over a checkpoint that a newer ckptd wrote.
         """
         where = Path(os.path.abspath(path))
         storage, job = PosixStorage(where.parent), where.name
@@ -53,6 +57,7 @@ class Checkpoint:
         except OSError as error:
             raise StorageError.of(f"list {where}", error) from None
         manifests = []
+        unreadable: list[tuple[tuple[int, float], NewerFormat]] = []
         for tag in tags:
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
@@ -64,9 +69,15 @@ class Checkpoint:
                     manifests.append(manifest)
             except NotFound:
                 continue
-            except IntegrityError:
+            except IntegrityError as error:
                 if which in (tag, *parsed[:2]):
                     raise
+                if isinstance(error, NewerFormat):  # with a tag of its own, its step is unknown: it may be the newest
+                    unreadable.append(((parsed[2], math.inf if parsed[1] is None else parsed[1]), newer(error, f"{job}/{tag}", _OLDER)))
+        if which == "newest" and unreadable:
+            order, problem = max(unreadable, key=lambda found: found[0])
+            if order > max((manifest.order[:2] for manifest in manifests), default=(-1, -1)):
+                raise problem
         if not manifests:
             wanted = "" if which == "newest" else f" {which!r}"
             raise NotFound(f"no checkpoint{wanted} in {where}")
@@ -74,6 +85,8 @@ class Checkpoint:
         for manifest in sorted(manifests, key=lambda m: m.order, reverse=True):
             try:
                 return cls(storage, job, manifest)
+            except NewerFormat as error:
+                raise newer(error, f"{job}/{manifest.tag}", _OLDER) from None
             except (IntegrityError, NotFound) as error:
                 failure = failure or error
                 if which != "newest":

@@ -24,9 +24,18 @@ from ckptd.agent.loading import load, materialize
 from ckptd.agent.merge import Foreign, merge
 from ckptd.agent.planned import PlannedLoad
 from ckptd.agent.restore import Binding, OnReshape, mismatch
-from ckptd.agent.sources import Opened, open_memory, open_storage
+from ckptd.agent.sources import Opened, newer, open_memory, open_storage
 from ckptd.shared import messages as m
-from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, InvalidRequest, NotFound, RecoveryFailed, StorageError
+from ckptd.shared.errors import (
+    CkptdError,
+    IntegrityError,
+    InternalError,
+    InvalidRequest,
+    NewerFormat,
+    NotFound,
+    RecoveryFailed,
+    StorageError,
+)
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.storage import PosixStorage
 
@@ -198,9 +207,16 @@ class _Attempt:
         return {"damaged": ""}
 
     def _damage(self, error: Exception) -> str:
-        """What is wrong with it. Raises StorageError where that is not known: an older one would lose what may be sound."""
+        """Return what is wrong with the checkpoint.
+
+        Raises StorageError if the machine could not read it, and NewerFormat if a newer ckptd wrote it: going back to an older checkpoint
+        would lose one that may be sound.
+        """
+        where = f"{self._job}/{self._candidate.tag}"
+        if isinstance(error, NewerFormat):
+            raise newer(error, where, "step=") from None
         if isinstance(error, OSError):
-            failure = StorageError.of(f"read {self._job}/{self._candidate.tag}", error)
+            failure = StorageError.of(f"read {where}", error)
             if failure.is_of_the_machine:
                 raise failure from None
         return str(error)

@@ -20,7 +20,7 @@ from ckptd.agent.merge import bare, merge
 from ckptd.agent.values import TensorRef, decode, filled, tensor_names
 from ckptd.shared import names
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 from ckptd.shared.fs import read_exactly
 from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest
@@ -200,6 +200,12 @@ def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Op
             give_back(leased.pop())
         raise
     return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, [*descriptors], manifest, leased=leased)
+
+
+def newer(error: NewerFormat, where: str, how: str) -> NewerFormat:
+    """Return the error for a checkpoint that a newer ckptd wrote, with its name and the way out. `how` names an older checkpoint."""
+    said = str(error) if str(error).startswith(where) else f"{where}: {error}"
+    return NewerFormat(f"{said}; it is not damaged: upgrade this ckptd, or name an older checkpoint with {how}")
 
 
 def locate(path: Path) -> tuple[PosixStorage, str, str]:

@@ -17,10 +17,11 @@ from ckptd.shared import bounds
 from ckptd.shared.bounds import MAX_OBJECTS, check_json, check_msgpack, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
+from ckptd.shared.names import part_file
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MAX_CHUNKS, MAX_DIMENSIONS, MAX_ITEMS, Alias, Item, Plan, Region, chunk_ranges
 from ckptd.shared.request import Request
-from tests.shared.samples import WRITER, encode_part, memory_file, packed_slot, sample_plan, steady, values_after
+from tests.shared.samples import NONCE, WRITER, encode_part, memory_file, packed_slot, sample_plan, steady, values_after
 from tests.support.limited import outcomes
 
 MANY = 20 << 20
@@ -70,10 +71,13 @@ PLANS: dict[str, bytes] = {
 }
 
 
+PART = {"rank": 0, "file": part_file(0, NONCE), "bytes": 1, "raw_bytes": 1, "items": 1, "index_sha256": "0" * 64}
+
+
 def manifest(change: Callable[[dict[str, Any]], object] = lambda members: None) -> bytes:
     members: dict[str, Any] = {
         "format": "ckptd-manifest", "version": 1, "features": [], "job": "gpt", "attempt": 1, "step": 1, "tag": "step-00000001.a0001",
-        "seq": 1, "world_size": 1, "created": "", "parts": [], "metadata": {}, "metrics": {}, "user_content": None, "writer": {},
+        "seq": 1, "world_size": 1, "created": "", "parts": [PART], "metadata": {}, "metrics": {}, "user_content": None, "writer": {},
     }  # fmt: skip
     change(members)
     return sealed(json.dumps(members))
@@ -106,11 +110,7 @@ MANIFESTS: dict[str, bytes] = {
     "a tensor of another shape": manifest(lambda m: m.update(metadata={"state_dict_metadata": {"w": 1}})),
     "a size of another shape": manifest(lambda m: m.update(metadata={"state_dict_metadata": {"w": {"dtype": "bool", "size": {"a": 1}}}})),
     "90,000 dimensions": manifest(lambda m: m.update(metadata={"state_dict_metadata": {"w": {"size": [1] * 90_000}}})),
-    "many files": manifest(
-        lambda m: m.update(
-            parts=[{"rank": 0, "file": "x", "bytes": 1, "raw_bytes": 1, "items": 1, "index_sha256": "0" * 64, "files": 1 << 60}]
-        )
-    ),
+    "many files": manifest(lambda m: m.update(parts=[PART | {"files": 1 << 60}])),
     "an endless job": manifest(lambda m: m.update(job="x" * 257)),
     "many writers": manifest(lambda m: m.update(writer={str(n): "" for n in range(65)})),
 }
@@ -183,6 +183,11 @@ def test_an_index_beyond_its_limits(change: Callable[[dict[str, Any]], object], 
 
     with memory_file(forge(change)) as fd, pytest.raises(IntegrityError, match=f"^p: {reason}"):
         PartReader(fd, "p")
+
+
+def test_the_manifest_that_is_made_hostile_is_sound() -> None:
+    assert Manifest.decode(manifest()).parts[0].files == 1
+    assert Manifest.decode(spliced("[" * 250 + "]" * 250)).user_content
 
 
 def test_a_manifest_beyond_its_limit_is_not_looked_at() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 
+from ckptd.shared.binary import ALIGN, align
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file, tag_directory
+from ckptd.shared.part import encode_end, encode_header
 from ckptd.shared.plan import ITEM_SIZES, Described, Item, Plan, Region
 from ckptd.shared.request import Request
 from tests.shared.samples import NONCE, WRITER, encode_part, values_after
@@ -19,16 +21,27 @@ Shards = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def forge(
-    root: Path, size: tuple[int, ...], ranks: list[Shards], *, step: int = 1, attempt: int = 1, name: str = "w", **changes: Any
+    root: Path,
+    size: tuple[int, ...],
+    ranks: list[Shards],
+    *,
+    step: int = 1,
+    attempt: int = 1,
+    name: str = "w",
+    plan_version: int = 1,
+    extension: int = 1,
+    codec: int = 0,
+    **changes: Any,
 ) -> Path:
     """Write the checkpoint `root/gpt/step-...` and return its directory: a float32 tensor of ones, of this size and in these shards.
 
-    `changes` are other members of the manifest.
+    `plan_version`, `extension` (the type that stands for the tensor among the values) and `codec` can be those of a newer ckptd. `changes`
+    are other members of the manifest.
     """
     tag = tag_directory(step, None, attempt)
     place = root / "gpt" / tag
     place.mkdir(parents=True)
-    document = msgspec.msgpack.encode({"state": {name: msgspec.msgpack.Ext(1, name.encode())}, "rng": None})
+    document = msgspec.msgpack.encode({"state": {name: msgspec.msgpack.Ext(extension, name.encode())}, "rng": None})
     entries = []
     for rank, shards in enumerate(ranks):
         items, end = [], 0
@@ -38,13 +51,17 @@ def forge(
         metadata: dict[str, Described] = {
             name: {"dtype": "float32", "size": list(size), "chunks": [[list(o), list(s)] for of in ranks for o, s in of]}
         }
-        plan = Plan([Region(0, end, 4)], items, [], metadata if rank == 0 else None, WRITER, bytes(32))
+        plan = Plan([Region(0, end, 4)], items, [], metadata if rank == 0 else None, WRITER, bytes(32), plan_version)
         values = values_after(plan, len(document))
         slot = bytearray(values[0]) + document
         slot[:end] = b"\0\0\x80\x3f" * (end // ITEM_SIZES["float32"])
         data, index = encode_part(
             slot, plan, values, job="gpt", attempt=attempt, step=step, rank=rank, world_size=len(ranks), tag=tag, request=Request()
         )
+        if codec:
+            index = msgspec.structs.replace(index, chunks=[msgspec.structs.replace(chunk, codec=codec) for chunk in index.chunks])
+            end = max(chunk.offset + align(chunk.stored_length) for chunk in index.chunks)
+            data = encode_header(index, NONCE) + data[ALIGN:end] + encode_end(end, index.encode())
         (place / part_file(rank, NONCE)).write_bytes(data)
         entries.append(
             PartEntry(
