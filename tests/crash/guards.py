@@ -32,6 +32,7 @@ DAMAGE = "tests.crash.damage --seed 1"
 CHECKS: dict[str, tuple[str, ...]] = {
     "daemon/attempts.py": (STATES,),
     "daemon/journal.py": ("pytest tests/daemon/test_journal.py", STATES),
+    "daemon/journal_directory.py": ("pytest tests/daemon/test_journal.py", STATES),
     "daemon/journal_file.py": ("pytest tests/daemon/test_journal_file.py", DAMAGE),
     "daemon/pipeline.py": ("pytest tests/daemon/test_pipeline.py", STATES),
     "daemon/saver.py": ("pytest tests/daemon/test_saver.py", STATES),

@@ -424,6 +424,8 @@ def no_room(place: Place, number: int = errno.ENOSPC) -> None:
 
 async def test_a_first_start_makes_a_spare_and_a_later_file_takes_its_place_only_on_a_full_disk(place: Place) -> None:
     journal = place.started()
+    made = ["create", "allocate", "write", "sync", "rename", "sync_directory"]
+    assert place.fs.calls == made * 2
     assert place.spare.stat().st_size == jf.FILE_SIZE
     assert place.spare.stat().st_blocks * 512 >= jf.FILE_SIZE
     assert place.spare.stat().st_mode & 0o777 == 0o600
@@ -476,7 +478,10 @@ async def test_a_file_that_is_superseded_is_as_good_as_a_spare(place: Place) -> 
     (place.path / FIRST).write_bytes(old)
     place.spare.unlink()
     no_room(place)
+    place.fs.calls.clear()
     third = place.started()
+    # The second file's name is durable before the first one goes; its new name is, before it is written over.
+    assert place.fs.calls[:8] == ["create", "sync_directory", "rename", "sync_directory", "rename", "sync_directory", "write", "sync"]
     assert place.names() == [THIRD]
     assert place.spare.exists()
     assert third.state.jobs["gpt"].attempt == 2
@@ -854,6 +859,17 @@ async def test_a_failed_write_or_sync_breaks_the_journal_for_good(place: Place, 
             await journal.append(begun(attempt))
     assert place.fs.calls == []
     assert place.open().state.jobs["gpt"].attempt in (1, 2)
+
+
+async def test_a_bug_in_the_writer_breaks_the_journal_and_leaves_nobody_waiting(place: Place) -> None:
+    def bug() -> None:
+        raise ZeroDivisionError("a bug")
+
+    journal = place.started()
+    place.fs.faults = {"write": bug}
+    error = await ended(journal, asyncio.create_task(journal.append(begun(1))))
+    assert isinstance(error, JournalBroken)
+    assert "a bug" in str(error)
 
 
 async def test_who_waits_behind_a_failed_sync_fails_too(place: Place) -> None:

@@ -493,6 +493,25 @@ def test_the_newest_is_forgotten_and_newest_moves_first(world: World, monkeypatc
     assert [type(record) for record in world.journal.records] == [r.Retiring, r.Retired] * 2
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_the_newest_is_forgotten_where_another_hint_has_no_room(world: World, number: int) -> None:
+    old, new = saved_twice(world)
+    world.fs.faults["create"] = 1, number
+    assert forget(world, new) == ""
+    assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([old], None)
+    asyncio.run(world.saver.tidy(world.job))
+    assert world.storage.read_newest("gpt") == old
+
+
+def test_the_newest_is_not_forgotten_where_another_hint_cannot_be_written(world: World) -> None:
+    _, new = saved_twice(world)
+    world.fs.faults["create"] = 1, errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        forget(world, new)
+    assert world.storage.read_newest("gpt") == new
+    assert world.storage.has_manifest("gpt", new)
+
+
 def test_what_is_not_there_is_not_forgotten(world: World) -> None:
     assert forget(world, "step-00000009.a0001") == "there is no checkpoint gpt/step-00000009.a0001"
     assert world.journal.records == []
