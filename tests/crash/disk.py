@@ -131,6 +131,11 @@ class Recorder(PosixFileSystem):
         step = Step("rename", self._node(directory), old, new)
         self._step(step, lambda: super(Recorder, self).rename(old, new, directory, replace=replace))
 
+    def link(self, old: str, old_directory: int, new: str, directory: int) -> None:
+        found = os.stat(old, dir_fd=old_directory, follow_symlinks=False)
+        step = Step("link", self._node(directory), new, self._nodes.get(found.st_ino, -1))
+        self._step(step, lambda: super(Recorder, self).link(old, old_directory, new, directory))
+
     def unlink(self, name: str, directory: int) -> None:
         self._step(Step("unlink", self._node(directory), name), lambda: super(Recorder, self).unlink(name, directory))
 
@@ -200,7 +205,7 @@ class Disk:
                 continue
             directory = self._directories[node]
             reached += directory.pending
-            named = {_number(step.other) for step in directory.pending if step.kind in ("create", "mkdir")}
+            named = {_number(step.other) for step in directory.pending if step.kind in ("create", "mkdir", "link")}
             new = (set(directory.synced.values()) | named) - seen
             seen |= new
             waiting += sorted(new)
@@ -251,12 +256,14 @@ def _entries(directory: _Directory, fate: Fate) -> dict[str, int]:
     found, cached = dict(directory.synced), dict(directory.synced)
     for step in directory.pending:
         kept = fate(step)[0] != LOST
-        if step.kind in ("create", "mkdir"):
+        if step.kind in ("create", "mkdir", "link"):
             cached[step.name] = _number(step.other)
             if kept:
                 found[step.name] = _number(step.other)
         elif step.kind == "rename":
             assert isinstance(step.other, str)
+            if cached[step.name] == cached.get(step.other):
+                continue  # two names of one file: rename(2) does nothing
             cached[step.other] = node = cached.pop(step.name)
             if kept:
                 found.pop(step.name, None)

@@ -150,10 +150,11 @@ def a_life(before: Disk, promised: Promises, chance: Random, fault: Callable[[St
 
 
 def lives(chance: Random, count: int) -> Iterator[Life]:
-    """Each begins where the one before was killed; some meet a call that fails."""
+    """Each begins where the one before was killed; some meet a full disk, some a call that fails."""
     disk, promised = Disk(), Promises()
     for number in range(count):
-        life = a_life(disk.copy(), promised, chance, failing(chance) if number % 3 == 2 else lambda step: None)
+        faults = (lambda step: None, full(chance), failing(chance))
+        life = a_life(disk.copy(), promised, chance, faults[number % 3])
         yield life
         moment = a_moment(life.steps, chance)
         for step in life.steps[:moment]:
@@ -165,6 +166,20 @@ def a_moment(steps: list[Step], chance: Random) -> int:
     """After so many of them; often just before the names in a directory are safe."""
     unsafe = [number for number, step in enumerate(steps) if step.kind == "sync directory"]
     return chance.choice(unsafe) if unsafe and chance.random() < 0.5 else chance.randrange(len(steps) + 1)
+
+
+def full(chance: Random) -> Callable[[Step], None]:
+    """From the n-th new file or directory on, there is no room for another."""
+    countdown = chance.choice([0, 0, 1, chance.randrange(30)])
+
+    def fault(step: Step) -> None:
+        nonlocal countdown
+        if step.kind in ("create", "mkdir", "allocate"):
+            countdown -= 1
+            if countdown < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return fault
 
 
 def failing(chance: Random) -> Callable[[Step], None]:

@@ -49,7 +49,7 @@ def at_random(recorder: Recorder, top: Path, chance: Random) -> None:
     name, other = (f"{chance.randrange(4)}" for _ in range(2))
     with opened_directory(recorder, str(place)) as directory:
         try:
-            match chance.randrange(8):
+            match chance.randrange(9):
                 case 0 if place == top:
                     recorder.make_directory(f"d{name}", directory)
                 case 1:
@@ -58,6 +58,8 @@ def at_random(recorder: Recorder, top: Path, chance: Random) -> None:
                     recorder.unlink(name, directory)
                 case 3:
                     recorder.sync_directory(directory)
+                case 8:
+                    recorder.link(name, directory, other, directory)
                 case 4 if place != top:
                     with opened_directory(recorder, str(top)) as parent:
                         recorder.remove_directory(place.name, parent)
