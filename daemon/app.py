@@ -304,12 +304,12 @@ class App:
         """Measure the loop's lag; tell systemd that all is well while the loop runs and busy workers make progress."""
         period = notify.watchdog_seconds() or 1.0
         chunks, stuck_since = -1, time.monotonic()
-        measuring = asyncio.get_running_loop().create_task(self._measure_disk())
+        measuring = tasks.watched(self._measure_disk(), "measuring the disk")
         while True:
             before = time.monotonic()
             await asyncio.sleep(period)
             if measuring.done():
-                measuring = asyncio.get_running_loop().create_task(self._measure_disk())
+                measuring = tasks.watched(self._measure_disk(), "measuring the disk")
             now = time.monotonic()
             self._lag = max(0.0, now - before - period)
             if not self.saver.busy or self.pipeline.chunks_done != chunks:

@@ -23,6 +23,7 @@ from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
+from ckptd.daemon.tasks import watched
 from ckptd.shared import names
 from ckptd.shared.errors import (
     AlreadyExists,
@@ -308,7 +309,7 @@ class Engine:
             except (OSError, StorageError) as error:
                 log.warning("a record is missing from the journal: %s", error)
 
-        task = asyncio.get_running_loop().create_task(written())
+        task = watched(written(), "journaling")
         self._notes.add(task)
         task.add_done_callback(self._notes.discard)
         return task

@@ -20,6 +20,7 @@ import msgspec
 from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
 from ckptd.daemon.journal_directory import JournalDirectory
+from ckptd.daemon.tasks import watched
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NewerFormat, StorageError
 from ckptd.shared.failpoints import failpoint
@@ -199,7 +200,7 @@ class Journal:
         futures = [loop.create_future() for _ in records]
         self._waiting += zip(encoded, futures, strict=True)
         if self._writer is None or self._writer.done():
-            self._writer = loop.create_task(self._write_all())
+            self._writer = watched(self._write_all(), "writing the journal")
         for result in await asyncio.gather(*futures, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result

@@ -16,6 +16,7 @@ from ckptd.daemon.catalog import Job
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.slots import Slot
+from ckptd.daemon.tasks import watched
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
@@ -65,14 +66,12 @@ class Orphans:
         self._spawn(self._watch())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = watched(work, "settling the slots of a dead trainer")
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a dead trainer's estate could not be settled", exc_info=error)
         self.changed()
 
     async def bereave(self, owner: Owner) -> None:

@@ -25,6 +25,7 @@ from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.tasks import watched
 from ckptd.shared import codec, names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
@@ -79,7 +80,7 @@ class Saver:
         if task is None or task.done():
             hold = ExitStack()
             hold.enter_context(snapshot.held())  # from now on, not from when the task runs: a newer seal could release the slots before
-            task = self._tasks[snapshot] = asyncio.get_running_loop().create_task(self._run(snapshot, hold))
+            task = self._tasks[snapshot] = watched(self._run(snapshot, hold), f"saving {snapshot.job}/{snapshot.tag}")
             task.add_done_callback(lambda done: self._done(snapshot, hold, done))
         return task
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.attempts import Attempts
-from ckptd.daemon.pipeline import Pipeline
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.fs import PosixFileSystem
@@ -38,8 +38,8 @@ class Place:
     def __init__(self, root: Path) -> None:
         self.fs, self.root = Full(), root
         self.storage = PosixStorage(root, self.fs)
-        self.pipeline = Pipeline(self.fs, 1, 1 << 20, 64 << 10)
-        self.attempts = Attempts(self.storage, self.pipeline)
+        self.calls = StorageCalls(60.0)
+        self.attempts = Attempts(self.storage, self.calls)
         self.claims = root / names.CONTROL / names.ATTEMPTS / "gpt"
         self.lock = root / names.CONTROL / names.host() / names.LOCK
         self.storage.ensure(names.CONTROL, names.host())
@@ -54,7 +54,7 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     made = Place(tmp_path)
     yield made
-    made.pipeline.close()
+    made.calls.close()
 
 
 async def test_attempts_rise_and_two_claims_are_kept(place: Place) -> None:
