@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.crash import trust
@@ -62,6 +64,12 @@ def test_a_rig_that_the_machine_has_not_got_the_means_for_does_not() -> None:
 
 def test_a_loss_makes_the_run_fail() -> None:
     assert trust.verdict({"lives": row(3, lost=2)}, ["lives"]) == (["3 tried, 2 lost"], 1)
+
+
+def test_what_came_of_the_tries_is_not_counted_as_tried() -> None:
+    counted = Counter({"memory": 2, "  durable": 40, "not tried: inodes: no loop mounts": 1})
+    made = trust.Alike("shortages", "tries", lambda count, number, seconds: (counted, ["lost"]))(3, 1.0, 7)
+    assert (made.kind, made.unit, made.tried, made.problems) == ("shortages", "tries", 2, ["lost"])
 
 
 def test_the_tasks_of_a_rig_are_summed() -> None:
