@@ -499,7 +499,7 @@ def test_the_newest_is_forgotten_where_another_hint_has_no_room(world: World, nu
     world.fs.faults["create"] = 1, number
     assert forget(world, new) == ""
     assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([old], None)
-    asyncio.run(world.saver.tidy(world.job))
+    asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.read_newest("gpt") == old
 
 
