@@ -8,10 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ckptd.agent.exchange import Alone, Exchange, Ranks
+from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.names import check_name, check_user_tag
 from ckptd.shared.request import MAX_REQUEST, Request
@@ -62,12 +64,14 @@ def make_request(
     for key, value in (metrics or {}).items():
         try:
             numbers[str(key)] = float(value)
+            str(key).encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"metric {key!r} has half of a surrogate pair in its name, which UTF-8 cannot say") from None
+        except OverflowError:
+            raise InvalidRequest(f"metric {key!r} is an integer beyond every float; expected a number") from None
         except (TypeError, ValueError):
             raise InvalidRequest(f"metric {key!r} is {value!r}; expected a number") from None
-    try:
-        content = "null" if user_content is None else json.dumps(user_content, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"user_content cannot be written as JSON: {error}") from None
+    content = "null" if user_content is None else _as_json(user_content)
     if len(content) + sum(len(key) + 16 for key in numbers) > MAX_REQUEST // 2:
         raise InvalidRequest(f"metrics and user_content together are beyond {MAX_REQUEST // 2} bytes; save large values in the state")
     return Request(
@@ -78,3 +82,20 @@ def make_request(
         created=time.time(),
         retention=None if retention is None else [repr(policy) for policy in retention],
     )
+
+
+def _as_json(user_content: Any) -> str:
+    """Return user_content as JSON text that every reader takes. Raises InvalidRequest."""
+    try:
+        text = json.dumps(user_content, allow_nan=False)
+        read = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        # json.dumps escapes these, and no strict reader takes them.
+        raise InvalidRequest("user_content has half of a surrogate pair in a text, which UTF-8 cannot say; leave it out") from None
+    except RecursionError:
+        read = None
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"user_content cannot be written as JSON: {error}") from None
+    if read is None or deeper_than(read, MAX_DEPTH):
+        raise InvalidRequest(f"user_content is nested more than {MAX_DEPTH} levels deep; nest it less, or save it in the state")
+    return text

@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.naming import KeptNames, Names, canonical_keys, find, flattens, modules_of, parameter_keys, unwrapped
-from ckptd.agent.values import Known, Packer
-from ckptd.shared.errors import UnsavableValue
+from ckptd.agent.values import NESTED, Known, Packer
+from ckptd.shared.bounds import check_msgpack
+from ckptd.shared.errors import IntegrityError, UnsavableValue
+from ckptd.shared.plan import MAX_DIMENSIONS
 
 _ITEM_OVERHEAD = 512  # bytes in plan and metadata for one more tensor, rounded up
 _PYTHON_RNG = struct.Struct("<625I")
@@ -45,7 +47,21 @@ class Habits:
 
 def capture(state: Any, *, rank: int = 0, habits: Habits | None = None) -> Captured:
     """Raises UnsavableValue naming the key of what could not be brought back."""
-    habits = habits or Habits()
+    try:
+        captured = _capture(state, rank, habits or Habits())
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, ValueError) and "integer string" not in str(error):
+            raise
+        Packer(lambda value, path: ("stateful", None)).pack(state, "")  # names the key: it contains itself, is too deep or too long
+        raise UnsavableValue("the state: a state_dict in it is nested too deep, or contains itself; nest it less") from None
+    try:
+        check_msgpack(captured.state, "the state", NESTED)
+    except IntegrityError as error:  # no reader would take it
+        raise UnsavableValue(f"{error}: save them as tensors or NumPy arrays instead") from None
+    return captured
+
+
+def _capture(state: Any, rank: int, habits: Habits) -> Captured:
     trees = {id(module): module_state(module) for module in modules_of(state)}
     names = habits.names.of(state, list(trees.values()))
 
@@ -168,6 +184,8 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         for shard in tensor.local_shards():
             check_tensor(name, shard.tensor.detach())
         return tensor
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise UnsavableValue(f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved, {MAX_DIMENSIONS} at most; reshape() it")
     kind = type(tensor)
     problem = None
     if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):

@@ -33,6 +33,7 @@ from ckptd.shared.plan import (
     ELEMENT_SIZES,
     HIDDEN,
     ITEM_SIZES,
+    MAX_ITEMS,
     MAX_TEXT,
     Alias,
     Item,
@@ -264,6 +265,8 @@ def layout_of(rows: list[Row], aliases: list[Alias], *, metadata: dict[str, Any]
         writer={"ckptd": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
     )
     document = plan.encode()
+    if len(items) > MAX_ITEMS or len(aliases) > MAX_ITEMS:
+        raise UnsavableValue(f"the state has {max(len(items), len(aliases)):,d} tensors on this rank; ckptd saves up to {MAX_ITEMS:,d}")
     return Layout(plan, document, signature(document))
 
 

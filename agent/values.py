@@ -14,6 +14,7 @@ import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,7 +22,8 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than
+from ckptd.agent.refusals import check_text, digits, said, too_deep
+from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, check_msgpack, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 
 Ext = msgspec.msgpack.Ext
@@ -93,6 +95,7 @@ class Packer:
         self.tensors: dict[str, torch.Tensor] = {}
         self._rank = rank
         self._expand = expand
+        self._above: list[tuple[int, str]] = []  # ids and paths of the containers that the value being packed lies in
 
     def encode(self, value: Any, prefix: str = "") -> bytes:
         """Raises UnsavableValue naming the key of what cannot be brought back."""
@@ -106,19 +109,25 @@ class Packer:
         kind = type(value)
         if kind in _PLAIN:
             if kind is str:
-                self._check_text(value, path)
+                check_text(value, path)
             return value
         if kind is int:
-            return value if -(1 << 63) <= value < 1 << 64 else Ext(BIG_INT, str(value).encode())
-        if kind is dict:
-            return self._dict(value, path)
-        if kind is list:
-            if _TEXT.issuperset(map(type, value)) and "".join(value).isascii():  # the names in a param_group
-                return value
-            return [self.pack(item, f"{path}.{n}" if path else str(n)) for n, item in enumerate(value)]
+            return value if -(1 << 63) <= value < 1 << 64 else Ext(BIG_INT, digits(value, path))
+        if kind is list and _TEXT.issuperset(map(type, value)) and "".join(value).isascii():  # the names in a param_group
+            return value
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        return self._other(value, kind, path)
+        if len(self._above) == MAX_DEPTH:
+            raise too_deep(self._above, path)
+        self._above.append((id(value), path))
+        try:
+            if kind is dict:
+                return self._dict(value, path)
+            if kind is list:
+                return [self.pack(item, f"{path}.{n}" if path else str(n)) for n, item in enumerate(value)]
+            return self._other(value, kind, path)
+        finally:
+            self._above.pop()
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         name = path or "tensor"
@@ -143,7 +152,7 @@ class Packer:
         if kinds == {dict} and (packed := self._only_tensors([value, *value.values()], path)) is not None:
             return packed
         for key in value:
-            self._check_text(key, path)
+            check_text(key, path)
         return {key: self.pack(item, prefix + key) for key, item in value.items()}
 
     def _only_tensors(self, dicts: list[dict[Any, Any]], path: str) -> Any:
@@ -172,7 +181,7 @@ class Packer:
         if not all(type(key) is str for one in dicts for key in one):
             return None
         for key in chain.from_iterable(dicts):
-            self._check_text(key, path)
+            check_text(key, path)
         prefix = f"{path}." if path else ""
         if dicts[1:]:
             names = [f"{prefix}{outer}.{key}" for outer, one in zip(dicts[0], dicts[1:], strict=True) for key in one]
@@ -182,15 +191,11 @@ class Packer:
 
     def _pairs(self, value: dict[Any, Any], path: str) -> bytes:
         prefix = f"{path}." if path else ""
-        return _encode([[self.pack(key, f"{prefix}key {key!r}"), self.pack(item, f"{prefix}{key}")] for key, item in value.items()])
-
-    def _check_text(self, text: str, path: str) -> None:
-        if text.isascii():
-            return
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot say: {text[:40]!r}") from None
+        pairs = []
+        for key, item in value.items():
+            packed = self.pack(key, f"{prefix}key {said(repr, key)}")
+            pairs.append([packed, self.pack(item, f"{prefix}{said(str, key)}")])
+        return _encode(pairs)
 
     def _other(self, value: Any, kind: type, path: str) -> Any:
         if kind is TensorRef:
@@ -208,7 +213,7 @@ class Packer:
         if kind is deque:
             return Ext(DEQUE, _encode([[self.pack(item, f"{path}.{n}") for n, item in enumerate(value)], value.maxlen]))
         if kind is set or kind is frozenset:
-            return Ext(SET if kind is set else FROZENSET, self._children(sorted(value, key=repr), path))
+            return Ext(SET if kind is set else FROZENSET, self._children(sorted(value, key=partial(said, repr)), path))
         if kind is complex:
             return Ext(COMPLEX, _encode([value.real, value.imag]))
         if kind is bytearray:
@@ -220,7 +225,7 @@ class Packer:
         if isinstance(value, enum.Enum):
             return Ext(ENUM, _encode([kind.__module__, kind.__qualname__, value.name]))
         if isinstance(value, pathlib.PurePath) and kind.__name__ in _PATHS:
-            self._check_text(str(value), path)
+            check_text(str(value), path)
             return Ext(PATH, _encode([kind.__name__, str(value)]))
         if "numpy" in sys.modules and (packed := _pack_numpy(value)) is not None:
             return packed
@@ -280,12 +285,10 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
             return _BY_BYTES[code](bytes(data))
         raise NewerFormat(f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this one")
 
-    check_msgpack(document, "values document", _BY_ITEMS.keys() | {OBJECT, PER_RANK})
+    check_msgpack(document, "values document", NESTED)
     try:
         found = msgspec.msgpack.decode(document, ext_hook=hook)
-    except NotFound:
-        raise
-    except IntegrityError:
+    except (NotFound, IntegrityError):
         raise
     except Exception as error:
         raise IntegrityError(f"values document cannot be read: {error}") from None
@@ -339,6 +342,7 @@ _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     TORCH: lambda data: torch.load(io.BytesIO(data), weights_only=True),
     BYTEARRAY: bytearray,
 }
+NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK}  # extension types whose payload is msgpack again
 
 
 def tensor_names(tree: Any) -> list[str]:

@@ -13,7 +13,7 @@ from ckptd.shared.errors import IntegrityError
 
 MAX_OBJECTS = 1 << 23
 """Lists, maps, texts and extensions in one document: at most about 1 GB once it is decoded."""
-MAX_DEPTH = 128
+MAX_DEPTH = 100
 """Levels of lists and maps in what is saved."""
 MAX_DEPTH_READ = 256
 """Levels in what is read: more than that, since earlier versions saved whatever the interpreter's stack allowed."""
@@ -56,7 +56,7 @@ def _inside(value: Any) -> Iterable[Any] | None:
 
 
 def _too_many(what: str) -> str:
-    return f"{what} has more than {MAX_OBJECTS:,d} lists, maps and texts; no ckptd writes such a document"
+    return f"{what} has more than {MAX_OBJECTS:,d} lists, maps and texts, the most that ckptd writes or reads"
 
 
 def _count(data: bytes, nested: frozenset[int]) -> int:

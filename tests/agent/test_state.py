@@ -506,3 +506,97 @@ def test_views_of_other_dtypes_at_odd_offsets(agent: Agent, daemon: Daemon) -> N
     assert same(tree, state)
     tree["longs"].zero_()
     assert tree["bytes"][7:39].tolist() == [0] * 32
+
+
+def cyclic() -> dict[str, Any]:
+    state: dict[str, Any] = {"a": {"b": [1, {}]}}
+    state["a"]["b"][1]["back"] = state["a"]
+    return state
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for number in range(levels):
+        value = (value,) if number % 3 else {"x": [value]} if number % 2 else [value]
+    return {"n": value}
+
+
+class Endless:
+    """Its state_dict contains itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        made["me"] = made
+        return made
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (cyclic(), r"^a\.b\.1\.back: it is the same object as a, which contains itself; save a copy, or leave it out$"),
+        ({"l": ITSELF}, r"^l\.0: it is the same object as l, which contains itself"),
+        ({"e": Endless()}, r"^e\.me\.me: it is the same object as e\.me, which contains itself"),
+        (nested(100), r"^n\.0\.0.*\.\.\.: it lies in more than 100 containers; nest the state less"),
+        (nested(5_000), r"^n\.0\.0.*\.\.\.: it lies in more than 100 containers; nest the state less"),
+        (
+            {"i": [10**5_000]},
+            r"^i\.0: an integer of about 4,98\d digits; ckptd saves up to 4,300, as many as Python writes: save it as bytes",
+        ),
+        ({"k": {10**5_000: 1}}, r"^k\.key int: an integer of about 4,98\d digits"),
+        ({"s": {(1, 10**5_000)}}, r"^s\.0\.1: an integer of about 4,98\d digits"),
+        ({"d": torch.ones((1,) * 65)}, r"^d: a tensor of 65 dimensions cannot be saved, 64 at most; reshape\(\) it$"),
+    ],
+    ids=["cycle", "list in itself", "state_dict in itself", "deep", "deeper", "digits", "key", "in a set", "dimensions"],
+)
+def test_what_has_no_end_is_refused_by_key(agent: Agent, daemon: Daemon, state: Any, reason: str) -> None:
+    pending = agent.snapshot(state, step=2)
+    with pytest.raises(errors.UnsavableValue, match=reason):
+        pending.wait("durable")
+    assert agent.snapshot({"good": torch.zeros(2)}, step=3).wait("durable", timeout=60).state == "durable"
+
+
+def test_what_is_just_within_the_limits_comes_back(agent: Agent, daemon: Daemon) -> None:
+    shared = [1, 2]
+    state = {"deep": nested(70), "i": 10**4_299, "d": torch.ones((1,) * 63 + (2,)), "twice": [shared, shared, {"again": shared}]}
+    agent.snapshot(state, step=1).wait("durable", timeout=60)
+    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+        assert same(checkpoint.load(), state)
+    into = {"deep": None, "i": 0, "d": torch.zeros((1,) * 63 + (2,)), "twice": None}
+    agent.recover(into, strict=False)
+    assert same(into["d"], state["d"])
+    assert into["i"] == state["i"]
+
+
+def deep_json(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"user_content": {"a": "\ud800"}}, "^user_content has half of a surrogate pair in a text, which UTF-8 cannot say; leave it out$"),
+        ({"user_content": {"\udfff": 1}}, "^user_content has half of a surrogate pair"),
+        ({"user_content": cyclic()}, "^user_content cannot be written as JSON: Circular reference detected$"),
+        ({"user_content": deep_json(101)}, "^user_content is nested more than 100 levels deep; nest it less, or save it in the state$"),
+        ({"user_content": deep_json(50_000)}, "^user_content is nested more than 100 levels deep"),
+        ({"user_content": 10**5_000}, "^user_content cannot be written as JSON: Exceeds the limit"),
+        ({"metrics": {"\ud800": 1.0}}, "^metric '.ud800' has half of a surrogate pair in its name"),
+        ({"metrics": {"m": 10**400}}, "^metric 'm' is an integer beyond every float; expected a number$"),
+    ],
+    ids=["surrogate", "key", "cycle", "deep", "deeper", "digits", "metric", "large metric"],
+)
+def test_what_the_manifest_could_not_say_is_refused_at_once(agent: Agent, arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(errors.InvalidRequest, match=reason):
+        agent.snapshot({"w": torch.ones(1)}, step=1, **arguments).wait("durable")
+    pending = agent.snapshot({"w": torch.ones(1)}, step=2, user_content={"é😀": deep_json(99)})
+    assert pending.wait("durable", timeout=60).state == "durable"

@@ -1,0 +1,52 @@
+"""Why a plain value cannot be saved: checks that name its key, and say what to save instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ckptd.shared.bounds import MAX_DEPTH
+from ckptd.shared.errors import UnsavableValue
+
+
+def check_text(text: str, path: str) -> None:
+    """Raise UnsavableValue for a text that UTF-8 cannot say."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot say: {text[:40]!r}") from None
+
+
+def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
+    """Return the error for a value that lies in MAX_DEPTH containers, given by their ids and paths, because it is deep or in a cycle."""
+    first: dict[int, str] = {}
+    for number, where in above:
+        if number in first:
+            whole = first[number] or "the state"
+            return UnsavableValue(f"{where}: it is the same object as {whole}, which contains itself; save a copy, or leave it out")
+        first[number] = where
+    return UnsavableValue(
+        f"{path[:80]}...: it lies in more than {MAX_DEPTH} containers; nest the state less, or save the inner part under a key of its own"
+    )
+
+
+def digits(value: int, path: str) -> bytes:
+    """Return an integer as decimal text. Raises UnsavableValue for one that Python neither writes nor reads as text."""
+    try:
+        return str(value).encode()
+    except ValueError:
+        raise UnsavableValue(
+            f"{path or 'the state'}: an integer of about {value.bit_length() * 3 // 10:,d} digits; ckptd saves up to "
+            f"{sys.get_int_max_str_digits():,d}, as many as Python writes: save it as bytes (int.to_bytes) or as a tensor"
+        ) from None
+
+
+def said(how: Callable[[Any], str], value: Any) -> str:
+    """Return str or repr of a key, or its type if it holds an integer that Python does not write as text; `digits` then refuses it."""
+    try:
+        return how(value)
+    except ValueError:
+        return type(value).__name__
