@@ -542,9 +542,9 @@ ITSELF.append(ITSELF)
     [
         (cyclic(), r"^a\.b\.1\.back: it is the same object as a, which contains itself; save a copy, or leave it out$"),
         ({"l": ITSELF}, r"^l\.0: it is the same object as l, which contains itself"),
-        ({"e": Endless()}, r"^e\.me\.me: it is the same object as e\.me, which contains itself"),
-        (nested(100), r"^n\.0\.0.*\.\.\.: it lies in more than 100 containers; nest the state less"),
-        (nested(5_000), r"^n\.0\.0.*\.\.\.: it lies in more than 100 containers; nest the state less"),
+        ({"e": Endless()}, r"^e\.me: it is the same object as e, which contains itself"),
+        (nested(100), r"^n\.[x0.]*\.\.\.: it lies in more than 100 containers; nest the state less"),
+        (nested(5_000), r"^n\.[x0.]*\.\.\.: it lies in more than 100 containers; nest the state less"),
         (
             {"i": [10**5_000]},
             r"^i\.0: an integer of about 4,98\d digits; ckptd saves up to 4,300, as many as Python writes: save it as bytes",

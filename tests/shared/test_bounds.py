@@ -19,8 +19,8 @@ from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.names import part_file
 from ckptd.shared.part import PartReader
-from ckptd.shared.plan import MAX_CHUNKS, MAX_DIMENSIONS, MAX_ITEMS, Alias, Item, Plan, Region, chunk_ranges
-from ckptd.shared.request import Request
+from ckptd.shared.plan import MAX_CHUNKS, MAX_DIMENSIONS, MAX_DOCUMENT, MAX_ITEMS, MAX_TEXT, Alias, Item, Plan, Region, chunk_ranges
+from ckptd.shared.request import MAX_REQUEST, Request
 from tests.shared.samples import NONCE, WRITER, encode_part, memory_file, packed_slot, sample_plan, steady, values_after
 from tests.support.limited import outcomes
 
@@ -264,3 +264,12 @@ def test_depth(levels: int) -> None:
         value = {"a": value, "b": 1} if number % 2 else [2, value]
     assert not deeper_than(value, levels)
     assert levels == 0 or deeper_than(value, levels - 1)
+
+
+def test_the_limits_are_those_of_the_document() -> None:
+    text = (Path(bounds.__file__).parent / "FORMAT.md").read_text()
+    limits = text[text.index("## 9. Limits") :]
+    for number in (MAX_OBJECTS, MAX_DOCUMENT, MAX_MANIFEST, MAX_REQUEST, MAX_ITEMS, MAX_CHUNKS, MAX_TEXT):
+        assert f"| {number:,d}" in limits, number
+    assert f"| dimensions of a tensor | {MAX_DIMENSIONS} |" in limits
+    assert f"| {bounds.MAX_DEPTH} when written, {bounds.MAX_DEPTH_READ} when read |" in limits

@@ -1,0 +1,52 @@
+"""The values document: hostile ones are refused in little memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptd.agent.values import decode
+from ckptd.shared.errors import IntegrityError, NewerFormat
+from tests.support.limited import outcomes
+
+MANY = 20 << 20
+
+
+def array(count: int, element: bytes) -> bytes:
+    return b"\xdd" + count.to_bytes(4) + element * count
+
+
+def extension(code: int, payload: bytes) -> bytes:
+    return b"\xc9" + len(payload).to_bytes(4) + bytes([code]) + payload
+
+
+def tuples(levels: int) -> bytes:
+    return b"\x90" if levels == 0 else b"\x91" + extension(2, tuples(levels - 1))
+
+
+HEADER = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1125899906842624,), }\n"
+HOSTILE = {
+    "lists": array(MANY, b"\x90"),
+    "lists in a tuple": extension(2, array(MANY, b"\x90")),
+    "lists in an object of a rank": extension(20, b"\x92\xa6module" + extension(21, array(MANY, b"\x90"))),
+    "maps": array(5 << 20, b"\x81\xa1a\x01"),
+    "tensors": array(9 << 20, b"\xd4\x01w"),
+    "nested lists": b"\x91" * 300 + b"\x90",
+    "nested tuples": tuples(300),
+    "digits": extension(6, b"9" * 5_000),
+    "an array of 2^50 numbers": extension(8, b"\x93NUMPY\x01\x00" + len(HEADER).to_bytes(2, "little") + HEADER),
+}
+
+
+def test_hostile_values_are_refused_in_little_memory(tmp_path: Path) -> None:
+    for name, (kind, sentence) in outcomes("ckptd.agent.values", "decode", HOSTILE, tmp_path).items():
+        assert kind == "IntegrityError", (name, kind, sentence)
+        assert "\n" not in sentence, name
+
+
+def test_one_level_more_than_is_read() -> None:
+    assert decode(b"\x91" * 255 + b"\x90")
+    with pytest.raises(IntegrityError, match="values document has more than 256 levels") as caught:
+        decode(b"\x91" * 256 + b"\x90")
+    assert not isinstance(caught.value, NewerFormat)

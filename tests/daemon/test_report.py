@@ -1,0 +1,65 @@
+"""What the command line prints of manifests that say anything at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.daemon import report
+from ckptd.daemon.cli import main
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.manifest import Manifest
+from tests.shared.samples import steady
+from tests.shared.test_manifest import JSON, resealed
+from tests.support.forged import forge
+
+EVIL = "w\x1b[2J\x07\n\x9b31m\u202ehtap"
+
+
+@steady
+@given(JSON, JSON, JSON, st.text(), st.dictionaries(st.text(), st.text(), max_size=2))
+def test_a_manifest_of_any_shape_is_shown_or_refused(metadata: Any, entry: Any, content: Any, text: str, writer: dict[str, str]) -> None:
+    tensors = {text: entry, "w": {"dtype": text, "size": [1]}}
+    for found in (metadata, {"state_dict_metadata": metadata}, {"state_dict_metadata": tensors}, {"state_dict_metadata": {text: {}}}):
+        data = resealed(lambda members, found=found: members.update(metadata=found, user_content=content, writer=writer, created=text))
+        try:
+            manifest = Manifest.decode(data)
+        except IntegrityError as error:
+            assert "\n" not in str(error)
+            continue
+        shown = report.manifest_text(manifest, text, keys=True)
+        assert all(line.isprintable() for line in shown.split("\n"))
+        assert report.manifest_json(manifest)["user_content"] == manifest.user_content
+
+
+def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
+    described = {"state_dict_metadata": {EVIL: {"dtype": EVIL, "size": [8]}}, "planner_data": None}
+    changes = {"metadata": described, "user_content": {"a": EVIL}, "writer": {EVIL: EVIL}, "metrics": {EVIL: 1.0}, "created": EVIL}
+    place = forge(tmp_path, (8,), [[((0,), (8,))]], name=EVIL, **changes)
+    for arguments in (["show", str(place)], ["show", "--keys", str(place)], ["ls", str(place.parent)]):
+        said = CliRunner().invoke(main, arguments)
+        assert said.exit_code == 0, said.output
+        assert all(line.isprintable() for line in said.output.split("\n")), said.output
+    assert "w\\x1b[2J\\x07\\n\\x9b31m\\u202ehtap" in CliRunner().invoke(main, ["show", "--keys", str(place)]).output
+
+
+def test_a_damaged_tensor_is_named_without_its_escapes(tmp_path: Path) -> None:
+    place = forge(tmp_path, (8,), [[((0,), (4,))], [((2,), (4,))]], name=EVIL)
+    said = CliRunner().invoke(main, ["verify", str(place)])
+    assert said.exit_code == 13
+    name = "w\\x1b[2J\\x07\\n\\x9b31m\\u202ehtap"
+    assert f"DAMAGED: gpt/step-00000001.a0001: {name}: the shards [4] at [0] and [4] at [2] overlap" in said.output
+    assert all(line.isprintable() for line in said.output.split("\n"))
+
+
+@pytest.mark.parametrize("verb", ["show", "verify", "ls"])
+def test_a_manifest_of_762_bytes_costs_nothing(tmp_path: Path, verb: str) -> None:
+    place = forge(tmp_path, (8,), [[((0,), (8,))]], world_size=(1 << 62) - 1)
+    said = CliRunner().invoke(main, [verb, str(place)])
+    assert said.exit_code == (0 if verb == "ls" else 13)
+    assert "manifest of 4611686018427387903 ranks lists parts of ranks [0]" in said.output
