@@ -169,12 +169,12 @@ def a_moment(steps: list[Step], chance: Random) -> int:
 
 
 def full(chance: Random) -> Callable[[Step], None]:
-    """From the n-th new file or directory on, there is no room for another."""
+    """From the n-th new file on, there is no room for another."""
     countdown = chance.choice([0, 0, 1, chance.randrange(30)])
 
     def fault(step: Step) -> None:
         nonlocal countdown
-        if step.kind in ("create", "mkdir", "allocate"):
+        if step.kind in ("create", "allocate"):
             countdown -= 1
             if countdown < 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
