@@ -258,8 +258,9 @@ class App:
                 "last_durable": _where(durable.attempt, durable.step, durable.tag) if durable else None,
                 "pending": sorted(pending),
                 "ranks_connected": sum(o.job == job.name and o.notify is not None for o in self.engine.owners.values()),
-                "announced": job.announced,
+                "announced": job.announced[:MOST_TEXT],
                 "damaged": {tag: why[:MOST_TEXT] for tag, why in list(job.damaged.items())[:MOST_DAMAGED]},
+                "newer": {tag: why[:MOST_TEXT] for tag, why in list(job.newer.items())[-1:]},
             })  # fmt: skip
         return {
             "ready": self._ready,

@@ -69,6 +69,9 @@ def status_text(status: dict[str, Any]) -> str:
             job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", f"step {durable['step']}" if durable else "-",
             ", ".join(job["pending"]) or "-", str(job["ranks_connected"]),
         ))  # fmt: skip
+        if job["announced"]:
+            lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
+        lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]
         lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
     return "\n".join([*lines, "", *_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
 
