@@ -42,6 +42,8 @@ OPTIONS = ("--keep-last", "3", "--codec", "raw", "--threads", "1")
 BUDGET = {"CKPTD_STALL_BUDGET": "1"}
 HANG_SECONDS = 60.0
 MOST_PROBLEMS = 3
+HOLDS = 3
+"""Exit code of a forked child that has its parent's segments."""
 FURTHER = 8
 """Snapshots after a try of which one must be sealed."""
 PLACES = tuple(str(Path(path).resolve()) for package in (ckptd.agent, ckptd.shared) for path in package.__path__)
@@ -106,7 +108,8 @@ class Lines:
 class Trainer:
     """In the trainer's process: tries one kind after another."""
 
-    def __init__(self, socket: Path, seed: int) -> None:
+    def __init__(self, socket: Path, segments: Path, seed: int) -> None:
+        self._segments, self._reading = segments, False
         self._socket, self._chance = socket, Random(seed)
         self._lines: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
@@ -137,7 +140,7 @@ class Trainer:
         return self.step
 
     def _call(self, call: str) -> None:
-        agent = self.agent
+        agent, self._reading = self.agent, call in ("recover", "go back")
         match call:
             case "snapshot":
                 step = self._next()
@@ -166,7 +169,8 @@ class Trainer:
                 pass
         for child in self._children:
             if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-                self._wrong = self._wrong or f"a forked child with an agent of its own ended with {code}"
+                what = "holds segments of its parent" if code == HOLDS else f"ended with {code}"
+                self._wrong = self._wrong or f"a forked child {what}"
         self._children.clear()
         if self._wrong:
             raise Wrong(self._wrong)
@@ -225,13 +229,20 @@ class Trainer:
                     own = Agent(f"child-{os.getpid()}", socket=self._socket)
                     own.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=30)
                     own.close()
-                code = 0
+                code = HOLDS if self._holds_segments() else 0
             except BaseException:
                 traceback.print_exc(file=sys.stderr)
             finally:
                 os._exit(code)
 
         return act
+
+    def _holds_segments(self) -> bool:
+        """Return True if this process has mapped or opened a segment. What a recovery was reading when it forked does not count."""
+        if self._reading:
+            return False
+        opened = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        return any(str(self._segments) in one for one in [Path("/proc/self/maps").read_text(), *opened])
 
     def _threads(self) -> None:
         def work() -> None:
@@ -278,14 +289,14 @@ class Trainer:
         raise Wrong(f"none of {FURTHER} further snapshots was sealed: {pending.error}")
 
 
-def serve(pipe: Connection, socket: Path, seed: int, stacks: Path) -> None:
+def serve(pipe: Connection, socket: Path, segments: Path, seed: int, stacks: Path) -> None:
     """Try what comes over the pipe, and answer with what is wrong, "" if nothing is."""
     torch.set_num_threads(1)
     logging.disable()
     sys.unraisablehook = lambda _: None  # Ctrl-C in a destructor
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-        trainer = Trainer(socket, seed)
+        trainer = Trainer(socket, segments, seed)
         pipe.send("")
         while True:
             try:
@@ -301,7 +312,7 @@ class Watched:
     def __init__(self, place: Home, seed: int) -> None:
         self._stacks = place.path / "stacks"
         self._pipe, theirs = forks.context().Pipe()
-        self._process = forks.context().Process(target=serve, args=(theirs, place.socket, seed, self._stacks))
+        self._process = forks.context().Process(target=serve, args=(theirs, place.socket, place.segments, seed, self._stacks))
         self._process.start()
         theirs.close()
 
