@@ -73,7 +73,10 @@ def foreign_job(storage: PosixStorage, job: str) -> str:
 
 def lock(directory: int, root: Path) -> int:
     """Return a descriptor that holds the lock of this host and root, for one daemon. Raises Busy if another daemon holds it."""
-    fd = os.open(names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    try:
+        fd = os.open(names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+    except OSError as error:
+        raise StorageError.of(f"use {root} as the root for checkpoints", error) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -25,7 +25,7 @@ from ckptd.shared.fs import PosixFileSystem, opened_directory
 from ckptd.shared.storage import PosixStorage
 from tests.crash.images import FewInodes, Image, Unavailable, fill
 from tests.support import trainers
-from tests.support.daemons import Home, running, until
+from tests.support.daemons import Daemon, Home, running, until
 
 SIZE = 50_000
 
@@ -157,6 +157,18 @@ def test_every_start_on_a_full_disk_succeeds(full: Full) -> None:
         with running(full.place, "--keep-last", "0") as daemon:
             daemon.kill()
     goes_on(full, slice(0, 2))
+
+
+@pytest.mark.parametrize("full", ["blocks"], indirect=True)
+def test_a_root_that_is_mounted_read_only_is_told_in_one_sentence(full: Full) -> None:
+    with running(full.place):
+        pass
+    subprocess.run(["mount", "-o", "remount,ro", str(full.disk.where)], check=True)
+    daemon = Daemon(full.place)
+    assert daemon.died() == 1
+    daemon.close()
+    told = full.place.log_text().splitlines()[-1]
+    assert told == f"ckptd: cannot use {full.place.root} as the root for checkpoints: Read-only file system (mounted read-only)"
 
 
 @pytest.mark.parametrize("taken", ["the job", "the tag"])
