@@ -20,7 +20,7 @@ from ckptd.agent.launch import Place
 from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, Fenced, ProtocolError, from_wire
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, Fenced, Forbidden, ProtocolError, from_wire
 
 log = logging.getLogger("ckptd.agent")
 
@@ -284,12 +284,13 @@ class Client:
             call.done.set()
 
     def _connect_again(self) -> bool:
-        delay = _FIRST_DELAY
+        delay, said = _FIRST_DELAY, False
         while not self._closed:
             try:
                 channel = self._place.connect()
             except CkptdError as error:
-                log.debug("no daemon yet: %s", error)
+                strange, said = isinstance(error, Forbidden) and not said, said or isinstance(error, Forbidden)
+                log.log(logging.WARNING if strange else logging.DEBUG, "no daemon yet: %s", error)
                 time.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
                 continue

@@ -93,8 +93,8 @@ class Engine:
                 self._retire_older(job)
             elif attempt > job.attempt:
                 raise Fenced(
-                    f"attempt {attempt} of job {job_name!r} was not begun at this daemon, which knows attempts up to {job.attempt}: all "
-                    "ranks of a job must be on one node and use one daemon; jobs on several nodes are not supported by this version"
+                    f"attempt {attempt} of job {job_name!r} was begun with another daemon: this daemon on {names.host()} knows attempt "
+                    f"{job.attempt} as the newest. A job's ranks must be on one node with one daemon in this version"
                 )
             elif attempt < job.attempt:
                 raise Fenced(f"attempt {attempt} of job {job_name!r} is over: attempt {job.attempt} has begun; this trainer is to end")

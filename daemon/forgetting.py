@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +19,12 @@ from ckptd.daemon.retention import to_retire
 from ckptd.shared import leases, names
 from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
-from ckptd.shared.errors import Busy, DaemonUnreachable, InvalidRequest, from_wire
+from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, InvalidRequest, from_wire
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.retention import Policy
 from ckptd.shared.storage import PosixStorage, StandaloneStorage
+
+log = logging.getLogger("ckptd.forgetting")
 
 _AT_ONCE = 100
 _SECONDS = 600.0
@@ -134,13 +137,18 @@ def _settings(root: Path) -> Config:
 
 
 def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
-    """The daemon that serves `root`, if one is found. Raises DaemonUnreachable, InvalidRequest for a named one that does not."""
-    for place in [socket] if socket is not None else [names.private_socket(root), *names.default_sockets()]:
+    """Return a connection to the daemon that serves `root`, if one is found.
+
+    Raises DaemonUnreachable, Forbidden or InvalidRequest if `socket` is named and is not such a daemon's.
+    """
+    for place in [socket] if socket is not None else [*names.private_sockets(root), *names.default_sockets()]:
         try:
             channel = Channel(place, report.TIMEOUT, later=_SECONDS)
-        except DaemonUnreachable:
+        except (DaemonUnreachable, Forbidden) as error:
             if socket is not None:
                 raise
+            if isinstance(error, Forbidden):
+                log.warning("passed over: %s", error)
             continue
         if Path(channel.welcome.root).resolve() == root.resolve():
             return channel

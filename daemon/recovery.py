@@ -12,6 +12,7 @@ import os
 import aiofiles
 
 from ckptd.daemon import records as r
+from ckptd.daemon import roots
 from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Snapshot
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
@@ -91,6 +92,9 @@ async def recover(
         journal.start({slot.header.job for slot in adopted})
         failpoint("start.rotated")
         for name in storage.jobs():
+            if reason := roots.foreign_job(storage, name):
+                log.warning("job %s is passed over: %s", name, reason)
+                continue
             await scan_job(storage, catalog.job(name), calls)
     except OSError as error:
         raise StorageError.of(f"use the root {storage.root}", error) from None

@@ -14,7 +14,7 @@ from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.coverage import Shards
-from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, IntegrityError, NotFound, StorageError, from_wire
+from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, IntegrityError, NotFound, StorageError, from_wire
 from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
@@ -25,15 +25,8 @@ SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipp
 
 
 def daemon_status(socket: Path | None) -> dict[str, Any]:
-    """The daemon's own word. Raises DaemonUnreachable."""
-    usual = names.default_sockets()
-    if root := os.environ.get("CKPTD_ROOT"):
-        usual.insert(0, names.private_socket(Path(os.path.abspath(root))))
-    places = [socket] if socket is not None else [place for place in usual if place.exists()]
-    if not places:
-        tried = " and ".join(map(str, usual))
-        raise DaemonUnreachable(f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH")
-    channel = Channel(places[0], TIMEOUT, later=TIMEOUT)
+    """Ask the daemon at `socket`, or at the first usual place that has one, for its status. Raises DaemonUnreachable, Forbidden."""
+    channel = _connect(socket)
     try:
         channel.send(m.Status(id=channel.new_id()))
         reply = channel.receive()[0]
@@ -44,6 +37,24 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
     assert isinstance(reply, m.StatusReport)
     status: dict[str, Any] = json.loads(reply.report)
     return status
+
+
+def _connect(socket: Path | None) -> Channel:
+    if socket is not None:
+        return Channel(socket, TIMEOUT, later=TIMEOUT)
+    usual = names.default_sockets()
+    if root := os.environ.get("CKPTD_ROOT"):
+        usual = [*names.private_sockets(Path(os.path.abspath(root))), *usual]
+    refused: Forbidden | None = None
+    for place in [place for place in usual if place.exists()]:
+        try:
+            return Channel(place, TIMEOUT, later=TIMEOUT)
+        except Forbidden as error:  # another user's daemon, or what plays one, in a place that is not ours alone
+            refused = refused or error
+    tried = " and ".join(map(str, usual))
+    raise refused or DaemonUnreachable(
+        f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH"
+    )
 
 
 def status_text(status: dict[str, Any]) -> str:

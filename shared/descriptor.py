@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import io
 
-Descriptor = io.FileIO
-"""An open descriptor: `Descriptor(fd)` takes it over, `fileno()` raises ValueError once it is closed, a second `close()` does nothing.
 
-It is closed with the object, too. And it is made in C, so that no signal handler can run between receiving a number and owning it.
-"""
+class Descriptor(io.FileIO):
+    """An open descriptor. `Descriptor(fd)` takes it over; `fileno` raises ValueError once it is closed; a second `close` does nothing.
+
+    It is made in C, so that no signal handler can run between receiving a number and owning it.
+    """
+
+    def __del__(self) -> None:
+        """Close it with the object, without Python's warning: the owner of a slot may be gone without a word."""
+        self.close()

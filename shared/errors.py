@@ -19,7 +19,7 @@
         ├── DaemonUnreachable     retry helps once it runs
         ├── ProtocolError         a peer that breaks PROTOCOL.md
         ├── VersionMismatch       no common protocol version
-        ├── Forbidden             another user's daemon
+        ├── Forbidden             another user's daemon or socket
         ├── Fenced                a newer attempt of the job has begun
         ├── Busy                  retry helps
         ├── SnapshotFailed        what `Pending.wait` raises when the state asked for cannot come any more

@@ -47,7 +47,6 @@ def test_a_stranger_gets_nothing_and_stops_nobody(python: str, kind: str, shape:
         case.remove()
 
 
-@pytest.mark.xfail(reason="leases are locks that anybody who may read the manifest can take", strict=False)
 def test_locks_of_a_stranger_hide_nothing(python: str) -> None:
     case = users.Case("locks", "-", 0o755, 23_457, python)
     try:

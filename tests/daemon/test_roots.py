@@ -188,6 +188,7 @@ def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str
         "/root/.ckptd/HOST": directory,
         "/root/.ckptd/HOST/journal": directory,
         "/root/.ckptd/HOST/journal/0000000000000001.log": "600",
+        "/root/.ckptd/HOST/journal/spare": "600",
         "/root/.ckptd/HOST/lock": "600",
         "/root/.ckptd/attempts": directory,
         "/root/.ckptd/attempts/gpt": directory,

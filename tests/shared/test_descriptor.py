@@ -22,6 +22,14 @@ def test_a_second_close_does_not_close_the_file_that_has_got_the_number() -> Non
         os.close(other)
 
 
+def test_it_is_closed_with_the_object() -> None:
+    made = Descriptor(os.open("/dev/null", os.O_RDONLY))
+    number = made.fileno()
+    del made
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
 def test_a_closed_descriptor_has_no_number() -> None:
     made = Descriptor(os.open("/dev/null", os.O_RDONLY))
     made.close()
