@@ -147,33 +147,37 @@ class Admission:
 
     async def _decide_for_all(self, job: Job, key: Key, wait: float) -> str:
         """Why this step is skipped: once a step, the same for all local ranks."""
-        refusal = await self._decide(job, self._local(job, key), wait)
+        refusal = await self._decide(job, self._local(job, key), wait, granted=key)
         if refusal:
             self._refused[job.name, key] = refusal
             while len(self._refused) > _REMEMBERED:
                 self._refused.pop(next(iter(self._refused)))
         return refusal
 
-    async def _decide(self, job: Job, owners: list[Owner], wait: float) -> str:
-        """Why not all of them have a free slot within `wait` seconds. A rank that is late is waited for once, not at every step."""
+    async def _decide(self, job: Job, owners: list[Owner], wait: float, granted: Key | None = None) -> str:
+        """Why not all of them have a free slot within `wait` seconds. A rank that is late is waited for once, not at every step.
+
+        granted: a rank that has been granted a slot for this step meanwhile is not waited for.
+        """
         try:
             async with asyncio.timeout(wait):
-                while blocked := self._blocked(owners):
+                while blocked := self._blocked(owners, granted):
                     if self._stuck.get(job.name) in blocked:
                         return self._why(job, blocked)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            return self._why(job, self._blocked(owners))
+            return self._why(job, self._blocked(owners, granted))
         self._stuck.pop(job.name, None)
         return ""
 
-    def _blocked(self, owners: list[Owner]) -> list[Key]:
+    def _blocked(self, owners: list[Owner], granted: Key | None = None) -> list[Key]:
         """What is in the slots of those that have none free; (attempt, -1) for a rank that has no slots yet."""
         keys: set[Key] = set()
         for owner in owners:
             if self._owners.get(owner.identity) is owner and self._free_slot(owner) is None:
-                keys |= {self.busy[slot.name] for slot in self._usable(owner)} or {(owner.attempt, -1)}
+                held = {self.busy[slot.name] for slot in self._usable(owner)} or {(owner.attempt, -1)}
+                keys |= held if granted not in held else set()
         return sorted(keys)
 
     def _why(self, job: Job, blocked: list[Key]) -> str:

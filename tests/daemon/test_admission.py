@@ -6,10 +6,13 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ckptd.daemon.admission import Admission, Owner
+from ckptd.daemon.catalog import Job, Snapshot
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared.errors import Fenced
 from ckptd.shared.fs import PosixFileSystem
@@ -78,3 +81,28 @@ def test_slots_that_are_replaced_are_released_once_they_are_free(tmp_path: Path)
     assert set(rank.slots.slots) == {slot.name for slot in second}
     assert all(slot.released for slot in first)
     rank.slots.close()
+
+
+def slot(rank: int, name: str) -> Any:
+    return SimpleNamespace(name=f"{name}{rank}", owner=("job", 1, rank), header=SimpleNamespace(job="job", rank=rank))
+
+
+async def test_a_rank_that_was_granted_its_slot_while_another_waits_does_not_hold_that_one_up() -> None:
+    """Slots become free, and before the decision of the waiting rank goes on, the other rank takes its own."""
+    owners = [Owner("job", 1, rank, 2) for rank in (0, 1)]
+    slots = [slot(rank, name) for rank in (0, 1) for name in "ab"]
+    found = SimpleNamespace(slots={one.name: one for one in slots}, of=lambda *identity: [one for one in slots if one.owner == identity])
+    admission = Admission(found, {owner.identity: owner for owner in owners}, 1 << 20, lambda _: asyncio.sleep(0))  # type: ignore[arg-type, return-value]
+    job = Job("job", attempt=1, world_size=2)
+    for name, step in (("a0", 2), ("b0", 3), ("a1", 2)):
+        admission.occupy(found.slots[name], (1, step))
+    first = asyncio.create_task(admission.acquire(owners[0], job, (1, 4), 0.5))
+    while admission._decisions == {}:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    admission.vacate(found.slots["b0"])
+    taken: Any = await admission.acquire(owners[1], job, (1, 4), 0.5)
+    assert taken is found.slots["b1"]
+    admission.occupy(taken, (1, 4))
+    job.snapshots[1, 4] = Snapshot("job", 1, 4, "step-00000004.a0001", 2, persist=True)
+    assert await first is found.slots["b0"]
