@@ -218,3 +218,13 @@ def test_noise_is_refused(noise: bytes) -> None:
         Manifest.decode(noise)
     with pytest.raises(IntegrityError):
         Manifest.decode(sealed(noise))
+
+
+def test_a_manifest_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its digest is computed, or a value of it decoded."""
+    data = make().encode()
+    monkeypatch.setattr("ckptd.shared.manifest.MAX_MANIFEST", len(data))
+    assert Manifest.decode(data) == make()
+    monkeypatch.setattr("ckptd.shared.manifest.MAX_MANIFEST", len(data) - 1)
+    with pytest.raises(IntegrityError, match=f"manifest has more than {len(data) - 1:,d} bytes"):
+        Manifest.decode(data)

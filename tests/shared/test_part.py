@@ -295,6 +295,16 @@ def test_values_that_lie_over_the_tensors_are_refused() -> None:
         check(data)
 
 
+def test_a_values_document_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader makes room for the whole document at once."""
+    data, _ = encode_part(packed_slot(PLAN, VALUES), PLAN, VALUES)
+    monkeypatch.setattr("ckptd.shared.part.MAX_DOCUMENT", 70_000)
+    check(data)
+    monkeypatch.setattr("ckptd.shared.part.MAX_DOCUMENT", 69_999)
+    with pytest.raises(IntegrityError, match="p: its values document has 70000 bytes; it has at most 69,999"):
+        check(data)
+
+
 def test_pages_that_no_chunk_claims_are_refused() -> None:
     end = ALIGN + sum(-(-chunk.stored_length // ALIGN) * ALIGN for chunk in SMALL_INDEX.chunks)
     check(SMALL[:end] + encode_end(end, SMALL_INDEX.encode()))
