@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptd.agent import Agent, Schedule, default
+from ckptd.agent import Agent, Schedule, StorageWriter, default, handing
 from ckptd.agent.asking import Asking
 from ckptd.agent.client import Client
 from ckptd.agent.staging import MappedSlot
@@ -20,6 +22,7 @@ from ckptd.shared import messages as m
 from ckptd.shared.segment import SlotState
 from tests.support.daemons import Daemon, until
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 WORDS = (
     r"was called while .* of the same thread is still running.*: set a flag in the handler, and call .* once the running call has returned"
 )
@@ -142,6 +145,49 @@ def test_a_schedule_asked_inside_a_call_forgets_nothing(agent: Agent) -> None:
     agent.snapshot({"w": torch.ones(1), "evil": evil}, step=2)
     assert evil.outcome.startswith("Busy: hear() was called while snapshot()")
     assert schedule.due(3) is True
+
+
+@pytest.mark.parametrize("tag", ["inner", "step-5"])
+def test_a_save_through_dcp_inside_a_snapshot_is_refused(agent: Agent, daemon: Daemon, tag: str) -> None:
+    def save() -> None:
+        try:
+            dcp.save({"x": torch.ones(1)}, storage_writer=StorageWriter(daemon.home.root / "job" / tag, socket=daemon.home.socket))
+        except CheckpointException as error:
+            refusals.append(str(error))
+
+    refusals: list[str] = []
+    outer = agent.snapshot({"w": torch.ones(10), "evil": Calls(save)}, step=1)
+    outer.wait("durable", timeout=60)
+    assert len(refusals) == 1
+    assert "save() was called while snapshot() of the same thread is still running" in refusals[0]
+    all_slots_work(agent, 10)
+
+
+def test_a_save_through_dcp_inside_another_one_is_refused(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(tag: str) -> None:
+        dcp.save({"x": torch.ones(1)}, storage_writer=StorageWriter(daemon.home.root / "job" / tag, socket=daemon.home.socket))
+
+    def handler() -> None:
+        try:
+            save("inner")
+        except CheckpointException as error:
+            refusals.append(str(error))
+
+    refusals: list[str] = []
+    original = handing._current
+    with alarm(handler) as ring:
+
+        def current(*arguments: Any) -> Any:
+            if not refusals:
+                ring()
+            return original(*arguments)
+
+        monkeypatch.setattr(handing, "_current", current)
+        save("outer")
+    assert len(refusals) == 1
+    assert "save() was called while save() of the same thread is still running" in refusals[0]
+    save("after")
+    handing.leave_all()
 
 
 def test_another_threads_call_waits(agent: Agent) -> None:
