@@ -43,6 +43,8 @@ class Habits:
 
     dicts: Known = field(default_factory=dict)
     names: KeptNames = field(default_factory=KeptNames)
+    checked: dict[str, int] = field(default_factory=dict)
+    """`bytes`: the length up to which a state is taken for as simple as the last one that was counted."""
 
 
 def capture(state: Any, *, rank: int = 0, habits: Habits | None = None) -> Captured:
@@ -54,8 +56,12 @@ def capture(state: Any, *, rank: int = 0, habits: Habits | None = None) -> Captu
             raise
         Packer(lambda value, path: ("stateful", None)).pack(state, "")  # names the key: it contains itself, is too deep or too long
         raise UnsavableValue("the state: a state_dict in it is nested too deep, or contains itself; nest it less") from None
+    checked = (habits or Habits()).checked
+    if len(captured.state) <= checked.get("bytes", 0):  # counting costs time in proportion to its bytes, at every snapshot
+        return captured
     try:
         check_msgpack(captured.state, "the state", NESTED)
+        checked["bytes"] = len(captured.state) * 9 // 8
     except IntegrityError as error:  # no reader would take it
         raise UnsavableValue(f"{error}: save them as tensors or NumPy arrays instead") from None
     return captured

@@ -61,6 +61,7 @@ class App:
         self._idle: asyncio.TimerHandle | None = None
         self._lag = 0.0
         self._disk_free: int | None = None
+        self._measuring: float | None = None  # since when a measurement of the disk has been under way
         self._instance = secrets.token_hex(16)
 
     async def run(self) -> None:
@@ -99,7 +100,7 @@ class App:
             tasks.on_failure(self._end)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self._signalled)
-            await recovery.recover(storage, calls, self.journal, self.catalog, slots, self.saver, self.orphans)
+            await recovery.recover(storage, calls, claims, self.journal, self.catalog, slots, self.saver, self.orphans)
             listener, ours = listen(config.socket)
             try:
                 await self._serve(listener)
@@ -305,12 +306,10 @@ class App:
         """Measure the loop's lag; tell systemd that all is well while the loop runs and busy workers make progress."""
         period = notify.watchdog_seconds() or 1.0
         chunks, stuck_since = -1, time.monotonic()
-        measuring = tasks.watched(self._measure_disk(), "measuring the disk")
         while True:
+            self._measure_disk()
             before = time.monotonic()
             await asyncio.sleep(period)
-            if measuring.done():
-                measuring = tasks.watched(self._measure_disk(), "measuring the disk")
             now = time.monotonic()
             self._lag = max(0.0, now - before - period)
             if not self.saver.busy or self.pipeline.chunks_done != chunks:
@@ -319,15 +318,31 @@ class App:
                 log.warning("no chunk has been written for %.0f s", now - stuck_since)
             notify.notify("WATCHDOG=1")
 
-    async def _measure_disk(self) -> None:
-        """Note how much room the root has, None while it is gone or does not answer. One call is under way at a time."""
-        try:
-            self._disk_free = (await self.calls.read("measure the root", lambda: psutil.disk_usage(str(self.config.root)))).free
-        except (OSError, StorageError):
-            self._disk_free = None
+    def _measure_disk(self) -> None:
+        """Find out how much room the root has, None while it is gone or does not answer. One call is under way at a time."""
+        if self._measuring is not None:
+            if time.monotonic() > self._measuring + self.config.storage_timeout:
+                self._disk_free = None
+            return
+        self._measuring = time.monotonic()
+        call = asyncio.get_running_loop().run_in_executor(self.calls.pool, _free, str(self.config.root))
+        call.add_done_callback(self._measured)
+
+    def _measured(self, call: asyncio.Future[int | None]) -> None:
+        self._measuring = None
+        if not call.cancelled():
+            self._disk_free = call.result()
 
 
 COUNTERS = ("sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures")
+
+
+def _free(root: str) -> int | None:
+    """Return the bytes that are free under the root, or None if it is gone."""
+    try:
+        return int(psutil.disk_usage(root).free)
+    except OSError:
+        return None
 
 
 def _rss() -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
+from typing import TypeVar
 
 from ckptd.daemon.roots import foreign_job
 from ckptd.daemon.storage_calls import StorageCalls
@@ -13,13 +15,18 @@ from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.storage import PosixStorage
 
+T = TypeVar("T")
+
 
 class Attempts:
+    """The claims of a root, as files. Each number is claimed once, by one daemon."""
+
     def __init__(self, storage: PosixStorage, calls: StorageCalls) -> None:
         self._storage, self._calls = storage, calls
+        self._created: set[tuple[str, int]] = set()  # files that this process made; a sync of their directory may have failed
 
     def newest(self, job: str) -> int:
-        """The highest attempt that storage knows of, by claims and by tag directories; 0 for none. Raises OSError."""
+        """Return the highest attempt that storage knows of, by claims and by tag directories; 0 for none. Raises OSError."""
         claimed = [0]
         try:
             with self._storage.directory(names.CONTROL, names.ATTEMPTS, job) as fd:
@@ -29,34 +36,44 @@ class Attempts:
         tagged = [parsed[2] for tag in self._storage.tags(job) if (parsed := names.parse_tag_directory(tag))]
         return max(claimed + tagged)
 
-    async def claim(self, job: str, known: int) -> int:
-        """The next attempt, above `known` (what memory and journal say) and all that storage knows. Raises StorageError."""
+    async def find_newest(self, job: str) -> int:
+        """Run `newest` on a storage thread. The caller may give up waiting. Raises StorageError."""
+        return await self._translated(job, lambda: self.newest(job))
+
+    async def claim(self, job: str, attempt: int) -> bool:
+        """Claim exactly this number, durably. Return False if another daemon has it.
+
+        Raises StorageError; the same claim may be tried again.
+        """
+        return await self._translated(job, lambda: self._claim(job, attempt))
+
+    async def _translated(self, job: str, call: Callable[[], T]) -> T:
         try:
-            return await self._calls.run(lambda: self._claim(job, known))
+            return await self._calls.run(call)
         except OSError as error:
             raise StorageError.of(f"claim an attempt of job {job!r} under {self._storage.root}", error) from None
 
-    def _claim(self, job: str, known: int) -> int:
+    def _claim(self, job: str, attempt: int) -> bool:
         fs = self._storage.fs
         if reason := foreign_job(self._storage, job):
             raise StorageError(reason)
-        attempt = 1 + max(known, self.newest(job))
         self._storage.ensure(names.CONTROL, names.ATTEMPTS, job)
         with self._storage.directory(names.CONTROL, names.ATTEMPTS, job) as fd:
             failpoint("attempt.claiming")
-            while True:
+            if (job, attempt) not in self._created:
                 try:
                     self._take(names.attempt_file(attempt), fd)
-                    break
                 except FileExistsError:
-                    attempt += 1
+                    return False
+                self._created.add((job, attempt))
             fs.sync_directory(fd)
             failpoint("attempt.claimed")
+            self._created.discard((job, attempt))
             for name in os.listdir(fd):
                 older = names.parse_attempt_file(name)
                 if older is not None and older < attempt - 1:
                     fs.unlink(name, fd)
-        return attempt
+        return True
 
     def _take(self, claim: str, directory: int) -> None:
         """Create the claim, or link it to an empty file where no inode is left. Raises FileExistsError if it is taken, else OSError."""

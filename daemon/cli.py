@@ -121,7 +121,25 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     from ckptd.daemon.app import App
 
     limits.check(limits.Plan(config.slots, config.files_per_rank), limits.raise_limit())
-    _event_loop_runner()(lambda: App(config, ready_fd).run())
+    try:
+        _event_loop_runner()(lambda: App(config, ready_fd).run())
+    except e.CkptdError as error:
+        _end_past_hung_threads(error)
+        raise
+    _end_past_hung_threads()
+
+
+def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
+    """End the process here if threads still wait for a disk that hangs. Python would wait for them, and no new daemon could start."""
+    from ckptd.daemon.storage_calls import hung_threads
+
+    if names_of_them := hung_threads():
+        logging.getLogger("ckptd.cli").warning("the disk still holds up %s: ending without them", ", ".join(names_of_them))
+        if error is not None:
+            click.echo(f"ckptd: {error}", err=True)
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(0 if error is None else _exit_code(error))
 
 
 def _give_way() -> None:

@@ -41,6 +41,13 @@ class Deleter:
         self._policies, self._journal, self._storage, self._calls = tuple(policies), journal, storage, calls
         self._locks, self._counters = locks, counters
 
+    # -- at the start
+
+    async def repair_newest(self, job: Job) -> None:
+        """Make `newest` name the newest checkpoint, while no save or deletion of the job is under way."""
+        async with self._locks[job.name]:
+            await self.point_newest(job)
+
     # -- after a commit
 
     async def retain(self, job: Job) -> None:

@@ -16,7 +16,6 @@ import resource
 import shutil
 import socket
 import stat
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,14 +24,14 @@ from typing import Any
 
 from ckptd.daemon import limits
 from ckptd.daemon.config import Config
+from ckptd.shared import locks, owners
+from ckptd.shared.errors import Forbidden
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 LEAST_FREE = 1 << 30  # bytes of the root below which a warning is due
 LEAST_INODES = 10_000
-F_OFD_SETLK = 37  # asm-generic/fcntl.h
-_FLOCK = struct.Struct("hhqqi4x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +154,10 @@ def _check_owner(place: Path, status: os.stat_result) -> Check:
     text = (
         f"{place} belongs to uid {status.st_uid} with mode {status.st_mode & 0o7777:04o}; new files get mode {mode:04o} (umask {mask:03o})"
     )
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        return Check("permissions", FAILED, f"{text}: every user may delete checkpoints there; chmod o-w {place}", values)
+    if (reason := owners.stranger(place)) and os.geteuid() != 0:
+        return Check("permissions", FAILED, f"{reason}, who could replace checkpoints there: use a directory of your own", values)
+    if status.st_mode & stat.S_IWOTH:
+        return Check("permissions", WARNING, f"{text}: every user may write there; chmod o-w {place}", values)
     if mode & 0o004 and status.st_mode & stat.S_IXOTH:
         return Check("permissions", WARNING, f"{text}: every user can read checkpoints; use umask 027 or 077 if they are secret", values)
     return Check("permissions", OK, text, values)
@@ -199,14 +200,11 @@ def _flock(probe: Path) -> None:
 
 
 def _ofd_lock(probe: Path) -> None:
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     with (probe / "ofd").open("w") as one, (probe / "ofd").open("w") as other:
-        fcntl.fcntl(one, F_OFD_SETLK, request)
-        try:
-            fcntl.fcntl(other, F_OFD_SETLK, request)
-        except BlockingIOError:
-            return
-        raise OSError(0, "a second lock was granted")
+        if not locks.exclude(one.fileno()):
+            raise OSError(0, "a lock was refused that nobody has")
+        if locks.share(other.fileno()):
+            raise OSError(0, "a second lock was granted")
 
 
 def check_socket_directory(path: Path) -> Check:
@@ -220,10 +218,10 @@ def check_socket_directory(path: Path) -> Check:
         return Check(name, FAILED, f"{path} cannot be used: {error.strerror}", {"path": str(path)})
     values = {"path": str(path), "exists": True, "uid": status.st_uid, "mode": f"{status.st_mode & 0o7777:o}"}
     text = f"{path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o7777:04o}"
-    if status.st_uid not in (os.geteuid(), 0):
-        return Check(name, FAILED, f"{text}: that user could replace the socket; name another place with --socket", values)
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        return Check(name, FAILED, f"{text}: every user could replace the socket; chmod o-w {path}", values)
+    try:
+        owners.check_socket_directory(path / "socket")
+    except Forbidden as error:
+        return Check(name, FAILED, str(error), values)
     if not os.access(path, os.W_OK | os.X_OK):
         return Check(name, FAILED, f"{text}: this user cannot make a socket there; name another place with --socket", values)
     return Check(name, OK, text, values)

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from ckptd.daemon import records as r
 from ckptd.daemon.admission import Admission, Owner
@@ -23,7 +23,6 @@ from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
-from ckptd.daemon.tasks import watched
 from ckptd.shared import names
 from ckptd.shared.errors import (
     AlreadyExists,
@@ -35,7 +34,6 @@ from ckptd.shared.errors import (
     MachineError,
     NotFound,
     SnapshotFailed,
-    StorageError,
     from_wire,
 )
 from ckptd.shared.failpoints import failpoint
@@ -47,7 +45,7 @@ log = logging.getLogger("ckptd.engine")
 
 _NAMES_A_RANK = re.compile(r"ranks? \d")
 
-NOTE_SECONDS = 2.0  # that the beginning of an attempt waits for its journal record; a disk that hangs does not keep a trainer from memory
+RECORD_SECONDS = 2.0  # for the record of a new attempt; a disk that hangs does not keep a trainer from its memory
 PLAN_GRACE_SECONDS = 5.0  # beyond the stall budget, for ranks to tell that another has not planned
 MOST_JOBS = 10_000  # known at once; the journal's state must stay within one record
 
@@ -60,10 +58,9 @@ class Engine:
     def __init__(self, config: Config, catalog: Catalog, slots: Slots, journal: Journal, claims: Claims, pipeline: Pipeline) -> None:
         self.catalog, self.slots = catalog, slots
         self._journal, self._claims, self._pipeline = journal, claims, pipeline
-        claims.lost = self._claim_lost
+        claims.on_loss = self._claim_lost
         self.owners: dict[tuple[str, int, int], Owner] = {}
         self._begin_locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._notes: set[asyncio.Task[None]] = set()  # records on their way into the journal
         self.stopping = False  # set once: nothing new is begun, what is sealed is still taken
         self.admission = Admission(slots, self.owners, config.chunk_size, pipeline.run)
         self.steps = Steps(catalog, self.owners, self.admission, config.rank_timeout, config.stall_budget + PLAN_GRACE_SECONDS)
@@ -83,17 +80,19 @@ class Engine:
             if attempt == 0:
                 held = max((s.header.attempt for s in self.slots.slots.values() if s.header.job == job_name), default=0)
                 attempt = await self._claims.claim(job, max(job.attempt, held))
-                begun = self._note(self._journal_begun(r.Begun(job=job_name, attempt=attempt, world_size=world_size)))
-                await asyncio.wait([begun], timeout=NOTE_SECONDS)
+                record = r.Begun(job=job_name, attempt=attempt, world_size=world_size)  # the claim on storage is the truth
+                await asyncio.wait([self._journal.post(record, lambda: failpoint("attempt.journaled"))], timeout=RECORD_SECONDS)
                 for slot in list(self.slots.slots.values()):
                     if slot.header.job == job_name:
                         await self.note_untold(slot)  # sealed before this attempt began, and nobody has said so yet
+                if self._claims.is_lost(job, attempt):
+                    raise Fenced(f"attempt {attempt} of job {job_name!r} was claimed by another daemon first: start this run again")
                 job.attempt, job.world_size = attempt, world_size
                 job.gone.clear()
                 self._retire_older(job)
             elif attempt > job.attempt:
                 raise Fenced(
-                    f"attempt {attempt} of job {job_name!r} was begun with another daemon: this daemon on {names.host()} knows attempt "
+                    f"attempt {attempt} of job {job_name!r} was begun with another daemon: this daemon on {names.host()} knows "
                     f"{job.attempt} as the newest. A job's ranks must be on one node with one daemon in this version"
                 )
             elif attempt < job.attempt:
@@ -109,9 +108,10 @@ class Engine:
         return owner
 
     def _claim_lost(self, job: Job, attempt: int) -> None:
-        """Another daemon has claimed the number of the job's attempt, which had begun in memory: the attempt is over."""
-        job.attempt = max(job.attempt, attempt)
-        self._retire_older(job)
+        """End an attempt that began in memory, since another daemon has claimed its number."""
+        if job.attempt == attempt:
+            job.attempt += 1  # nobody's: the next attempt to begin here gets a higher one
+            self._retire_older(job)
 
     def _retire_older(self, job: Job) -> None:
         """A new attempt begins: of the older ones only what all ranks have sealed may go on."""
@@ -258,7 +258,7 @@ class Engine:
         if snapshot is None:
             snapshot = job.snapshots[key] = Snapshot(job.name, *key, tag, header.world_size, sealed.request.persist)
         snapshot.tag, snapshot.persist = tag, snapshot.persist and sealed.request.persist
-        self._note(self._journal_seal(header, tag, slot.name, persist=sealed.request.persist))
+        self._journal_seal(header, tag, slot.name, persist=sealed.request.persist)
         try:
             self.steps.check_plan(job, key, header.rank, sealed.plan.global_plan)
             self.steps.check_persist(job, key, header.rank, sealed.request.persist)
@@ -283,36 +283,14 @@ class Engine:
             self.steps.release_settled(job)
         return snapshot
 
-    async def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
+    def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
         """Journal a seal. Nobody waits for the record: the slot's header is the truth, and memory does not wait for the disk."""
         assert header.step is not None
         record = r.Sealed(
             job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
             segment=segment, generation=header.generation, persist=persist,
         )  # fmt: skip
-        await self._journal.append(record)
-        failpoint("seal.journaled")
-
-    async def _journal_begun(self, record: r.Begun) -> None:
-        """Journal an attempt. The claim on storage is the truth."""
-        await self._journal.append(record)
-        failpoint("attempt.journaled")
-
-    def _note(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Write a record that nothing depends on. A journal without room for it is only logged; a broken one ends the daemon by itself."""
-
-        async def written() -> None:
-            try:
-                await work
-            except JournalBroken:
-                pass
-            except (OSError, StorageError) as error:
-                log.warning("a record is missing from the journal: %s", error)
-
-        task = watched(written(), "journaling")
-        self._notes.add(task)
-        task.add_done_callback(self._notes.discard)
-        return task
+        self._journal.post(record, lambda: failpoint("seal.journaled"))
 
     def pass_over(self, owner: Owner, step: int, reason: str, code: str) -> None:
         """This rank cannot take the step, so no rank can; `reason` names a rank already, if another one told it."""

@@ -90,6 +90,7 @@ class Journal:
         self._last: _Last | None = None
         self._waiting: list[tuple[_Encoded, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
+        self._posted: set[asyncio.Task[None]] = set()
         self._broken: JournalBroken | None = None
         self.on_broken: Callable[[JournalBroken], None] = lambda error: None
 
@@ -204,6 +205,25 @@ class Journal:
         for result in await asyncio.gather(*futures, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
+
+    def post(self, record: r.Record, done: Callable[[], object]) -> asyncio.Task[None]:
+        """Append a record that nothing depends on, and call `done` once it is durable. Nobody needs to wait for the task.
+
+        A record that finds no room is only logged. A broken journal ends the daemon by itself.
+        """
+        task = watched(self._post(record, done), "journaling")
+        self._posted.add(task)  # a task that nobody has may be garbage before it is done
+        task.add_done_callback(self._posted.discard)
+        return task
+
+    async def _post(self, record: r.Record, done: Callable[[], object]) -> None:
+        try:
+            await self.append(record)
+            done()
+        except JournalBroken:
+            pass
+        except (OSError, StorageError) as error:
+            log.warning("a record is missing from the journal: %s", error)
 
     def _check(self, encoded: list[_Encoded]) -> None:
         for record, _, payload in encoded:

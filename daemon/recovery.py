@@ -6,6 +6,7 @@ journal does not name.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 
@@ -14,6 +15,7 @@ import aiofiles
 from ckptd.daemon import records as r
 from ckptd.daemon import roots
 from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Snapshot
+from ckptd.daemon.claims import Claims
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.saver import MANIFEST_TMP, Saver
@@ -43,7 +45,8 @@ async def scan_job(storage: PosixStorage, job: Job, calls: StorageCalls) -> None
         tags = await calls.read(f"list {storage.root / job.name}", lambda: storage.tags(job.name))
     except OSError as error:
         raise StorageError.of(f"list {storage.root / job.name}", error) from None
-    job.damaged, job.newer = {}, {}
+    damaged: dict[str, str] = {}
+    newer: dict[str, str] = {}
     for tag in tags:
         try:
             async with calls.deadline(f"read the manifest of {job.name}/{tag}"):
@@ -55,18 +58,19 @@ async def scan_job(storage: PosixStorage, job: Job, calls: StorageCalls) -> None
             failure = StorageError.of(f"read the manifest of {job.name}/{tag}", problem)
             if failure.is_of_the_machine:
                 raise failure from None
-            job.damaged[tag] = str(failure)
+            damaged[tag] = str(failure)
         except NewerFormat as error:
-            job.newer[tag] = str(error)
+            newer[tag] = str(error)
             log.error("checkpoint %s/%s: %s", job.name, tag, error)
         except IntegrityError as error:
-            job.damaged[tag] = str(error)
+            damaged[tag] = str(error)
             log.error("checkpoint %s/%s is damaged: %s", job.name, tag, error)
         else:
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
             job.commit(Checkpoint.of(manifest, user_tag=parsed[1] is None))
-    for gone in before - set(tags) | set(job.damaged) | set(job.newer):
+    job.damaged, job.newer = damaged, newer  # together at the end: retention looks at them while the scan waits
+    for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)
 
 
@@ -75,15 +79,29 @@ async def _read_manifest(storage: PosixStorage, job: str, tag: str, calls: Stora
         with storage.directory(job, tag) as directory:
             return open_regular(path, directory)
 
-    async with aiofiles.open(names.MANIFEST, "rb", opener=opener, executor=calls.pool) as file:
+    file = await aiofiles.open(names.MANIFEST, "rb", opener=opener, executor=calls.pool)
+    try:
         data = await file.read(MAX_MANIFEST + 1)
+    except asyncio.CancelledError:
+        raise  # at the deadline: closing would wait for the read that hangs, which has the file
+    except BaseException:
+        await file.close()
+        raise
+    await file.close()
     manifest = Manifest.decode(data)
     check_manifest_place(manifest, job, tag)
     return manifest
 
 
 async def recover(
-    storage: PosixStorage, calls: StorageCalls, journal: Journal, catalog: Catalog, slots: Slots, saver: Saver, orphans: Orphans
+    storage: PosixStorage,
+    calls: StorageCalls,
+    claims: Claims,
+    journal: Journal,
+    catalog: Catalog,
+    slots: Slots,
+    saver: Saver,
+    orphans: Orphans,
 ) -> None:
     """Bring a daemon from a fresh start to ready. Raises StorageError if the root cannot be read or the journal not written."""
     failpoint("start.replayed")
@@ -104,12 +122,14 @@ async def recover(
         if known.attempt > job.attempt:
             job.attempt, job.world_size = known.attempt, known.world_size
     orphans.adopt(adopted)
+    for job in catalog.jobs.values():
+        await claims.adopt(job)
     await _finish_retiring(storage, journal, catalog, saver)
     await _finish_staged(storage, journal, catalog, saver)
     failpoint("start.swept")
     await orphans.settle_adopted(adopted)
     for job in catalog.jobs.values():
-        await saver.deleter.point_newest(job)
+        await saver.deleter.repair_newest(job)
 
 
 async def _finish_retiring(storage: PosixStorage, journal: Journal, catalog: Catalog, saver: Saver) -> None:

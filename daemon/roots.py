@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.fs import make_directories
-from ckptd.shared.owners import is_trusted, stranger
+from ckptd.shared.owners import stranger
 from ckptd.shared.storage import PosixStorage
 
 log = logging.getLogger("ckptd.roots")
@@ -58,17 +58,14 @@ def foreign_job(storage: PosixStorage, job: str) -> str:
 
     Another user who owns it could replace the checkpoints in it. A daemon of root uses it all the same, as `prepare` uses such a root.
     """
+    if os.geteuid() == 0:
+        return ""
     try:
         with storage.directory(job) as directory:
-            uid = os.fstat(directory).st_uid
+            reason = stranger(".", directory, storage.root / job)
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    if is_trusted(uid) or os.geteuid() == 0:
-        return ""
-    return (
-        f"{storage.root / job} belongs to uid {uid}, not to uid {os.geteuid()} or root, who could replace checkpoints in it: "
-        "use another job name or another root"
-    )
+    return f"{reason}, who could replace checkpoints in it: use another job name or another root" if reason else ""
 
 
 def lock(directory: int, root: Path) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
@@ -20,8 +21,18 @@ from ckptd.shared.errors import StorageError
 
 T = TypeVar("T")
 
+_WAIT_FOR_THE_DISK = ("ckptd-storage", "ckptd-write", "ckptd-journal")
+_END_SECONDS = 0.5
 THREADS = 16
 """Calls under way at once. They wait for the disk and take no processor time."""
+
+
+def hung_threads() -> list[str]:
+    """Return the names of threads that still wait for the disk after their pools were shut down. The interpreter would wait for them."""
+    waiting = [thread for thread in threading.enumerate() if thread.name.startswith(_WAIT_FOR_THE_DISK)]
+    for thread in waiting:
+        thread.join(_END_SECONDS)  # one that is idle ends at once
+    return [thread.name for thread in waiting if thread.is_alive()]
 
 
 class StorageCalls:

@@ -90,7 +90,8 @@ def _open_to_lock(storage: PosixStorage, job: str, tag: str) -> int:
         if error.errno != errno.ELOOP:  # a link
             raise
         return -1
+    remedy = f"delete it as uid {owner}" if owner != os.geteuid() else "run `chmod u+w` on the manifest first"
     raise Busy(
         f"checkpoint {job}/{tag} cannot be deleted by uid {os.geteuid()}: its manifest belongs to uid {owner} and may not be written; "
-        f"delete it as uid {owner}"
+        f"{remedy}"
     )

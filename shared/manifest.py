@@ -65,12 +65,19 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What the job keeps from this checkpoint on, if it has a word of its own; policies as text."""
 
     def encode(self) -> bytes:
+        """Return the file's bytes. Raises IntegrityError for a manifest that no reader would take."""
         members = msgspec.to_builtins(self)
         if self.retention is None:
             del members["retention"]
         text = "{\n" + "".join(f"{json.dumps(key)}: {_dump(value)},\n" for key, value in members.items())
         body = text.encode()
-        return body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+        data = body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+        if len(data) > MAX_MANIFEST:
+            raise IntegrityError(
+                f"manifest would have {len(data):,d} bytes, and no reader takes more than {MAX_MANIFEST:,d}: "
+                "save fewer tensors, or on fewer ranks"
+            )
+        return data
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:

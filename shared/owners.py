@@ -81,16 +81,38 @@ def is_usable_for_sockets(directory: Path) -> bool:
         return False
 
 
-def stranger(path: str | Path, directory: int | None = None) -> str:
+def stranger(path: str | Path, directory: int | None = None, called: str | Path | None = None) -> str:
     """Return the reason why `path` cannot be trusted, or "" if it belongs to this user or root. Raises OSError.
 
-    `directory` is an open descriptor to which `path` is relative. Where `path` is a link, both the link and its target count.
+    `directory` is an open descriptor to which `path` is relative; `called` is the name for the sentence. Where `path` is a link, both the
+    link and its target count. A directory counts as this user's if files that this user makes in it get the same owner: some file systems
+    map owners, like NFS with all_squash.
     """
     for follow in (False, True):
         uid = os.stat(path, dir_fd=directory, follow_symlinks=follow).st_uid
-        if not is_trusted(uid):
-            return f"{path} belongs to uid {uid}, not to uid {os.geteuid()} or root"
+        if not is_trusted(uid) and not _owns_new_files(path, directory, uid):
+            return f"{called or path} belongs to uid {uid}, not to uid {os.geteuid()} or root"
     return ""
+
+
+def _owns_new_files(path: str | Path, directory: int | None, uid: int) -> bool:
+    """Return True if a file that this process makes in the directory `path` belongs to `uid`."""
+    name = f".ckptd-owner-{secrets.token_hex(8)}"
+    try:
+        place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+    except OSError:
+        return False
+    try:
+        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=place)
+        try:
+            return os.fstat(made).st_uid == uid
+        finally:
+            os.close(made)
+            os.unlink(name, dir_fd=place)
+    except OSError:
+        return False
+    finally:
+        os.close(place)
 
 
 # -- directories of this user beside a well-known name that anybody can take

@@ -49,7 +49,7 @@ def test_python_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
         return
     monkeypatch.setenv("CKPTD_ROOT", str(tmp_path / "ckpts"))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "0.1")
+    monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "1")
     monkeypatch.setenv("CKPTD_MEMORY_TTL", "0.1")
     for name in ("CKPTD_SOCKET", "CKPTD_JOB"):
         monkeypatch.delenv(name, raising=False)

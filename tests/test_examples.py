@@ -20,7 +20,7 @@ TINY = ["--layers", "1", "--width", "64", "--context", "32", "--batch", "2", "--
 
 def environment(home: Path) -> dict[str, str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
-    return {**clean, "XDG_RUNTIME_DIR": str(home), "CKPTD_IDLE_TIMEOUT": "0.1", "OMP_NUM_THREADS": "1"}
+    return {**clean, "XDG_RUNTIME_DIR": str(home), "CKPTD_IDLE_TIMEOUT": "1", "OMP_NUM_THREADS": "1"}
 
 
 def command(home: Path) -> list[str]:
@@ -45,7 +45,7 @@ def test_a_killed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path: Path) -
 
 
 def test_the_same_on_two_ranks_of_which_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "0.1")
+    monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "1")
     whole, killed = (Run(tmp_path, name, 12, " ".join(TINY[:8]) + " --every 4", ranks=2) for name in ("whole", "killed"))
     try:
         whole.start()

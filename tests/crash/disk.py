@@ -132,9 +132,19 @@ class Recorder(PosixFileSystem):
         self._step(step, lambda: super(Recorder, self).rename(old, new, directory, replace=replace))
 
     def link(self, old: str, old_directory: int, new: str, directory: int) -> None:
+        """A file that was made around this seam, like the daemon's lock, is empty: its new name is a new empty file to the disk."""
         found = os.stat(old, dir_fd=old_directory, follow_symlinks=False)
-        step = Step("link", self._node(directory), new, self._nodes.get(found.st_ino, -1))
-        self._step(step, lambda: super(Recorder, self).link(old, old_directory, new, directory))
+        with self._lock:
+            known = found.st_ino in self._nodes
+            node = self._nodes.get(found.st_ino, self._next)
+            step = Step("link" if known else "create", self._node(directory), new, node)
+            if step.node >= 0:
+                self._before(step)
+            super().link(old, old_directory, new, directory)
+            if step.node >= 0:
+                self.steps.append(step)
+                self._next += not known
+                self._nodes[found.st_ino] = node
 
     def unlink(self, name: str, directory: int) -> None:
         self._step(Step("unlink", self._node(directory), name), lambda: super(Recorder, self).unlink(name, directory))

@@ -275,7 +275,7 @@ def test_slots_that_were_cut_while_they_were_made_cost_one_snapshot(place: Home)
         def opened() -> list[str]:
             return [link for link in map(link_of, os.listdir("/proc/self/fd")) if link.startswith(str(place.segments))]
 
-        until(lambda: len(opened()) == 6, "a file, its mapping and a lock of each slot; what was cut is let go by the thread that made it")
+        until(lambda: len(opened()) == 4, "a file and a lock of each slot; what was cut is let go by the thread that made it")
         agent.close()
         assert daemon.status()["shared_memory"]["segments"] == 0
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.attempts import Attempts
+from ckptd.daemon.catalog import Job
+from ckptd.daemon.claims import Claims
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
@@ -40,11 +42,16 @@ class Place:
         self.storage = PosixStorage(root, self.fs)
         self.calls = StorageCalls(60.0)
         self.attempts = Attempts(self.storage, self.calls)
+        self._claims = Claims(self.attempts, seconds=60.0)
         self.claims = root / names.CONTROL / names.ATTEMPTS / "gpt"
         self.lock = root / names.CONTROL / names.host() / names.LOCK
         self.storage.ensure(names.CONTROL, names.host())
         self.storage.ensure(names.CONTROL, names.ATTEMPTS, "gpt")
         self.lock.touch()
+
+    async def claim(self, known: int) -> int:
+        """Begin the next attempt above `known`."""
+        return await self._claims.claim(Job("gpt"), known)
 
     def claimed(self) -> list[str]:
         return sorted(path.name for path in self.claims.iterdir())
@@ -58,26 +65,26 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 async def test_attempts_rise_and_two_claims_are_kept(place: Place) -> None:
-    assert [await place.attempts.claim("gpt", 0) for _ in range(4)] == [1, 2, 3, 4]
+    assert [await place.claim(0) for _ in range(4)] == [1, 2, 3, 4]
     assert place.claimed() == ["a0003", "a0004"]
-    assert await place.attempts.claim("gpt", 9) == 10
+    assert await place.claim(9) == 10
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 async def test_without_an_inode_a_claim_is_a_link_to_another(place: Place, number: int) -> None:
-    assert await place.attempts.claim("gpt", 0) == 1
+    assert await place.claim(0) == 1
     place.lock.unlink()
     place.fs.fault = number
-    assert [await place.attempts.claim("gpt", 0) for _ in range(4)] == [2, 3, 4, 5]
+    assert [await place.claim(0) for _ in range(4)] == [2, 3, 4, 5]
     assert place.claimed() == ["a0004", "a0005"]
     assert place.attempts.newest("gpt") == 5
     place.fs.fault = 0
-    assert [await place.attempts.claim("gpt", 0) for _ in range(2)] == [6, 7]
+    assert [await place.claim(0) for _ in range(2)] == [6, 7]
 
 
 async def test_the_first_claim_of_a_job_is_a_link_to_the_lock_file(place: Place) -> None:
     place.fs.fault = errno.ENOSPC
-    assert [await place.attempts.claim("gpt", 0) for _ in range(3)] == [1, 2, 3]
+    assert [await place.claim(0) for _ in range(3)] == [1, 2, 3]
     assert place.lock.stat().st_nlink == 3
 
 
@@ -87,7 +94,7 @@ async def test_a_claim_that_somebody_has_made_meanwhile_is_never_taken(place: Pl
     place.claims.joinpath("a0002").touch()
     place.fs.fault = errno.ENOSPC if full else 0
     monkeypatch.setattr(Attempts, "newest", lambda self, job: 0)
-    assert await place.attempts.claim("gpt", 0) == 3
+    assert await place.claim(0) == 3
 
 
 @pytest.mark.parametrize("number", [errno.EMLINK, errno.EPERM, errno.ENOSYS])
@@ -95,7 +102,7 @@ async def test_without_links_the_error_is_that_there_is_no_room(place: Place, nu
     place.claims.joinpath("a0001").touch()
     place.fs.fault, place.fs.no_links = errno.ENOSPC, number
     with pytest.raises(StorageError, match="cannot claim an attempt of job 'gpt' under .*: No space left on device") as caught:
-        await place.attempts.claim("gpt", 0)
+        await place.claim(0)
     assert caught.value.errno == errno.ENOSPC
     assert place.claimed() == ["a0001"]
 
@@ -106,7 +113,7 @@ async def test_what_is_no_empty_file_is_not_linked(place: Place) -> None:
     place.lock.unlink()
     place.fs.fault = errno.ENOSPC
     with pytest.raises(StorageError, match="No space left on device"):
-        await place.attempts.claim("gpt", 0)
+        await place.claim(0)
     assert place.claimed() == ["a0001", "a0002"]
 
 
@@ -114,5 +121,25 @@ async def test_another_error_is_not_worked_around(place: Place) -> None:
     place.claims.joinpath("a0001").touch()
     place.fs.fault = errno.EIO
     with pytest.raises(StorageError, match="Input/output error"):
-        await place.attempts.claim("gpt", 0)
+        await place.claim(0)
+    assert place.claimed() == ["a0001"]
+
+
+async def test_exactly_one_number_is_claimed_and_by_one_daemon(place: Place) -> None:
+    other = Attempts(place.storage, place.calls)
+    assert await place.attempts.claim("gpt", 3) is True
+    assert await other.claim("gpt", 3) is False
+    assert await place.attempts.claim("gpt", 3) is False  # it is durable: whoever claims it now is another run
+    assert place.claimed() == ["a0003"]
+
+
+async def test_a_claim_whose_sync_failed_is_this_daemons_still(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(directory: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place.fs, "sync_directory", fail)
+        with pytest.raises(StorageError, match="Input/output error"):
+            await place.attempts.claim("gpt", 1)
+    assert await place.attempts.claim("gpt", 1) is True
     assert place.claimed() == ["a0001"]

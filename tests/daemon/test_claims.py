@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -10,72 +12,110 @@ from ckptd.daemon.catalog import Job
 from ckptd.daemon.claims import Claims
 from ckptd.shared.errors import Fenced, StorageError
 
+JOB = Job("gpt", attempt=2)
+
 
 class Storage:
-    """Plays `Attempts`: answers with `number` once `answers` is set, or fails."""
+    """Plays `Attempts`: answers once `answers` is set. `taken`: numbers of other daemons; `fails`: claims that fail before they succeed."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.answers, self.fails, self.asked = number, asyncio.Event(), False, 0
+    def __init__(self, newest: int = 2, *taken: int) -> None:
+        self.newest, self.taken, self.fails = newest, {*taken}, 0
+        self.answers: Any = asyncio.Event()
+        self.each: dict[int, asyncio.Event] = defaultdict(lambda: self.answers)
+        self.asked: list[int] = []
 
-    async def claim(self, job: str, known: int) -> int:
-        self.asked += 1
+    async def find_newest(self, job: str) -> int:
         await self.answers.wait()
+        return self.newest
+
+    async def claim(self, job: str, attempt: int) -> bool:
+        self.asked.append(attempt)
+        await self.each[attempt].wait()
         if self.fails:
+            self.fails -= 1
             raise StorageError("Input/output error")
-        return self.number
+        return attempt not in self.taken
 
 
-def claims(storage: Storage) -> Claims:
-    return Claims(storage, seconds=0.01)  # type: ignore[arg-type]
+class Made(Claims):
+    """With the attempts that were lost to others."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage, seconds=0.01)  # type: ignore[arg-type]
+        self.losses: list[int] = []
+        self.on_loss = lambda job, attempt: self.losses.append(attempt)
 
 
 async def test_a_storage_that_answers_decides() -> None:
-    storage = Storage(7)
+    storage = Storage(6, 7, 8)
     storage.answers.set()
-    made = claims(storage)
-    assert await made.claim(Job("gpt"), 2) == 7
-    await made.claimed(Job("gpt"), 7)
-    assert storage.asked == 1
+    made = Made(storage)
+    assert await made.claim(JOB, 2) == 9
+    await made.claimed(JOB, 9)
+    assert (storage.asked, made.losses) == ([7, 8, 9], [])
 
 
 async def test_a_job_that_is_in_memory_begins_without_the_disk_and_is_saved_with_it() -> None:
-    storage, job = Storage(3), Job("gpt", attempt=2)
-    made = claims(storage)
-    assert await made.claim(job, 2) == 3
-    saving = asyncio.create_task(made.claimed(job, 3))
+    storage = Storage()
+    made = Made(storage)
+    assert await made.claim(JOB, 2) == 3
+    saving = asyncio.create_task(made.claimed(JOB, 3))
     await asyncio.sleep(0.02)
     assert not saving.done()
     storage.answers.set()
     await saving
-    await made.claimed(job, 3)
-    assert storage.asked == 1
+    await made.claimed(JOB, 3)
+    assert (storage.asked, made.losses) == ([3], [])
 
 
 async def test_a_job_that_nobody_knows_cannot_begin() -> None:
     with pytest.raises(StorageError, match="cannot claim an attempt of job 'gpt': the storage has not answered"):
-        await claims(Storage(1)).claim(Job("gpt"), 0)
+        await Made(Storage(0)).claim(Job("gpt"), 0)
 
 
-async def test_a_claim_that_fails_is_tried_again_by_the_next_save() -> None:
-    storage, job = Storage(3), Job("gpt", attempt=2)
-    made = claims(storage)
-    await made.claim(job, 2)
-    storage.fails = True
+async def test_two_attempts_of_one_outage_are_both_this_daemons() -> None:
+    """The trainer came back twice. Whichever claim the disk takes first, neither counts as another daemon's."""
+    storage = Storage()
+    made = Made(storage)
+    storage.each[3], storage.each[4] = asyncio.Event(), asyncio.Event()
+    assert await made.claim(JOB, 2) == 3
+    assert await made.claim(JOB, 3) == 4
+    storage.each[4].set()
+    await made.claimed(JOB, 4)
+    storage.each[3].set()
+    await made.claimed(JOB, 3)
+    assert (storage.asked, made.losses) == ([3, 4], [])
+
+
+async def test_a_claim_that_fails_is_tried_again_by_the_next_save_under_the_same_number() -> None:
+    storage = Storage()
+    made = Made(storage)
+    await made.claim(JOB, 2)
+    storage.fails = 1
     storage.answers.set()
     with pytest.raises(StorageError, match="Input/output error"):
-        await made.claimed(job, 3)
-    storage.fails = False
-    await made.claimed(job, 3)
-    assert storage.asked == 2
+        await made.claimed(JOB, 3)
+    storage.newest = 4  # a later attempt has been claimed meanwhile
+    await made.claimed(JOB, 3)
+    assert (storage.asked, made.losses) == ([3, 3], [])
 
 
-async def test_a_number_that_another_daemon_has_claimed_is_lost() -> None:
-    storage, job, lost = Storage(9), Job("gpt", attempt=2), list[tuple[str, int]]()
-    made = claims(storage)
-    made.lost = lambda job, attempt: lost.append((job.name, attempt))
-    assert await made.claim(job, 2) == 3
+async def test_a_number_that_another_daemon_has_claimed_is_lost_for_every_save() -> None:
+    storage = Storage(2, 3)
+    made = Made(storage)
+    assert await made.claim(JOB, 2) == 3
     storage.answers.set()
-    with pytest.raises(Fenced, match="attempt 3 of job 'gpt' was claimed by another daemon first"):
-        await made.claimed(job, 3)
-    await asyncio.sleep(0)
-    assert lost == [("gpt", 9)]
+    for _ in range(2):
+        with pytest.raises(Fenced, match="attempt 3 of job 'gpt' was claimed by another daemon first"):
+            await made.claimed(JOB, 3)
+    assert (made.losses, made.is_lost(JOB, 3), made.is_lost(JOB, 4)) == ([3], True, False)
+
+
+@pytest.mark.parametrize(("newest", "claims"), [(1, [2]), (2, []), (5, [])])
+async def test_an_attempt_that_an_earlier_daemon_did_not_claim_is_claimed_at_the_start(newest: int, claims: list[int]) -> None:
+    storage = Storage(newest)
+    storage.answers.set()
+    made = Made(storage)
+    await made.adopt(JOB)
+    await made.claimed(JOB, 2)
+    assert storage.asked == claims

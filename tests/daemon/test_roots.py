@@ -17,7 +17,7 @@ from ckptd.daemon import roots
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.storage import PosixStorage
-from tests.support.daemons import Daemon, Home, running
+from tests.support.daemons import Daemon, Home, running, until
 
 USER, STRANGER = 12345, 65534
 
@@ -178,6 +178,7 @@ def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str
             agent = Agent("gpt", socket=place.socket)
             agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
             PosixStorage(place.root).pin("gpt", "step-00000001.a0001")
+            until(lambda: (place.root / "gpt" / "newest").exists(), "newest")
             found = modes(place)
             agent.close()
     finally:
