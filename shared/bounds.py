@@ -14,7 +14,7 @@ from ckptd.shared.errors import IntegrityError
 MAX_OBJECTS = 1 << 23
 """Lists, maps, texts and extensions that any document may hold: at most about 1 GB once they are decoded."""
 BYTES_OF_A_LIST, BYTES_OF_A_JSON_LIST = 2.0, 3.5
-"""A larger document may hold one list for so many of its bytes, and no more of the others. A checkpoint of 3,000 tensors on 1,024 ranks lists
+"""A larger document may hold one list for so many of its bytes, and no more of the others. 3,000 tensors on 1,024 ranks make
 3 million shards, each of which is 3 lists in 7 bytes or more, as JSON in 13."""
 MAX_DEPTH = 100
 """Levels of lists and maps in what is saved."""
