@@ -96,7 +96,10 @@ def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chan
     if not daemon.status()["ready"]:
         return done, f"{kind}: the daemon is not ready any more"
     if trainer.exitcode not in (-signal.SIGKILL, -signal.SIGBUS) and not done:
-        return done, f"{kind}: the trainer ended with {trainer.exitcode}"
+        gave_up = place.path / "gave up"
+        why = gave_up.read_text() if trainer.exitcode == GAVE_UP and gave_up.exists() else ""
+        if "was skipped" not in why:  # as on a machine that is busier than the stall budget is long
+            return done, f"{kind}: the trainer ended with {trainer.exitcode}; {why}"
     return done, ""
 
 
