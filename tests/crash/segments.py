@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from tests.crash.lives import OPTIONS, SIZE, STEPS, examine, train
+from tests.crash.lives import GAVE_UP, OPTIONS, SIZE, STEPS, examine, train
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home, running
 
