@@ -114,7 +114,7 @@ class Attachment:
         return not self._closed and not self._client.closed
 
     def is_current(self) -> bool:
-        """Whether its attempt is still the job's newest. Raises DaemonUnreachable."""
+        """Return True if this attempt is still the newest of the job. Raises DaemonUnreachable."""
         reply, _ = self._client.call(lambda n: m.Status(id=n), m.StatusReport, CALL_SECONDS)
         return all(job["attempt"] == self.attempt for job in json.loads(reply.report)["jobs"] if job["job"] == self.job)
 
@@ -251,7 +251,7 @@ class Attachment:
         self._no_longer_filled(pending)
 
     def wait_durable(self, pending: Pending) -> None:
-        """Until it is committed. Raises why it cannot be; DaemonUnreachable if the daemon has been away for `AWAY_SECONDS`."""
+        """Wait until it is committed. Raises the reason if it cannot be, DaemonUnreachable after `AWAY_SECONDS` without a daemon."""
         while True:
             try:
                 pending.wait("durable", timeout=1.0)
@@ -277,12 +277,12 @@ class Attachment:
         """The structure has changed on some ranks only."""
 
     def _settle(self) -> None:
-        """Until nothing is under way on other threads."""
+        """Wait until other threads have sealed, and have made their slots."""
         self._sealing.settle()
         self._slots.settle()
 
     def _hand_over_interrupted(self, pending: Pending) -> None:
-        """Tell of a seal that Ctrl-C came after: its call could not take note of it."""
+        """Hand over a slot that was sealed before Ctrl-C ended its call."""
         self.last_step = max(self.last_step, pending.step)
         self._pending[pending.attempt, pending.step] = pending
         self._seals.hand_over(pending)
@@ -304,7 +304,7 @@ class Attachment:
     # -- a daemon that comes and goes
 
     def _resume(self) -> None:
-        """On a new connection: take up the attempt, and tell again of every seal that has no answer."""
+        """Resume the attempt on a new connection, and tell again of every seal that has no answer."""
         if not self.attempt or self._beginning:
             return  # the call that begins the next attempt says so itself
         began, _ = self._client.call(

@@ -115,7 +115,7 @@ def call_around() -> str:
 
 
 def _after_fork() -> None:
-    """In a forked child: the calls that the parent is in are none of the child's, although their frames are on its stack."""
+    """Forget, in a forked child, the calls that the parent is in. Their frames are on the child's stack, but they are not its own."""
     global _locks
     _locks = weakref.WeakSet()
 

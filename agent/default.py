@@ -67,7 +67,7 @@ def close(timeout: float = CLOSE_SECONDS) -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child: the call that another thread of the parent was in will never leave."""
+    """Forget, in a forked child, the call that another thread of the parent was in: it will never leave."""
     global _calls
     _calls = CallLock()
 

@@ -123,12 +123,12 @@ class Grants:
         self._pay(segment, step)
 
     def pay_again(self) -> None:
-        """On a new connection: give back what the daemon may not have heard of."""
+        """Give back, on a new connection, every slot of which the daemon may not have heard."""
         for segment, step in tuple(self._owed):
             self._pay(segment, step)
 
     def owe_nothing(self) -> None:
-        """The attempt is over, and its slots with it."""
+        """Forget all slots to give back: the attempt is over, and its slots are gone."""
         self._owed.clear()
 
     def _pay(self, segment: str, step: int | None) -> None:

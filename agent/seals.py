@@ -16,14 +16,14 @@ class Seals:
         self._client, self._pending = client, pending
 
     def hand_over(self, pending: Pending) -> None:
-        """Tell of the seal without waiting for what becomes of it. If the daemon is away, `hand_over_again` tells it."""
+        """Tell the daemon of a seal, and do not wait for the save. If the daemon is away, `hand_over_again` tells it later."""
         self._client.post(
             lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step),
             lambda reply: self._answered(pending, reply),
         )
 
     def hand_over_again(self) -> None:
-        """On a new connection: tell of every seal that has no answer."""
+        """Tell the daemon, on a new connection, of every seal that has no answer yet."""
         for pending in list(self._pending.values()):
             if pending.state == "sealed":
                 self.hand_over(pending)

@@ -40,7 +40,7 @@ class Slots:
         return segment in self._slots
 
     def fit(self, needed: int) -> bool:
-        """Whether there are slots for `needed` bytes, and no others are being made."""
+        """Return True if there are slots for `needed` bytes, and no others are being made."""
         return (self._preparing is None or self._preparing.allocated.is_set()) and self._room() >= needed
 
     def get(self, segment: str) -> MappedSlot:
@@ -79,13 +79,13 @@ class Slots:
         return preparing
 
     def keep(self, segments: set[str]) -> None:
-        """Of these the daemon knows; others are gone."""
+        """Keep the slots that the daemon still knows, and forget the others."""
         for name in [name for name in self._slots if name not in segments]:
             log.warning("a slot is gone from shared memory: what was only there is lost")
             self._slots.pop(name).close_descriptors()
 
     def settle(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no slots are being made."""
         if self._preparing is not None:
             self._start()
             self._preparing.join()
@@ -109,7 +109,7 @@ class Slots:
         self._slots.clear()
 
     def forget(self) -> None:
-        """In a forked child."""
+        """Close, in a forked child, the copies of descriptors."""
         for slot in list(self._slots.values()):
             slot.close_descriptors()
         if self._preparing is not None:
@@ -137,14 +137,14 @@ class Preparation:
             _thread.start_new_thread(self._run, ())
 
     def wait(self, budget: float) -> bool:
-        """Whether the slots are there, waiting until `budget` seconds after they were asked for: a slow start costs that once."""
+        """Wait for the slots until `budget` seconds after the request: a slow start costs that once. Return True if they are there."""
         return self.allocated.wait(max(0.0, self._begun + budget - time.monotonic()))
 
     def join(self) -> None:
         self._over.wait()
 
     def forget(self) -> None:
-        """In a forked child: close the copies of descriptors, of slots that are being made."""
+        """Close, in a forked child, the copies of descriptors of slots that are being made."""
         for slot in list(self._made):
             slot.close_descriptors()
         for descriptor in self._descriptors:

@@ -196,7 +196,7 @@ class Orphans:
             self.start_timer(job)
 
     async def _watch(self) -> None:
-        """Until every adopted owner has come back or is dead. Alone in looking more than once: of these there is no pidfd yet."""
+        """Poll until every adopted owner has reconnected or is dead: there is no pidfd for these trainers until they reconnect."""
         engine = self._engine
         while waiting := [o for o in engine.owners.values() if o.notify is None and o.identity not in self._guards]:
             for owner in waiting:

@@ -43,7 +43,7 @@ class StorageCalls:
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckptd-storage")
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Wait for `call`, however long it takes."""
+        """Wait for a call that changes something, however long it takes. A look may use it too, if its caller has a deadline of its own."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, call)
 
     async def read(self, action: str, call: Callable[[], T]) -> T:
