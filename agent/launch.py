@@ -206,7 +206,7 @@ def _open_log(root: Path, log_file: Path) -> int:
             raise OSError(f"{log_file} is not a regular file: remove it") from None
         raise
     status = os.fstat(fd)
-    strange = not owners.is_trusted(status.st_uid) and os.geteuid() != 0 and owners.stranger(log_file.parent) != ""
+    strange = not owners.is_trusted(status.st_uid) and not owners.owns_new_files(log_file.parent, None, status.st_uid)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or strange:
         os.close(fd)
         raise OSError(f"{log_file} is not a regular file of uid {os.geteuid()} with one name: remove it")

@@ -86,7 +86,11 @@ class Claims:
 
     async def adopt(self, job: Job) -> None:
         """Claim the attempt that an earlier daemon of this root began and may not have claimed. A failure is left to the next save."""
-        if not job.attempt or await self._attempts.find_newest(job.name) >= job.attempt:
+        try:
+            if not job.attempt or await self._attempts.find_newest(job.name) >= job.attempt:
+                return
+        except StorageError as error:  # a job whose directory cannot be listed must not keep the others from starting
+            log.warning("job %s attempt %d: it is not known whether it is claimed: %s", job.name, job.attempt, error)
             return
         log.warning("job %s attempt %d has no claim: it is claimed now", job.name, job.attempt)
         task = self._pending[job.name, job.attempt] = self._start(job, job.attempt)

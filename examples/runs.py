@@ -35,7 +35,7 @@ SETTINGS = {
     "MKL_CBWR": "AUTO,STRICT",  # nor may a buffer's alignment matter (oneMKL, "Getting Reproducible Results with Conditional NR")
 }
 NOT_FOR_THE_TRAINER = ("CKPTD_ROOT", "CKPTD_SOCKET", "CKPTD_JOB", "CKPTD_CONFIG")
-RECOVERED = re.compile(r"^recovered step (\d+) of attempt (\d+) from (\w+) in ([\d.]+) s(?: on rank \d+)?$", re.MULTILINE)
+RECOVERED = re.compile(r"recovered step (\d+) of attempt (\d+) from (\w+) in ([\d.]+) s(?: on rank \d+)?")  # ranks may print into one line
 HEADINGS = ("killed", "in step", "back to step", "from", "within", "redone")
 BEGUN = time.monotonic()
 

@@ -90,12 +90,12 @@ def stranger(path: str | Path, directory: int | None = None, called: str | Path 
     """
     for follow in (False, True):
         uid = os.stat(path, dir_fd=directory, follow_symlinks=follow).st_uid
-        if not is_trusted(uid) and not _owns_new_files(path, directory, uid):
+        if not is_trusted(uid) and not owns_new_files(path, directory, uid):
             return f"{called or path} belongs to uid {uid}, not to uid {os.geteuid()} or root"
     return ""
 
 
-def _owns_new_files(path: str | Path, directory: int | None, uid: int) -> bool:
+def owns_new_files(path: str | Path, directory: int | None, uid: int) -> bool:
     """Return True if a file that this process makes in the directory `path` belongs to `uid`."""
     name = f".ckptd-owner-{secrets.token_hex(8)}"
     try:
