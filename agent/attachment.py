@@ -59,7 +59,7 @@ class Attachment:
         self._pending: dict[tuple[int, int], Pending] = {}
         self._closed = self._gone = False
         self._beginning = False
-        """Whether a next attempt was begun and not all that belongs to it is done: Ctrl-C may come in between."""
+        """True while a next attempt has begun and its slots and plans are not in order yet: Ctrl-C may come in between."""
         self._refused: deque[Pending] = deque()  # nested calls, which the other ranks are told of when the outer call ends
         self._pid = os.getpid()
         self.attempt = 0

@@ -154,7 +154,7 @@ class Client:
             return call.reply
 
     def give_back(self, reply: m.Reply, descriptors: Sequence[Descriptor] = ()) -> None:
-        """Nobody wants this reply: close what came with it, and give back what it grants."""
+        """Close the descriptors of a reply that nobody wants, and give back the slot that it grants."""
         for descriptor in descriptors:
             descriptor.close()
         self._late(reply)

@@ -25,6 +25,7 @@ from ckptd.shared import messages as m
 from ckptd.shared import session as s
 from ckptd.shared.errors import Busy, CkptdError, Forbidden, InternalError, ProtocolError, StorageError, VersionMismatch
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.owners import peer_of
 
 log = logging.getLogger("ckptd.server")
 
@@ -35,7 +36,6 @@ _NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOM
 _THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 _NONE_LEFT = -2  # instead of a pidfd
-_UCRED = struct.Struct("iII")
 
 Reply = tuple[m.Message, Sequence[int]]
 """A message and the descriptors that go with it; they are closed once sent."""
@@ -145,7 +145,7 @@ class Connection:
         self._seals: set[asyncio.Task[None]] = set()  # what was sealed before a request is known before it is answered
         self._owner: Owner | None = None
         self.task: asyncio.Task[None] | None = None
-        pid, self._uid, _ = _UCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, self._uid = peer_of(client)
         self.peer = f"pid {pid}"
         self._pidfd = _peer_pidfd(client, pid)
 

@@ -25,12 +25,18 @@ def is_trusted(uid: int) -> bool:
     return uid in (os.geteuid(), 0)
 
 
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process number and the uid of the other side of a Unix socket, as the kernel recorded them (SO_PEERCRED)."""
+    pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
+
+
 def check_peer(connection: socket.socket, path: Path) -> None:
     """Check that the process that listens at `path` belongs to this user or to root. Raises Forbidden.
 
     The kernel recorded that user when the process began to listen (unix(7), SO_PEERCRED); systemd listens as root for its sockets.
     """
-    _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    _, uid = peer_of(connection)
     if not is_trusted(uid):
         raise Forbidden(
             f"the process that listens at {path} belongs to uid {uid}, not to uid {os.geteuid()} or root, and nothing was sent to it: "
