@@ -228,3 +228,14 @@ def test_a_manifest_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("ckptd.shared.manifest.MAX_MANIFEST", len(data) - 1)
     with pytest.raises(IntegrityError, match=f"manifest has more than {len(data) - 1:,d} bytes"):
         Manifest.decode(data)
+
+
+def test_content_that_is_nested_too_deep_is_refused() -> None:
+    """What reads it may be recursive, and must not run out of stack."""
+
+    def nested(levels: int) -> bytes:
+        return resealed(lambda members: members.update(user_content=json.loads("[" * levels + "]" * levels)))
+
+    assert Manifest.decode(nested(256)).user_content
+    with pytest.raises(IntegrityError):
+        Manifest.decode(nested(257))
