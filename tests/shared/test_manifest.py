@@ -239,3 +239,10 @@ def test_content_that_is_nested_too_deep_is_refused() -> None:
     assert Manifest.decode(nested(256)).user_content
     with pytest.raises(IntegrityError):
         Manifest.decode(nested(257))
+
+
+def test_a_manifest_that_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make().encode()
+    monkeypatch.setattr("ckptd.shared.manifest.MAX_MANIFEST", len(data) - 1)
+    with pytest.raises(IntegrityError, match=f"manifest would have {len(data)} bytes, and no reader takes more than {len(data) - 1}"):
+        make().encode()
