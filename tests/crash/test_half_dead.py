@@ -394,7 +394,7 @@ def test_a_zombie_is_told_of_the_new_attempt(place: Home) -> None:
 @pytest.mark.parametrize("fate", ["all go on", "one dies", "all die"])
 def test_a_daemon_that_is_killed_between_seals(place: Home, fate: str) -> None:
     """All ranks have sealed step 1, which is saved nowhere, and half of them step 2."""
-    budget = {"CKPTD_STALL_BUDGET": "2"}
+    budget = {"CKPTD_STALL_BUDGET": "20"}
     with running(place, failpoints="persist.created=hang", environment=budget) as first, start(place) as ranks:
         assert ranks.call(trainer.take, [1]) == [["sealed"]] * 4
         ranks.call(trainer.stop_at, "agent.documents", only=[2])
