@@ -1,4 +1,4 @@
-"""One public call at a time: other threads wait, and a call from inside another one in the same thread is refused.
+"""A lock that lets in one public call at a time. Other threads wait; a call inside another call of the same thread is refused.
 
 A call inside another comes from a signal handler, or from a state_dict() that calls ckptd. It would find half of the outer call's work
 done, and could wait for ever for a lock that the interrupted call holds.
@@ -83,7 +83,7 @@ class CallLock:
 
 
 class _Call:
-    """One call that is in, or wants to be. `frame`: of the function that has the `with` statement."""
+    """A public call that runs or waits to run. `frame` is the frame of the function that has the `with` statement."""
 
     def __init__(self, lock: CallLock, name: str, timeout: float) -> None:
         self.name, self.timeout = name, timeout

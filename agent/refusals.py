@@ -1,4 +1,4 @@
-"""Why a plain value cannot be saved: checks that name its key, and say what to save instead."""
+"""Refuses plain values that cannot be saved: names the key, and says what to save instead."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Schedule:
         return best_interval(statistics.median(self._stalls), self._mtbf) if self._stalls else None
 
     def due(self, step: int) -> bool:
-        """Whether to snapshot after this step; all ranks hear the same. Ask about every step.
+        """Return True if a snapshot is due after this step, the same on all ranks. Ask about every step.
 
         Raises Busy inside another call of this thread, as in a signal handler: what ranks have agreed on must not change under it.
         """

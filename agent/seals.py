@@ -1,4 +1,4 @@
-"""What becomes of seals: the daemon is told of each, again after a lost connection, until its snapshot is durable or has failed."""
+"""Tells the daemon of every seal, again after a lost connection, until the snapshot is durable or has failed."""
 
 from __future__ import annotations
 

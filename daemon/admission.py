@@ -155,7 +155,7 @@ class Admission:
         return refusal
 
     async def _decide(self, job: Job, owners: list[Owner], wait: float, granted: Key | None = None) -> str:
-        """Why not all of them have a free slot within `wait` seconds. A rank that is late is waited for once, not at every step.
+        """Return the reason if a rank has no free slot after `wait` seconds, else "". A late rank is waited for once, not at every step.
 
         granted: a rank that has been granted a slot for this step meanwhile is not waited for.
         """

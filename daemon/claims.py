@@ -18,7 +18,7 @@ from ckptd.shared.errors import Fenced, StorageError
 log = logging.getLogger("ckptd.claims")
 
 CLAIM_SECONDS = 5.0
-"""For the storage to answer before an attempt begins in memory: well below the 30 s that an agent waits for `Began`."""
+"""How long the storage has to answer before an attempt begins in memory: well below the 30 s that an agent waits for `Began`."""
 
 
 class Claims:

@@ -36,7 +36,7 @@ LEAST_INODES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding: a sentence for people, values for programs. `level` is ok, warning or failed."""
+    """A finding of one check: a sentence for people, values for programs. `level` is ok, warning or failed."""
 
     name: str
     level: str

@@ -29,7 +29,7 @@ HOW_TO_RAISE = "raise it with LimitNOFILE= in the systemd unit, `ulimit -n`, or 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the descriptors of one daemon are divided. `own`: those that are open without any client."""
+    """A plan that divides the descriptors of one daemon. `own`: those that are open without any client."""
 
     slots: int
     files: int = 1

@@ -281,7 +281,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
 
 
 def verification(path: Path) -> Iterator[dict[str, Any]]:
-    """One result a checkpoint, each after every byte of it was read. Raises NotFound, Busy."""
+    """Yield one result for each checkpoint, after every byte of the checkpoint was read. Raises NotFound, Busy."""
     storage, job, tag = place(path)
     tags = [tag] if tag is not None else [name for name, _ in manifests(storage, job)]
     if not tags:

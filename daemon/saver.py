@@ -1,4 +1,4 @@
-"""From a sealed snapshot to a committed checkpoint: owns the order of things on storage.
+"""Saves a sealed snapshot as a committed checkpoint. Owns the order of operations on storage.
 
 Check, stage, write, journal, commit, journal, tell, `newest`, retention: nothing here is reordered. One save a job at a time, in
 the order of the seals. Every failure ends in `Snapshot.reason`, a Progress message and a counter; the copy in memory stands.

@@ -63,7 +63,7 @@ class Server:
         self.connections: set[Connection] = set()
         self.refused = self.pauses = 0
         self.paused: str | None = None
-        """Why no client is accepted at the moment."""
+        """The reason why no client is accepted at the moment, or ""."""
         self._refusing = False  # the last client was refused, and the log has said so
         self._closed = asyncio.Event()  # a connection has been closed since it was last cleared
 
