@@ -359,11 +359,11 @@ class Connection:
         if self._socket.fileno() < 0:
             return
         self._session.close()
-        asyncio.get_running_loop().remove_writer(self._socket)
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends a recv under way, which would keep the descriptor open
-        except OSError:
-            pass
+        loop = asyncio.get_running_loop()
+        loop.remove_writer(self._socket)
+        loop.remove_reader(self._socket)  # before the descriptor is closed: the next client may get its number
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
         self._socket.close()
         for _, descriptors in self._out:
             _close_all(descriptors)

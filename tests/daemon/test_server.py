@@ -6,6 +6,8 @@ import os
 import random
 import socket
 import struct
+import sys
+import time
 from typing import Any
 
 import msgspec
@@ -91,6 +93,29 @@ def test_another_protocol_version_is_refused_with_both_ranges(daemon: Daemon) ->
     assert isinstance(answer, m.Error)
     assert answer.code == "version"
     assert "client speaks protocol 7 to 9, this daemon 1 to 1" in answer.message
+
+
+def without_uvloop() -> None:
+    sys.modules["uvloop"] = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
+def test_the_next_client_with_the_same_descriptor_number_is_heard(place: Home, event_loop: str) -> None:
+    """The daemon hangs up on a client while it waits for that client's next bytes. The next client gets the same number."""
+    daemon = Daemon(place, forked=without_uvloop if event_loop == "asyncio" else True).wait_ready()
+    try:
+        for _ in range(3):
+            with connect(daemon) as refused:
+                refused.sendall(frames.encode(m.encode(m.Hello(id=1, min_version=7, max_version=9))))
+                answers(refused)
+            with connect(daemon) as client:
+                client.sendall(hello())
+                client.recv(65536)
+                time.sleep(0.1)  # until the daemon waits again
+                client.sendall(frames.encode(m.encode(m.Status(id=2))))
+                assert client.recv(65536)
+    finally:
+        daemon.kill()
 
 
 def test_random_bytes_and_mutated_frames(daemon: Daemon) -> None:

@@ -195,9 +195,13 @@ def home() -> Iterator[Home]:
 def running(
     place: Home, *arguments: str, failpoints: str = "", environment: dict[str, str] | None = None, forked: bool = False
 ) -> Iterator[Daemon]:
+    """Run a daemon. If the body fails, its report has the end of the daemon's log."""
     daemon = Daemon(place, *arguments, failpoints=failpoints, environment=environment, forked=forked)
     try:
         yield daemon.wait_ready()
+    except BaseException:
+        print(f"the daemon's exit code: {daemon.process.poll()}; the end of its log:\n{place.log_text()[-8000:]}")
+        raise
     finally:
         daemon.close()
 
