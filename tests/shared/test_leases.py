@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,8 @@ from ckptd.shared.errors import Busy, NotFound
 from ckptd.shared.leases import deletion, give_back, holders, lease
 from ckptd.shared.storage import PosixStorage
 from tests.shared.samples import write_checkpoint
-from tests.support.strangers import KINDS, NOBODY, holding, is_another_user, open_place
+from tests.support.forks import context
+from tests.support.strangers import KINDS, NOBODY, holding, open_place
 
 TAG = "step-00001000.a0002"
 PLACE = ("gpt", TAG)
@@ -84,24 +84,24 @@ def test_nothing_is_locked_where_nothing_is_committed(storage: PosixStorage) -> 
     assert holders(storage, "other", TAG) == ""
 
 
-DELETE = """
-import sys
-from pathlib import Path
-from ckptd.shared.leases import deletion
-from ckptd.shared.storage import PosixStorage
-with deletion(PosixStorage(Path(sys.argv[1])), sys.argv[2], sys.argv[3]):
-    print("deleting")
-"""
+def delete_as_nobody(told: Connection, storage: PosixStorage) -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    try:
+        with deletion(storage, *PLACE):
+            told.send("deleting")
+    except Busy as error:
+        told.send(str(error))
 
 
-@pytest.mark.skipif(not is_another_user(), reason="needs root and setpriv")
+@pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 def test_a_deleter_that_may_not_write_the_manifest_is_told_so(storage: PosixStorage) -> None:
-    another = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    done = subprocess.run(
-        [*another, sys.executable, "-c", DELETE, storage.root, *PLACE], capture_output=True, text=True, check=False, timeout=100
+    heard, told = context().Pipe(duplex=False)
+    process = context().Process(target=delete_as_nobody, args=(told, storage))
+    process.start()
+    assert heard.poll(100)
+    assert heard.recv() == (
+        f"checkpoint gpt/{TAG} cannot be deleted by uid {NOBODY}: its manifest belongs to uid 0 and may not be written; delete it as uid 0"
     )
-    assert done.stdout == ""
-    assert done.stderr.splitlines()[-1] == (
-        f"ckptd.shared.errors.Busy: checkpoint gpt/{TAG} cannot be deleted by uid {NOBODY}: its manifest belongs to uid 0 and may not be "
-        "written; delete it as uid 0"
-    )
+    process.join()
