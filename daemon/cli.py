@@ -5,6 +5,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrit
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -116,6 +117,7 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
     )  # fmt: skip
+    faulthandler.enable()  # an end by SIGSEGV or SIGABRT leaves every thread's traceback in the log
     _give_way()
     from ckptd.daemon import limits
     from ckptd.daemon.app import App

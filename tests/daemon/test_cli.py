@@ -54,6 +54,14 @@ def test_a_daemon_takes_no_core_from_the_training(daemon: Daemon) -> None:
     assert {os.sched_getscheduler(thread.id) for thread in process.threads()} == {os.SCHED_BATCH}
 
 
+def test_a_crash_in_native_code_leaves_a_traceback(daemon: Daemon) -> None:
+    daemon.process.send_signal(signal.SIGABRT)
+    assert daemon.died() == -signal.SIGABRT
+    log = daemon.home.log_text()
+    assert "Fatal Python error: Aborted" in log
+    assert "daemon/app.py" in log or "daemon/cli.py" in log
+
+
 def test_status(full: Daemon) -> None:
     text = ckptd("status", "--socket", full.home.socket)
     assert text.returncode == 0
