@@ -8,9 +8,9 @@ import pytest
 
 from ckptd.agent.values import decode
 from ckptd.shared.errors import IntegrityError, NewerFormat
-from tests.support.limited import outcomes
+from tests.support.limited import SCALE, outcomes
 
-MANY = 20 << 20
+MANY = (20 << 20) // SCALE
 
 
 def array(count: int, element: bytes) -> bytes:
@@ -30,8 +30,8 @@ HOSTILE = {
     "lists": array(MANY, b"\x90"),
     "lists in a tuple": extension(2, array(MANY, b"\x90")),
     "lists in an object of a rank": extension(20, b"\x92\xa6module" + extension(21, array(MANY, b"\x90"))),
-    "maps": array(5 << 20, b"\x81\xa1a\x01"),
-    "tensors": array(9 << 20, b"\xd4\x01w"),
+    "maps": array((5 << 20) // SCALE, b"\x81\xa1a\x01"),
+    "tensors": array((9 << 20) // SCALE, b"\xd4\x01w"),
     "nested lists": b"\x91" * 300 + b"\x90",
     "nested tuples": tuples(300),
     "digits": extension(6, b"9" * 5_000),

@@ -22,9 +22,10 @@ from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MAX_CHUNKS, MAX_DIMENSIONS, MAX_DOCUMENT, MAX_ITEMS, MAX_TEXT, Alias, Item, Plan, Region, chunk_ranges
 from ckptd.shared.request import MAX_REQUEST, Request
 from tests.shared.samples import NONCE, WRITER, encode_part, memory_file, packed_slot, sample_plan, steady, values_after
-from tests.support.limited import outcomes
+from tests.support.limited import SCALE, outcomes
 
-MANY = 20 << 20
+MANY = (20 << 20) // SCALE
+MILLION = (1 << 20) // SCALE
 
 
 def array(count: int, element: bytes) -> bytes:
@@ -47,12 +48,12 @@ ITEM = msgspec.msgpack.encode(Item("w", "bool", (), (), (), None, 0))
 LONG = (1,) * 90_000
 PLANS: dict[str, bytes] = {
     "metadata of lists": document(metadata=b"\x81\xa1w" + array(MANY, b"\x90")),
-    "metadata of maps": document(metadata=described(chunks=array(5 << 20, b"\x81\xa1a\x01"))),
-    "shards without dimensions": document(metadata=described(chunks=array(3 << 20, b"\x92\x90\x90"))),
+    "metadata of maps": document(metadata=described(chunks=array(5 * MILLION, b"\x81\xa1a\x01"))),
+    "shards without dimensions": document(metadata=described(chunks=array(3 * MILLION, b"\x92\x90\x90"))),
     "metadata of other names": document(
-        metadata=b"\xdf" + (5 << 20).to_bytes(4) + b"".join(b"\xa4%04x\x80" % n for n in range(1 << 16)) * 80
+        metadata=b"\xdf" + (5 * MILLION).to_bytes(4) + b"".join(b"\xa4%04x\x80" % n for n in range(MILLION)) * 5
     ),
-    "millions of items": document(items=array(2 << 20, ITEM)),
+    "millions of items": document(items=array(2 * MILLION, ITEM)),
     "millions of regions": document(regions=array(MANY // 4, b"\x93\x00\x00\x01")),
     "many writers": document(writer=b"\xdf" + (1 << 20).to_bytes(4) + b"".join(b"\xa5%05x\xa1a" % n for n in range(1 << 20))),
     "90,000 dimensions": Plan([Region(0, 4, 4)], [Item("w", "float32", LONG, LONG, LONG, LONG, 0)], [], None, WRITER).encode(),
@@ -98,9 +99,9 @@ def manifest_text() -> str:
 
 MANIFESTS: dict[str, bytes] = {
     "2^62 ranks": manifest(lambda m: m.update(world_size=(1 << 62) - 1)),
-    "lists": spliced("[" + "[]," * (9 << 20) + "[]]"),
-    "texts": spliced("[" + '"ab",' * (9 << 20) + '""]'),
-    "maps": spliced("[" + '{"ab":1},' * (5 << 20) + "{}]"),
+    "lists": spliced("[" + "[]," * (9 * MILLION) + "[]]"),
+    "texts": spliced("[" + '"ab",' * (9 * MILLION) + '""]'),
+    "maps": spliced("[" + '{"ab":1},' * (5 * MILLION) + "{}]"),
     "nested": spliced("[" * 300 + "]" * 300),
     "nested further": spliced("[" * 100_000 + "]" * 100_000),
     "a number without end": spliced("9" * 5000),
@@ -144,7 +145,7 @@ def test_a_plan_at_its_limits_is_read_in_little_memory(tmp_path: Path) -> None:
         "maps": document(metadata=described(novelty=array(MAX_OBJECTS // 2 - 100, b"\x81\xa1a\x01"))),
         "shards": document(metadata=described(chunks=array(MAX_OBJECTS // 3 - 100, b"\x92\x90\x90"))),
     }
-    assert {kind for kind, _ in outcomes("ckptd.shared.plan", "Plan.decode", most, tmp_path).values()} == {"nothing"}
+    assert {kind for kind, _ in outcomes("ckptd.shared.plan", "Plan.decode", most, tmp_path, scale=1).values()} == {"nothing"}
 
 
 def test_sizes_at_the_limits() -> None:
