@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.arguments import make_request, ranks_of
 from ckptd.agent.attachment import Attachment
-from ckptd.agent.call_lock import Nested
 from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.grants import Question
 from ckptd.agent.layouts import PLAN_SECONDS, Layouts
@@ -32,6 +31,7 @@ from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
 from ckptd.agent.save_plan import resolves_by_itself, values_of
 from ckptd.agent.staging import Documents, document_offsets
+from ckptd.agent.threads.call_lock import Nested
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.request import Request
 from ckptd.shared.retention import Policy, checked

@@ -16,11 +16,9 @@ from collections.abc import Callable
 import torch
 
 from ckptd.agent.arguments import job_name
-from ckptd.agent.call_lock import CallLock
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
 from ckptd.agent.fences import Transfer
-from ckptd.agent.flag import Waiters
 from ckptd.agent.grants import MOST_REASON, Grants
 from ckptd.agent.launch import find_place
 from ckptd.agent.meeting import begin
@@ -30,6 +28,8 @@ from ckptd.agent.sealing import Sealing
 from ckptd.agent.seals import Seals
 from ckptd.agent.slots import Slots
 from ckptd.agent.staging import Documents, MappedSlot, batches
+from ckptd.agent.threads.call_lock import CallLock
+from ckptd.agent.threads.flag import Waiters
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, StructureChanged, from_wire
 from ckptd.shared.failpoints import failpoint

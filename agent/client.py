@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ckptd.agent.call_lock import Nested
-from ckptd.agent.flag import Flag
 from ckptd.agent.launch import Place
+from ckptd.agent.threads.call_lock import Nested
+from ckptd.agent.threads.flag import Flag
 from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
 from ckptd.shared.descriptor import Descriptor

@@ -8,10 +8,10 @@ from typing import Any
 
 from ckptd.agent.agent import Agent
 from ckptd.agent.attachment import CLOSE_SECONDS
-from ckptd.agent.call_lock import CallLock
 from ckptd.agent.pending import Pending
 from ckptd.agent.recovery import Recovered
 from ckptd.agent.restore import OnReshape
+from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import CkptdError
 
 _default: Agent | None = None

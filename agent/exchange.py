@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ckptd.agent.flag import Flag
+from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
 
 _PIECE = 4 << 20  # the store's server takes values of at most 8 MiB (TCPStoreLibUvBackend.cpp)

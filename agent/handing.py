@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.agent.attachment import SAVE_SECONDS, Attachment, attachments
-from ckptd.agent.call_lock import CallLock
 from ckptd.agent.exchange import Told
 from ckptd.agent.launch import find_place
 from ckptd.agent.pending import Pending
@@ -23,6 +22,7 @@ from ckptd.agent.planning import Layout, dtype_of
 from ckptd.agent.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.sources import attempts_of
 from ckptd.agent.staging import Documents, MappedSlot, document_offsets
+from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed
 from ckptd.shared.request import Request

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from ckptd.agent.call_lock import Nested, call_around
-from ckptd.agent.flag import Waiters
+from ckptd.agent.threads.call_lock import Nested, call_around
+from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.errors import CkptdError, SnapshotFailed
 from ckptd.shared.lifecycle import Event, State, step
 

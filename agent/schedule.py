@@ -17,8 +17,8 @@ import msgspec
 
 from ckptd.agent import default
 from ckptd.agent.agent import Agent
-from ckptd.agent.call_lock import CallLock, Nested
 from ckptd.agent.pending import Pending
+from ckptd.agent.threads.call_lock import CallLock, Nested
 from ckptd.shared.errors import CkptdError
 
 log = logging.getLogger("ckptd.agent")

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from ckptd.agent.client import Client
-from ckptd.agent.flag import Flag
 from ckptd.agent.numa import home_node
 from ckptd.agent.staging import MappedSlot
+from ckptd.agent.threads.flag import Flag
 from ckptd.shared import messages as m
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import CkptdError, InternalError, StorageError

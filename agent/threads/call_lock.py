@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from ckptd.agent.flag import Waiters
+from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.errors import Busy
 
 _LOOK_SECONDS = 0.05  # between looks whether the call of another thread was interrupted before it could leave

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ckptd.agent.call_lock import CallLock, Nested, call_around
+from ckptd.agent.threads.call_lock import CallLock, Nested, call_around
 from ckptd.shared.errors import Busy
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from ckptd.agent.flag import Flag, Waiters
+from ckptd.agent.threads.flag import Flag, Waiters
 
 
 def test_it_is_set_and_cleared() -> None:

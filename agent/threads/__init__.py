@@ -1,0 +1,1 @@
+"""Waits and locks that Ctrl-C, signal handlers, forks and other threads cannot break."""
