@@ -20,10 +20,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.arguments import make_request, ranks_of
 from ckptd.agent.attachment import Attachment
-from ckptd.agent.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.grants import Question
 from ckptd.agent.layouts import PLAN_SECONDS, Layouts
-from ckptd.agent.naming import modules_of
 from ckptd.agent.pending import Pending
 from ckptd.agent.planned import plan_save
 from ckptd.agent.planning import Layout, dtype_of
@@ -31,6 +29,8 @@ from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
 from ckptd.agent.save_plan import resolves_by_itself, values_of
 from ckptd.agent.staging import Documents, document_offsets
+from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
+from ckptd.agent.state.naming import modules_of
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.request import Request

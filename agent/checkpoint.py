@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ckptd.agent import values
 from ckptd.agent.loading import load, materialize
-from ckptd.agent.merge import bare, merge
 from ckptd.agent.planning import dtype_of
 from ckptd.agent.slicing import Index, read_slice
 from ckptd.agent.sources import Opened, locate, newer, open_storage
+from ckptd.agent.state import values
+from ckptd.agent.state.merge import bare, merge
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.manifest import Manifest

@@ -13,15 +13,15 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptd.agent import values
-from ckptd.agent.capture import Captured
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
 from ckptd.agent.global_plan import Offer, Share, share_out
-from ckptd.agent.merge import value_digests
-from ckptd.agent.naming import buffer_names
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout, Local, plan_locally
+from ckptd.agent.state import values
+from ckptd.agent.state.capture import Captured
+from ckptd.agent.state.merge import value_digests
+from ckptd.agent.state.naming import buffer_names
 from ckptd.agent.structure import Sources, Structure, difference
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError

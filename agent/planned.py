@@ -28,7 +28,7 @@ from ckptd.agent.load_plan import read_plan
 from ckptd.agent.planning import Layout
 from ckptd.agent.save_plan import Resolved, check_complete, plain_metadata
 from ckptd.agent.sources import Opened
-from ckptd.agent.values import PerRank
+from ckptd.agent.state.values import PerRank
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
 
 T = TypeVar("T")

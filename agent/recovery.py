@@ -17,14 +17,14 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ckptd.agent.capture import set_rng_state
 from ckptd.agent.client import Client
 from ckptd.agent.exchange import Ranks
 from ckptd.agent.loading import load, materialize
-from ckptd.agent.merge import Foreign, merge
 from ckptd.agent.planned import PlannedLoad
 from ckptd.agent.restore import Binding, OnReshape, mismatch
 from ckptd.agent.sources import Opened, newer, open_memory, open_storage
+from ckptd.agent.state.capture import set_rng_state
+from ckptd.agent.state.merge import Foreign, merge
 from ckptd.shared import messages as m
 from ckptd.shared.errors import (
     CkptdError,

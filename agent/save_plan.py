@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.capture import check_tensor
 from ckptd.agent.planning import Key, Layout, Row, check_item, dtype_name, dtype_of, layout_of, memory
-from ckptd.agent.values import Packer, TensorRef
+from ckptd.agent.state.capture import check_tensor
+from ckptd.agent.state.values import Packer, TensorRef
 from ckptd.shared.coverage import check_all
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from ckptd.shared.plan import BLOB

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from ckptd.agent.loading import Saved
-from ckptd.agent.merge import bare, merge
-from ckptd.agent.values import TensorRef, decode, filled, tensor_names
+from ckptd.agent.state.merge import bare, merge
+from ckptd.agent.state.values import TensorRef, decode, filled, tensor_names
 from ckptd.shared import names
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue

@@ -95,6 +95,6 @@ def test_one_that_does_not_is_given_up_at_the_deadline(agent: Agent, daemon: Dae
 
 def test_generators_that_need_more_room_cost_one_snapshot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     large = {"torch": b"x" * 500_000}
-    monkeypatch.setattr("ckptd.agent.capture.rng_state", lambda: large)
+    monkeypatch.setattr("ckptd.agent.state.capture.rng_state", lambda: large)
     assert agent.snapshot(STATE, step=1).state in ("failed", "sealed", "durable")
     agent.snapshot(STATE, step=2).wait("durable", timeout=60)

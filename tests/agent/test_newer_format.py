@@ -12,7 +12,7 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent import recovery as agent_recovery
-from ckptd.agent.values import decode
+from ckptd.agent.state.values import decode
 from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat
 from tests.support.daemons import Daemon, Home, running
 from tests.support.forged import Shards, forge

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptd.agent import Agent, Checkpoint, CkptdError, per_rank, recovery
-from ckptd.agent.values import PerRank
+from ckptd.agent.state.values import PerRank
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ckptd.agent.values import ObjectNode, PerRank, TensorRef, decode
+from ckptd.agent.state.values import ObjectNode, PerRank, TensorRef, decode
 from tests.golden import make
 
 DOCUMENT = (make.PLACE / "values.msgpack").read_bytes()

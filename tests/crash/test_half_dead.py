@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptd.agent import Checkpoint, values
+from ckptd.agent import Checkpoint
+from ckptd.agent.state import values
 from ckptd.shared import names
 from ckptd.shared.segment import read_header
 from tests.crash import rank_trainer as trainer

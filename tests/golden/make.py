@@ -200,7 +200,7 @@ def values() -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from ckptd.agent.values import per_rank
+    from ckptd.agent.state.values import per_rank
 
     return {
         "plain": [None, True, -1, 0.5, "text", b"bytes", 2**64 - 1, -(2**63)],
@@ -229,7 +229,7 @@ def values() -> dict[str, Any]:
 
 
 def values_document() -> bytes:
-    from ckptd.agent.values import Packer
+    from ckptd.agent.state.values import Packer
 
     packer = Packer(lambda value, path: ("stateful", {"epoch": 3, "seen": (1, 2)}) if isinstance(value, Stateful) else None)
     return packer.encode_map({"state": packer.pack(values(), ""), "rng": None})

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.agent.values import ObjectNode, Packer, PerRank, TensorRef, like
+from ckptd.agent.state.values import ObjectNode, Packer, PerRank, TensorRef, like
 from ckptd.shared.errors import UnsavableValue
 
 

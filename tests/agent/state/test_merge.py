@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.agent.merge import Foreign, OfRanks, bare, merge, own_part, value_digests
-from ckptd.agent.values import ObjectNode, PerRank, TensorRef
+from ckptd.agent.state.merge import Foreign, OfRanks, bare, merge, own_part, value_digests
+from ckptd.agent.state.values import ObjectNode, PerRank, TensorRef
 from ckptd.shared.errors import UnsavableValue
 
 

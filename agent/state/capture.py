@@ -19,8 +19,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.naming import KeptNames, Names, canonical_keys, find, flattens, modules_of, parameter_keys, unwrapped
-from ckptd.agent.values import NESTED, Known, Packer
+from ckptd.agent.state.naming import KeptNames, Names, canonical_keys, find, flattens, modules_of, parameter_keys, unwrapped
+from ckptd.agent.state.values import NESTED, Known, Packer
 from ckptd.shared.bounds import check_msgpack
 from ckptd.shared.errors import IntegrityError, UnsavableValue
 from ckptd.shared.plan import MAX_DIMENSIONS

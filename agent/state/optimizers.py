@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckptd.agent.values import filled
+from ckptd.agent.state.values import filled
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:

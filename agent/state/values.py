@@ -22,7 +22,7 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.refusals import check_text, digits, said, too_deep
+from ckptd.agent.state.refusals import check_text, digits, said, too_deep
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, check_msgpack, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 

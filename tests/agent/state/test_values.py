@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.agent.values import decode
+from ckptd.agent.state.values import decode
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from tests.support.limited import SCALE, outcomes
 
@@ -40,7 +40,7 @@ HOSTILE = {
 
 
 def test_hostile_values_are_refused_in_little_memory(tmp_path: Path) -> None:
-    for name, (kind, sentence) in outcomes("ckptd.agent.values", "decode", HOSTILE, tmp_path).items():
+    for name, (kind, sentence) in outcomes("ckptd.agent.state.values", "decode", HOSTILE, tmp_path).items():
         assert kind == "IntegrityError", (name, kind, sentence)
         assert "\n" not in sentence, name
 
