@@ -18,10 +18,10 @@ import torch.distributed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from ckptd.agent.arguments import make_request, ranks_of
 from ckptd.agent.attachment import Attachment
 from ckptd.agent.grants import Question
 from ckptd.agent.layouts import PLAN_SECONDS, Layouts
+from ckptd.agent.link.arguments import make_request, ranks_of
 from ckptd.agent.pending import Pending
 from ckptd.agent.planned import plan_save
 from ckptd.agent.planning import Layout, dtype_of

@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 import torch
 
-from ckptd.agent.arguments import job_name
-from ckptd.agent.client import Client
-from ckptd.agent.exchange import Ranks
 from ckptd.agent.fences import Transfer
 from ckptd.agent.grants import MOST_REASON, Grants
-from ckptd.agent.launch import find_place
-from ckptd.agent.meeting import begin
+from ckptd.agent.link.arguments import job_name
+from ckptd.agent.link.attempt import begin
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.launch import find_place
+from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout
 from ckptd.agent.sealing import Sealing

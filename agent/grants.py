@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckptd.agent.asking import Asking
-from ckptd.agent.client import Client
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.slot_requests import Asking
 from ckptd.agent.pending import Pending
 from ckptd.agent.sealing import Sealing
 from ckptd.agent.slots import Slots

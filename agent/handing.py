@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.agent.attachment import SAVE_SECONDS, Attachment, attachments
-from ckptd.agent.exchange import Told
-from ckptd.agent.launch import find_place
+from ckptd.agent.link.launch import find_place
+from ckptd.agent.link.rounds import Told
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout, dtype_of
 from ckptd.agent.save_plan import Resolved, resolves_by_itself

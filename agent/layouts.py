@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptd.agent.client import Client
-from ckptd.agent.exchange import Ranks
 from ckptd.agent.global_plan import Offer, Share, share_out
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
 from ckptd.agent.planning import Layout, Local, plan_locally
 from ckptd.agent.state import values

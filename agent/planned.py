@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckptd.agent.exchange import Ranks
+from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.load_plan import read_plan
 from ckptd.agent.planning import Layout
 from ckptd.agent.save_plan import Resolved, check_complete, plain_metadata

@@ -17,8 +17,8 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
-from ckptd.agent.client import Client
-from ckptd.agent.exchange import Ranks
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.loading import load, materialize
 from ckptd.agent.planned import PlannedLoad
 from ckptd.agent.restore import Binding, OnReshape, mismatch

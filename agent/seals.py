@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptd.agent.client import Client
+from ckptd.agent.link.client import Client
 from ckptd.agent.pending import Pending
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, from_wire

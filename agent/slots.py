@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ckptd.agent.client import Client
+from ckptd.agent.link.client import Client
 from ckptd.agent.numa import home_node
 from ckptd.agent.staging import MappedSlot
 from ckptd.agent.threads.flag import Flag

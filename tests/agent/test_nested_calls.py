@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptd.agent import Agent, Schedule, StorageWriter, default, handing
-from ckptd.agent.asking import Asking
-from ckptd.agent.client import Client
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.slot_requests import Asking
 from ckptd.agent.staging import MappedSlot
 from ckptd.shared import errors
 from ckptd.shared import messages as m
@@ -265,7 +265,7 @@ def test_ctrl_c_while_an_answer_is_taken_in_loses_no_slot(agent: Agent, monkeypa
                 original(client, message)
 
             patch.setattr(Client, "_got", got)
-            patch.setattr("ckptd.agent.asking.GRACE_SECONDS", 0.1)
+            patch.setattr("ckptd.agent.link.slot_requests.GRACE_SECONDS", 0.1)
             try:
                 agent.snapshot({"w": torch.zeros(10)}, step=step, on_busy="skip")
             except KeyboardInterrupt:

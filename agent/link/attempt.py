@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptd.agent.client import Client
-from ckptd.agent.exchange import Ranks
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.rounds import Ranks
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.agent.asking import Asking
+from ckptd.agent.link.slot_requests import Asking
 from ckptd.shared.errors import AlreadyExists, DaemonUnreachable, InternalError
 from tests.support.daemons import Daemon, running
 

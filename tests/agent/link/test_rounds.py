@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ckptd.agent.exchange import Alone, Exchange
+from ckptd.agent.link.rounds import Alone, Exchange
 from ckptd.shared.errors import CkptdError, SnapshotFailed, StructureChanged, UnsavableValue
 
 WORLD = 3

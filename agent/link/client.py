@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ckptd.agent.launch import Place
+from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared import messages as m

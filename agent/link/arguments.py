@@ -12,7 +12,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ckptd.agent.exchange import Alone, Exchange, Ranks
+from ckptd.agent.link.rounds import Alone, Exchange, Ranks
 from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.names import check_name, check_user_tag

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ckptd.agent import meeting
-from ckptd.agent.client import Client
-from ckptd.agent.exchange import Exchange
+from ckptd.agent.link import attempt as meeting
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.rounds import Exchange
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, InvalidRequest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from ckptd.agent.client import Call, Client
+from ckptd.agent.link.client import Call, Client
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.shared import messages as m
 from ckptd.shared.errors import Busy, DaemonUnreachable
