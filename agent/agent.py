@@ -20,14 +20,14 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.attachment import Attachment
 from ckptd.agent.grants import Question
-from ckptd.agent.layouts import PLAN_SECONDS, Layouts
 from ckptd.agent.link.arguments import make_request, ranks_of
 from ckptd.agent.pending import Pending
+from ckptd.agent.plan.kept_plan import PLAN_SECONDS, Layouts
+from ckptd.agent.plan.layout import Layout, dtype_of
+from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
 from ckptd.agent.planned import plan_save
-from ckptd.agent.planning import Layout, dtype_of
 from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
-from ckptd.agent.save_plan import resolves_by_itself, values_of
 from ckptd.agent.staging import Documents, document_offsets
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.state.naming import modules_of

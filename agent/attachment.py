@@ -23,7 +23,7 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
-from ckptd.agent.planning import Layout
+from ckptd.agent.plan.layout import Layout
 from ckptd.agent.sealing import Sealing
 from ckptd.agent.seals import Seals
 from ckptd.agent.slots import Slots

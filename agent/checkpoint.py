@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckptd.agent.loading import load, materialize
-from ckptd.agent.planning import dtype_of
+from ckptd.agent.plan.layout import dtype_of
 from ckptd.agent.slicing import Index, read_slice
 from ckptd.agent.sources import Opened, locate, newer, open_storage
 from ckptd.agent.state import values

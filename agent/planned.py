@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.load_plan import read_plan
-from ckptd.agent.planning import Layout
-from ckptd.agent.save_plan import Resolved, check_complete, plain_metadata
+from ckptd.agent.plan.layout import Layout
+from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata
 from ckptd.agent.sources import Opened
 from ckptd.agent.state.values import PerRank
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch

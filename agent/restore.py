@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.loading import Saved
-from ckptd.agent.planning import dtype_of
+from ckptd.agent.plan.layout import dtype_of
+from ckptd.agent.plan.structure import local_part
 from ckptd.agent.reshape import put_into
 from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
 from ckptd.agent.state.naming import Names, canonical, flattens, parameter_keys, parameter_names, unwrapped
 from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
 from ckptd.agent.state.values import ObjectNode, Packer, PerRank, TensorRef, filled, like, tensor_names
-from ckptd.agent.structure import local_part
 from ckptd.shared.errors import StructureMismatch
 
 Resolve = Callable[[str], torch.Tensor]

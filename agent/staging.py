@@ -18,7 +18,7 @@ import torch
 from ckptd.agent.fences import Transfer
 from ckptd.agent.lanes import lock_pages, unlock_pages
 from ckptd.agent.mapping import map_segment, populate
-from ckptd.agent.planning import Layout, as_integer, dtype_of
+from ckptd.agent.plan.layout import Layout, as_integer, dtype_of
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.failpoints import failpoint

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from ckptd.agent.planning import Layout
-from ckptd.agent.save_plan import Resolved, stream
+from ckptd.agent.plan.layout import Layout
+from ckptd.agent.plan.save_plan import Resolved, stream
 from ckptd.shared import names
 from ckptd.shared.binary import align
 from ckptd.shared.codec import Codec

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptd.agent.handing import Claim, SlotPart, Target, claim
-from ckptd.agent.save_plan import Resolved, check_complete, plain_metadata, values_of
+from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
 from ckptd.agent.sources import attempts_of
 from ckptd.agent.standalone import StandalonePart, commit, is_named
 from ckptd.shared import codec as codecs

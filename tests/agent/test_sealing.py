@@ -16,8 +16,8 @@ import torch
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.fences import Fences
 from ckptd.agent.lanes import Mark
-from ckptd.agent.layouts import Found, Layouts
-from ckptd.agent.planning import Layout
+from ckptd.agent.plan.kept_plan import Found, Layouts
+from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.plan import signature
 from tests.agent.test_fences import Device, FakeLane, FakeMark

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent.planning import memory
+from ckptd.agent.plan.layout import memory
 from ckptd.agent.state.capture import rng_state, set_rng_state
 from ckptd.shared import errors
 from tests.support.daemons import Daemon

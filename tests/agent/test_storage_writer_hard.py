@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.handing import Claim, Target, attach, leave_all
-from ckptd.agent.save_plan import Resolved
+from ckptd.agent.plan.save_plan import Resolved
 from ckptd.agent.standalone import StandalonePart
 from ckptd.shared import codec
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptd.agent.global_plan import Offer, Share, share_out
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
-from ckptd.agent.planning import Layout, Local, plan_locally
+from ckptd.agent.plan.layout import Layout, Local, plan_locally
+from ckptd.agent.plan.shares import Offer, Share, share_out
+from ckptd.agent.plan.structure import Sources, Structure, difference
 from ckptd.agent.state import values
 from ckptd.agent.state.capture import Captured
 from ckptd.agent.state.merge import value_digests
 from ckptd.agent.state.naming import buffer_names
-from ckptd.agent.structure import Sources, Structure, difference
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ckptd.agent.planning import lay_out, plan_locally
-from ckptd.agent.structure import Sources, Structure, difference, local_part
+from ckptd.agent.plan.layout import lay_out, plan_locally
+from ckptd.agent.plan.structure import Sources, Structure, difference, local_part
 from ckptd.shared.errors import UnsavableValue
 
 Tensors = dict[str, torch.Tensor]
@@ -59,7 +59,7 @@ CHANGES: dict[str, Callable[[Tensors], object]] = {
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the guard, as in a torch that has none, the columns say the same."""
     if request.param == "columns":
-        monkeypatch.setattr("ckptd.agent.structure._guard", lambda parts: None)
+        monkeypatch.setattr("ckptd.agent.plan.structure._guard", lambda parts: None)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ckptd.agent.global_plan import Offer, share_out
-from ckptd.agent.planning import Row
+from ckptd.agent.plan.layout import Row
+from ckptd.agent.plan.shares import Offer, share_out
 from ckptd.shared.errors import UnsavableValue
 
 

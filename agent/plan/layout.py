@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.capture import check_tensor
-from ckptd.agent.structure import PLAIN, shard_at
 from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import (

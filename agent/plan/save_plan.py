@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.planning import Key, Layout, Row, check_item, dtype_name, dtype_of, layout_of, memory
+from ckptd.agent.plan.layout import Key, Layout, Row, check_item, dtype_name, dtype_of, layout_of, memory
 from ckptd.agent.state.capture import check_tensor
 from ckptd.agent.state.values import Packer, TensorRef
 from ckptd.shared.coverage import check_all

@@ -1,0 +1,1 @@
+"""Which rank writes which bytes of a snapshot, and where they lie in its slot."""
