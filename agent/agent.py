@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.attachment import Attachment
+from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.grants import Question
 from ckptd.agent.link.arguments import make_request, ranks_of
 from ckptd.agent.pending import Pending
@@ -28,7 +29,6 @@ from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
 from ckptd.agent.planned import plan_save
 from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
-from ckptd.agent.staging import Documents, document_offsets
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.threads.call_lock import Nested

@@ -15,7 +15,10 @@ from collections.abc import Callable
 
 import torch
 
-from ckptd.agent.fences import Transfer
+from ckptd.agent.copy.fences import Transfer
+from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches
+from ckptd.agent.copy.sealer import Sealing
+from ckptd.agent.copy.slots import Slots
 from ckptd.agent.grants import MOST_REASON, Grants
 from ckptd.agent.link.arguments import job_name
 from ckptd.agent.link.attempt import begin
@@ -24,10 +27,7 @@ from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.layout import Layout
-from ckptd.agent.sealing import Sealing
 from ckptd.agent.seals import Seals
-from ckptd.agent.slots import Slots
-from ckptd.agent.staging import Documents, MappedSlot, batches
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.flag import Waiters
 from ckptd.shared import messages as m

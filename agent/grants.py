@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckptd.agent.copy.mapped_slot import MappedSlot
+from ckptd.agent.copy.sealer import Sealing
+from ckptd.agent.copy.slots import Slots
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.slot_requests import Asking
 from ckptd.agent.pending import Pending
-from ckptd.agent.sealing import Sealing
-from ckptd.agent.slots import Slots
-from ckptd.agent.staging import MappedSlot
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed
 from ckptd.shared.segment import SlotState

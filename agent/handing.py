@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.agent.attachment import SAVE_SECONDS, Attachment, attachments
+from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, document_offsets
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import Told
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.layout import Layout, dtype_of
 from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.sources import attempts_of
-from ckptd.agent.staging import Documents, MappedSlot, document_offsets
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed

@@ -160,7 +160,7 @@ def test_slots_are_page_locked(agent: Agent, daemon: Daemon) -> None:
 
 @cuda
 def test_without_page_locking_it_is_slower_and_right(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptd.agent.staging.lock_pages", lambda address, length: False)
+    monkeypatch.setattr("ckptd.agent.copy.mapped_slot.lock_pages", lambda address, length: False)
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     check(agent, daemon, training, training.step)
 

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptd.agent import Agent, Schedule, StorageWriter, default, handing
+from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.slot_requests import Asking
-from ckptd.agent.staging import MappedSlot
 from ckptd.shared import errors
 from ckptd.shared import messages as m
 from ckptd.shared.segment import SlotState
@@ -281,7 +281,7 @@ def test_ctrl_c_in_recover_begins_the_attempt_again(agent: Agent, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckptd.agent.slots.Slots.drop", interrupt)
+        patch.setattr("ckptd.agent.copy.slots.Slots.drop", interrupt)
         with pytest.raises(KeyboardInterrupt):
             agent.recover({"w": torch.zeros(10)}, step=0)
     all_slots_work(agent, 1)
@@ -292,7 +292,7 @@ def test_ctrl_c_in_close_leaves_a_close_that_goes_on(agent: Agent, daemon: Daemo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckptd.agent.slots.Slots.drop", interrupt)
+        patch.setattr("ckptd.agent.copy.slots.Slots.drop", interrupt)
         with pytest.raises(KeyboardInterrupt):
             agent.close()
     assert agent._slots.names

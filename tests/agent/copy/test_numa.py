@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ckptd.agent.numa import home_node
+from ckptd.agent.copy.numa import home_node
 from ckptd.shared.numa import UNKNOWN
 from tests.shared.test_numa import write
 

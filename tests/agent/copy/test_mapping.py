@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.agent.mapping import map_segment
+from ckptd.agent.copy.mapping import map_segment
 from ckptd.shared.errors import IntegrityError
 from tests.support.daemons import Daemon, Home
 

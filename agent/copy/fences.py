@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckptd.agent.lanes import Lane, Mark, StreamLane, capturing
+from ckptd.agent.copy.lanes import Lane, Mark, StreamLane, capturing
 from ckptd.shared.errors import SnapshotFailed
 
 log = logging.getLogger("ckptd.agent")

@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from ckptd.agent.copy.mapped_slot import MappedSlot
+from ckptd.agent.copy.numa import home_node
 from ckptd.agent.link.client import Client
-from ckptd.agent.numa import home_node
-from ckptd.agent.staging import MappedSlot
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared import messages as m
 from ckptd.shared.descriptor import Descriptor

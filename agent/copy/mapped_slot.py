@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ckptd.agent.fences import Transfer
-from ckptd.agent.lanes import lock_pages, unlock_pages
-from ckptd.agent.mapping import map_segment, populate
+from ckptd.agent.copy.fences import Transfer
+from ckptd.agent.copy.lanes import lock_pages, unlock_pages
+from ckptd.agent.copy.mapping import map_segment, populate
 from ckptd.agent.plan.layout import Layout, as_integer, dtype_of
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, QuotaExceeded

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from ckptd.agent import lanes
+from ckptd.agent.copy import lanes
 
 
 class Runtime:

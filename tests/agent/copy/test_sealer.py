@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent.fences import Fences
-from ckptd.agent.lanes import Mark
+from ckptd.agent.copy.fences import Fences
+from ckptd.agent.copy.lanes import Mark
 from ckptd.agent.plan.kept_plan import Found, Layouts
 from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.plan import signature
-from tests.agent.test_fences import Device, FakeLane, FakeMark
+from tests.agent.copy.test_fences import Device, FakeLane, FakeMark
 from tests.support.daemons import Daemon
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from ckptd.agent.fences import Fences
-from ckptd.agent.lanes import GATHERED, SMALL, Mark, runs
+from ckptd.agent.copy.fences import Fences
+from ckptd.agent.copy.lanes import GATHERED, SMALL, Mark, runs
 from ckptd.shared.errors import SnapshotFailed
 
 Operation = Callable[[], object]

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from ckptd.agent.fences import Fences, Transfer
+from ckptd.agent.copy.fences import Fences, Transfer
 
 
 class Sealing:
