@@ -18,9 +18,9 @@ import torch.distributed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from ckptd.agent.attachment import Attachment
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
-from ckptd.agent.grants import Question
+from ckptd.agent.handover.attachment import Attachment
+from ckptd.agent.handover.grants import Question
 from ckptd.agent.link.arguments import make_request, ranks_of
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, Layouts

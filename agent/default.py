@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptd.agent.agent import Agent
-from ckptd.agent.attachment import CLOSE_SECONDS
+from ckptd.agent.handover.attachment import CLOSE_SECONDS
 from ckptd.agent.pending import Pending
 from ckptd.agent.recovery import Recovered
 from ckptd.agent.restore import OnReshape

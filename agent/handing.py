@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.agent.attachment import SAVE_SECONDS, Attachment, attachments
 from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, document_offsets
+from ckptd.agent.handover.attachment import SAVE_SECONDS, Attachment, attachments
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import Told
 from ckptd.agent.pending import Pending

@@ -19,7 +19,8 @@ from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches
 from ckptd.agent.copy.sealer import Sealing
 from ckptd.agent.copy.slots import Slots
-from ckptd.agent.grants import MOST_REASON, Grants
+from ckptd.agent.handover.grants import MOST_REASON, Grants
+from ckptd.agent.handover.seals import Seals
 from ckptd.agent.link.arguments import job_name
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.client import Client
@@ -27,7 +28,6 @@ from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.layout import Layout
-from ckptd.agent.seals import Seals
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.agent.threads.flag import Waiters
 from ckptd.shared import messages as m
