@@ -11,9 +11,9 @@ close()
 from __future__ import annotations
 
 from ckptd.agent.agent import Agent
-from ckptd.agent.checkpoint import Checkpoint
 from ckptd.agent.default import close, recover, snapshot
 from ckptd.agent.pending import Pending
+from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.values import per_rank

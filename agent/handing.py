@@ -21,7 +21,7 @@ from ckptd.agent.link.rounds import Told
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.layout import Layout, dtype_of
 from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
-from ckptd.agent.sources import attempts_of
+from ckptd.agent.read.sources import attempts_of
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed

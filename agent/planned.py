@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptd.agent.link.rounds import Ranks
-from ckptd.agent.load_plan import read_plan
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata
-from ckptd.agent.sources import Opened
+from ckptd.agent.read.load_plan import read_plan
+from ckptd.agent.read.sources import Opened
 from ckptd.agent.state.values import PerRank
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.loading import Saved
 from ckptd.agent.plan.layout import dtype_of
 from ckptd.agent.plan.structure import local_part
+from ckptd.agent.read.loader import Saved
 from ckptd.agent.reshape import put_into
 from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part

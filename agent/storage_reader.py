@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from ckptd.agent.load_plan import read_plan
-from ckptd.agent.sources import Opened, locate, open_storage
+from ckptd.agent.read.load_plan import read_plan
+from ckptd.agent.read.sources import Opened, locate, open_storage
 from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.names import MANIFEST
 

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from ckptd.agent.handing import Claim, SlotPart, Target, claim
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
-from ckptd.agent.sources import attempts_of
+from ckptd.agent.read.sources import attempts_of
 from ckptd.agent.standalone import StandalonePart, commit, is_named
 from ckptd.shared import codec as codecs
 from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, StorageError

@@ -11,8 +11,8 @@ from typing import SupportsIndex
 
 import torch
 
-from ckptd.agent.loading import Saved, copy_any
 from ckptd.agent.plan.layout import dtype_of, memory
+from ckptd.agent.read.loader import Saved, copy_any
 from ckptd.shared.errors import IntegrityError, InvalidRequest
 from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import Alias

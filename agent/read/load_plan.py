@@ -6,9 +6,9 @@ import io
 
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 
-from ckptd.agent.loading import execute
 from ckptd.agent.plan.save_plan import loads_as_weights, may_unpickle
-from ckptd.agent.sources import Opened
+from ckptd.agent.read.loader import execute
+from ckptd.agent.read.sources import Opened
 from ckptd.shared.errors import UnsavableValue
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent.loading import Saved
-from ckptd.agent.slicing import read_slice
+from ckptd.agent.read.loader import Saved
+from ckptd.agent.read.slices import read_slice
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MIN_CHUNK, Item, Plan, Region

@@ -15,7 +15,7 @@ from crc32c import crc32c
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
-from ckptd.agent.loading import Saved
+from ckptd.agent.read.loader import Saved
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.values import TensorRef, decode, filled, tensor_names
 from ckptd.shared import names

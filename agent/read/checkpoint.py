@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ckptd.agent.loading import load, materialize
 from ckptd.agent.plan.layout import dtype_of
-from ckptd.agent.slicing import Index, read_slice
-from ckptd.agent.sources import Opened, locate, newer, open_storage
+from ckptd.agent.read.loader import load, materialize
+from ckptd.agent.read.slices import Index, read_slice
+from ckptd.agent.read.sources import Opened, locate, newer, open_storage
 from ckptd.agent.state import values
 from ckptd.agent.state.merge import bare, merge
 from ckptd.shared import names

@@ -1,0 +1,1 @@
+"""Reads checkpoints and sealed slots: whole, by tensor or by slice, verified as it reads."""
