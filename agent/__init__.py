@@ -11,14 +11,14 @@ close()
 from __future__ import annotations
 
 from ckptd.agent.agent import Agent
+from ckptd.agent.dcp.storage_reader import StorageReader
+from ckptd.agent.dcp.storage_writer import StorageWriter
 from ckptd.agent.default import close, recover, snapshot
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.values import per_rank
-from ckptd.agent.storage_reader import StorageReader
-from ckptd.agent.storage_writer import StorageWriter
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.retention import BestN, CustomSteps, EveryNSeconds, EveryNSteps, LatestDuration, LatestN, PreserveAll
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
+from ckptd.agent.dcp.planner_rounds import plan_save
 from ckptd.agent.handover.attachment import Attachment
 from ckptd.agent.handover.grants import Question
 from ckptd.agent.link.arguments import make_request, ranks_of
@@ -26,7 +27,6 @@ from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, Layouts
 from ckptd.agent.plan.layout import Layout, dtype_of
 from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
-from ckptd.agent.planned import plan_save
 from ckptd.agent.recovery import Recovered, Recovery
 from ckptd.agent.restore import OnReshape
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document

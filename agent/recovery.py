@@ -17,9 +17,9 @@ import msgspec
 import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
+from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
-from ckptd.agent.planned import PlannedLoad
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.sources import Opened, newer, open_memory, open_storage
 from ckptd.agent.restore import Binding, OnReshape, mismatch

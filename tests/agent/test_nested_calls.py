@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ckptd.agent import Agent, Schedule, StorageWriter, default, handing
+from ckptd.agent import Agent, Schedule, StorageWriter, default
 from ckptd.agent.copy.mapped_slot import MappedSlot
+from ckptd.agent.dcp import targets as handing
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.slot_requests import Asking
 from ckptd.shared import errors

@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
-from ckptd.agent.handing import Claim, Target, attach, leave_all
+from ckptd.agent.dcp.standalone import StandalonePart
+from ckptd.agent.dcp.targets import Claim, Target, attach, leave_all
 from ckptd.agent.plan.save_plan import Resolved
-from ckptd.agent.standalone import StandalonePart
 from ckptd.shared import codec
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.part_writer import ONE_FILE, Spread
 from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
 from ckptd.shared.storage import StandaloneStorage
-from tests.agent.test_storage_writer import Place, blank, refused, same, spot, state
+from tests.agent.dcp.test_storage_writer import Place, blank, refused, same, spot, state
 from tests.shared.samples import WRITER
 from tests.support import forks
 from tests.support.daemons import Daemon

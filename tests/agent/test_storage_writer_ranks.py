@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckptd.agent import Checkpoint, StorageReader, StorageWriter
-from ckptd.agent.handing import leave_all
+from ckptd.agent.dcp.targets import leave_all
 from tests.support.ranks import HERE, RankFailed, Ranks
 from tests.support.sharded import build, differing, together, train, whole
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter, per_rank
 from ckptd.shared.errors import CkptdError, InvalidRequest, StructureMismatch
 from examples.planners import Balance
-from tests.agent.test_storage_writer import (
+from tests.agent.dcp.test_storage_writer import (
     Dropping,
     Extra,
     Failing,

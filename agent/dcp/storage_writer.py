@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckptd.agent.handing import Claim, SlotPart, Target, claim
+from ckptd.agent.dcp.standalone import StandalonePart, commit, is_named
+from ckptd.agent.dcp.targets import Claim, SlotPart, Target, claim
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
 from ckptd.agent.read.sources import attempts_of
-from ckptd.agent.standalone import StandalonePart, commit, is_named
 from ckptd.shared import codec as codecs
 from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.manifest import PartEntry

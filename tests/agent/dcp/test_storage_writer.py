@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
-from ckptd.agent.handing import leave_all
+from ckptd.agent.dcp.targets import leave_all
 from ckptd.daemon.forgetting import pin
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError

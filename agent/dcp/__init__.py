@@ -1,0 +1,1 @@
+"""StorageWriter, StorageReader and planners of torch.distributed.checkpoint."""
