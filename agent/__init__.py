@@ -16,7 +16,7 @@ from ckptd.agent.dcp.storage_writer import StorageWriter
 from ckptd.agent.default import close, recover, snapshot
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
-from ckptd.agent.recovery import Recovered
+from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
 from ckptd.agent.state.values import per_rank
 from ckptd.shared.errors import CkptdError

@@ -27,8 +27,8 @@ from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, Layouts
 from ckptd.agent.plan.layout import Layout, dtype_of
 from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
-from ckptd.agent.recovery import Recovered, Recovery
-from ckptd.agent.restore import OnReshape
+from ckptd.agent.recover.binding import OnReshape
+from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.threads.call_lock import Nested

@@ -9,8 +9,8 @@ from typing import Any
 from ckptd.agent.agent import Agent
 from ckptd.agent.handover.attachment import CLOSE_SECONDS
 from ckptd.agent.pending import Pending
-from ckptd.agent.recovery import Recovered
-from ckptd.agent.restore import OnReshape
+from ckptd.agent.recover.binding import OnReshape
+from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import CkptdError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent import recovery as agent_recovery
+from ckptd.agent.recover import recovery as agent_recovery
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat
 from tests.support.daemons import Daemon, Home, running

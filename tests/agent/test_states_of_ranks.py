@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptd.agent import Agent, Checkpoint, CkptdError, per_rank, recovery
+from ckptd.agent import Agent, Checkpoint, CkptdError, per_rank
+from ckptd.agent.recover import recovery
 from ckptd.agent.state.values import PerRank
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from ckptd.agent import per_rank
-from ckptd.agent.reshape import put_into
+from ckptd.agent.recover.reshape import put_into
 from tests.agent.test_resharding import Cursor
 
 

@@ -22,7 +22,7 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.sources import Opened, newer, open_memory, open_storage
-from ckptd.agent.restore import Binding, OnReshape, mismatch
+from ckptd.agent.recover.binding import Binding, OnReshape, mismatch
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.state.merge import Foreign, merge
 from ckptd.shared import messages as m

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.plan.layout import dtype_of
 from ckptd.agent.plan.structure import local_part
 from ckptd.agent.read.loader import Saved
-from ckptd.agent.reshape import put_into
+from ckptd.agent.recover.reshape import put_into
 from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
 from ckptd.agent.state.naming import Names, canonical, flattens, parameter_keys, parameter_names, unwrapped
