@@ -136,6 +136,67 @@ def test_no_import_cycle(package: str) -> None:
     assert cycle(edges(package)) == []
 
 
+ROOMS = (
+    "threads",
+    "pending",
+    "state",
+    "link",
+    "plan",
+    "copy",
+    "handover",
+    "read",
+    "dcp",
+    "recover",
+    "agent",
+    "default",
+    "schedule",
+    "__init__",
+)
+"""What `agent/` holds, lowest first."""
+
+
+def test_rooms_of_the_agent_are_in_order() -> None:
+    """Each room imports lower ones only, so that whoever opens one knows where its calls go."""
+    here = ROOT / "agent"
+    assert {path.stem for path in here.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"} == set(ROOMS)
+    for path in in_package("agent"):
+        room = path.relative_to(here).parts[0].removesuffix(".py")
+        for name in imports(path):
+            if under(name, "ckptd.agent"):
+                other = (name.split(".") + ["__init__"])[2]
+                assert other == room or ROOMS.index(other) < ROOMS.index(room), f"{path.relative_to(ROOT)} imports {name}"
+
+
+def levels(graph: dict[str, set[str]]) -> dict[str, int]:
+    """Return 1 for a module that imports no other of its package, and one more than its highest import for every other module."""
+    found: dict[str, int] = {}
+
+    def level(node: str) -> int:
+        if node not in found:
+            found[node] = 1 + max(map(level, graph[node]), default=0)
+        return found[node]
+
+    for node in graph:
+        level(node)
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_levels_of_imports(package: str) -> None:
+    """Prints the longest way down; `pytest -s -k levels` shows it."""
+    graph = edges(package)
+    found = levels(graph)
+    way = [max(found, key=lambda name: found[name])]
+    while graph[way[-1]]:
+        way.append(max(graph[way[-1]], key=lambda name: found[name]))
+    shown = " > ".join(name.removeprefix(f"ckptd.{package}.") for name in way)
+    print(f"\n{package}: {len(graph)} modules on {found[way[0]]} levels: {shown}")
+    assert found[way[0]] == len(way) <= MOST_LEVELS[package]
+
+
+MOST_LEVELS = {"agent": 15, "daemon": 12, "shared": 8}
+
+
 def test_nothing_imports_the_command_line() -> None:
     """Its imports inside functions are left out above; they can close no circle if nobody imports it."""
     importers = [path.name for path in FILES if any(under(name, "ckptd.daemon.cli") for name in imports(path))]

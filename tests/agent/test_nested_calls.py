@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckptd.agent import Agent, Schedule, StorageWriter, default
 from ckptd.agent.copy.mapped_slot import MappedSlot
-from ckptd.agent.dcp import targets as handing
+from ckptd.agent.dcp import targets
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.slot_requests import Asking
 from ckptd.shared import errors
@@ -175,7 +175,7 @@ def test_a_save_through_dcp_inside_another_one_is_refused(daemon: Daemon, monkey
             refusals.append(str(error))
 
     refusals: list[str] = []
-    original = handing._current
+    original = targets._current
     with alarm(handler) as ring:
 
         def current(*arguments: Any) -> Any:
@@ -188,7 +188,7 @@ def test_a_save_through_dcp_inside_another_one_is_refused(daemon: Daemon, monkey
     assert len(refusals) == 1
     assert "save() was called while save() of the same thread is still running" in refusals[0]
     save("after")
-    handing.leave_all()
+    targets.leave_all()
 
 
 def test_another_threads_call_waits(agent: Agent) -> None:

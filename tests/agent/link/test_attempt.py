@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ckptd.agent.link import attempt as meeting
+from ckptd.agent.link import attempt
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Exchange
 from ckptd.shared import messages as m
@@ -41,7 +41,7 @@ def meet(*ranks: tuple[m.Welcome, str]) -> list[int | CkptdError]:
     def go(rank: int) -> int | CkptdError:
         said, job = ranks[rank]
         try:
-            return meeting.begin(Exchange(store, rank, len(ranks)), None, cast(Client, Served(said)), job)
+            return attempt.begin(Exchange(store, rank, len(ranks)), None, cast(Client, Served(said)), job)
         except CkptdError as error:
             return error
 
@@ -71,7 +71,7 @@ def test_containers_of_one_node_have_one_boot_and_two_daemons() -> None:
 
 def test_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
     boots = iter([bytes(16), bytes(15) + b"\1"])
-    monkeypatch.setattr(meeting, "this_boot", lambda: next(boots))
+    monkeypatch.setattr(attempt, "this_boot", lambda: next(boots))
     assert "ranks 0 and 1 are served by different daemons" in refused((welcome(), "gpt"), (welcome(), "gpt"))
 
 
