@@ -65,13 +65,23 @@ def deletion(storage: PosixStorage, job: str, tag: str) -> Iterator[None]:
 def holders(storage: PosixStorage, job: str, tag: str) -> str:
     """Name the processes that keep the checkpoint from being deleted. Return an empty string if none does. Raises Busy, OSError.
 
-    This looks through the descriptors of all processes of the machine, unlike the error of `deletion`, which a daemon can wait for.
+    This waits for another deleter, up to `locks.SECONDS`, and looks through the descriptors of all processes of the machine. The error of
+    `deletion` does neither, since a daemon waits for it.
     """
     fd = _open_to_lock(storage, job, tag)
     if fd < 0:
         return ""
+    until = time.monotonic() + locks.SECONDS
     try:
-        return "" if locks.exclude(fd) else locks.holders(fd, search=True)
+        while not locks.exclude(fd):
+            if not os.fstat(fd).st_nlink:
+                return ""
+            if locks.share(fd) or time.monotonic() > until:  # no deleter has it, or one that takes too long
+                locks.unlock(fd)
+                found = locks.holders(fd, search=True)
+                return "" if locks.exclude(fd) else found  # a reader may have ended meanwhile
+            time.sleep(locks.RETRY_SECONDS)
+        return ""
     finally:
         give_back(fd)
 

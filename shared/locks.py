@@ -19,7 +19,7 @@ from ckptd.shared.errors import Busy
 
 SECONDS = 30.0
 """How long a reader waits for a deleter. A deleter holds its lock for a few fsyncs, which take seconds on a slow disk."""
-_RETRY_SECONDS = 0.01
+RETRY_SECONDS = 0.01
 _NO_LOCKS = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 """The answers of kernels and file systems that have no open file description locks."""
 _REFUSED = frozenset({errno.EAGAIN, errno.EACCES})
@@ -76,7 +76,7 @@ def wait_to_share(fd: int, name: str, until: float | None = None) -> bool:
             return False
         if time.monotonic() > until:
             raise Busy(f"{name} cannot be read now: it has been locked for deletion for {SECONDS:.0f} s by {holders(fd)}; try again later")
-        time.sleep(_RETRY_SECONDS)
+        time.sleep(RETRY_SECONDS)
     return os.fstat(fd).st_nlink > 0
 
 

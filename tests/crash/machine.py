@@ -233,7 +233,7 @@ class Job(RuleBasedStateMachine):
                 (row,) = forgetting.forget(self.place.root / trainers.JOB / tag, [], socket, dry_run=False)
             except NotFound:
                 return  # the daemon has retired it since it was listed
-            excused = ("there is no checkpoint", "in the memory of a running trainer", "deleted, by somebody else")  # by retention
+            excused = ("there is no checkpoint", "in the memory of a running trainer")  # retention has deleted it meanwhile
             assert row["deleted"] == (tag not in self.pinned) or any(words in row["error"] for words in excused), row
             if row["deleted"]:
                 self.oracle.forget(_key(tag), [_key(left) for left in self._tags()])

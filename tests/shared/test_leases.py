@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -76,6 +79,30 @@ def test_a_deleter_of_an_earlier_version_finds_the_reader(storage: PosixStorage)
 def test_two_deleters(storage: PosixStorage) -> None:
     with deletion(storage, *PLACE), pytest.raises(Busy), deletion(storage, *PLACE):
         pass
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_deleter_at_work_is_waited_for(storage: PosixStorage, removed: bool) -> None:
+    working = threading.Event()
+
+    def delete() -> None:
+        with deletion(storage, *PLACE):
+            working.set()
+            time.sleep(0.3)
+            if removed:
+                manifest(storage).unlink()
+
+    with ThreadPoolExecutor(1) as pool:
+        deleted = pool.submit(delete)
+        assert working.wait(60)
+        assert holders(storage, *PLACE) == ""
+        deleted.result()
+
+
+def test_a_deleter_that_takes_too_long_is_named(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "SECONDS", 0.1)
+    with deletion(storage, *PLACE):
+        assert f"pid {os.getpid()} " in holders(storage, *PLACE)
 
 
 def test_nothing_is_locked_where_nothing_is_committed(storage: PosixStorage) -> None:
