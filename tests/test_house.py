@@ -163,7 +163,7 @@ def test_rooms_of_the_agent_are_in_order() -> None:
         room = path.relative_to(here).parts[0].removesuffix(".py")
         for name in imports(path):
             if under(name, "ckptd.agent"):
-                other = (name.split(".") + ["__init__"])[2]
+                other = [*name.split("."), "__init__"][2]
                 assert other == room or ROOMS.index(other) < ROOMS.index(room), f"{path.relative_to(ROOT)} imports {name}"
 
 

@@ -183,7 +183,7 @@ def test_a_save_through_dcp_inside_another_one_is_refused(daemon: Daemon, monkey
                 ring()
             return original(*arguments)
 
-        monkeypatch.setattr(handing, "_current", current)
+        monkeypatch.setattr(targets, "_current", current)
         save("outer")
     assert len(refusals) == 1
     assert "save() was called while save() of the same thread is still running" in refusals[0]
