@@ -33,8 +33,8 @@ from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, 
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
-from ckptd.shared.request import Request
 from ckptd.shared.retention import Policy, checked
+from ckptd.shared.snapshot_request import SnapshotRequest
 
 log = logging.getLogger("ckptd.agent")
 
@@ -127,7 +127,7 @@ class Agent(Attachment):
         pending.stall = time.perf_counter() - begun
         return pending
 
-    def _snapshot(self, pending: Pending, question: Question, state: Any, request: Request, on_busy: str, rng: bool) -> None:
+    def _snapshot(self, pending: Pending, question: Question, state: Any, request: SnapshotRequest, on_busy: str, rng: bool) -> None:
         self.ready()
         pending.attempt, asking = self.attempt, question.asking
         budget = self._client.welcome.stall_budget if on_busy == "wait" else 0.0
@@ -168,16 +168,18 @@ class Agent(Attachment):
             return
         slot = self._slots.get(asking.take())
         self._take(pending, slot)
-        transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealing.carry(to, of, modules_of(state)))
+        transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealer.carry(to, of, modules_of(state)))
         if transfer is None:
             self._seal(pending, slot, layout, documents)
         self.last_step = pending.step
         if transfer is not None:
             seal = partial(self._seal, pending, slot, layout, documents)
-            self._sealing.later(slot.name, transfer, seal, partial(self._not_sealed, pending, slot))
+            self._sealer.later(slot.name, transfer, seal, partial(self._not_sealed, pending, slot))
         question.kept = slot.name
 
-    def _snapshot_planned(self, question: Question, planner: SavePlanner, state: Any, request: Request, budget: float, rng: bool) -> None:
+    def _snapshot_planned(
+        self, question: Question, planner: SavePlanner, state: Any, request: SnapshotRequest, budget: float, rng: bool
+    ) -> None:
         pending, deadline = question.pending, time.monotonic() + max(budget, PLAN_SECONDS)
         topic = f"plan/{pending.attempt}/{pending.step}"
         planned = plan_save(planner, state, self._ranks, topic, deadline, lambda: pending.error)

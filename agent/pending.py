@@ -8,18 +8,18 @@ import threading
 from ckptd.agent.threads.call_lock import Nested, call_around
 from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.errors import CkptdError, SnapshotFailed
-from ckptd.shared.lifecycle import Event, State, step
+from ckptd.shared.lifecycle import Event, SnapshotState, step
 
 log = logging.getLogger("ckptd.agent")
 
 _SHOWN = {
-    State.NEW: "staged",
-    State.FILLING: "staged",
-    State.STAGED: "staged",
-    State.SEALED: "sealed",
-    State.DURABLE: "durable",
-    State.FAILED: "failed",
-    State.SKIPPED: "skipped",
+    SnapshotState.NEW: "staged",
+    SnapshotState.FILLING: "staged",
+    SnapshotState.STAGED: "staged",
+    SnapshotState.SEALED: "sealed",
+    SnapshotState.DURABLE: "durable",
+    SnapshotState.FAILED: "failed",
+    SnapshotState.SKIPPED: "skipped",
 }
 _RANK = {"staged": 0, "sealed": 1, "durable": 2}
 
@@ -34,7 +34,7 @@ class Pending:
         self.stall = 0.0
         self.error: CkptdError | None = None
         self.segment = ""
-        self._state = State.NEW
+        self._state = SnapshotState.NEW
         self._was_sealed = False
         self._over = False  # replaced in memory: it will not become durable
         self._lock = threading.RLock()
@@ -48,7 +48,7 @@ class Pending:
     @property
     def done(self) -> bool:
         """Nothing more will happen."""
-        return self._state in (State.DURABLE, State.FAILED, State.SKIPPED)
+        return self._state in (SnapshotState.DURABLE, SnapshotState.FAILED, SnapshotState.SKIPPED)
 
     def wait(self, state: str = "durable", timeout: float | None = None) -> Pending:
         """Until the snapshot is "staged", "sealed" (in memory, whole) or "durable" (committed to storage); returns itself.
@@ -72,7 +72,7 @@ class Pending:
     def _reached(self, state: str) -> bool:
         if state == "sealed" and self._was_sealed:
             return True
-        return self.state in _RANK and _RANK[self.state] >= _RANK[state] and self._state is not State.NEW
+        return self.state in _RANK and _RANK[self.state] >= _RANK[state] and self._state is not SnapshotState.NEW
 
     def __repr__(self) -> str:
         why = f": {self.error}" if self.error else ""
@@ -86,22 +86,22 @@ class Pending:
 
     @property
     def granted(self) -> bool:
-        return self._state is not State.NEW
+        return self._state is not SnapshotState.NEW
 
     def move(self, event: Event) -> None:
         """Raises the reason if it has failed meanwhile: another rank could not take it."""
         with self._lock:
-            if self._state is State.FAILED:
+            if self._state is SnapshotState.FAILED:
                 raise self.why
             after = step(self._state, event)
             log.debug("snapshot %d: %s -> %s", self.step, self._state.value, after.value)
-            self._was_sealed = self._was_sealed or after is State.SEALED
+            self._was_sealed = self._was_sealed or after is SnapshotState.SEALED
             self._state = after
         self._waiters.notify()
 
     def seal(self) -> None:
         """Go as far as sealed, from wherever Ctrl-C has stopped it after the slot's header had said so."""
-        for before, event in ((State.NEW, Event.GRANT), (State.FILLING, Event.STAGE), (State.STAGED, Event.SEAL)):
+        for before, event in ((SnapshotState.NEW, Event.GRANT), (SnapshotState.FILLING, Event.STAGE), (SnapshotState.STAGED, Event.SEAL)):
             if self._state is before:
                 self.move(event)
 

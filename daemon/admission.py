@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckptd.daemon.catalog import Job, Key, Snapshot
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SharedMemoryFull
-from ckptd.shared.lifecycle import State
+from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.messages import Progress
 from ckptd.shared.segment import SegmentHeader
 
@@ -183,7 +183,7 @@ class Admission:
     def _why(self, job: Job, blocked: list[Key]) -> str:
         for key in blocked:
             snapshot = job.snapshots.get(key)
-            if snapshot is not None and snapshot.state is State.FILLING and (late := self._late(snapshot)):
+            if snapshot is not None and snapshot.state is SnapshotState.FILLING and (late := self._late(snapshot)):
                 self._stuck[job.name] = key
                 return f"{ranks(late)} {'has' if len(late) == 1 else 'have'} not sealed step {key[1]} yet"
         if any(step < 0 for _, step in blocked):

@@ -139,12 +139,12 @@ class App:
         watchdog.cancel()
         await asyncio.gather(accepting, watchdog, return_exceptions=True)
 
-    def _descriptors(self) -> limits.Plan:
+    def _descriptors(self) -> limits.DescriptorPlan:
         """Return the plan for this daemon's descriptors; the log warns if `max_connections` does not fit into the limit."""
         # While adopted snapshots are being saved, descriptors come and go: the daemon's own cannot be counted then.
         now = limits.used() - len(self.slots.slots) - (self._ready_fd >= 0)
         own = limits.OWN if self.saver.busy else max(limits.OWN, now)
-        plan = limits.Plan(self.config.slots, self.config.files_per_rank, own)
+        plan = limits.DescriptorPlan(self.config.slots, self.config.files_per_rank, own)
         limits.check(plan, limits.soft_limit())
         if warning := plan.warning(limits.soft_limit(), self.config.max_connections):
             log.warning("%s", warning)
@@ -216,8 +216,8 @@ class App:
                 raise
             log.warning("job %s: %s; what is in memory is newer than every checkpoint that is known, and is offered alone", job.name, error)
             stored = []
-        found = [m.Candidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in in_memory]
-        found += [m.Candidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in stored]
+        found = [m.RecoveryCandidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in in_memory]
+        found += [m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in stored]
         found = [c for c in found if step is None or c.step == step]
         order = {c.tag: c.seq for c in job.checkpoints.values()}
         found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, c.source == "memory", order.get(c.tag, 0)), reverse=True)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptd.shared import lifecycle, names
-from ckptd.shared.lifecycle import Event, State
+from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.retention import Policy, understood
 
@@ -24,7 +24,7 @@ _REMEMBERED = 64  # steps that were given up, so that a late rank is told why
 
 
 @dataclass(slots=True, eq=False)
-class Shard:
+class RankSeal:
     """One rank's share of a snapshot: the slot that holds it, and its part once that is durable."""
 
     rank: int
@@ -45,8 +45,8 @@ class Snapshot:
     tag: str
     world_size: int
     persist: bool
-    state: State = State.FILLING
-    shards: dict[int, Shard] = field(default_factory=dict)
+    state: SnapshotState = SnapshotState.FILLING
+    seals: dict[int, RankSeal] = field(default_factory=dict)
     reason: str = ""
     code: str = ""
     holds: int = 0
@@ -69,16 +69,16 @@ class Snapshot:
     @property
     def complete(self) -> bool:
         """Sealed by all ranks."""
-        return len(self.shards) == self.world_size
+        return len(self.seals) == self.world_size
 
     @property
     def missing(self) -> list[int]:
         """Ranks that have not sealed it."""
-        return [rank for rank in range(self.world_size) if rank not in self.shards]
+        return [rank for rank in range(self.world_size) if rank not in self.seals]
 
     @property
     def in_memory(self) -> bool:
-        return self.complete and self.state not in (State.RELEASED, State.FILLING)
+        return self.complete and self.state not in (SnapshotState.RELEASED, SnapshotState.FILLING)
 
     def move(self, event: Event) -> None:
         """Raises IllegalStep, changing nothing."""
@@ -87,11 +87,11 @@ class Snapshot:
         self.state = after
 
     def __repr__(self) -> str:
-        return f"<Snapshot {self.job}/{self.tag} {self.state.value} {len(self.shards)}/{self.world_size}>"
+        return f"<Snapshot {self.job}/{self.tag} {self.state.value} {len(self.seals)}/{self.world_size}>"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class StoredCheckpoint:
     """A committed one, as its manifest says."""
 
     job: str
@@ -107,7 +107,7 @@ class Checkpoint:
     retention: tuple[Policy, ...] | None = None
 
     @classmethod
-    def of(cls, manifest: Manifest, *, user_tag: bool) -> Checkpoint:
+    def of(cls, manifest: Manifest, *, user_tag: bool) -> StoredCheckpoint:
         return cls(
             manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes,
             tuple(part.file for part in manifest.parts), user_tag, manifest.created_at, manifest.numbers,
@@ -133,7 +133,7 @@ class Job:
     attempt: int = 0
     world_size: int = 1
     snapshots: dict[Key, Snapshot] = field(default_factory=dict)
-    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    checkpoints: dict[str, StoredCheckpoint] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     newer: dict[str, str] = field(default_factory=dict)
     retiring: set[str] = field(default_factory=set)
@@ -144,10 +144,10 @@ class Job:
     given_up: dict[Key, tuple[str, str]] = field(default_factory=dict)
     gone: dict[int, str] = field(default_factory=dict)
 
-    def newest_checkpoint(self) -> Checkpoint | None:
+    def newest_checkpoint(self) -> StoredCheckpoint | None:
         return max(self.live_checkpoints(), key=lambda c: c.order, default=None)
 
-    def live_checkpoints(self) -> list[Checkpoint]:
+    def live_checkpoints(self) -> list[StoredCheckpoint]:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]
 
     def newest_in_memory(self) -> Snapshot | None:
@@ -170,7 +170,7 @@ class Job:
     def is_durable(self, attempt: int, step: int) -> bool:
         return any((c.attempt, c.step) == (attempt, step) for c in self.live_checkpoints())
 
-    def commit(self, checkpoint: Checkpoint) -> None:
+    def commit(self, checkpoint: StoredCheckpoint) -> None:
         self.checkpoints[checkpoint.tag] = checkpoint
         self.seq = max(self.seq, checkpoint.seq)
 
@@ -186,21 +186,21 @@ class Job:
             return []
         return [
             s for s in self.snapshots.values()
-            if self.is_settled(s) and (s.key < newest.key or (s.unwanted and s.state is State.DURABLE))
+            if self.is_settled(s) and (s.key < newest.key or (s.unwanted and s.state is SnapshotState.DURABLE))
         ]  # fmt: skip
 
     def is_settled(self, snapshot: Snapshot) -> bool:
         """Nothing is under way for it, and nothing is owed."""
         if snapshot.holds:
             return False
-        if snapshot.state in (State.DURABLE, State.FAILED):
+        if snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED):
             return True
-        return snapshot.state is State.SEALED and not snapshot.persist
+        return snapshot.state is SnapshotState.SEALED and not snapshot.persist
 
     def owed(self) -> Snapshot | None:
         """What to save unasked when the trainer is gone: the newest sealed snapshot, unless it is durable or on its way."""
         newest = self.newest_in_memory()
-        if newest is None or newest.state not in (State.SEALED, State.FAILED) or self.is_durable(*newest.key):
+        if newest is None or newest.state not in (SnapshotState.SEALED, SnapshotState.FAILED) or self.is_durable(*newest.key):
             return None
         return newest
 

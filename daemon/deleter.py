@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Checkpoint, Job
+from ckptd.daemon.catalog import Job, StoredCheckpoint
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.retention import policies_of, to_retire
 from ckptd.daemon.storage_calls import StorageCalls
@@ -117,7 +117,7 @@ class Deleter:
             if known is None and (tag in job.damaged or tag in job.newer):
                 files = await self._calls.run(lambda: self._storage.files(job.name, tag))
                 parts = sorted({part for file in files if (part := names.part_of(file))})
-                known = Checkpoint(job.name, tag, 0, None, 0, 0, tuple(parts), False)
+                known = StoredCheckpoint(job.name, tag, 0, None, 0, 0, tuple(parts), False)
             if known is None:
                 return f"there is no checkpoint {job.name}/{tag}"
             why = await self.retire(job, known)
@@ -126,14 +126,14 @@ class Deleter:
                 job.newer.pop(tag, None)
             return why
 
-    async def retire(self, job: Job, old: Checkpoint) -> str:
+    async def retire(self, job: Job, old: StoredCheckpoint) -> str:
         """Delete a checkpoint: intent, manifest, parts, directory, in this order. Return the reason if it is pinned or being read."""
         try:
             return await self._retire(job, old)
         finally:
             job.retiring.discard(old.tag)
 
-    async def _retire(self, job: Job, old: Checkpoint) -> str:
+    async def _retire(self, job: Job, old: StoredCheckpoint) -> str:
         storage, run = self._storage, self._calls.run
         try:
             async with self._calls.entered(leases.deletion(storage, job.name, old.tag)):

@@ -46,7 +46,7 @@ class Check:
 
 def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     """Run every check for a daemon with these settings. Without `with_root` no root was named, and its checks are left out."""
-    plan = limits.Plan(config.slots, config.files_per_rank)
+    plan = limits.DescriptorPlan(config.slots, config.files_per_rank)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield check_files(plan, soft, hard, config.max_connections)
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
@@ -58,7 +58,7 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     yield check_event_loop(importlib.util.find_spec("uvloop") is not None)
 
 
-def check_files(plan: limits.Plan, soft: int, hard: int, most: int) -> Check:
+def check_files(plan: limits.DescriptorPlan, soft: int, hard: int, most: int) -> Check:
     """Compare the limit of open files with what a daemon needs for `most` clients. The daemon raises the soft limit to the hard one."""
     limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard
     fit, values = plan.ranks(limit), {"soft": soft, "hard": hard, "ranks_fit": plan.ranks(limit), "needed": plan.needed(most)}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ckptd.daemon import records as r
 from ckptd.daemon.admission import Admission, Owner
-from ckptd.daemon.catalog import Catalog, Job, Key, Shard, Snapshot
+from ckptd.daemon.catalog import Catalog, Job, Key, RankSeal, Snapshot
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
@@ -37,7 +37,7 @@ from ckptd.shared.errors import (
     from_wire,
 )
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.lifecycle import Event, State
+from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.messages import Progress
 from ckptd.shared.segment import SegmentHeader, SlotState
 
@@ -132,7 +132,7 @@ class Engine:
         job = self.catalog.job(owner.job)
         for slot in self.slots.of(*owner.identity):
             snapshot = job.snapshots.get(self.admission.busy.get(slot.name, (0, 0)))
-            if snapshot is None or snapshot.state is not State.FILLING or owner.rank in snapshot.shards:
+            if snapshot is None or snapshot.state is not SnapshotState.FILLING or owner.rank in snapshot.seals:
                 continue
             header = slot.refresh()
             if (header.state, header.step) != (SlotState.SEALED, snapshot.step):  # whether or not its seal was heard of yet
@@ -143,7 +143,7 @@ class Engine:
 
     def _make_room(self, job: Job) -> bool:
         """Under pressure a dead attempt's copy in memory goes, if storage has it."""
-        gone = [s for s in job.snapshots.values() if s.attempt < job.attempt and s.state is State.DURABLE and not s.holds]
+        gone = [s for s in job.snapshots.values() if s.attempt < job.attempt and s.state is SnapshotState.DURABLE and not s.holds]
         for snapshot in gone:
             self.steps.release(job, snapshot)
         return bool(gone)
@@ -193,7 +193,7 @@ class Engine:
         if job.is_durable(attempt, step):
             return True
         snapshot = job.snapshots.get((attempt, step))
-        if snapshot is None or owner.rank not in snapshot.shards:
+        if snapshot is None or owner.rank not in snapshot.seals:
             if attempt != owner.attempt:
                 raise NotFound(f"step {step} of attempt {attempt} is neither in memory nor on storage any more")
             self._check_current(owner)
@@ -204,7 +204,7 @@ class Engine:
             if header.state is not SlotState.SEALED or header.step != step:
                 raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {step}")
             snapshot = await self.note_seal(slot)
-        if snapshot.state is State.FAILED:
+        if snapshot.state is SnapshotState.FAILED:
             self.steps.tell(snapshot)
         return job.is_durable(attempt, step)
 
@@ -217,7 +217,7 @@ class Engine:
             if header.state is not SlotState.SEALED or header.step is None or slot.name not in self.admission.busy:
                 return False
             snapshot = self.catalog.job(header.job).snapshots.get((header.attempt, header.step))
-            if snapshot is None or header.rank not in snapshot.shards:
+            if snapshot is None or header.rank not in snapshot.seals:
                 await self.note_seal(slot)
         except JournalBroken:
             raise
@@ -227,7 +227,7 @@ class Engine:
         return True
 
     async def note_seal(self, slot: Slot) -> Snapshot:
-        """Make a sealed slot's shard part of its snapshot, journal it, and start what follows. The header is fresh."""
+        """Add the seal of a slot to its snapshot, journal it, and start the save once all ranks have sealed. The header is fresh."""
         header = slot.header
         assert header.step is not None
         job, key = self.catalog.job(header.job), (header.attempt, header.step)
@@ -266,12 +266,12 @@ class Engine:
             self.steps.give_up(job, key, error)
             self.admission.vacate(slot)
             raise
-        snapshot.shards[header.rank] = Shard(
+        snapshot.seals[header.rank] = RankSeal(
             header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, sealed.request.persist
         )
         if not snapshot.complete:
             self.steps.expect(job, key)
-        elif snapshot.state is State.FILLING:
+        elif snapshot.state is SnapshotState.FILLING:
             self.steps.settle(job, key)
             snapshot.move(Event.SEAL)
             job.sealed = max(job.sealed, key)
@@ -286,7 +286,7 @@ class Engine:
     def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
         """Journal a seal. Nobody waits for the record: the slot's header is the truth, and memory does not wait for the disk."""
         assert header.step is not None
-        record = r.Sealed(
+        record = r.RankSealed(
             job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
             segment=segment, generation=header.generation, persist=persist,
         )  # fmt: skip
@@ -297,7 +297,7 @@ class Engine:
         self._check_current(owner)
         job, key = self.catalog.job(owner.job), (owner.attempt, step)
         known = job.snapshots.get(key)
-        if known is None or (known.state is State.FILLING and owner.rank not in known.shards):
+        if known is None or (known.state is SnapshotState.FILLING and owner.rank not in known.seals):
             why = reason if _NAMES_A_RANK.match(reason) else f"rank {owner.rank}: {reason}"
             error = from_wire(code, why)
             of_a_snapshot = isinstance(error, (CallerError, MachineError, SnapshotFailed))
@@ -315,7 +315,7 @@ class Engine:
         snapshot = job.snapshots.get(key)
         if snapshot is None or any(s is not slot and self.admission.busy.get(s.name) == key for s in self.slots.of(*owner.identity)):
             self.admission.vacate(slot)
-        elif snapshot.state is State.FILLING:
+        elif snapshot.state is SnapshotState.FILLING:
             self.pass_over(owner, snapshot.step, reason or f"rank {owner.rank} could not copy it", code)
 
     # -- what clients want to know
@@ -326,7 +326,7 @@ class Engine:
         job = self.catalog.job(owner.job)
         await self.steps.sealed_by_all(job, owner)
         newest = job.newest_in_memory()
-        if newest is None or newest.attempt != owner.attempt or newest.state is State.DURABLE:
+        if newest is None or newest.attempt != owner.attempt or newest.state is SnapshotState.DURABLE:
             return
         newest.persist = True
         await self.saver.start(newest)
@@ -346,8 +346,8 @@ class Engine:
         await self.saver.check(snapshot)
         opened: list[tuple[int, int]] = []
         try:
-            for rank, shard in sorted(snapshot.shards.items()):
-                opened.append((rank, self.slots.open_again(self.slots.get(shard.segment), write=False)))
+            for rank, seal in sorted(snapshot.seals.items()):
+                opened.append((rank, self.slots.open_again(self.slots.get(seal.segment), write=False)))
         except BaseException:
             for _, fd in opened:
                 os.close(fd)

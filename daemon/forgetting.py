@@ -13,7 +13,7 @@ from typing import Any
 from ckptd.daemon import config as settings
 from ckptd.daemon import report
 from ckptd.daemon.app import App
-from ckptd.daemon.catalog import Checkpoint
+from ckptd.daemon.catalog import StoredCheckpoint
 from ckptd.daemon.config import Config
 from ckptd.daemon.retention import to_retire
 from ckptd.shared import leases, names
@@ -87,7 +87,7 @@ def _chosen(storage: PosixStorage, job: str, tag: str | None, policies: Sequence
         yield tag, manifest.nbytes if isinstance(manifest, Manifest) else 0
         return
     checkpoints = [
-        Checkpoint.of(manifest, user_tag=parsed[1] is None)
+        StoredCheckpoint.of(manifest, user_tag=parsed[1] is None)
         for name, manifest in found.items()
         if isinstance(manifest, Manifest) and (parsed := names.parse_tag_directory(name)) is not None
     ]

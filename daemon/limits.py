@@ -28,7 +28,7 @@ HOW_TO_RAISE = "raise it with LimitNOFILE= in the systemd unit, `ulimit -n`, or 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DescriptorPlan:
     """A plan that divides the descriptors of one daemon. `own`: those that are open without any client."""
 
     slots: int
@@ -102,7 +102,7 @@ def raise_limit() -> int:
     return soft_limit()
 
 
-def check(plan: Plan, limit: int) -> None:
+def check(plan: DescriptorPlan, limit: int) -> None:
     """Raise InvalidConfig if not one rank fits into the limit."""
     if limit < plan.least:
         raise InvalidConfig(

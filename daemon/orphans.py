@@ -20,7 +20,7 @@ from ckptd.daemon.tasks import watched
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.lifecycle import State
+from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.segment import SlotState
 
 log = logging.getLogger("ckptd.orphans")
@@ -151,7 +151,7 @@ class Orphans:
         """What storage has need not be in memory any more; what it has not is tried again."""
         self._timers.pop(job.name, None)
         for snapshot in list(job.snapshots.values()):
-            if snapshot.state is State.DURABLE and not snapshot.holds:
+            if snapshot.state is SnapshotState.DURABLE and not snapshot.holds:
                 self._engine.steps.release(job, snapshot)
         self._save_owed(job)
         self.start_timer(job)

@@ -23,8 +23,8 @@ from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import ONE_FILE, PartWriter, Spread
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
-from ckptd.shared.request import Request
 from ckptd.shared.segment import SegmentHeader, read_document
+from ckptd.shared.snapshot_request import SnapshotRequest
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class SealedSlot:
     header: SegmentHeader
     plan: Plan
     plan_document: bytes
-    request: Request
+    request: SnapshotRequest
     ranges: list[ChunkRange]
 
     @classmethod
@@ -74,7 +74,7 @@ class SealedSlot:
         if hashlib.sha256(document).digest() != header.signature:
             raise IntegrityError(f"plan document of {header.job} step {header.step} is not the one that was sealed")
         plan = _plans.decode(header.signature, document)
-        request = Request.decode(read_document(fd, header, header.request, "request"))
+        request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
         values = (header.values.offset, header.values.length)
         if values[0] < plan.data_length or plan.data_length > header.capacity:
             raise IntegrityError(f"documents of {header.job} step {header.step} lie over its tensors")

@@ -21,7 +21,7 @@ class Begun(Record, frozen=True, kw_only=True):
     world_size: int
 
 
-class Sealed(Record, frozen=True, kw_only=True):
+class RankSealed(Record, frozen=True, kw_only=True):
     job: str
     attempt: int
     step: int
@@ -104,7 +104,7 @@ class JournalState(msgspec.Struct):
         match record:
             case Begun():
                 self._reach(record, -1)
-            case Sealed():
+            case RankSealed():
                 self._reach(record, record.step)
             case Staging():
                 self.staged.setdefault(place(record), {}).setdefault(record.file, None)
@@ -122,7 +122,7 @@ class JournalState(msgspec.Struct):
             case Retired():
                 self.retiring.pop(place(record), None)
 
-    def _reach(self, record: Begun | Sealed, step: int) -> None:
+    def _reach(self, record: Begun | RankSealed, step: int) -> None:
         """Attempts rise, and steps within one."""
         job = self.jobs.setdefault(record.job, JobState())
         if (record.attempt, step) > (job.attempt, job.sealed_step):
@@ -135,7 +135,7 @@ def place(record: Any) -> str:
 
 
 STATE = 1
-TYPES: dict[int, type[Record]] = {2: Begun, 3: Sealed, 4: Staging, 5: PartDurable, 6: Committed, 7: Dropped, 8: Retiring, 9: Retired}
+TYPES: dict[int, type[Record]] = {2: Begun, 3: RankSealed, 4: Staging, 5: PartDurable, 6: Committed, 7: Dropped, 8: Retiring, 9: Retired}
 NUMBERS = {cls: number for number, cls in TYPES.items()}
 
 
@@ -218,7 +218,7 @@ def _about_job(name: str, job: JobState) -> Iterator[Record]:
     """Yield records that add up to a job's state."""
     yield Begun(job=name, attempt=job.attempt, world_size=job.world_size)
     if job.sealed_step >= 0:
-        yield Sealed(
+        yield RankSealed(
             job=name, attempt=job.attempt, step=job.sealed_step, rank=0, world_size=job.world_size, tag="", segment="", generation=0,
             persist=False,
         )  # fmt: skip

@@ -14,7 +14,7 @@ import aiofiles
 
 from ckptd.daemon import records as r
 from ckptd.daemon import roots
-from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Snapshot
+from ckptd.daemon.catalog import Catalog, Job, Snapshot, StoredCheckpoint
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
@@ -25,10 +25,10 @@ from ckptd.shared import leases, names
 from ckptd.shared.errors import Busy, IntegrityError, NewerFormat, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import open_regular
-from ckptd.shared.lifecycle import State
+from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest, PartEntry
 from ckptd.shared.plan import Plan
-from ckptd.shared.request import Request
+from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import PosixStorage, check_manifest_place
 
 log = logging.getLogger("ckptd.recovery")
@@ -68,7 +68,7 @@ async def scan_job(storage: PosixStorage, job: Job, calls: StorageCalls) -> None
         else:
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
-            job.commit(Checkpoint.of(manifest, user_tag=parsed[1] is None))
+            job.commit(StoredCheckpoint.of(manifest, user_tag=parsed[1] is None))
     job.damaged, job.newer = damaged, newer  # together at the end: retention looks at them while the scan waits
     for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)
@@ -179,7 +179,7 @@ async def _finish_staged(storage: PosixStorage, journal: Journal, catalog: Catal
 
 async def _roll_forward(storage: PosixStorage, saver: Saver, job: Job, tag: str, durable: list[r.PartDurable]) -> bool:
     """Commit from durable parts alone, if every rank's is there and sound."""
-    documents: list[tuple[PartEntry, Plan, Request]] = []
+    documents: list[tuple[PartEntry, Plan, SnapshotRequest]] = []
     try:
         for part in sorted(durable, key=lambda p: p.rank):
             reader = storage.open_part(job.name, tag, part.file, part.index_sha256)
@@ -189,14 +189,14 @@ async def _roll_forward(storage: PosixStorage, saver: Saver, job: Job, tag: str,
                     rank=part.rank, file=part.file, bytes=part.bytes, raw_bytes=sum(c.raw_length for c in index.chunks),
                     items=len(reader.plan.items), index_sha256=part.index_sha256, files=1 + len(index.files),
                 )  # fmt: skip
-                documents.append((entry, reader.plan, Request.decode(index.request)))
+                documents.append((entry, reader.plan, SnapshotRequest.decode(index.request)))
                 world_size = index.world_size
             finally:
                 os.close(reader.fileno())
         if [entry.rank for entry, _, _ in documents] != list(range(world_size)):
             return False
         first = durable[0]
-        snapshot = Snapshot(job.name, first.attempt, first.step, tag, world_size, persist=True, state=State.WRITTEN)
+        snapshot = Snapshot(job.name, first.attempt, first.step, tag, world_size, persist=True, state=SnapshotState.WRITTEN)
         await saver.commit(job, snapshot, documents)
     except JournalBroken:
         raise

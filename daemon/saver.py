@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Shard, Snapshot
+from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot, StoredCheckpoint
 from ckptd.daemon.config import Config
 from ckptd.daemon.deleter import Deleter
 from ckptd.daemon.journal import Journal, JournalBroken
@@ -29,11 +29,11 @@ from ckptd.daemon.tasks import watched
 from ckptd.shared import codec, names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.lifecycle import Event, State
+from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
 from ckptd.shared.plan import Plan
-from ckptd.shared.request import Request
 from ckptd.shared.segment import read_check, write_check
+from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import PosixStorage
 
 log = logging.getLogger("ckptd.saver")
@@ -107,7 +107,7 @@ class Saver:
                 if snapshot.persist and not job.is_durable(*snapshot.key):
                     async with self._locks[snapshot.job]:
                         await self._save(job, snapshot)
-            if snapshot.state is State.DURABLE:
+            if snapshot.state is SnapshotState.DURABLE:
                 self._settled(job)
                 async with self._locks[snapshot.job]:
                     await self.deleter.retain(job)
@@ -118,47 +118,47 @@ class Saver:
 
     async def check(self, snapshot: Snapshot) -> None:
         """Compute the checksums of every slot of the snapshot, once, and write them beside the data. Raises IntegrityError for damage."""
-        for shard in snapshot.shards.values():
-            if not shard.checked:
+        for seal in snapshot.seals.values():
+            if not seal.checked:
                 with snapshot.held():
-                    await self._check_shard(snapshot, shard)
+                    await self._check_seal(snapshot, seal)
 
-    async def _check_shard(self, snapshot: Snapshot, shard: Shard) -> None:
-        slot = self._slots.get(shard.segment)
+    async def _check_seal(self, snapshot: Snapshot, seal: RankSeal) -> None:
+        slot = self._slots.get(seal.segment)
         header = slot.header
         with slot.pinned() as fd:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
             before = read_check(fd, header)
             crcs = await self._pipeline.checksum(sealed)
-            if slot.refresh().generation != shard.generation:  # a trainer says so before it changes the first byte
+            if slot.refresh().generation != seal.generation:  # a trainer says so before it changes the first byte
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being checked")
             if before is None:
                 write_check(fd, header, crcs)
             elif before != crcs:
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the copy in memory has changed since it was sealed")
-        shard.checked = True
+        seal.checked = True
         failpoint("seal.checked")
 
     async def _save(self, job: Job, snapshot: Snapshot) -> None:
         begun = time.monotonic()
         await self._claimed(job, snapshot.attempt)
         snapshot.move(Event.WRITE)
-        documents: list[tuple[PartEntry, Plan, Request]] = []
-        for _, shard in sorted(snapshot.shards.items()):
-            slot = self._slots.get(shard.segment)
+        documents: list[tuple[PartEntry, Plan, SnapshotRequest]] = []
+        for _, seal in sorted(snapshot.seals.items()):
+            slot = self._slots.get(seal.segment)
             header = slot.header
             with slot.pinned() as fd:
                 sealed = await self._pipeline.run(lambda fd=fd, header=header: SealedSlot.read(fd, header))  # type: ignore[misc]
-                if header.generation != shard.generation:
+                if header.generation != seal.generation:
                     raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
-                shard.part = await self._write_shard(snapshot, shard, sealed)
-            documents.append((shard.part, sealed.plan, sealed.request))
+                seal.part = await self._write_part(snapshot, seal, sealed)
+            documents.append((seal.part, sealed.plan, sealed.request))
         snapshot.move(Event.WROTE)
         await self.commit(job, snapshot, documents)
         self.persist_seconds += time.monotonic() - begun
         self.counters["persisted"] += 1
 
-    async def _write_shard(self, snapshot: Snapshot, shard: Shard, sealed: SealedSlot) -> PartEntry:
+    async def _write_part(self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot) -> PartEntry:
         """A part under a fresh name; after an I/O error once more under another: a file that failed to sync is never trusted again."""
         checks = read_check(sealed.fd, sealed.header)
         if checks is None or len(checks) != len(sealed.ranges):
@@ -167,8 +167,8 @@ class Saver:
         while True:
             tried += 1
             nonce = names.new_nonce()
-            file = names.part_file(shard.rank, nonce)
-            common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": shard.rank, "tag": snapshot.tag}
+            file = names.part_file(seal.rank, nonce)
+            common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": seal.rank, "tag": snapshot.tag}
             await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
             failpoint("persist.intended")
             try:
@@ -187,7 +187,7 @@ class Saver:
             failpoint("persist.journaled")
             return entry
 
-    async def commit(self, job: Job, snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, Request]]) -> None:
+    async def commit(self, job: Job, snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, SnapshotRequest]]) -> None:
         """The manifest, and what follows it. Every rank's part is there and durable."""
         if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
             raise IntegrityError(f"parts of ranks {[e.rank for e, _, _ in documents]} are there, of {snapshot.world_size}")
@@ -200,7 +200,7 @@ class Saver:
         except FileExistsError:
             raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
         failpoint("commit.durable")
-        job.commit(Checkpoint.of(manifest, user_tag=names.parse_tag_directory(snapshot.tag)[1] is None))  # type: ignore[index]
+        job.commit(StoredCheckpoint.of(manifest, user_tag=names.parse_tag_directory(snapshot.tag)[1] is None))  # type: ignore[index]
         await self._journal.append(
             r.Committed(job=job.name, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.tag, seq=manifest.seq)
         )
@@ -226,9 +226,9 @@ class Saver:
             return
         except (StorageError, OSError) as again:
             log.warning("snapshot %s/%s: its files are swept at the next start (%s)", snapshot.job, snapshot.tag, again)
-        if snapshot.state in (State.SEALED, State.WRITING, State.WRITTEN):
+        if snapshot.state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN):
             snapshot.move(Event.FAIL)
-        if snapshot.state is State.FAILED:
+        if snapshot.state is SnapshotState.FAILED:
             self._tell(snapshot)
 
     async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
@@ -250,7 +250,7 @@ class Saver:
         await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))
 
 
-def build_manifest(snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, Request]], seq: int, codec_name: str) -> Manifest:
+def build_manifest(snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, SnapshotRequest]], seq: int, codec_name: str) -> Manifest:
     """Pure but for the displayed time. `documents` in the order of ranks."""
     _, plan, request = documents[0]
     return Manifest(

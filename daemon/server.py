@@ -50,7 +50,7 @@ class Server:
         orphans: Orphans,
         *,
         max_connections: int,
-        descriptors: limits.Plan,
+        descriptors: limits.DescriptorPlan,
         welcome: Callable[[int], m.Welcome],
         status: Callable[[], str],
         find: Callable[[str, int | None], Awaitable[m.Found]],
@@ -212,7 +212,7 @@ class Connection:
         except Exception as error:
             log.exception("%s: %s failed", self.peer, type(request).__name__)
             reply = self._error(request, InternalError(f"internal error: {error!r}; the daemon's log has more"))
-        if self._session.state is s.State.CLOSED:
+        if self._session.state is s.SessionState.CLOSED:
             _close_all(descriptors)
             return
         try:
@@ -220,7 +220,7 @@ class Connection:
         except ProtocolError as error:  # larger than a frame
             _close_all(descriptors)
             self.send(self._error(request, InternalError(f"the answer to {type(request).__name__} cannot be sent: {error}")))
-        while self._untold and self._session.state is s.State.ATTACHED:
+        while self._untold and self._session.state is s.SessionState.ATTACHED:
             self.send(self._untold.popleft())
         if isinstance(reply, m.Error) and isinstance(request, m.Hello):
             self._close()
@@ -268,7 +268,7 @@ class Connection:
         match request:
             case m.Allocate():
                 return self._pass_on(request.id, await engine.allocate(owner, request.capacity, request.count, request.node))
-            case m.Plan():
+            case m.Replan():
                 engine.plan(owner, request.step, request.why)
             case m.Acquire():
                 slot = await engine.acquire(owner, request.step, request.name, request.wait)
@@ -315,15 +315,15 @@ class Connection:
 
     def _notify(self, message: m.Progress) -> None:
         """Send the message, or keep it until the rank has begun: raising here would keep the caller from freeing slots."""
-        if self._session.state in (s.State.ATTACHED, s.State.LEAVING):
+        if self._session.state in (s.SessionState.ATTACHED, s.SessionState.LEAVING):
             self.send(message)
-        elif self._session.state is s.State.BEGINNING:
+        elif self._session.state is s.SessionState.BEGINNING:
             self._untold.append(message)
 
     # -- bytes out
 
     def send(self, message: m.Message, descriptors: Sequence[int] = ()) -> None:
-        frame = memoryview(self._session.send(message)) if self._session.state is not s.State.CLOSED else memoryview(b"")
+        frame = memoryview(self._session.send(message)) if self._session.state is not s.SessionState.CLOSED else memoryview(b"")
         self._out.append((frame, descriptors))
         self._unread += len(frame)
         if len(self._out) == 1:

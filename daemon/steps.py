@@ -16,7 +16,7 @@ from ckptd.daemon.admission import Admission, Owner, ranks
 from ckptd.daemon.catalog import Catalog, Job, Key, Snapshot
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, InvalidRequest, SnapshotFailed, StructureChanged, from_wire
-from ckptd.shared.lifecycle import Event, State
+from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.messages import Progress
 
 
@@ -56,7 +56,7 @@ class Steps:
                 "start the job again"
             )
         known = job.snapshots.get(key)
-        if known is not None and known.state is State.FILLING and owner.rank not in known.shards:
+        if known is not None and known.state is SnapshotState.FILLING and owner.rank not in known.seals:
             return
         last = max([sealed_step, *(s.step for s in job.snapshots.values() if s.attempt == owner.attempt)])
         if step <= last:
@@ -72,7 +72,7 @@ class Steps:
             waiting.planned[owner.rank] = why
             waiting.kept.discard(owner.rank)
             snapshot = job.snapshots.get(key)
-            if snapshot is not None and not waiting.kept.isdisjoint(snapshot.shards):
+            if snapshot is not None and not waiting.kept.isdisjoint(snapshot.seals):
                 with self._or_give_up(job, key):
                     raise self._changed(waiting, key)
 
@@ -113,7 +113,7 @@ class Steps:
         if waiting is not None and waiting.planned and rank in waiting.kept:
             raise self._changed(waiting, key)
         snapshot = job.snapshots.get(key)
-        others = [] if snapshot is None else [shard.rank for shard in snapshot.shards.values() if shard.global_plan != global_plan]
+        others = [] if snapshot is None else [seal.rank for seal in snapshot.seals.values() if seal.global_plan != global_plan]
         if others:
             raise StructureChanged(
                 f"step {key[1]} failed: rank {rank} sealed another plan than {ranks(sorted(others))}; "
@@ -124,7 +124,7 @@ class Steps:
     def check_persist(job: Job, key: Key, rank: int, persist: bool) -> None:
         """Raises SnapshotFailed: a step is kept in memory only by all ranks or by none."""
         snapshot = job.snapshots.get(key)
-        others = [] if snapshot is None else [shard.rank for shard in snapshot.shards.values() if shard.persist != persist]
+        others = [] if snapshot is None else [seal.rank for seal in snapshot.seals.values() if seal.persist != persist]
         if others:
             where = ranks(sorted(others))
             raise SnapshotFailed(f"step {key[1]} has persist={persist} on rank {rank}, and not on {where}: give the same on all")
@@ -150,7 +150,7 @@ class Steps:
 
     def _expire(self, job: Job, key: Key) -> None:
         snapshot = job.snapshots.get(key)
-        came = set(snapshot.shards) if snapshot is not None else set(self._waiting[job.name, key].planned)
+        came = set(snapshot.seals) if snapshot is not None else set(self._waiting[job.name, key].planned)
         late = [rank for rank in range(job.world_size) if rank not in came] or list(range(job.world_size))  # if all plan, nobody knows
         self.give_up(job, key, SnapshotFailed(f"step {key[1]} failed: {ranks(late)} did not seal it within {self._timeout:g} s"))
 
@@ -163,7 +163,9 @@ class Steps:
 
     async def sealed_by_all(self, job: Job, owner: Owner) -> None:
         """Until what this rank has sealed is sealed by the others too, or given up."""
-        while any(s.attempt == owner.attempt and s.state is State.FILLING and owner.rank in s.shards for s in job.snapshots.values()):
+        while any(
+            s.attempt == owner.attempt and s.state is SnapshotState.FILLING and owner.rank in s.seals for s in job.snapshots.values()
+        ):
             self._moved.clear()
             await self._moved.wait()
 
@@ -183,7 +185,7 @@ class Steps:
         if type(error) is SnapshotFailed and waiting is not None and waiting.planned and waiting.kept:
             error = StructureChanged(str(error))
         snapshot = job.snapshots.get(key)
-        if key not in job.given_up and (snapshot is None or snapshot.state is State.FILLING):
+        if key not in job.given_up and (snapshot is None or snapshot.state is SnapshotState.FILLING):
             if job.world_size > 1:  # a rank alone may try again
                 job.give_up(key, error.code, str(error))
             if snapshot is None:
@@ -198,7 +200,7 @@ class Steps:
     def tell(self, snapshot: Snapshot) -> None:
         """Progress to every rank of the job that is connected: whoever went back still waits for what he left."""
         message = Progress(
-            re=0, attempt=snapshot.attempt, step=snapshot.step, state="durable" if snapshot.state is State.DURABLE else "failed",
+            re=0, attempt=snapshot.attempt, step=snapshot.step, state="durable" if snapshot.state is SnapshotState.DURABLE else "failed",
             reason=snapshot.reason, code=snapshot.code,
         )  # fmt: skip
         self.former = [owner for owner in self.former if owner.notify is not None]
@@ -222,7 +224,7 @@ class Steps:
         if owner.world_size > 1 and owner.attempt == job.attempt:
             job.gone[owner.rank] = how
         for snapshot in list(job.snapshots.values()):
-            if snapshot.attempt == owner.attempt and snapshot.state is State.FILLING and owner.rank not in snapshot.shards:
+            if snapshot.attempt == owner.attempt and snapshot.state is SnapshotState.FILLING and owner.rank not in snapshot.seals:
                 reason = f"step {snapshot.step} failed: rank {owner.rank} {how} before it had sealed it"
                 self.give_up(job, snapshot.key, SnapshotFailed(reason))
         for name, key in list(self._waiting):  # steps that ranks are still planning

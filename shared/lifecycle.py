@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 
 
-class State(enum.Enum):
+class SnapshotState(enum.Enum):
     NEW = "new"
     FILLING = "filling"
     STAGED = "staged"
@@ -34,8 +34,8 @@ class Event(enum.Enum):
     RELEASE = "the slots are free again"
 
 
-_S, _E = State, Event
-TRANSITIONS: dict[tuple[State, Event], State] = {
+_S, _E = SnapshotState, Event
+TRANSITIONS: dict[tuple[SnapshotState, Event], SnapshotState] = {
     (_S.NEW, _E.GRANT): _S.FILLING,
     (_S.NEW, _E.REFUSE): _S.SKIPPED,
     (_S.NEW, _E.FAIL): _S.FAILED,
@@ -63,7 +63,7 @@ class IllegalStep(Exception):
     """A bug in ckptd: the table has no such step."""
 
 
-def step(state: State, event: Event) -> State:
+def step(state: SnapshotState, event: Event) -> SnapshotState:
     """The state after `event`. Raises IllegalStep."""
     try:
         return TRANSITIONS[state, event]

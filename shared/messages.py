@@ -84,7 +84,7 @@ class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
     segments: list[HeldSegment]
 
 
-class Plan(Request, frozen=True, kw_only=True, tag="plan"):
+class Replan(Request, frozen=True, kw_only=True, tag="plan"):
     step: Step
     why: Annotated[str, msgspec.Meta(max_length=65536)] = ""
 
@@ -133,7 +133,7 @@ class Find(Request, frozen=True, kw_only=True, tag="find"):
     step: Step | None = None
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
     """`source` is "memory" or "storage"; `tag` the directory's name, or what it would be."""
 
     attempt: AttemptNumber
@@ -143,7 +143,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(Reply, frozen=True, kw_only=True, tag="found"):
-    candidates: list[Candidate]
+    candidates: list[RecoveryCandidate]
     damaged: list[str] = []
 
 
@@ -194,7 +194,7 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 
 
 Message = (
-    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Plan | Acquire | Granted | Refused | Seal | Sealed
+    Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan | Acquire | Granted | Refused | Seal | Sealed
     | Abandon | Persist | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done | Progress | Error
 )  # fmt: skip
 

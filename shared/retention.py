@@ -18,7 +18,7 @@ import msgspec
 MOST_POLICIES, MAX_TEXT = 64, 4096
 
 
-class Candidate(Protocol):
+class Retainable(Protocol):
     """What a policy looks at. `created`: Unix seconds by the trainer's clock, NaN if that cannot be told; `metrics` as `snapshot` had."""
 
     @property
@@ -38,7 +38,7 @@ class _Policy(msgspec.Struct, frozen=True):
 class PreserveAll(_Policy, frozen=True):
     """Every one."""
 
-    def keeps(self, ordered: Sequence[Candidate]) -> set[int]:
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         return set(range(len(ordered)))
 
 
@@ -50,7 +50,7 @@ class LatestN(_Policy, frozen=True):
     def __post_init__(self) -> None:
         _whole("LatestN", "n", self.n)
 
-    def keeps(self, ordered: Sequence[Candidate]) -> set[int]:
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         return set(range(len(ordered))[-self.n :])
 
 
@@ -62,7 +62,7 @@ class LatestDuration(_Policy, frozen=True):
     def __post_init__(self) -> None:
         _positive("LatestDuration", "seconds", self.seconds)
 
-    def keeps(self, ordered: Sequence[Candidate]) -> set[int]:
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         newest = ordered[-1].created if ordered else math.nan
         return {place for place, c in enumerate(ordered) if not newest - c.created > self.seconds}
 
@@ -75,7 +75,7 @@ class EveryNSteps(_Policy, frozen=True):
     def __post_init__(self) -> None:
         _whole("EveryNSteps", "interval_steps", self.interval_steps)
 
-    def keeps(self, ordered: Sequence[Candidate]) -> set[int]:
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         return _newest_of_steps(ordered, lambda step: step % self.interval_steps == 0)
 
 
@@ -87,7 +87,7 @@ class EveryNSeconds(_Policy, frozen=True):
     def __post_init__(self) -> None:
         _positive("EveryNSeconds", "interval_secs", self.interval_secs)
 
-    def keeps(self, ordered: Sequence[Candidate]) -> set[int]:
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         kept, last = set(), -math.inf
         for place, candidate in enumerate(ordered):
             if not 0 <= candidate.created - last < self.interval_secs:  # also where a clock was set back
@@ -114,7 +114,7 @@ class BestN(_Policy, frozen=True):
         if self.mode not in ("min", "max"):
             raise ValueError(f"BestN: mode is {self.mode!r}; expected 'min' or 'max'")
 
-    def keeps(self, ordered: Sequence[Candidate]) -> set[int]:
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         sign = 1 if self.mode == "min" else -1
         ranked = [(sign * c.metrics[self.metric], -place) for place, c in enumerate(ordered) if self.metric in c.metrics]
         best = {-place for value, place in sorted(r for r in ranked if not math.isnan(r[0]))[: self.n]}
@@ -134,7 +134,7 @@ class CustomSteps(_Policy, frozen=True):
         for step in self.steps:
             _whole("CustomSteps", "a step", step, least=0)
 
-    def keeps(self, ordered: Sequence[Candidate]) -> set[int]:
+    def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         return _newest_of_steps(ordered, set(self.steps).__contains__)
 
 
@@ -142,7 +142,7 @@ Policy = PreserveAll | LatestN | LatestDuration | EveryNSteps | EveryNSeconds | 
 POLICIES = {cls.__name__: cls for cls in (PreserveAll, LatestN, LatestDuration, EveryNSteps, EveryNSeconds, BestN, CustomSteps)}
 
 
-def keeps(policies: Iterable[Policy], ordered: Sequence[Candidate]) -> set[int]:
+def keeps(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> set[int]:
     """What any of them keeps."""
     return set[int]().union(*(policy.keeps(ordered) for policy in policies))
 
@@ -196,7 +196,7 @@ def checked(policies: Any) -> tuple[Policy, ...]:
     return found
 
 
-def _newest_of_steps(ordered: Sequence[Candidate], wanted: Any) -> set[int]:
+def _newest_of_steps(ordered: Sequence[Retainable], wanted: Any) -> set[int]:
     newest = {c.step: place for place, c in enumerate(ordered) if c.step is not None and wanted(c.step)}
     return set(newest.values())
 

@@ -26,7 +26,7 @@ class Role(enum.Enum):
     DAEMON = "daemon"
 
 
-class State(enum.Enum):
+class SessionState(enum.Enum):
     NEW = "new"
     GREETING = "greeting"
     GREETED = "greeted"
@@ -36,18 +36,18 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-_A = State.ATTACHED
-REQUESTS: dict[tuple[State, type[m.Request]], State] = {
-    (State.NEW, m.Hello): State.GREETING,
-    (State.GREETED, m.Status): State.GREETED,
-    (State.GREETED, m.Forget): State.GREETED,
-    (State.GREETED, m.Begin): State.BEGINNING,
-    (State.ATTACHED, m.Begin): State.BEGINNING,  # a rank that went back begins the next attempt
+_A = SessionState.ATTACHED
+REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
+    (SessionState.NEW, m.Hello): SessionState.GREETING,
+    (SessionState.GREETED, m.Status): SessionState.GREETED,
+    (SessionState.GREETED, m.Forget): SessionState.GREETED,
+    (SessionState.GREETED, m.Begin): SessionState.BEGINNING,
+    (SessionState.ATTACHED, m.Begin): SessionState.BEGINNING,  # a rank that went back begins the next attempt
     **{
         (_A, request): _A
-        for request in (m.Status, m.Allocate, m.Plan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch, m.Forget)
+        for request in (m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch, m.Forget)
     },
-    (_A, m.Detach): State.LEAVING,
+    (_A, m.Detach): SessionState.LEAVING,
 }  # fmt: skip
 """What a request does to the session."""
 
@@ -56,7 +56,7 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Status: m.StatusReport,
     m.Begin: m.Began,
     m.Allocate: m.Segments,
-    m.Plan: m.Done,
+    m.Replan: m.Done,
     m.Acquire: (m.Granted, m.Refused),
     m.Seal: m.Sealed,
     m.Abandon: m.Done,
@@ -68,13 +68,13 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
 }
 """What answers a request, unless an Error does."""
 
-ANSWERED: dict[tuple[State, bool], State] = {
-    (State.GREETING, True): State.GREETED,
-    (State.GREETING, False): State.CLOSED,
-    (State.BEGINNING, True): State.ATTACHED,
-    (State.BEGINNING, False): State.GREETED,
-    (State.LEAVING, True): State.GREETED,
-    (State.LEAVING, False): State.ATTACHED,
+ANSWERED: dict[tuple[SessionState, bool], SessionState] = {
+    (SessionState.GREETING, True): SessionState.GREETED,
+    (SessionState.GREETING, False): SessionState.CLOSED,
+    (SessionState.BEGINNING, True): SessionState.ATTACHED,
+    (SessionState.BEGINNING, False): SessionState.GREETED,
+    (SessionState.LEAVING, True): SessionState.GREETED,
+    (SessionState.LEAVING, False): SessionState.ATTACHED,
 }
 """What the answer to a request that changes the state does: True for its reply, False for an Error."""
 
@@ -84,7 +84,7 @@ class Session:
 
     def __init__(self, role: Role) -> None:
         self.role = role
-        self.state = State.NEW
+        self.state = SessionState.NEW
         self.under_way: dict[int, m.Request] = {}
         self._last_id = 0
         self._decoder = frames.Decoder()
@@ -108,7 +108,7 @@ class Session:
         return received
 
     def close(self) -> None:
-        self.state = State.CLOSED
+        self.state = SessionState.CLOSED
         self.under_way.clear()
 
     def _apply(self, message: m.Request | m.Reply, *, ours: bool) -> None:
@@ -135,7 +135,7 @@ class Session:
 
     def _reply(self, reply: m.Reply) -> None:
         if isinstance(reply, m.Progress):
-            if reply.re != 0 or self.state not in (State.ATTACHED, State.LEAVING):
+            if reply.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
                 raise ProtocolError(f"Progress cannot come while the session is {self.state.value}")
             return
         if isinstance(reply, m.Error) and reply.re == 0:

@@ -203,6 +203,18 @@ def test_nothing_imports_the_command_line() -> None:
     assert importers == ["__main__.py"]
 
 
+# -- names
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for name, path in MODULES.items():
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 # -- files
 
 

@@ -10,7 +10,7 @@ import torch
 from ckptd.agent.copy.fences import Fences, Transfer
 
 
-class Sealing:
+class Sealer:
     """Does nothing, and has no thread, until the first copy from an accelerator."""
 
     def __init__(self) -> None:

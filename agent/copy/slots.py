@@ -27,7 +27,7 @@ ALLOCATE_SECONDS = 600.0
 _SLACK = 1 << 16
 
 
-class Slots:
+class MappedSlots:
     """The slots that may be used now. `prepare` and `ensure` get others when they are too small."""
 
     def __init__(self, client: Client, settle: Callable[[], None]) -> None:
@@ -49,13 +49,16 @@ class Slots:
         return self._slots[segment]
 
     def prepare(self, capacity: int) -> None:
-        """Slots of `capacity` bytes, in the background. Nothing if they are there, or if others have not come within the stall budget."""
+        """Make slots of `capacity` bytes in the background, unless the present ones are that large.
+
+        Does nothing if an earlier request has not been answered within the stall budget.
+        """
         self._start()
         if (self._preparing is None or self._preparing.wait(self._client.welcome.stall_budget)) and self._room() < capacity:
             self._begin(capacity)
 
     def ensure(self, needed: int, deadline: float) -> bool:
-        """Slots for `needed` bytes by `deadline`; False if that takes longer: it goes on in the background, for a later snapshot."""
+        """Wait for slots of `needed` bytes until `deadline`. Return False if they take longer; they are then made in the background."""
         if self.fit(needed):
             return True
         self._start()

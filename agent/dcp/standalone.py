@@ -28,7 +28,7 @@ from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange, Region, align_region, chunk_ranges
-from ckptd.shared.request import Request
+from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import StandaloneStorage
 
 _MOST_THREADS = 8
@@ -80,7 +80,7 @@ class StandalonePart:
             release(self._held)
             self._held = -1
 
-    def finish(self, layout: Layout, values: bytes, request: Request) -> PartEntry:
+    def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> PartEntry:
         """The values document, index and trailer; then it is durable. `layout`: as it was, but for its metadata."""
         region = Region(align_region(layout.data_length), len(values), 1)
         last = self._write(chunk_ranges([region], DEFAULT_CHUNK), iter([memoryview(values)]))
@@ -165,7 +165,14 @@ class _Pieces:
 
 
 def commit(
-    storage: StandaloneStorage, layout: Layout, parts: list[PartEntry], request: Request, codec: str, *, overwrite: bool, nonce: bytes
+    storage: StandaloneStorage,
+    layout: Layout,
+    parts: list[PartEntry],
+    request: SnapshotRequest,
+    codec: str,
+    *,
+    overwrite: bool,
+    nonce: bytes,
 ) -> None:
     """Publish the manifest, and with `overwrite` in the place of another one. `nonce`: of the coordinator's part, which it has locked.
 

@@ -33,7 +33,7 @@ from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, S
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import HIDDEN
-from ckptd.shared.request import Request
+from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import StandaloneStorage
 
 log = logging.getLogger("ckptd.agent")
@@ -320,8 +320,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             self._save.drop()
 
 
-def _request(ticket: Ticket) -> Request:
-    return Request(tag=None if ticket.claimed is None else ticket.claimed.target.tag, created=time.time())
+def _request(ticket: Ticket) -> SnapshotRequest:
+    return SnapshotRequest(tag=None if ticket.claimed is None else ticket.claimed.target.tag, created=time.time())
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:

@@ -25,8 +25,8 @@ from ckptd.agent.read.sources import attempts_of
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed
-from ckptd.shared.request import Request
 from ckptd.shared.segment import this_boot
+from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import PosixStorage, StandaloneStorage
 
 log = logging.getLogger("ckptd.agent")
@@ -236,7 +236,7 @@ class SlotPart:
     def _takes(self, pending: Pending, slot: MappedSlot) -> None:
         self._slot, self._pending = slot, pending
 
-    def finish(self, layout: Layout, values: bytes, request: Request) -> None:
+    def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> None:
         """Seal it. `layout`: as it was written, but for its metadata."""
         assert self._pending is not None
         assert self._slot is not None

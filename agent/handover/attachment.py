@@ -17,8 +17,8 @@ import torch
 
 from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches
-from ckptd.agent.copy.sealer import Sealing
-from ckptd.agent.copy.slots import Slots
+from ckptd.agent.copy.sealer import Sealer
+from ckptd.agent.copy.slots import MappedSlots
 from ckptd.agent.handover.grants import MOST_REASON, Grants
 from ckptd.agent.handover.seals import Seals
 from ckptd.agent.link.arguments import job_name
@@ -64,7 +64,7 @@ class Attachment:
         self._pid = os.getpid()
         self.attempt = 0
         self.last_step = -1
-        self._sealing = Sealing()
+        self._sealer = Sealer()
         self.saving: weakref.WeakSet[object] = weakref.WeakSet()
         """Saves that DCP has planned, from their first byte until they are durable or given up."""
         self._filled: set[Pending] = set()  # by `fill`, and not sealed yet
@@ -78,8 +78,8 @@ class Attachment:
             begin(self._ranks, error)
             raise
         self._seals = Seals(self._client, self._pending)
-        self._slots = Slots(self._client, self._sealing.settle)
-        self._grants = Grants(self._client, self._slots, self._sealing, self._hand_over_interrupted, self._fail)
+        self._slots = MappedSlots(self._client, self._sealer.settle)
+        self._grants = Grants(self._client, self._slots, self._sealer, self._hand_over_interrupted, self._fail)
         try:
             self._begin(job)
         except BaseException:
@@ -200,7 +200,7 @@ class Attachment:
             for numbers in batches(layout, 1 if singly else _BATCH):
                 transfer = slot.copy([source(number) for number in numbers], layout, numbers, self._carry)
                 if transfer is not None:
-                    self._sealing.finish(transfer)
+                    self._sealer.finish(transfer)
         except Exception as error:
             self._fail(pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
             self._grants.settle(question)
@@ -225,7 +225,7 @@ class Attachment:
             self._pending.pop((old.attempt, old.step), None)
             old.supersede()
         pending.segment = slot.name
-        self._sealing.settle(slot.name)  # of a step that was given up meanwhile
+        self._sealer.settle(slot.name)  # of a step that was given up meanwhile
         if not pending.granted:
             pending.move(Event.GRANT)
         failpoint("agent.granted")
@@ -235,7 +235,7 @@ class Attachment:
         self._pending.pop((pending.attempt, pending.step), None)
 
     def _carry(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Transfer:
-        return self._sealing.carry(targets, sources, [])
+        return self._sealer.carry(targets, sources, [])
 
     def give_up(self, pending: Pending, slot: MappedSlot, error: BaseException) -> None:
         """What `fill` has filled will not be sealed."""
@@ -278,7 +278,7 @@ class Attachment:
 
     def _settle(self) -> None:
         """Wait until other threads have sealed, and have made their slots."""
-        self._sealing.settle()
+        self._sealer.settle()
         self._slots.settle()
 
     def _hand_over_interrupted(self, pending: Pending) -> None:
@@ -341,7 +341,7 @@ class Attachment:
     def let_go(self) -> None:
         """Close without a word to the daemon, which takes this process for dead. May be called again, should Ctrl-C have come."""
         self._closed = True
-        self._sealing.close()
+        self._sealer.close()
         self._client.close()
         self._slots.drop()
         for pending in list(self._pending.values()):

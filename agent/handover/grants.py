@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.agent.copy.mapped_slot import MappedSlot
-from ckptd.agent.copy.sealer import Sealing
-from ckptd.agent.copy.slots import Slots
+from ckptd.agent.copy.sealer import Sealer
+from ckptd.agent.copy.slots import MappedSlots
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.slot_requests import Asking
+from ckptd.agent.link.slot_requests import SlotRequest
 from ckptd.agent.pending import Pending
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed
@@ -30,7 +30,7 @@ class Question:
     """`kept`: the segment that now belongs to a seal under way, or to whoever called `fill`."""
 
     pending: Pending
-    asking: Asking
+    asking: SlotRequest
     kept: str = ""
 
 
@@ -40,20 +40,20 @@ class Grants:
     def __init__(
         self,
         client: Client,
-        slots: Slots,
-        sealing: Sealing,
+        slots: MappedSlots,
+        sealer: Sealer,
         hand_over: Callable[[Pending], None],
         failed: Callable[[Pending, CkptdError], None],
     ) -> None:
-        self._client, self._slots, self._sealing = client, slots, sealing
+        self._client, self._slots, self._sealer = client, slots, sealer
         self._hand_over, self._failed = hand_over, failed
         self._open: list[Question] = []
         self._owed: dict[tuple[str, int | None], tuple[str, str]] = {}
-        """Slots to give back, by segment and step, of which the daemon has not said yet that it has them; reason and code of each."""
+        """Slots to give back, by segment and step, until the daemon has confirmed them; the values are the reason and its error code."""
 
     def ask(self, pending: Pending, tag: str | None) -> Question:
         """Remember a question for a slot of this snapshot. It is not sent yet."""
-        question = Question(pending, Asking(self._client, pending.step, tag))
+        question = Question(pending, SlotRequest(self._client, pending.step, tag))
         self._open.append(question)
         return question
 
@@ -76,14 +76,14 @@ class Grants:
     def _settle_interrupted(self, question: Question) -> None:
         pending, sealed = question.pending, bool(question.kept)
         for slot in self._found(question):
-            self._sealing.settle(slot.name)  # the seal may be another thread's already
+            self._sealer.settle(slot.name)  # the seal may be another thread's already
             if not sealed and self._is_sealed(slot, pending):
                 sealed = True
                 pending.segment = slot.name
                 pending.seal()
                 self._hand_over(pending)
             else:
-                self._sealing.drain()  # nothing may be copied into it any more
+                self._sealer.drain()  # nothing may be copied into it any more
                 self.give_back(slot, pending.step, pending.error)
         if not sealed:
             self._failed(pending, SnapshotFailed(f"the snapshot of step {pending.step} was interrupted"))

@@ -16,8 +16,8 @@ from ckptd.agent.link.rounds import Alone, Exchange, Ranks
 from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.names import check_name, check_user_tag
-from ckptd.shared.request import MAX_REQUEST, Request
 from ckptd.shared.retention import Policy
+from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 
 
 def job_name(job: str | None, *, private: bool) -> str:
@@ -52,7 +52,7 @@ def make_request(
     metrics: Mapping[str, float] | None,
     user_content: Any,
     retention: Sequence[Policy] | None = None,
-) -> Request:
+) -> SnapshotRequest:
     """Check what the caller said. Raises InvalidRequest or InvalidName."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
         raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
@@ -74,7 +74,7 @@ def make_request(
     content = "null" if user_content is None else _as_json(user_content)
     if len(content) + sum(len(key) + 16 for key in numbers) > MAX_REQUEST // 2:
         raise InvalidRequest(f"metrics and user_content together are beyond {MAX_REQUEST // 2} bytes; save large values in the state")
-    return Request(
+    return SnapshotRequest(
         tag=tag,
         persist=bool(persist),
         metrics=numbers,

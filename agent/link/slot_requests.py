@@ -1,6 +1,6 @@
-"""Asking the daemon for a slot. The question is sent while there is something else to do: waking the daemon, and being woken, takes time.
+"""Requests for a slot. A request is sent early, so that the daemon wakes up and answers while the state is being captured.
 
-After a lost connection, or of a daemon that stops, it is asked again until the deadline.
+A request is sent again after a lost connection, and to a daemon that is stopping, until the deadline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GRACE_SECONDS = 2.0  # beyond its budget that a daemon may take to say that ther
 _AGAIN_SECONDS = 0.05
 
 
-class Asking:
+class SlotRequest:
     """One snapshot's question: `ask`, `answer`, `take`; then, whatever came of it, `drop`: what was granted and not taken is given back.
 
     `segment`: what is granted. `why`: why the step is skipped. `taken`: the segments that `take` has given out.

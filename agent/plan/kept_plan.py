@@ -75,7 +75,7 @@ class Layouts:
         wanted = self._wanted = self._wanted + 1  # until this has succeeded
         if self._ranks.world_size > 1:
             why = difference(self._kept[0] if self._kept is not None else None, found) if self._has else "it has no plan yet"
-            self._client.call(lambda n: m.Plan(id=n, step=pending.step, why=why[:_MOST_WHY]), m.Done, TELL_SECONDS)
+            self._client.call(lambda n: m.Replan(id=n, step=pending.step, why=why[:_MOST_WHY]), m.Done, TELL_SECONDS)
         layout = self._plan(captured, state, pending, deadline)
         sources = Sources(found, captured.tensors, layout.plan)
         self._kept, self._has = (found, layout, sources), wanted

@@ -26,9 +26,9 @@ from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.plan import Plan, chunk_ranges, with_values
-from ckptd.shared.request import Request
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SlotState, read_check, read_document, read_header
+from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import PosixStorage, StandaloneStorage
 
 
@@ -44,7 +44,7 @@ class SlotSource:
             raise IntegrityError(f"the slot of step {step} has been cut short")
         self.header = header
         self.plan = Plan.decode(read_document(fd, header, header.plan, "plan"))
-        self.request = Request.decode(read_document(fd, header, header.request, "request"))
+        self.request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
         self.values = (header.values.offset, header.values.length)
         if self.values[0] < self.plan.data_length:
             raise IntegrityError(f"the values of the slot of step {step} lie over its tensors")

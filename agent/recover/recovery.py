@@ -87,7 +87,7 @@ class Recovery:
         self.last_step = max(found["last_step"] for found in said)
         if len(asked := {found["asked"] for found in said}) > 1:
             raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: give the same on all")
-        candidates = [m.Candidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
+        candidates = [m.RecoveryCandidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
         if not candidates and any(found["candidates"] for found in said):
             raise RecoveryFailed("the ranks have not found the same checkpoints, since some came or went meanwhile: recover again")
         passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
@@ -123,7 +123,7 @@ class Recovery:
             raise NotFound(f"job {self._job!r} has no checkpoint of step {step}")
         return None
 
-    def _attempt(self, candidate: m.Candidate, topic: str) -> _Attempt:
+    def _attempt(self, candidate: m.RecoveryCandidate, topic: str) -> _Attempt:
         if self._planner is not None:
             return _PlannedAttempt(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
         return _Attempt(self._client, self._ranks, self._job, candidate, strict=self._strict, on_reshape=self._on_reshape)
@@ -179,7 +179,7 @@ class _Attempt:
     """
 
     def __init__(
-        self, client: Client, ranks: Ranks, job: str, candidate: m.Candidate, *, strict: bool, on_reshape: OnReshape | None
+        self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, *, strict: bool, on_reshape: OnReshape | None
     ) -> None:
         self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
         self._strict, self._on_reshape = strict, on_reshape
@@ -303,7 +303,7 @@ class _Attempt:
 class _PlannedAttempt(_Attempt):
     """The same, planned by a LoadPlanner of the caller's."""
 
-    def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.Candidate, planned: PlannedLoad, topic: str) -> None:
+    def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, planned: PlannedLoad, topic: str) -> None:
         super().__init__(client, ranks, job, candidate, strict=False, on_reshape=None)
         self._planned, self._topic = planned, topic
 

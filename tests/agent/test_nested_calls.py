@@ -17,7 +17,7 @@ from ckptd.agent import Agent, Schedule, StorageWriter, default
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.dcp import targets
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.slot_requests import Asking
+from ckptd.agent.link.slot_requests import SlotRequest
 from ckptd.shared import errors
 from ckptd.shared import messages as m
 from ckptd.shared.segment import SlotState
@@ -217,11 +217,11 @@ def test_ctrl_c_in_a_snapshot_gives_the_slot_back(agent: Agent, monkeypatch: pyt
 
 @pytest.mark.parametrize("where", ["take", "answer", "drop"])
 def test_ctrl_c_while_a_slot_is_asked_for_gives_it_back(agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    original = getattr(Asking, where)
+    original = getattr(SlotRequest, where)
     for step in (1, 2, 3):
         seen: list[int] = []
 
-        def interrupt(asking: Asking, seen: list[int] = seen) -> Any:
+        def interrupt(asking: SlotRequest, seen: list[int] = seen) -> Any:
             found = original(asking)
             if not seen:
                 seen.append(1)
@@ -229,7 +229,7 @@ def test_ctrl_c_while_a_slot_is_asked_for_gives_it_back(agent: Agent, monkeypatc
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(Asking, where, interrupt)
+            patch.setattr(SlotRequest, where, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 agent.snapshot({"w": torch.zeros(10)}, step=step)
     all_slots_work(agent, 4)
@@ -282,7 +282,7 @@ def test_ctrl_c_in_recover_begins_the_attempt_again(agent: Agent, monkeypatch: p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckptd.agent.copy.slots.Slots.drop", interrupt)
+        patch.setattr("ckptd.agent.copy.slots.MappedSlots.drop", interrupt)
         with pytest.raises(KeyboardInterrupt):
             agent.recover({"w": torch.zeros(10)}, step=0)
     all_slots_work(agent, 1)
@@ -293,7 +293,7 @@ def test_ctrl_c_in_close_leaves_a_close_that_goes_on(agent: Agent, daemon: Daemo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckptd.agent.copy.slots.Slots.drop", interrupt)
+        patch.setattr("ckptd.agent.copy.slots.MappedSlots.drop", interrupt)
         with pytest.raises(KeyboardInterrupt):
             agent.close()
     assert agent._slots.names

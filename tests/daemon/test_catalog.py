@@ -6,26 +6,31 @@ import logging
 
 import pytest
 
-from ckptd.daemon.catalog import Catalog, Checkpoint, Job, Shard, Snapshot
-from ckptd.shared.lifecycle import Event, IllegalStep, State
+from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot, StoredCheckpoint
+from ckptd.shared.lifecycle import Event, IllegalStep, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file
 
 
-def shard(rank: int) -> Shard:
-    return Shard(rank, f"{rank}.seg", 1, bytes(32))
+def rank_seal(rank: int) -> RankSeal:
+    return RankSeal(rank, f"{rank}.seg", 1, bytes(32))
 
 
 def snapshot(
-    step: int, state: State = State.SEALED, attempt: int = 1, world_size: int = 1, shards: int | None = None, persist: bool = True
+    step: int,
+    state: SnapshotState = SnapshotState.SEALED,
+    attempt: int = 1,
+    world_size: int = 1,
+    seals: int | None = None,
+    persist: bool = True,
 ) -> Snapshot:
     made = Snapshot("gpt", attempt, step, f"step-{step:08d}.a{attempt:04d}", world_size, persist, state)
-    made.shards = {rank: shard(rank) for rank in range(world_size if shards is None else shards)}
+    made.seals = {rank: rank_seal(rank) for rank in range(world_size if seals is None else seals)}
     return made
 
 
-def checkpoint(step: int | None, attempt: int = 1, seq: int = 1, tag: str | None = None) -> Checkpoint:
-    return Checkpoint("gpt", tag or f"step-{step or 0:08d}.a{attempt:04d}", attempt, step, seq, 10, ("x",), tag is not None)
+def checkpoint(step: int | None, attempt: int = 1, seq: int = 1, tag: str | None = None) -> StoredCheckpoint:
+    return StoredCheckpoint("gpt", tag or f"step-{step or 0:08d}.a{attempt:04d}", attempt, step, seq, 10, ("x",), tag is not None)
 
 
 def job(*snapshots: Snapshot) -> Job:
@@ -47,26 +52,26 @@ def test_jobs_are_made_when_asked_for() -> None:
 
 
 def test_a_snapshot_is_complete_with_all_its_ranks() -> None:
-    assert [snapshot(1, world_size=3, shards=n).complete for n in range(4)] == [False, False, False, True]
+    assert [snapshot(1, world_size=3, seals=n).complete for n in range(4)] == [False, False, False, True]
     assert snapshot(7, attempt=2).key == (2, 7)
 
 
-@pytest.mark.parametrize("state", State)
-def test_what_is_in_memory(state: State) -> None:
-    assert snapshot(1, state).in_memory is (state not in (State.FILLING, State.RELEASED))
-    assert snapshot(1, state, world_size=2, shards=1).in_memory is False
+@pytest.mark.parametrize("state", SnapshotState)
+def test_what_is_in_memory(state: SnapshotState) -> None:
+    assert snapshot(1, state).in_memory is (state not in (SnapshotState.FILLING, SnapshotState.RELEASED))
+    assert snapshot(1, state, world_size=2, seals=1).in_memory is False
 
 
 def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    made = snapshot(5, State.FILLING)
+    made = snapshot(5, SnapshotState.FILLING)
     with caplog.at_level(logging.INFO, "ckptd.catalog"):
         made.move(Event.SEAL)
         made.move(Event.WRITE)
-    assert made.state is State.WRITING
+    assert made.state is SnapshotState.WRITING
     assert caplog.messages == ["snapshot gpt/step-00000005.a0001: filling -> sealed", "snapshot gpt/step-00000005.a0001: sealed -> writing"]
     with pytest.raises(IllegalStep):
         made.move(Event.COMMIT)
-    assert made.state is State.WRITING
+    assert made.state is SnapshotState.WRITING
     assert repr(made) == "<Snapshot gpt/step-00000005.a0001 writing 1/1>"
 
 
@@ -82,8 +87,8 @@ def test_a_checkpoint_is_what_its_manifest_says() -> None:
         job="gpt", attempt=2, step=1000, tag="best.a0002", seq=7, world_size=2, created="", parts=parts, metadata={}, metrics={},
         user_content=None, writer={},
     )  # fmt: skip
-    made = Checkpoint.of(manifest, user_tag=True)
-    assert made == Checkpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True)
+    made = StoredCheckpoint.of(manifest, user_tag=True)
+    assert made == StoredCheckpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True)
     assert made.order == (2, 1000, 7) == manifest.order
     assert checkpoint(None, seq=4).order == (1, -1, 4)
 
@@ -116,7 +121,7 @@ def test_what_is_retiring_is_not_durable() -> None:
 def test_the_newest_in_memory_is_complete() -> None:
     assert job().newest_in_memory() is None
     four, five = snapshot(4), snapshot(5)
-    assert job(four, snapshot(6, world_size=2, shards=1), five, snapshot(7, State.FILLING)).newest_in_memory() is five
+    assert job(four, snapshot(6, world_size=2, seals=1), five, snapshot(7, SnapshotState.FILLING)).newest_in_memory() is five
     assert job(snapshot(900, attempt=1), snapshot(3, attempt=2)).newest_in_memory() is not None
     newest = job(snapshot(900, attempt=1), snapshot(3, attempt=2)).newest_in_memory()
     assert newest is not None
@@ -126,23 +131,30 @@ def test_the_newest_in_memory_is_complete() -> None:
 @pytest.mark.parametrize(
     ("state", "persist", "settled"),
     [
-        (State.FILLING, True, False), (State.SEALED, True, False), (State.SEALED, False, True), (State.WRITING, True, False),
-        (State.WRITING, False, False), (State.WRITTEN, True, False), (State.DURABLE, True, True), (State.FAILED, True, True),
-        (State.FAILED, False, True), (State.RELEASED, True, False),
+        (SnapshotState.FILLING, True, False),
+        (SnapshotState.SEALED, True, False),
+        (SnapshotState.SEALED, False, True),
+        (SnapshotState.WRITING, True, False),
+        (SnapshotState.WRITING, False, False),
+        (SnapshotState.WRITTEN, True, False),
+        (SnapshotState.DURABLE, True, True),
+        (SnapshotState.FAILED, True, True),
+        (SnapshotState.FAILED, False, True),
+        (SnapshotState.RELEASED, True, False),
     ],
-)  # fmt: skip
-def test_slots_are_given_up_only_behind_a_newer_seal_and_with_nothing_owed(state: State, persist: bool, settled: bool) -> None:
+)
+def test_slots_are_given_up_only_behind_a_newer_seal_and_with_nothing_owed(state: SnapshotState, persist: bool, settled: bool) -> None:
     old = snapshot(4, state, persist=persist)
     made = job(old, snapshot(5))
     assert made.is_settled(old) is settled
     assert made.releasable() == ([old] if settled else [])
     assert job(old).releasable() == []  # nothing newer is sealed
-    assert job(old, snapshot(5, world_size=2, shards=1)).releasable() == []
-    assert job(old, snapshot(5, State.FILLING)).releasable() == []
+    assert job(old, snapshot(5, world_size=2, seals=1)).releasable() == []
+    assert job(old, snapshot(5, SnapshotState.FILLING)).releasable() == []
 
 
 def test_slots_that_are_being_read_are_not_given_up() -> None:
-    old = snapshot(4, State.DURABLE)
+    old = snapshot(4, SnapshotState.DURABLE)
     made = job(old, snapshot(5))
     with old.held(), old.held():
         assert made.releasable() == []
@@ -153,23 +165,23 @@ def test_slots_that_are_being_read_are_not_given_up() -> None:
 
 
 def test_slots_of_a_rank_that_has_detached_are_given_up_once_durable() -> None:
-    for state in (State.SEALED, State.WRITING, State.FAILED, State.DURABLE):
+    for state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.FAILED, SnapshotState.DURABLE):
         newest = snapshot(5, state)
         newest.unwanted = True
-        assert job(newest).releasable() == ([newest] if state is State.DURABLE else [])
+        assert job(newest).releasable() == ([newest] if state is SnapshotState.DURABLE else [])
 
 
 def test_the_newest_copy_in_memory_is_never_given_up() -> None:
-    made = job(*(snapshot(step, State.DURABLE) for step in (3, 4, 5)))
+    made = job(*(snapshot(step, SnapshotState.DURABLE) for step in (3, 4, 5)))
     assert [s.step for s in made.releasable()] == [3, 4]
 
 
-@pytest.mark.parametrize("state", [s for s in State if s not in (State.NEW, State.STAGED, State.SKIPPED)])
-def test_what_is_owed_when_the_trainer_is_gone(state: State) -> None:
+@pytest.mark.parametrize("state", [s for s in SnapshotState if s not in (SnapshotState.NEW, SnapshotState.STAGED, SnapshotState.SKIPPED)])
+def test_what_is_owed_when_the_trainer_is_gone(state: SnapshotState) -> None:
     newest = snapshot(5, state, persist=False)
     made = job(snapshot(4), newest)
-    expected: Snapshot | None = newest if state in (State.SEALED, State.FAILED) else None
-    if state in (State.FILLING, State.RELEASED):
+    expected: Snapshot | None = newest if state in (SnapshotState.SEALED, SnapshotState.FAILED) else None
+    if state in (SnapshotState.FILLING, SnapshotState.RELEASED):
         expected = made.snapshots[1, 4]  # not in memory, so the one before counts
     assert made.owed() is expected
     made.commit(checkpoint(5))

@@ -16,7 +16,7 @@ from ckptd.daemon.doctor import FAILED, OK, WARNING, Check
 from tests.crash.images import Image, Unavailable
 from tests.daemon.test_cli import ckptd
 
-PLAN = limits.Plan(slots=2)
+PLAN = limits.DescriptorPlan(slots=2)
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:

@@ -29,16 +29,16 @@ def limited(place: Home, soft: int, hard: int, *arguments: str, **environment: s
 
 
 def test_numbers() -> None:
-    plan = limits.Plan(slots=2)
+    plan = limits.DescriptorPlan(slots=2)
     assert plan.per_rank == 10
     assert plan.least == 51
     assert [plan.ranks(limit) for limit in (0, 50, 51, 60, 61, 1024)] == [0, 0, 1, 1, 2, 98]
-    assert limits.Plan(slots=8, files=64).per_rank == 85
+    assert limits.DescriptorPlan(slots=8, files=64).per_rank == 85
 
 
 @pytest.mark.parametrize("slots", [2, 3, 8])
 def test_as_many_are_accepted_as_are_said_to_fit(slots: int) -> None:
-    plan = limits.Plan(slots)
+    plan = limits.DescriptorPlan(slots)
     for limit in range(plan.least, 400):
         fit = plan.ranks(limit)
         for segments in (0, slots * fit):  # none is left of an earlier run, or those of as many ranks are
@@ -49,13 +49,13 @@ def test_as_many_are_accepted_as_are_said_to_fit(slots: int) -> None:
 
 
 def test_segments_beyond_the_plan_leave_less_room() -> None:
-    plan = limits.Plan(2)
+    plan = limits.DescriptorPlan(2)
     assert plan.ranks(151) == 11
     assert [plan.fits(151, 0, 0, segments) for segments in (102, 103)] == [True, False]
 
 
 def test_a_limit_that_is_too_low_is_named() -> None:
-    plan = limits.Plan(2)
+    plan = limits.DescriptorPlan(2)
     assert plan.warning(61, 2) == ""
     assert plan.warning(51, 2).startswith("max_connections is 2, but only 1 clients fit into the limit of 51 open files")
     assert "2 clients need a limit of 61" in plan.warning(51, 2)
@@ -81,7 +81,7 @@ def test_a_daemon_raises_its_own_limit(place: Home) -> None:
     assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (500, 500)
     told = daemon.status()["descriptors"]
     assert (told["limit"], told["clients"], told["accepting_paused"]) == (500, 1, None)
-    assert told["clients_fit"] == limits.Plan(2).ranks(500)
+    assert told["clients_fit"] == limits.DescriptorPlan(2).ranks(500)
     assert "max_connections is 256, but only 45 clients fit into the limit of 500 open files" in place.log_text()
     daemon.stop()
 
@@ -133,7 +133,7 @@ def reaches(place: Home) -> bool:
 
 def test_ranks_that_fit_come_back_after_a_restart_and_to_a_new_run(place: Home, tmp_path: Path) -> None:
     """Segments of the run before are still there when all ranks start again."""
-    limit = limits.Plan(2).needed(3)
+    limit = limits.DescriptorPlan(2).needed(3)
     for run in (1, 2):
         daemon = limited(place, limit, limit).wait_ready()
         agents = [Agent(f"job-{rank}", socket=place.socket) for rank in range(3)]

@@ -18,9 +18,9 @@ from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import Buffer, PosixFileSystem
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MIN_CHUNK
-from ckptd.shared.request import Request
 from ckptd.shared.scatter import verify
 from ckptd.shared.segment import Extent, SegmentHeader
+from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.shared.samples import NONCE, memory_file, packed_slot, sample_plan, seal, values_after
 
 PLAN = sample_plan(50_000)  # several chunks
@@ -64,7 +64,7 @@ def part(pipeline: Pipeline, slot: SealedSlot, directory: int, *, codec_name: st
 
 @pytest.mark.parametrize("codec_name", ["raw", "zstd:1"])
 def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, directory: int, codec_name: str) -> None:
-    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN, request=Request(tag="mine", metrics={"loss": 0.5})))
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN, request=SnapshotRequest(tag="mine", metrics={"loss": 0.5})))
     assert len(slot.ranges) > 3
     reader = part(pipeline, slot, directory, codec_name=codec_name)
     wanted = packed_slot(PLAN, values_after(PLAN))
@@ -72,7 +72,7 @@ def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, di
         raw = bytearray(chunk.length)
         reader.read_chunk(number, memoryview(raw))
         assert raw == wanted[chunk.offset : chunk.offset + chunk.length]
-    assert (reader.plan, Request.decode(reader.index.request)) == (PLAN, Request(tag="mine", metrics={"loss": 0.5}))
+    assert (reader.plan, SnapshotRequest.decode(reader.index.request)) == (PLAN, SnapshotRequest(tag="mine", metrics={"loss": 0.5}))
     assert (reader.index.job, reader.index.attempt, reader.index.step, reader.index.tag) == ("gpt", 1, 5, TAG)
     assert pipeline.bytes_read == sum(chunk.length for chunk in slot.ranges)
     os.close(reader.fileno())

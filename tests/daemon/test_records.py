@@ -19,8 +19,8 @@ TAGS = st.sampled_from(["t.a0001", "u.a0001"])
 
 RECORDS: dict[type[r.Record], st.SearchStrategy[r.Record]] = {
     r.Begun: st.builds(r.Begun, job=NAMES, attempt=SMALL, world_size=SMALL),
-    r.Sealed: st.builds(
-        r.Sealed, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, world_size=SMALL, tag=TAGS, segment=FILES, generation=SMALL,
+    r.RankSealed: st.builds(
+        r.RankSealed, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, world_size=SMALL, tag=TAGS, segment=FILES, generation=SMALL,
         persist=st.booleans(),
     ),
     r.Staging: st.builds(r.Staging, job=NAMES, attempt=SMALL, step=SMALL, rank=SMALL, tag=TAGS, file=FILES),
@@ -50,8 +50,10 @@ def durable(file: str, tag: str = "t.a0001", nbytes: int = 10) -> r.PartDurable:
     return r.PartDurable(job="gpt", attempt=1, step=5, rank=0, tag=tag, file=file, bytes=nbytes, index_sha256="0" * 64)
 
 
-def sealed(attempt: int, step: int, world_size: int = 1) -> r.Sealed:
-    return r.Sealed(job="gpt", attempt=attempt, step=step, rank=0, world_size=world_size, tag="t", segment="s", generation=1, persist=True)
+def sealed(attempt: int, step: int, world_size: int = 1) -> r.RankSealed:
+    return r.RankSealed(
+        job="gpt", attempt=attempt, step=step, rank=0, world_size=world_size, tag="t", segment="s", generation=1, persist=True
+    )
 
 
 def begun(attempt: int, world_size: int = 1) -> r.Begun:
@@ -64,7 +66,7 @@ def begun(attempt: int, world_size: int = 1) -> r.Begun:
 def test_types_are_those_of_the_format() -> None:
     assert r.STATE == 1
     assert {number: cls.__name__ for number, cls in r.TYPES.items()} == {
-        2: "Begun", 3: "Sealed", 4: "Staging", 5: "PartDurable", 6: "Committed", 7: "Dropped", 8: "Retiring", 9: "Retired",
+        2: "Begun", 3: "RankSealed", 4: "Staging", 5: "PartDurable", 6: "Committed", 7: "Dropped", 8: "Retiring", 9: "Retired",
     }  # fmt: skip
     assert set(RECORDS) == set(r.TYPES.values())
 

@@ -6,22 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.daemon import retention
-from ckptd.daemon.catalog import Checkpoint
+from ckptd.daemon.catalog import StoredCheckpoint
 from ckptd.shared.names import tag_directory
 from ckptd.shared.retention import LatestN, PreserveAll
 from tests.shared.samples import steady
 
 
-def to_retire(checkpoints: list[Checkpoint], keep_last: int) -> list[Checkpoint]:
+def to_retire(checkpoints: list[StoredCheckpoint], keep_last: int) -> list[StoredCheckpoint]:
     return retention.to_retire(checkpoints, [LatestN(keep_last) if keep_last else PreserveAll()])
 
 
-def make(attempt: int, step: int | None, user_tag: str | None = None, seq: int = 0) -> Checkpoint:
+def make(attempt: int, step: int | None, user_tag: str | None = None, seq: int = 0) -> StoredCheckpoint:
     tag = tag_directory(step or 0, user_tag, attempt)
-    return Checkpoint("gpt", tag, attempt, step, seq, 1, (), user_tag is not None)
+    return StoredCheckpoint("gpt", tag, attempt, step, seq, 1, (), user_tag is not None)
 
 
-def keys(checkpoints: list[Checkpoint]) -> list[tuple[int, int | None]]:
+def keys(checkpoints: list[StoredCheckpoint]) -> list[tuple[int, int | None]]:
     return [(c.attempt, c.step) for c in checkpoints]
 
 

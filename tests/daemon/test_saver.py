@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Job, Shard, Snapshot
+from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.pipeline import Pipeline
@@ -27,7 +27,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import Fenced, NotFound, StorageError
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.leases import lease
-from ckptd.shared.lifecycle import State
+from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.retention import LatestN
 from ckptd.shared.segment import SegmentHeader, SlotState, read_check, write_check, write_header
@@ -90,13 +90,13 @@ class World:
         self.calls = StorageCalls(60.0)
         self.claimed = list[tuple[str, int]]()
         self.slots = Slots(fs, place / "shm", "segments", 1 << 30)
-        self.catalog, self.told, self.counters = Catalog(), list[State](), Counter[str]()
+        self.catalog, self.told, self.counters = Catalog(), list[SnapshotState](), Counter[str]()
         config = Config(root=place / "root", socket=place / "s", codec="raw", keep_last=1)
         self.saver = Saver(
             config, self.catalog, self.slots, self.journal, self.storage, self.pipeline, self.calls,  # type: ignore[arg-type]
             counters=self.counters, claimed=self._claimed, tell=lambda snapshot: self.told.append(snapshot.state), settled=lambda job: None,
         )  # fmt: skip
-        self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=State.SEALED)
+        self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED)
         self.held: list[Slot] = []
         for rank in range(world_size):
             header = SegmentHeader(job="gpt", attempt=1, rank=rank, world_size=world_size, slot=0, capacity=200_000, chunk_size=MIN_CHUNK)
@@ -104,7 +104,7 @@ class World:
             seal(slot.fd, header, PLAN)
             slot.refresh()
             self.held.append(slot)
-            self.snapshot.shards[rank] = Shard(rank, slot.name, slot.header.generation, slot.header.signature)
+            self.snapshot.seals[rank] = RankSeal(rank, slot.name, slot.header.generation, slot.header.signature)
 
     @property
     def job(self) -> Job:
@@ -147,7 +147,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def failed(world: World, words: str) -> None:
     """Nothing is committed, nothing lies about, and ranks were told why."""
     assert words in world.snapshot.reason
-    assert world.told == [State.FAILED]
+    assert world.told == [SnapshotState.FAILED]
     assert not world.committed()
     assert world.storage.tags("gpt") == []
     assert (world.counters["failed"], world.counters["persisted"]) == (1, 0)
@@ -156,7 +156,7 @@ def failed(world: World, words: str) -> None:
 def test_the_order_of_a_save(world: World) -> None:
     world.run()
     assert [type(record) for record in world.journal.records] == [r.Staging, r.PartDurable, r.Committed]
-    assert world.told == [State.DURABLE]
+    assert world.told == [SnapshotState.DURABLE]
     assert world.storage.read_newest("gpt") == world.snapshot.tag
     manifest = world.storage.read_manifest("gpt", world.snapshot.tag)
     assert [part.file for part in manifest.parts] == [world.journal.records[0].file]  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ def test_the_order_of_a_save(world: World) -> None:
 
 def test_a_damaged_slot_is_not_saved(world: World) -> None:
     asyncio.run(world.saver.check(world.snapshot))
-    world.snapshot.shards[0].checked = False
+    world.snapshot.seals[0].checked = False
     slot = world.held[0]
     crcs = read_check(slot.fd, slot.header)
     assert crcs is not None
@@ -194,7 +194,7 @@ def test_a_slot_that_is_filled_again_while_it_is_checked_is_not_saved(world: Wor
 
 def test_a_slot_that_was_filled_again_before_it_is_saved_is_not(world: World) -> None:
     asyncio.run(world.saver.check(world.snapshot))
-    world.snapshot.shards[0].generation -= 1
+    world.snapshot.seals[0].generation -= 1
     world.run()
     failed(world, "the slot was filled again while it was being saved")
 
@@ -216,13 +216,13 @@ def two(tmp_path: Path, change: Callable[[World], None]) -> None:
         change(world)
         world.run()
         assert not world.committed()
-        assert world.told == [State.FAILED]
+        assert world.told == [SnapshotState.FAILED]
     finally:
         world.close()
 
 
 def test_a_snapshot_that_lacks_a_rank_is_not_committed(tmp_path: Path) -> None:
-    two(tmp_path, lambda world: world.snapshot.shards.pop(1))  # type: ignore[arg-type]
+    two(tmp_path, lambda world: world.snapshot.seals.pop(1))  # type: ignore[arg-type]
 
 
 def test_ranks_that_sealed_different_plans_are_not_committed(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_ranks_that_sealed_different_plans_are_not_committed(tmp_path: Path) -> 
         plan = type(plan)(**{name: getattr(plan, name) for name in plan.__struct_fields__} | {"global_plan": bytes(32)})
         seal(slot.fd, slot.header, plan)
         slot.refresh()
-        world.snapshot.shards[1] = Shard(1, slot.name, slot.header.generation, slot.header.signature)
+        world.snapshot.seals[1] = RankSeal(1, slot.name, slot.header.generation, slot.header.signature)
 
     two(tmp_path, other_plan)
 
@@ -241,7 +241,7 @@ def test_two_ranks_are_committed_together(tmp_path: Path) -> None:
     world = World(tmp_path, world_size=2)
     world.run()
     assert [part.rank for part in world.storage.read_manifest("gpt", world.snapshot.tag).parts] == [0, 1]
-    assert world.told == [State.DURABLE]
+    assert world.told == [SnapshotState.DURABLE]
     world.close()
 
 
@@ -254,7 +254,7 @@ def test_after_an_io_error_a_part_is_written_anew_under_another_name(world: Worl
     first, second = (record.file for record in world.journal.records if isinstance(record, r.Staging))
     assert first != second
     assert [part.file for part in world.storage.read_manifest("gpt", world.snapshot.tag).parts] == [second]
-    assert (world.told, world.counters["rewrites"]) == ([State.DURABLE], 1)
+    assert (world.told, world.counters["rewrites"]) == ([SnapshotState.DURABLE], 1)
 
 
 @pytest.mark.parametrize(("count", "number", "words"), [(2, errno.EIO, "Input/output error"), (1, errno.ENOSPC, "No space left")])
@@ -268,7 +268,7 @@ def test_what_cannot_be_written_fails(world: World, count: int, number: int, wor
 def test_what_cannot_be_swept_is_still_told(world: World) -> None:
     world.fs.faults |= {"create": (1, errno.ENOSPC), "remove_directory": (1, errno.EIO)}
     world.run()
-    assert (world.told, world.storage.tags("gpt")) == ([State.FAILED], [world.snapshot.tag])
+    assert (world.told, world.storage.tags("gpt")) == ([SnapshotState.FAILED], [world.snapshot.tag])
     assert list(world.journal.state.staged) == [f"gpt/{world.snapshot.tag}"]  # for the next start
 
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_that_is_there_is_left_alone(world: World) -> None:
     world.run()
     assert "is committed already; choose another tag" in world.snapshot.reason
     assert world.storage.files("gpt", world.snapshot.tag) == sorted([names.MANIFEST, there.parts[0].file])
-    assert world.told == [State.FAILED]
+    assert world.told == [SnapshotState.FAILED]
 
 
 def test_beside_a_manifest_that_cannot_be_read_nothing_is_deleted(world: World) -> None:
@@ -296,7 +296,7 @@ def test_beside_a_manifest_that_cannot_be_read_nothing_is_deleted(world: World) 
     (place / names.MANIFEST).write_bytes(b"{}")
     world.run()
     assert len(world.storage.files("gpt", world.snapshot.tag)) == 2  # the part too
-    assert world.told == [State.FAILED]
+    assert world.told == [SnapshotState.FAILED]
 
 
 @pytest.mark.parametrize("record", [r.Staging, r.PartDurable, r.Committed])
@@ -318,7 +318,7 @@ def test_a_journal_that_breaks_at_a_deletion(world: World) -> None:
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.journal.breaks = (r.Retiring,)
     world.run()
-    assert (world.told, world.counters["retired"]) == ([State.DURABLE], 0)
+    assert (world.told, world.counters["retired"]) == ([SnapshotState.DURABLE], 0)
 
 
 def test_a_slot_is_held_from_the_moment_its_check_is_asked_for(world: World) -> None:
@@ -344,12 +344,12 @@ def test_nothing_is_saved_before_its_attempt_is_claimed(world: World) -> None:
         raise Fenced("claimed by another daemon")
 
     world.saver._claimed = lost
-    world.snapshot.state = State.SEALED
+    world.snapshot.state = SnapshotState.SEALED
     world.job.checkpoints.clear()
     world.told.clear()
     records = len(world.journal.records)
     world.run()
-    assert (world.told, world.snapshot.reason) == ([State.FAILED], "claimed by another daemon")
+    assert (world.told, world.snapshot.reason) == ([SnapshotState.FAILED], "claimed by another daemon")
     assert len(world.journal.records) == records
 
 
@@ -401,7 +401,7 @@ def test_what_cannot_be_tidied_is_tried_again(world: World, call: str) -> None:
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.fs.faults[call] = 1, errno.EIO
     world.run()
-    assert (world.told, world.counters["tidy_failures"], world.job.retiring) == ([State.DURABLE], 1, set())
+    assert (world.told, world.counters["tidy_failures"], world.job.retiring) == ([SnapshotState.DURABLE], 1, set())
     asyncio.run(world.saver.deleter.retain(world.job))
     assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([world.snapshot.tag], world.snapshot.tag)
 
@@ -414,7 +414,7 @@ def test_a_storage_error_while_tidying_is_counted(world: World, monkeypatch: pyt
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     monkeypatch.setattr(world.saver.deleter, "retire", retire)
     world.run()
-    assert (world.told, world.counters["tidy_failures"]) == ([State.DURABLE], 1)
+    assert (world.told, world.counters["tidy_failures"]) == ([SnapshotState.DURABLE], 1)
 
 
 def test_a_job_without_checkpoints_has_nothing_to_tidy(world: World) -> None:
@@ -428,21 +428,21 @@ def test_a_job_without_checkpoints_has_nothing_to_tidy(world: World) -> None:
 def test_what_is_for_memory_only_is_checked_and_not_saved(world: World) -> None:
     world.snapshot.persist = False
     world.run()
-    assert (world.snapshot.state, world.told, world.journal.records) == (State.SEALED, [], [])
+    assert (world.snapshot.state, world.told, world.journal.records) == (SnapshotState.SEALED, [], [])
     assert read_check(world.held[0].fd, world.held[0].header) is not None
 
 
 def test_checksums_that_are_there_are_compared_and_left(world: World) -> None:
     asyncio.run(world.saver.check(world.snapshot))
-    world.snapshot.shards[0].checked = False
+    world.snapshot.seals[0].checked = False
     asyncio.run(world.saver.check(world.snapshot))
-    assert world.snapshot.shards[0].checked
+    assert world.snapshot.seals[0].checked
 
 
 def test_a_snapshot_that_was_released_meanwhile_is_not_told_of(world: World) -> None:
-    world.snapshot.state = State.RELEASED
+    world.snapshot.state = SnapshotState.RELEASED
     asyncio.run(world.saver._fail(world.snapshot, StorageError("gone")))
-    assert (world.told, world.snapshot.state) == ([], State.RELEASED)
+    assert (world.told, world.snapshot.state) == ([], SnapshotState.RELEASED)
 
 
 def test_a_task_that_was_replaced_takes_nothing_away(world: World) -> None:
@@ -598,7 +598,7 @@ async def settled(world: World) -> None:
 
 def test_settled_is_what_nothing_is_under_way_for(world: World) -> None:
     asyncio.run(settled(world))
-    assert world.told == [State.DURABLE]
+    assert world.told == [SnapshotState.DURABLE]
 
 
 def test_a_damaged_checkpoint_of_many_files_is_forgotten_by_its_parts(tmp_path: Path) -> None:

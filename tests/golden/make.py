@@ -26,8 +26,8 @@ from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
 from ckptd.shared.names import part_file
 from ckptd.shared.part import PartIndex
 from ckptd.shared.plan import MIN_CHUNK, Alias, Described, Item, Plan, Region, chunk_ranges, signature, with_values
-from ckptd.shared.request import Request
 from ckptd.shared.segment import CHECK_OFFSET, Extent, SegmentHeader, SlotState, encode_check
+from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.shared.samples import encode_part
 from tests.shared.wire import MESSAGES
 
@@ -63,7 +63,9 @@ PLAN = Plan(
 )
 """One item of each element size, a shard with strides of its own, an empty tensor, a hidden storage with two views."""
 
-REQUEST = Request(tag=None, persist=True, metrics={"loss": 0.25, "scale": float("inf")}, user_content='{"epoch":3}', created=1767323045.5)
+REQUEST = SnapshotRequest(
+    tag=None, persist=True, metrics={"loss": 0.25, "scale": float("inf")}, user_content='{"epoch":3}', created=1767323045.5
+)
 SMALL_VALUES = msgspec.msgpack.encode({"state": {"weight": msgspec.msgpack.Ext(1, b"model.weight"), "epoch": 3}, "rng": None})
 VALUES = (320, len(SMALL_VALUES))
 
@@ -121,7 +123,7 @@ ZSTD_SLOT = bytes(2048) + b"\x80"
 
 def zstd_part() -> bytes:
     """A chunk that zstd shrinks, and one (the values) that it does not."""
-    data, _ = encode_part(ZSTD_SLOT, ZSTD_PLAN, (2048, 1), codec="zstd", step=None, tag="best.a0002", request=Request(tag="best"))
+    data, _ = encode_part(ZSTD_SLOT, ZSTD_PLAN, (2048, 1), codec="zstd", step=None, tag="best.a0002", request=SnapshotRequest(tag="best"))
     return data
 
 
@@ -147,7 +149,7 @@ STATE = r.JournalState(
 _PART: dict[str, Any] = {"job": JOB, "attempt": ATTEMPT, "step": STEP, "rank": 0, "tag": TAG, "file": PART_FILE}
 RECORDS: tuple[r.Record, ...] = (
     r.Begun(job=JOB, attempt=ATTEMPT, world_size=2),
-    r.Sealed(
+    r.RankSealed(
         job=JOB, attempt=ATTEMPT, step=STEP, rank=0, world_size=2, tag=TAG, segment=SEGMENT_FILE, generation=4, persist=True
     ),
     r.Staging(**_PART),

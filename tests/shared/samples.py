@@ -23,8 +23,8 @@ from ckptd.shared.names import part_file, tag_directory
 from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header
 from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
-from ckptd.shared.request import Request
 from ckptd.shared.segment import Extent, SegmentHeader, SlotState, write_document, write_header
+from ckptd.shared.snapshot_request import SnapshotRequest
 
 steady = settings(deadline=None)
 """For every property: how long an example takes says nothing on a shared machine."""
@@ -80,7 +80,7 @@ def encode_part(
     rank: int = 0,
     world_size: int = 1,
     tag: str = "step-00001000.a0002",
-    request: Request | None = None,
+    request: SnapshotRequest | None = None,
     nonce: bytes = NONCE,
 ) -> tuple[bytes, PartIndex]:
     """A whole part file and its index, chunk behind chunk."""
@@ -96,7 +96,7 @@ def encode_part(
     document = plan.encode()
     index = PartIndex(
         job=job, attempt=attempt, step=step, rank=rank, world_size=world_size, tag=tag, signature=signature(document), plan=document,
-        request=(request or Request()).encode(), values=values, chunk_size=chunk_size, chunks=chunks,
+        request=(request or SnapshotRequest()).encode(), values=values, chunk_size=chunk_size, chunks=chunks,
     )  # fmt: skip
     body[:ALIGN] = encode_header(index, nonce)
     return bytes(body) + encode_end(len(body), index.encode()), index
@@ -169,7 +169,9 @@ def spread_part(place: Path, slot: bytearray, plan: Plan, index: PartIndex, file
     return entry
 
 
-def seal(fd: int, header: SegmentHeader, plan: Plan, *, step: int = 5, request: Request | None = None, **changes: Any) -> SegmentHeader:
+def seal(
+    fd: int, header: SegmentHeader, plan: Plan, *, step: int = 5, request: SnapshotRequest | None = None, **changes: Any
+) -> SegmentHeader:
     """What a trainer does to a slot: the bytes of `packed_slot`, the documents, the header that says so, with `changes`."""
     values = values_after(plan)
     slot = packed_slot(plan, values)
@@ -182,7 +184,7 @@ def seal(fd: int, header: SegmentHeader, plan: Plan, *, step: int = 5, request: 
         signature=signature(document),
         values=Extent(*values, crc32c(slot[values[0] :])),
         plan=write_document(fd, header, at, document),
-        request=write_document(fd, header, at + align(len(document)), (request or Request()).encode()),
+        request=write_document(fd, header, at + align(len(document)), (request or SnapshotRequest()).encode()),
     )
     sealed = dataclasses.replace(sealed, **changes)
     write_header(fd, sealed)

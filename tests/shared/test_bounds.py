@@ -20,7 +20,7 @@ from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.names import part_file
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MAX_CHUNKS, MAX_DIMENSIONS, MAX_DOCUMENT, MAX_ITEMS, MAX_TEXT, Alias, Item, Plan, Region, chunk_ranges
-from ckptd.shared.request import MAX_REQUEST, Request
+from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 from tests.shared.samples import NONCE, WRITER, encode_part, memory_file, packed_slot, sample_plan, steady, values_after
 from tests.support.limited import SCALE, outcomes
 
@@ -117,9 +117,9 @@ MANIFESTS: dict[str, bytes] = {
 }
 
 REQUESTS: dict[str, bytes] = {
-    "beyond its limit": Request(user_content=" " * (1 << 20) + "1").encode(),
-    "nested": Request(user_content="[" * 300 + "]" * 300).encode(),
-    "no time": Request(created=float("nan")).encode(),
+    "beyond its limit": SnapshotRequest(user_content=" " * (1 << 20) + "1").encode(),
+    "nested": SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(),
+    "no time": SnapshotRequest(created=float("nan")).encode(),
 }
 
 
@@ -128,7 +128,7 @@ REQUESTS: dict[str, bytes] = {
     [
         ("ckptd.shared.plan", "Plan.decode", PLANS),
         ("ckptd.shared.manifest", "Manifest.decode", MANIFESTS),
-        ("ckptd.shared.request", "Request.decode", REQUESTS),
+        ("ckptd.shared.snapshot_request", "SnapshotRequest.decode", REQUESTS),
     ],
     ids=["plans", "manifests", "requests"],
 )

@@ -20,7 +20,7 @@ from ckptd.daemon import records as r
 from ckptd.shared import binary, codec, errors, frames, names, part, plan, segment, session
 from ckptd.shared import messages as m
 from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.request import Request
+from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.golden import make
 from tests.shared.wire import MESSAGES
 
@@ -253,8 +253,8 @@ def test_keys_of_documents() -> None:
     assert sorted(index) == sorted(part.PartIndex.__struct_fields__)
     chunk = next(row[1] for row in rows(three, "| index key | value |") if row[0] == "`chunks`")
     assert len(re.findall(r"\[(.*?)\]", chunk)[0].split(", ")) == len(part.Chunk.__struct_fields__)
-    request = next(line for line in three.split("\n\n") if line.startswith("**Request document**"))
-    assert code_names(request) == list(Request.__struct_fields__)
+    request = next(line for line in three.split("\n\n") if line.startswith("**SnapshotRequest document**"))
+    assert code_names(request) == list(SnapshotRequest.__struct_fields__)
     members = [key for row in rows(section(FORMAT, 4), "| member | value |") for key in code_names(row[0])]
     assert sorted(members) == sorted([*Manifest.__struct_fields__, "sha256"])
     assert members[-1] == "sha256"

@@ -18,9 +18,9 @@ from ckptd.shared.manifest import Manifest
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.part import Chunk, PartReader
 from ckptd.shared.plan import Plan
-from ckptd.shared.request import Request
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SegmentHeader, read_check, read_document, read_header
+from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import PosixStorage
 from tests.golden import make
 from tests.shared.wire import MESSAGES
@@ -61,7 +61,7 @@ def test_segment() -> None:
         assert read_check(fd, make.FILLING) is None
         assert os.fstat(fd).st_size == header.file_length == 16384
         assert Plan.decode(read_document(fd, header, header.plan, "plan")) == make.PLAN
-        assert Request.decode(read_document(fd, header, header.request, "request")) == make.REQUEST
+        assert SnapshotRequest.decode(read_document(fd, header, header.request, "request")) == make.REQUEST
         assert read_document(fd, header, header.values, "values") == make.SMALL_VALUES
         slot = make.packed_slot()
         assert os.pread(fd, len(slot), header.data_offset) == slot
@@ -75,7 +75,7 @@ def test_raw_part() -> None:
         assert (index.values, index.chunk_size) == (make.VALUES, 65536)
         assert index.signature == hashlib.sha256(index.plan).digest()
         assert reader.plan == make.PLAN
-        assert Request.decode(index.request) == make.REQUEST
+        assert SnapshotRequest.decode(index.request) == make.REQUEST
         raw = [(0, 16, 16), (64, 16, 8), (128, 24, 4), (192, 10, 2), (256, 11, 1), (320, make.VALUES[1], 1)]
         assert index.chunks == [
             Chunk(offset, length, 4096 * number, length, codec.RAW, width, crc, crc)
@@ -94,7 +94,7 @@ def test_zstd_part() -> None:
         reader = PartReader(fd, "p")
         index = reader.index
         assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == ("gpt", 2, None, 0, 1, "best.a0002")
-        assert (reader.plan, Request.decode(index.request)) == (make.ZSTD_PLAN, Request(tag="best"))
+        assert (reader.plan, SnapshotRequest.decode(index.request)) == (make.ZSTD_PLAN, SnapshotRequest(tag="best"))
         assert [(c.codec, c.raw_length, c.element_size) for c in index.chunks] == [(codec.ZSTD, 2000, 4), (codec.RAW, 1, 1)]
         assert index.chunks[0].stored_length < 50
         found = bytearray(b"\xee" * 2000)
@@ -152,7 +152,7 @@ def test_journal(length: int) -> None:
 
 def test_documents() -> None:
     assert Plan.decode(read("plan.msgpack")) == make.PLAN
-    assert Request.decode(read("request.msgpack")) == make.REQUEST
+    assert SnapshotRequest.decode(read("request.msgpack")) == make.REQUEST
     assert read("newest") == b"step-00001000.a0002\n"
 
 

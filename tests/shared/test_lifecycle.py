@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.shared.lifecycle import TRANSITIONS, Event, IllegalStep, State, step
+from ckptd.shared.lifecycle import TRANSITIONS, Event, IllegalStep, SnapshotState, step
 
 LEGAL = {
     "new": {"GRANT": "filling", "REFUSE": "skipped", "FAIL": "failed"},
@@ -18,15 +18,15 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", SnapshotState)
 @pytest.mark.parametrize("event", Event)
-def test_every_event_in_every_state(state: State, event: Event) -> None:
+def test_every_event_in_every_state(state: SnapshotState, event: Event) -> None:
     after = LEGAL.get(state.value, {}).get(event.name)
     if after is None:
         with pytest.raises(IllegalStep, match=f"a snapshot that is {state.value} cannot take: {event.value}"):
             step(state, event)
     else:
-        assert step(state, event) is State(after)
+        assert step(state, event) is SnapshotState(after)
 
 
 def test_the_table_has_no_more() -> None:
@@ -37,16 +37,16 @@ def test_the_table_has_no_more() -> None:
 
 def test_a_commit_is_never_undone() -> None:
     """From durable there is no way but the release of its slots, and from there none at all."""
-    assert [after for (state, _), after in TRANSITIONS.items() if state is State.DURABLE] == [State.RELEASED]
-    assert not [state for state, _ in TRANSITIONS if state in (State.RELEASED, State.SKIPPED)]
+    assert [after for (state, _), after in TRANSITIONS.items() if state is SnapshotState.DURABLE] == [SnapshotState.RELEASED]
+    assert not [state for state, _ in TRANSITIONS if state in (SnapshotState.RELEASED, SnapshotState.SKIPPED)]
 
 
 def test_nothing_is_durable_that_was_not_sealed() -> None:
-    reached, open_ = {State.NEW}, [State.NEW]
+    reached, open_ = {SnapshotState.NEW}, [SnapshotState.NEW]
     while open_:
         here = open_.pop()
         for (state, event), after in TRANSITIONS.items():
             if state is here and event is not Event.SEAL and event is not Event.FAIL and after not in reached:
                 reached.add(after)
                 open_.append(after)
-    assert reached == {State.NEW, State.FILLING, State.STAGED, State.SKIPPED}
+    assert reached == {SnapshotState.NEW, SnapshotState.FILLING, SnapshotState.STAGED, SnapshotState.SKIPPED}

@@ -19,8 +19,8 @@ from ckptd.shared.binary import ALIGN, align
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.part import TRAILER_SIZE, PartIndex, PartReader, encode_end, encode_header, end_bound
 from ckptd.shared.plan import MIN_CHUNK, ChunkRange, Plan, Region
-from ckptd.shared.request import Request
 from ckptd.shared.scatter import verify
+from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.shared.samples import NONCE, WRITER, encode_part, flip, memory_file, packed_slot, sample_plan, values_after
 
 PLAN = sample_plan(floats=40_000)  # 160,000 bytes: three chunks of 64 KiB
@@ -61,12 +61,12 @@ def test_every_byte_comes_back(name: str) -> None:
 
 
 def test_the_reader_tells_what_it_holds() -> None:
-    request = Request(tag="best", metrics={"loss": 0.25}, created=1.5)
+    request = SnapshotRequest(tag="best", metrics={"loss": 0.25}, created=1.5)
     data, index = encode_part(SLOT, PLAN, VALUES, step=None, tag="best.a0002", rank=3, world_size=8, request=request)
     with memory_file(data) as fd:
         reader = PartReader(fd, "gpt/best.a0002/x")
         assert (reader.name, reader.index, reader.plan, reader.values) == ("gpt/best.a0002/x", index, PLAN, VALUES)
-        assert Request.decode(reader.index.request) == request
+        assert SnapshotRequest.decode(reader.index.request) == request
         assert (index.step, index.rank, index.world_size, index.attempt, index.job) == (None, 3, 8, 2, "gpt")
 
 
@@ -117,7 +117,7 @@ def test_the_file_stays_within_its_bound(name: str) -> None:
 
 def test_the_bound_holds_for_a_request_of_any_size() -> None:
     """Metrics, user content and names are the user's; the space is reserved before the first chunk is written."""
-    request = Request(user_content='"' + "x" * 20_000 + '"')
+    request = SnapshotRequest(user_content='"' + "x" * 20_000 + '"')
     data, index = encode_part(SLOT, PLAN, VALUES, job="j" * 128, request=request)
     with memory_file(data) as fd:
         ranges = PartReader(fd, "p").ranges

@@ -23,8 +23,8 @@ from ckptd.shared.names import part_file
 from ckptd.shared.part import Chunk, PartIndex, PartReader, encode_end, encode_header
 from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import MIN_CHUNK, ChunkRange, chunk_ranges, signature, with_values
-from ckptd.shared.request import Request
 from ckptd.shared.scatter import scatter, verify
+from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.shared.samples import NONCE, packed_slot, sample_plan, values_after
 
 PLAN = sample_plan(200_000)  # 800,000 bytes: 13 chunks of 64 KiB
@@ -34,7 +34,7 @@ RANGES = chunk_ranges(with_values(PLAN.regions, VALUES), MIN_CHUNK)
 SMALLEST = 2 * MIN_CHUNK
 INDEX = PartIndex(
     job="gpt", attempt=2, step=1000, rank=0, world_size=1, tag="step-00001000.a0002", signature=signature(PLAN.encode()),
-    plan=PLAN.encode(), request=Request().encode(), values=VALUES, chunk_size=MIN_CHUNK, chunks=[],
+    plan=PLAN.encode(), request=SnapshotRequest().encode(), values=VALUES, chunk_size=MIN_CHUNK, chunks=[],
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckptd.shared import frames
 from ckptd.shared import messages as m
 from ckptd.shared.errors import ProtocolError
-from ckptd.shared.session import ANSWERED, MAX_UNDER_WAY, REPLIES, REQUESTS, Role, Session, State
+from ckptd.shared.session import ANSWERED, MAX_UNDER_WAY, REPLIES, REQUESTS, Role, Session, SessionState
 from tests.shared import wire
 from tests.shared.samples import steady
 
@@ -20,14 +20,14 @@ HELLO = m.Hello(id=1, min_version=1, max_version=1)
 WELCOME = m.Welcome(re=1, version=1)
 BEGIN = m.Begin(id=2, job="gpt", rank=0, world_size=1)
 BEGAN = m.Began(re=2, attempt=1)
-STEPS: dict[State, tuple[m.Message, ...]] = {
-    State.NEW: (),
-    State.GREETING: (HELLO,),
-    State.GREETED: (HELLO, WELCOME),
-    State.BEGINNING: (HELLO, WELCOME, BEGIN),
-    State.ATTACHED: (HELLO, WELCOME, BEGIN, BEGAN),
-    State.LEAVING: (HELLO, WELCOME, BEGIN, BEGAN, m.Detach(id=3)),
-    State.CLOSED: (HELLO, m.Error(re=1, code="version", message="no")),
+STEPS: dict[SessionState, tuple[m.Message, ...]] = {
+    SessionState.NEW: (),
+    SessionState.GREETING: (HELLO,),
+    SessionState.GREETED: (HELLO, WELCOME),
+    SessionState.BEGINNING: (HELLO, WELCOME, BEGIN),
+    SessionState.ATTACHED: (HELLO, WELCOME, BEGIN, BEGAN),
+    SessionState.LEAVING: (HELLO, WELCOME, BEGIN, BEGAN, m.Detach(id=3)),
+    SessionState.CLOSED: (HELLO, m.Error(re=1, code="version", message="no")),
 }
 """How to get there."""
 
@@ -35,7 +35,7 @@ REQUEST_TYPES = {type(request): request for request in wire.REQUESTS}
 REPLY_TYPES = {type(reply): reply for reply in wire.REPLIES}
 
 
-def pair(state: State) -> tuple[Session, Session]:
+def pair(state: SessionState) -> tuple[Session, Session]:
     """Agent and daemon, both in `state`."""
     agent, daemon = Session(Role.AGENT), Session(Role.DAEMON)
     for message in STEPS[state]:
@@ -66,22 +66,22 @@ def raw(message: m.Request | m.Reply) -> bytes:
 
 def test_the_table_is_the_one_of_the_document() -> None:
     assert {(state, cls.__name__, after) for (state, cls), after in REQUESTS.items()} == {
-        (State.NEW, "Hello", State.GREETING),
-        (State.GREETED, "Status", State.GREETED),
-        (State.GREETED, "Forget", State.GREETED),
-        (State.GREETED, "Begin", State.BEGINNING),
-        (State.ATTACHED, "Begin", State.BEGINNING),
+        (SessionState.NEW, "Hello", SessionState.GREETING),
+        (SessionState.GREETED, "Status", SessionState.GREETED),
+        (SessionState.GREETED, "Forget", SessionState.GREETED),
+        (SessionState.GREETED, "Begin", SessionState.BEGINNING),
+        (SessionState.ATTACHED, "Begin", SessionState.BEGINNING),
         *(
-            (State.ATTACHED, n, State.ATTACHED)
+            (SessionState.ATTACHED, n, SessionState.ATTACHED)
             for n in ("Status", "Allocate", "Plan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch", "Forget")
         ),
-        (State.ATTACHED, "Detach", State.LEAVING),
+        (SessionState.ATTACHED, "Detach", SessionState.LEAVING),
     }
 
 
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", SessionState)
 @pytest.mark.parametrize("kind", REQUEST_TYPES)
-def test_every_request_in_every_state(state: State, kind: type[m.Request]) -> None:
+def test_every_request_in_every_state(state: SessionState, kind: type[m.Request]) -> None:
     request = msgspec.structs.replace(REQUEST_TYPES[kind], id=50)
     agent, daemon = pair(state)
     after = REQUESTS.get((state, kind))
@@ -96,8 +96,8 @@ def test_every_request_in_every_state(state: State, kind: type[m.Request]) -> No
         assert repr(session) == f"<Session {session.role.value} {after.value} under_way={len(session.under_way)}>"
 
 
-@pytest.mark.parametrize("state", State)
-def test_nobody_speaks_the_others_part(state: State) -> None:
+@pytest.mark.parametrize("state", SessionState)
+def test_nobody_speaks_the_others_part(state: SessionState) -> None:
     agent, daemon = pair(state)
     for request in wire.REQUESTS:
         unchanged(daemon, lambda r=request: daemon.send(r))  # type: ignore[misc]
@@ -109,7 +109,7 @@ def test_nobody_speaks_the_others_part(state: State) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_ids_only_rise(number: int) -> None:
-    agent, daemon = pair(State.ATTACHED)
+    agent, daemon = pair(SessionState.ATTACHED)
     unchanged(agent, lambda: agent.send(m.Find(id=number)))
     unchanged(daemon, lambda: daemon.receive(raw(m.Find(id=number))))
     deliver(agent, daemon, m.Find(id=3))
@@ -120,20 +120,20 @@ def test_ids_only_rise(number: int) -> None:
 
 
 def test_an_id_of_zero_is_none() -> None:
-    agent, daemon = pair(State.NEW)
+    agent, daemon = pair(SessionState.NEW)
     unchanged(agent, lambda: agent.send(m.Hello(id=0, min_version=1, max_version=1)))
     unchanged(daemon, lambda: daemon.receive(raw(m.Hello(id=0, min_version=1, max_version=1))))
 
 
 def test_a_refused_request_does_not_use_up_its_id() -> None:
-    agent, daemon = pair(State.GREETED)
+    agent, daemon = pair(SessionState.GREETED)
     unchanged(agent, lambda: agent.send(m.Persist(id=90)))
     unchanged(daemon, lambda: daemon.receive(raw(m.Persist(id=90))))
     deliver(agent, daemon, m.Begin(id=2, job="gpt", rank=0, world_size=1))
 
 
 def test_requests_under_way_are_limited() -> None:
-    agent, daemon = pair(State.ATTACHED)
+    agent, daemon = pair(SessionState.ATTACHED)
     for number in range(3, 3 + MAX_UNDER_WAY):
         deliver(agent, daemon, m.Find(id=number))
     assert MAX_UNDER_WAY == 64
@@ -168,12 +168,12 @@ def test_every_reply_to_every_request(asked: type[m.Request], answer: type[m.Rep
 
 def test_answers_lead_where_the_document_says() -> None:
     assert ANSWERED == {
-        (State.GREETING, True): State.GREETED,
-        (State.GREETING, False): State.CLOSED,
-        (State.BEGINNING, True): State.ATTACHED,
-        (State.BEGINNING, False): State.GREETED,
-        (State.LEAVING, True): State.GREETED,
-        (State.LEAVING, False): State.ATTACHED,
+        (SessionState.GREETING, True): SessionState.GREETED,
+        (SessionState.GREETING, False): SessionState.CLOSED,
+        (SessionState.BEGINNING, True): SessionState.ATTACHED,
+        (SessionState.BEGINNING, False): SessionState.GREETED,
+        (SessionState.LEAVING, True): SessionState.GREETED,
+        (SessionState.LEAVING, False): SessionState.ATTACHED,
     }
     assert {cls.__name__: [c.__name__ for c in (r if isinstance(r, tuple) else (r,))] for cls, r in REPLIES.items()} == {
         "Hello": ["Welcome"], "Status": ["StatusReport"], "Begin": ["Began"], "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"],
@@ -183,9 +183,9 @@ def test_answers_lead_where_the_document_says() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("state", SessionState)
 @pytest.mark.parametrize("reply", [r for r in wire.REPLIES if not isinstance(r, m.Progress)], ids=lambda r: type(r).__name__)
-def test_a_reply_to_nothing_is_refused(state: State, reply: m.Reply) -> None:
+def test_a_reply_to_nothing_is_refused(state: SessionState, reply: m.Reply) -> None:
     agent, daemon = pair(state)
     for number in (40, 1 << 61):
         unanswered = msgspec.structs.replace(reply, re=number)
@@ -194,7 +194,7 @@ def test_a_reply_to_nothing_is_refused(state: State, reply: m.Reply) -> None:
 
 
 def test_a_request_is_answered_once() -> None:
-    agent, daemon = pair(State.ATTACHED)
+    agent, daemon = pair(SessionState.ATTACHED)
     deliver(agent, daemon, m.Find(id=3))
     deliver(agent, daemon, m.Found(re=3, candidates=[]))
     unchanged(daemon, lambda: daemon.send(m.Found(re=3, candidates=[])))
@@ -202,7 +202,7 @@ def test_a_request_is_answered_once() -> None:
 
 
 def test_replies_may_come_in_any_order() -> None:
-    agent, daemon = pair(State.ATTACHED)
+    agent, daemon = pair(SessionState.ATTACHED)
     for request in (m.Find(id=3), m.Status(id=4), m.Acquire(id=5, step=1, wait=1)):
         deliver(agent, daemon, request)
     for reply in (m.Refused(re=5, reason=""), m.Found(re=3, candidates=[]), m.StatusReport(re=4, report="{}")):
@@ -211,33 +211,33 @@ def test_replies_may_come_in_any_order() -> None:
 
 
 def test_what_was_under_way_at_a_detach_is_still_answered() -> None:
-    agent, daemon = pair(State.ATTACHED)
+    agent, daemon = pair(SessionState.ATTACHED)
     deliver(agent, daemon, m.Seal(id=3, segment="x", attempt=1, step=1))
     deliver(agent, daemon, m.Detach(id=4))
     deliver(agent, daemon, m.Done(re=4))
-    assert agent.state is State.GREETED
+    assert agent.state is SessionState.GREETED
     deliver(agent, daemon, m.Sealed(re=3, durable=True))
-    assert (agent.state, agent.under_way) == (State.GREETED, {})
+    assert (agent.state, agent.under_way) == (SessionState.GREETED, {})
 
 
 def test_a_rank_that_goes_back_begins_again() -> None:
-    agent, daemon = pair(State.ATTACHED)
+    agent, daemon = pair(SessionState.ATTACHED)
     deliver(agent, daemon, m.Seal(id=3, segment="x", attempt=1, step=1))
     deliver(agent, daemon, m.Begin(id=4, job="gpt", rank=0, world_size=1))
     unchanged(agent, lambda: agent.send(m.Find(id=5)))
     deliver(agent, daemon, m.Sealed(re=3))
     deliver(agent, daemon, m.Began(re=4, attempt=2))
-    assert (agent.state, agent.under_way) == (State.ATTACHED, {})
+    assert (agent.state, agent.under_way) == (SessionState.ATTACHED, {})
 
 
 # -- Progress, and the end
 
 
-@pytest.mark.parametrize("state", State)
-def test_progress_comes_unasked_to_those_who_are_attached(state: State) -> None:
+@pytest.mark.parametrize("state", SessionState)
+def test_progress_comes_unasked_to_those_who_are_attached(state: SessionState) -> None:
     agent, daemon = pair(state)
     news = m.Progress(re=0, attempt=1, step=5, state="durable")
-    if state in (State.ATTACHED, State.LEAVING):
+    if state in (SessionState.ATTACHED, SessionState.LEAVING):
         deliver(agent, daemon, news)
         assert agent.state is state
     else:
@@ -246,31 +246,31 @@ def test_progress_comes_unasked_to_those_who_are_attached(state: State) -> None:
 
 
 def test_progress_answers_nothing() -> None:
-    agent, daemon = pair(State.ATTACHED)
+    agent, daemon = pair(SessionState.ATTACHED)
     deliver(agent, daemon, m.Find(id=3))
     news = m.Progress(re=3, attempt=1, step=5, state="durable")
     unchanged(daemon, lambda: daemon.send(news))
     unchanged(agent, lambda: agent.receive(raw(news)))
 
 
-@pytest.mark.parametrize("state", State)
-def test_an_error_that_answers_nothing_is_the_end(state: State) -> None:
+@pytest.mark.parametrize("state", SessionState)
+def test_an_error_that_answers_nothing_is_the_end(state: SessionState) -> None:
     agent, daemon = pair(state)
     deliver(agent, daemon, m.Error(re=0, code="protocol", message="that cannot be"))
     for session in (agent, daemon):
-        assert (session.state, session.under_way) == (State.CLOSED, {})
+        assert (session.state, session.under_way) == (SessionState.CLOSED, {})
 
 
 def test_close_forgets_what_was_under_way() -> None:
-    agent, _ = pair(State.BEGINNING)
+    agent, _ = pair(SessionState.BEGINNING)
     agent.close()
-    assert (agent.state, agent.under_way) == (State.CLOSED, {})
+    assert (agent.state, agent.under_way) == (SessionState.CLOSED, {})
     unchanged(agent, lambda: agent.receive(raw(BEGAN)))
     unchanged(agent, lambda: agent.send(m.Status(id=9)))
 
 
 def test_a_message_too_large_is_not_sent_and_changes_nothing() -> None:
-    agent, daemon = pair(State.ATTACHED)
+    agent, daemon = pair(SessionState.ATTACHED)
     deliver(agent, daemon, m.Status(id=3))
     unchanged(daemon, lambda: daemon.send(m.StatusReport(re=3, report="x" * (1 << 20))))
     deliver(agent, daemon, m.StatusReport(re=3, report="x"))
@@ -287,8 +287,8 @@ def test_a_huge_length_is_refused(role: Role, length: int) -> None:
 
 
 @steady
-@given(st.sampled_from(Role), st.sampled_from(State), st.lists(st.binary(max_size=40), max_size=5))
-def test_noise_is_no_more_than_a_protocol_error(role: Role, state: State, pieces: list[bytes]) -> None:
+@given(st.sampled_from(Role), st.sampled_from(SessionState), st.lists(st.binary(max_size=40), max_size=5))
+def test_noise_is_no_more_than_a_protocol_error(role: Role, state: SessionState, pieces: list[bytes]) -> None:
     session = pair(state)[role is Role.DAEMON]
     try:
         for piece in pieces:
@@ -300,10 +300,10 @@ def test_noise_is_no_more_than_a_protocol_error(role: Role, state: State, pieces
 @steady
 @given(
     st.sampled_from(Role),
-    st.sampled_from(State),
+    st.sampled_from(SessionState),
     st.lists(st.tuples(st.sampled_from(wire.MESSAGES), st.integers(0, 1 << 62), st.integers(0, 60))),
 )
-def test_framed_noise_is_no_more_than_a_protocol_error(role: Role, state: State, sent: list[tuple[m.Message, int, int]]) -> None:
+def test_framed_noise_is_no_more_than_a_protocol_error(role: Role, state: SessionState, sent: list[tuple[m.Message, int, int]]) -> None:
     session = pair(state)[role is Role.DAEMON]
     for message, noise, at in sent:
         payload = bytearray(m.encode(message))

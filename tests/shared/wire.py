@@ -18,7 +18,7 @@ REQUESTS: tuple[m.Request, ...] = (
     m.Fetch(id=10, attempt=2, step=1000),
     m.Detach(id=11),
     m.Forget(id=13, job="gpt", tags=["step-00001000.a0002", "best.a0001"]),
-    m.Plan(id=12, step=1000, why="head.bias is new"),
+    m.Replan(id=12, step=1000, why="head.bias is new"),
 )
 REPLIES: tuple[m.Reply, ...] = (
     m.Welcome(
@@ -32,7 +32,9 @@ REPLIES: tuple[m.Reply, ...] = (
     m.Sealed(re=6, durable=True),
     m.Done(re=7),
     m.Found(
-        re=9, candidates=[m.Candidate(attempt=2, step=1000, tag="step-00001000.a0002", source="memory")], damaged=["step-00000900.a0002"]
+        re=9,
+        candidates=[m.RecoveryCandidate(attempt=2, step=1000, tag="step-00001000.a0002", source="memory")],
+        damaged=["step-00000900.a0002"],
     ),
     m.Fetched(re=10, ranks=[0, 1]),
     m.Forgotten(re=13, refused={"best.a0001": "checkpoint gpt/best.a0001 is pinned"}),

@@ -15,7 +15,7 @@ def snapshot_diagram() -> str:
     lines = ["stateDiagram-v2", "    [*] --> new"]
     for (state, event), after in lifecycle.TRANSITIONS.items():
         lines.append(f"    {state.value} --> {after.value}: {event.value}")
-    ends = set(lifecycle.State) - {state for state, _ in lifecycle.TRANSITIONS}
+    ends = set(lifecycle.SnapshotState) - {state for state, _ in lifecycle.TRANSITIONS}
     return "\n".join([*lines, *(f"    {state.value} --> [*]" for state in sorted(ends, key=lambda s: s.value))])
 
 

@@ -13,7 +13,7 @@ from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file, tag_directory
 from ckptd.shared.part import encode_end, encode_header
 from ckptd.shared.plan import ITEM_SIZES, Described, Item, Plan, Region
-from ckptd.shared.request import Request
+from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.shared.samples import NONCE, WRITER, encode_part, values_after
 
 Shards = list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -56,7 +56,7 @@ def forge(
         slot = bytearray(values[0]) + document
         slot[:end] = b"\0\0\x80\x3f" * (end // ITEM_SIZES["float32"])
         data, index = encode_part(
-            slot, plan, values, job="gpt", attempt=attempt, step=step, rank=rank, world_size=len(ranks), tag=tag, request=Request()
+            slot, plan, values, job="gpt", attempt=attempt, step=step, rank=rank, world_size=len(ranks), tag=tag, request=SnapshotRequest()
         )
         if codec:
             index = msgspec.structs.replace(index, chunks=[msgspec.structs.replace(chunk, codec=codec) for chunk in index.chunks])

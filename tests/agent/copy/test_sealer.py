@@ -63,7 +63,7 @@ def agent(daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(Layouts, "anew", elsewhere)
     monkeypatch.setattr(Layouts, "settled", False)  # so that it is made at every snapshot
     made = Agent("job", socket=daemon.home.socket)
-    made._sealing._fences = Fences(lambda _: GatedLane(device), lambda: False)
+    made._sealer._fences = Fences(lambda _: GatedLane(device), lambda: False)
     yield made
     device.gate.set()
     if not made.closed:
@@ -132,7 +132,7 @@ def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: 
 
 
 def test_a_torn_copy_fails_by_itself(agent: Agent, daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    fences = agent._sealing._fences
+    fences = agent._sealer._fences
     assert fences is not None
     with monkeypatch.context() as patch:
         patch.setattr(fences, "finish", lambda transfer: (_ for _ in ()).throw(SnapshotFailed("torn")))

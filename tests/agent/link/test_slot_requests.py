@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.agent.link.slot_requests import Asking
+from ckptd.agent.link.slot_requests import SlotRequest
 from ckptd.shared.errors import AlreadyExists, DaemonUnreachable, InternalError
 from tests.support.daemons import Daemon, running
 
@@ -26,8 +26,8 @@ def agent(daemon: Daemon) -> Iterator[Agent]:
         made.close()
 
 
-def ask(agent: Agent, step: int, wait: float = 0.0, tag: str | None = None) -> Asking:
-    asking = Asking(agent._client, step, tag)
+def ask(agent: Agent, step: int, wait: float = 0.0, tag: str | None = None) -> SlotRequest:
+    asking = SlotRequest(agent._client, step, tag)
     asking.ask(time.monotonic() + wait)
     return asking
 

@@ -15,7 +15,7 @@ END_OF_TIME = 253_402_300_800
 """Unix seconds at the end of the year 9999, the last that a date can say."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`user_content` is JSON text; `created` is Unix seconds: no order comes from it; `retention`: policies as text, if the
     job has its own."""
 
@@ -33,7 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.msgpack.encode(members)
 
     @classmethod
-    def decode(cls, data: bytes) -> Request:
+    def decode(cls, data: bytes) -> SnapshotRequest:
         """Raises IntegrityError for what is not such a document, its JSON included."""
         if len(data) > MAX_REQUEST:
             raise IntegrityError(f"request document has {len(data):,d} bytes; it has at most {MAX_REQUEST:,d}")

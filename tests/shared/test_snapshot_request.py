@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.request import END_OF_TIME, MAX_REQUEST, Request
+from ckptd.shared.snapshot_request import END_OF_TIME, MAX_REQUEST, SnapshotRequest
 from tests.shared.samples import steady
 
 
@@ -21,30 +21,30 @@ from tests.shared.samples import steady
     st.floats(0, END_OF_TIME, exclude_max=True),
 )  # fmt: skip
 def test_round_trip(tag: str | None, persist: bool, metrics: dict[str, float], content: str, created: float) -> None:
-    request = Request(tag=tag, persist=persist, metrics=metrics, user_content=json.dumps(content), created=created)
-    assert Request.decode(request.encode()) == request
-    assert Request.decode(request.encode()).encode() == request.encode()
+    request = SnapshotRequest(tag=tag, persist=persist, metrics=metrics, user_content=json.dumps(content), created=created)
+    assert SnapshotRequest.decode(request.encode()) == request
+    assert SnapshotRequest.decode(request.encode()).encode() == request.encode()
 
 
 def test_defaults() -> None:
-    assert Request.decode(b"\x80") == Request(tag=None, persist=True, metrics={}, user_content="null", created=0.0)
+    assert SnapshotRequest.decode(b"\x80") == SnapshotRequest(tag=None, persist=True, metrics={}, user_content="null", created=0.0)
 
 
 def test_metrics_may_be_anything_that_a_float_can() -> None:
-    again = Request.decode(Request(metrics={"a": math.nan, "b": math.inf, "c": -0.0}).encode()).metrics
+    again = SnapshotRequest.decode(SnapshotRequest(metrics={"a": math.nan, "b": math.inf, "c": -0.0}).encode()).metrics
     assert math.isnan(again["a"])
     assert again["b"] == math.inf
     assert math.copysign(1, again["c"]) == -1
 
 
 def test_unknown_keys_are_ignored() -> None:
-    assert Request.decode(msgspec.msgpack.encode({"tag": "best", "novelty": 1})) == Request(tag="best")
+    assert SnapshotRequest.decode(msgspec.msgpack.encode({"tag": "best", "novelty": 1})) == SnapshotRequest(tag="best")
 
 
 @pytest.mark.parametrize(
     "document",
     [
-        b"", b"\xc1", b"\x90", Request().encode()[:-1], Request().encode() + b"\0",
+        b"", b"\xc1", b"\x90", SnapshotRequest().encode()[:-1], SnapshotRequest().encode() + b"\0",
         msgspec.msgpack.encode({"tag": "x" * 129}), msgspec.msgpack.encode({"tag": 3}), msgspec.msgpack.encode({"persist": 1}),
         msgspec.msgpack.encode({"metrics": {"a": "nan"}}), msgspec.msgpack.encode({"metrics": [1]}),
         msgspec.msgpack.encode({"user_content": ""}), msgspec.msgpack.encode({"user_content": "{"}),
@@ -55,14 +55,14 @@ def test_unknown_keys_are_ignored() -> None:
 )  # fmt: skip
 def test_what_is_no_request_is_refused(document: bytes) -> None:
     with pytest.raises(IntegrityError, match="request document cannot be read"):
-        Request.decode(document)
+        SnapshotRequest.decode(document)
 
 
 @steady
 @given(st.binary(max_size=100))
 def test_noise_is_refused_or_a_request(noise: bytes) -> None:
     try:
-        assert isinstance(Request.decode(noise), Request)
+        assert isinstance(SnapshotRequest.decode(noise), SnapshotRequest)
     except IntegrityError:
         pass
 
@@ -70,14 +70,14 @@ def test_noise_is_refused_or_a_request(noise: bytes) -> None:
 @pytest.mark.parametrize(
     ("document", "reason"),
     [
-        (Request(user_content='"' + "x" * MAX_REQUEST + '"').encode(), "at most 1,048,576"),
-        (Request(user_content="[" * 300 + "]" * 300).encode(), "user_content of more than 256 levels"),
-        (Request(created=math.nan).encode(), "no time from 1970 to 9999"),
-        (Request(created=math.inf).encode(), "no time from 1970 to 9999"),
-        (Request(created=-1.0).encode(), "no time from 1970 to 9999"),
-        (Request(created=1e300).encode(), "no time from 1970 to 9999"),
+        (SnapshotRequest(user_content='"' + "x" * MAX_REQUEST + '"').encode(), "at most 1,048,576"),
+        (SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(), "user_content of more than 256 levels"),
+        (SnapshotRequest(created=math.nan).encode(), "no time from 1970 to 9999"),
+        (SnapshotRequest(created=math.inf).encode(), "no time from 1970 to 9999"),
+        (SnapshotRequest(created=-1.0).encode(), "no time from 1970 to 9999"),
+        (SnapshotRequest(created=1e300).encode(), "no time from 1970 to 9999"),
     ],
 )
 def test_what_no_trainer_asks_for_is_refused(document: bytes, reason: str) -> None:
     with pytest.raises(IntegrityError, match=reason):
-        Request.decode(document)
+        SnapshotRequest.decode(document)
