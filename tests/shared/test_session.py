@@ -73,7 +73,7 @@ def test_the_table_is_the_one_of_the_document() -> None:
         (SessionState.ATTACHED, "Begin", SessionState.BEGINNING),
         *(
             (SessionState.ATTACHED, n, SessionState.ATTACHED)
-            for n in ("Status", "Allocate", "Plan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch", "Forget")
+            for n in ("Status", "Allocate", "Replan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch", "Forget")
         ),
         (SessionState.ATTACHED, "Detach", SessionState.LEAVING),
     }
@@ -177,7 +177,7 @@ def test_answers_lead_where_the_document_says() -> None:
     }
     assert {cls.__name__: [c.__name__ for c in (r if isinstance(r, tuple) else (r,))] for cls, r in REPLIES.items()} == {
         "Hello": ["Welcome"], "Status": ["StatusReport"], "Begin": ["Began"], "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"],
-        "Plan": ["Done"],
+        "Replan": ["Done"],
         "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"], "Fetch": ["Fetched"], "Forget": ["Forgotten"],
             "Detach": ["Done"],
     }  # fmt: skip
