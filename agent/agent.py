@@ -1,8 +1,8 @@
-"""The agent: one per process and job. Copies state into slots, hands over, takes up again after a lost daemon.
+"""The agent: one per process and job. It captures the state, plans, and hands the snapshot over to the daemon.
 
-`snapshot` never raises for what goes wrong with saving and never holds the training longer than its budget: the `Pending` tells. `recover`
-is the opposite: it raises rather than let history be lost. Calls of several threads wait for each other; a call inside another one of the
-same thread, as from a signal handler, is refused. Ctrl-C may come at any time: what it leaves is settled at once or by the next call.
+`snapshot` never raises for a failure to save, and never holds the training longer than its budget: the `Pending` has the error. `recover`
+is the opposite: it raises rather than lose history. Calls from several threads wait for each other. A call inside another call of the same
+thread, as from a signal handler, is refused. Ctrl-C may come at any time: the next call settles what it has interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch.distributed
@@ -20,12 +19,12 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.dcp.planner_rounds import plan_save
-from ckptd.agent.handover.attachment import Attachment
-from ckptd.agent.handover.grants import Question
+from ckptd.agent.handover.handover import Handover
+from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
 from ckptd.agent.link.arguments import make_request, ranks_of
 from ckptd.agent.pending import Pending
-from ckptd.agent.plan.kept_plan import PLAN_SECONDS, Layouts
-from ckptd.agent.plan.layout import Layout, dtype_of
+from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
+from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
 from ckptd.agent.recover.binding import OnReshape
 from ckptd.agent.recover.recovery import Recovered, Recovery
@@ -38,10 +37,11 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 
 log = logging.getLogger("ckptd.agent")
 
-_UNKNOWN = 1 << 62  # in the place of the last step, of a rank that Ctrl-C kept from beginning the next attempt: all ranks begin another
+_UNKNOWN = 1 << 62
+"""Sent as the last step by a rank that Ctrl-C kept from beginning the next attempt, so that all ranks begin another one."""
 
 
-class Agent(Attachment):
+class Agent:
     """Made lazily by `snapshot()` and `recover()` of this package; make one yourself to name job, socket or root.
 
     job: name of the training run; else CKPTD_JOB, else "default" with a private daemon only.
@@ -71,17 +71,51 @@ class Agent(Attachment):
             self._retention = None if retention is None else checked(retention)
         except (ValueError, TypeError) as error:
             raise InvalidRequest(str(error)) from None
-        super().__init__(ranks_of(process_group), job, socket=socket, root=root)
+        self._link = RankLink(ranks_of(process_group), job, socket=socket, root=root, structure_changed=self._structure_changed)
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
         self.schedules = 0
         self._rng_room = 1 << 14  # bytes that random generators take, as far as known
-        self._layouts = Layouts(self._client, self._ranks)
+        self._kept_plan = KeptPlan(self._link.client, self._link.ranks)
+
+    @property
+    def job(self) -> str:
+        return self._link.job
+
+    @property
+    def attempt(self) -> int:
+        """The number of this run of the job. A recovery to an older step begins the next attempt."""
+        return self._link.attempt
+
+    @property
+    def rank(self) -> int:
+        return self._link.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._link.world_size
+
+    @property
+    def last_step(self) -> int:
+        """The last step that this rank has captured in this attempt, or -1."""
+        return self._link.last_step
+
+    @property
+    def root(self) -> str:
+        """The directory of the daemon's checkpoints."""
+        return self._link.root
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`, and in a forked child, which needs an agent of its own."""
+        return self._link.closed
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "connected" if self._client.connected else "without a daemon"
-        return f"<Agent {self.job} attempt {self.attempt} rank {self.rank} of {self.world_size}, {state}>"
+        return f"<Agent {self._link!r}>"
+
+    def _structure_changed(self) -> None:
+        self._kept_plan.invalidate()
 
     # -- saving
 
@@ -106,108 +140,88 @@ class Agent(Attachment):
         metrics: numbers for the manifest; user_content: anything JSON can say; rng: capture random generators too.
         """
         begun = time.perf_counter()
+        link = self._link
         pending = Pending(step if isinstance(step, int) else -1, self.attempt, persist=bool(persist))
         try:
-            with self.calls("snapshot", self._client.welcome.stall_budget):
-                question = self._grants.ask(pending, tag)
+            with link.calls("snapshot", link.stall_budget):
+                handover = link.handovers.open(pending, tag)
                 try:
                     request = make_request(step, tag, persist, on_busy, metrics, user_content, self._retention)
-                    self._snapshot(pending, question, state, request, on_busy, rng)
+                    self._snapshot(handover, state, request, on_busy, rng)
                 except CkptdError as error:
-                    self._fail(pending, error)
+                    link.handovers.fail(pending, error)
                 except Exception as error:
                     log.exception("snapshot of step %s", step)
-                    self._fail(pending, InternalError(f"snapshot of step {step}: {error!r}"))
-                self._grants.settle(question)  # after the reason was told
-        except Nested as error:  # the call that it interrupts is not to be touched: it tells the other ranks at its end
-            pending.fail(error)
-            self._refused.append(pending)
+                    link.handovers.fail(pending, InternalError(f"snapshot of step {step}: {error!r}"))
+                link.handovers.settle(handover)  # after `fail`, so that the daemon hears the reason first
+        except Nested as error:
+            link.refuse(pending, error)
         except TimeoutError:
-            self._fail(pending, SnapshotFailed("another save of this process is waiting for a slot"))
+            link.handovers.fail(pending, SnapshotFailed("another save of this process is waiting for a slot"))
         pending.stall = time.perf_counter() - begun
         return pending
 
-    def _snapshot(self, pending: Pending, question: Question, state: Any, request: SnapshotRequest, on_busy: str, rng: bool) -> None:
-        self.ready()
-        pending.attempt, asking = self.attempt, question.asking
-        budget = self._client.welcome.stall_budget if on_busy == "wait" else 0.0
+    def _snapshot(self, handover: Handover, state: Any, request: SnapshotRequest, on_busy: str, rng: bool) -> None:
+        link, pending = self._link, handover.pending
+        link.ready()
+        pending.attempt = link.attempt
+        budget = link.stall_budget if on_busy == "wait" else 0.0
         deadline = time.monotonic() + budget
-        if not self._client.wait_connected(budget):
+        if not link.client.wait_connected(budget):
             raise DaemonUnreachable("the daemon is gone; training goes on, and snapshots resume when it is back")
-        if pending.step <= self.last_step:
+        if pending.step <= link.last_step:
             raise InvalidRequest(
-                f"step {pending.step} does not follow step {self.last_step}, the last of attempt {self.attempt}: "
+                f"step {pending.step} does not follow step {link.last_step}, the last of attempt {link.attempt}: "
                 "steps only rise within an attempt; recover() to go back"
             )
-        self._pending[pending.attempt, pending.step] = pending
+        handover.begin()
         if self._planner is not None:
-            self._snapshot_planned(question, self._planner, state, request, budget, rng)
-            return
-        if self._layouts.settled and self._slots.fit(0):
-            asking.ask(deadline)  # most likely all is as it was: the answer comes while that is looked at
-        captured, encoded = capture(state, rank=self.rank, habits=self._habits), request.encode()
-        found = self._layouts.kept(captured)
+            self._hand_over_planned(handover, self._planner, state, request, budget, rng)
+        else:
+            self._hand_over(handover, state, request, deadline, rng)
+
+    def _hand_over(self, handover: Handover, state: Any, request: SnapshotRequest, deadline: float, rng: bool) -> None:
+        link, encoded = self._link, request.encode()
+        if self._kept_plan.valid and link.handovers.slots.fit(0):
+            handover.request(deadline)  # the structure has most likely not changed: the daemon answers while it is compared
+        captured = capture(state, rank=self.rank, habits=self._habits)
+        found = self._kept_plan.reuse(captured)
 
         def needed(layout: Layout) -> int:
             return document_offsets(layout, len(captured.state) + self._rng_room, len(encoded))[-1]
 
-        if asking.asked and (found is None or not self._slots.fit(needed(found[0]))) and not asking.answer():
-            self._skip(pending, asking.why)  # as the other ranks do
-            return
-        layout, sources = found or self._layouts.anew(captured, state, pending, self._client.welcome.stall_budget)
-        if not self._slots.ensure(needed(layout), deadline):
-            pending.skip("the slots in shared memory are still being made; a later snapshot will find them")
-            self._pass_over(pending, pending.why)
-            return
-        if asking.segment not in self._slots:
-            asking.ask(deadline)
+        if found is None or not link.handovers.slots.fit(needed(found[0])):
+            handover.check_not_refused()  # before the ranks plan: a step that is refused is refused on all of them
+        layout, sources = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
+        handover.reserve(needed(layout), deadline)
         documents = Documents(values_document(captured, rng=rng), encoded)
         self._rng_room = max(self._rng_room, len(documents.values) - len(captured.state))
-        if not asking.answer():
-            self._skip(pending, asking.why)
-            return
-        slot = self._slots.get(asking.take())
-        self._take(pending, slot)
-        transfer = slot.fill(sources, layout, pending.step, lambda to, of: self._sealer.carry(to, of, modules_of(state)))
-        if transfer is None:
-            self._seal(pending, slot, layout, documents)
-        self.last_step = pending.step
-        if transfer is not None:
-            seal = partial(self._seal, pending, slot, layout, documents)
-            self._sealer.later(slot.name, transfer, seal, partial(self._not_sealed, pending, slot))
-        question.kept = slot.name
+        handover.acquire()
+        transfer = handover.copy(sources, layout, modules_of(state))
+        handover.seal_after(transfer, layout, documents)
 
-    def _snapshot_planned(
-        self, question: Question, planner: SavePlanner, state: Any, request: SnapshotRequest, budget: float, rng: bool
+    def _hand_over_planned(
+        self, handover: Handover, planner: SavePlanner, state: Any, request: SnapshotRequest, budget: float, rng: bool
     ) -> None:
-        pending, deadline = question.pending, time.monotonic() + max(budget, PLAN_SECONDS)
+        """Hand over what the caller's DCP planner plans."""
+        pending, deadline = handover.pending, time.monotonic() + max(budget, PLAN_SECONDS)
         topic = f"plan/{pending.attempt}/{pending.step}"
-        planned = plan_save(planner, state, self._ranks, topic, deadline, lambda: pending.error)
-        layout, resolved, items = planned.layout, planned.resolved, planned.layout.plan.items
+        planned = plan_save(planner, state, self._link.ranks, topic, deadline, lambda: pending.error)
+        layout, resolved = planned.layout, planned.resolved
         documents = Documents(values_of(planned.metadata, rng_state() if rng else None), request.encode())
-
-        def source(number: int) -> torch.Tensor:
-            return resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype))
-
-        singly = resolves_by_itself(planner)
-        _, slot = self.fill(
-            pending, request.tag, layout, documents.offsets(layout)[-1], source, wait=budget, singly=singly,
-            taken=lambda _, slot: question.asking.taken.append(slot.name),
-        )  # fmt: skip
-        self.seal(pending, slot, layout, documents)
-        question.kept = slot.name
+        handover.reserve(documents.offsets(layout)[-1], time.monotonic() + budget)
+        handover.acquire()
+        handover.fill(layout, resolved.sources_of(layout), singly=resolves_by_itself(planner))
+        handover.seal_after(None, layout, documents)
 
     def hear(self, topic: str, say: Callable[[], bytes], *, late: bool = False) -> bytes | None:
         """What `say` gives on rank 0, to all ranks; None if that is not known yet. `late`: whether it was so before; nobody waits then.
 
         Raises SnapshotFailed if the job's store does not answer, Busy inside another call of this thread.
         """
-        with self.calls("hear"):
-            self.ready()
-            return self._ranks.hear(topic, say, 0.0 if late else self._client.welcome.stall_budget)
-
-    def _plan_anew(self) -> None:
-        self._layouts.plan_anew()
+        with self._link.calls("hear"):
+            self._link.ready()
+            return self._link.ranks.hear(topic, say, 0.0 if late else self._link.stall_budget)
 
     # -- slots
 
@@ -217,14 +231,15 @@ class Agent(Attachment):
         Called by itself after `recover`. An optimizer that has no state yet is counted with what its kind will have. Raises Busy inside
         another call of this thread.
         """
-        with self.calls("prepare"):
-            self.ready()
+        with self._link.calls("prepare"):
+            self._link.ready()
             self._prepare(state)
 
     def _prepare(self, state: Any) -> None:
         captured = capture(state, rank=self.rank)
-        capacity = self._layouts.estimate(captured) + len(captured.state) + self._rng_room + optimizer_bytes_to_come(state, self.world_size)
-        self._slots.prepare(capacity)
+        documents = len(captured.state) + self._rng_room
+        capacity = self._kept_plan.estimate(captured) + documents + optimizer_bytes_to_come(state, self.world_size)
+        self._link.handovers.slots.prepare(capacity)
 
     # -- going back
 
@@ -237,20 +252,30 @@ class Agent(Attachment):
         RecoveryFailed, StorageError, DaemonUnreachable; SnapshotFailed if a rank does not come. One rank's error is an error on all.
         Raises Busy inside another call of this thread, as in a signal handler that interrupts one.
         """
-        with self.calls("recover"):
-            self._check_open()
+        link = self._link
+        with link.calls("recover"):
+            link.check_open()
             if self.world_size == 1:
-                self.ready()
-            self._client.wait_connected(self._client.welcome.stall_budget)
-            topic = f"recover/{self.attempt}"
-            recovery = Recovery(
-                self._client, self._ranks, self.job, topic, strict=strict, on_reshape=on_reshape, planner=self._load_planner
-            )
-            recovered = recovery.run(state, step=step, last_step=_UNKNOWN if self._beginning else self.last_step)
+                link.ready()
+            link.client.wait_connected(link.stall_budget)
+            topic = f"recover/{link.attempt}"
+            recovery = Recovery(link.client, link.ranks, link.job, topic, strict=strict, on_reshape=on_reshape, planner=self._load_planner)
+            recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
             if recovered is not None and recovered.step < recovery.last_step:
-                self._begin_next()
+                link.begin_next()
             try:
                 self._prepare(state)
             except CkptdError as error:
                 log.warning("slots are made at the first snapshot, since this state cannot be saved as it is: %s", error)
         return recovered
+
+    # -- the end
+
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Make the newest snapshot durable, then free the slots.
+
+        timeout: seconds to wait for the save. Raises SnapshotFailed if the snapshot could not be saved, DaemonUnreachable if that is not
+        known in time. The agent is closed in any case. After an error the daemon treats this process as dead: it saves the newest snapshot
+        unasked and keeps it in memory for a while. The same happens to a process that ends without `close`.
+        """
+        self._link.close(timeout)

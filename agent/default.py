@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptd.agent.agent import Agent
-from ckptd.agent.handover.attachment import CLOSE_SECONDS
+from ckptd.agent.handover.rank_link import CLOSE_SECONDS
 from ckptd.agent.pending import Pending
 from ckptd.agent.recover.binding import OnReshape
 from ckptd.agent.recover.recovery import Recovered

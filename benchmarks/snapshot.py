@@ -85,7 +85,7 @@ def first_and_steady(state: dict[str, Any], place: Any, *, prepared: bool) -> tu
     agent = Agent("first", socket=place.socket)
     if prepared:
         agent.prepare(state)
-        agent._slots.settle()  # training goes on meanwhile; here there is none
+        agent._link.handovers.slots.settle()  # training goes on meanwhile; here there is none
     held = []
     for step in range(6):
         pending = agent.snapshot(state, step=step)
@@ -112,7 +112,7 @@ def main() -> None:
         agents = [Agent("bench", socket=zstd.socket), Agent("bench", socket=raw.socket)]
         for agent in agents:
             agent.prepare(state)
-            agent._slots.settle()
+            agent._link.handovers.slots.settle()
         ways: dict[str, Callable[[dict[str, Any], Path], Times]] = {
             "ckptd (zstd)": ckptd_with(agents[0]),
             "ckptd (raw)": ckptd_with(agents[1]),

@@ -75,8 +75,8 @@ def cost(socket: Path, kind: str, count: int, rounds: int) -> tuple[float, float
             in_dicts.append(then - begun)
             in_copy.append(time.perf_counter() - then)
         else:
-            before = agent._ranks.operations
-    operations = agent._ranks.operations - before
+            before = agent._link.ranks.operations
+    operations = agent._link.ranks.operations - before
     pending.wait("sealed")
     agent.close()
     return median(held), median(in_dicts), median(in_copy), operations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -213,6 +213,3 @@ class Catalog:
 
     def job(self, name: str) -> Job:
         return self.jobs.setdefault(name, Job(name))
-
-    def snapshots(self) -> Iterable[Snapshot]:
-        return (s for job in self.jobs.values() for s in job.snapshots.values())

@@ -15,7 +15,6 @@ Name = Annotated[str, msgspec.Meta(max_length=128)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 AttemptNumber = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]
 Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
-Digest = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):

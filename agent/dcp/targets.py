@@ -14,17 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, document_offsets
-from ckptd.agent.handover.attachment import SAVE_SECONDS, Attachment, attachments
+from ckptd.agent.copy.mapped_slot import Documents, document_offsets
+from ckptd.agent.handover.handover import Handover
+from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink, links
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import Told
 from ckptd.agent.pending import Pending
-from ckptd.agent.plan.layout import Layout, dtype_of
+from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.read.sources import attempts_of
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InvalidRequest, SnapshotFailed
+from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.segment import this_boot
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage import PosixStorage, StandaloneStorage
@@ -35,7 +36,7 @@ EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _calls = CallLock()
-_own: dict[tuple[str, str], Attachment] = {}  # by root and job; of what `StorageWriter` has begun itself
+_own: dict[tuple[str, str], RankLink] = {}  # by root and job; of what `StorageWriter` has begun itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Target:
 
 def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
     """Socket and root of the daemon under whose root `path` is a tag."""
-    for known in attachments():
+    for known in links():
         root = Path(known.root)
         if socket in (None, str(known.place.socket)) and _is_tag(path, root):
             return None if known.place.private else str(known.place.socket), root
@@ -143,19 +144,19 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
         time.sleep(_LOOK_SECONDS)  # what is being saved on other threads may be what is to be written over, and a new attempt would end it
 
 
-def _claimed(target: Target, held: Attachment, world_size: int) -> tuple[Claim, Callable[[], None]]:
+def _claimed(target: Target, held: RankLink, world_size: int) -> tuple[Claim, Callable[[], None]]:
     token, step = _Token(), target.step
     held.saving.add(token)
     if step is None and world_size > 1:
-        step = held.last_step = held.last_step + 1
+        step = held.handovers.last_step = held.last_step + 1
     return Claim(target, held.attempt, step, this_boot()), lambda: held.saving.discard(token)
 
 
 class _Token:
-    """Stands for a save in `Attachment.saving`, which forgets it when nobody has it any more: Ctrl-C may have ended that save."""
+    """Stands for a save in `RankLink.saving`, which forgets it when nobody has it any more: Ctrl-C may have ended that save."""
 
 
-def _current(target: Target, world_size: int) -> Attachment:
+def _current(target: Target, world_size: int) -> RankLink:
     """What this process is in the newest attempt, or begins. An Agent of the caller's whose time is over hears so from the daemon."""
     held = _find(target, 0, world_size, None)
     if held is None:
@@ -166,7 +167,7 @@ def _current(target: Target, world_size: int) -> Attachment:
     return held
 
 
-def attach(claimed: Claim, rank: int, world_size: int) -> Attachment:
+def attach(claimed: Claim, rank: int, world_size: int) -> RankLink:
     """This rank, at the daemon. Raises InvalidRequest on another node."""
     if claimed.boot != this_boot():
         raise InvalidRequest(f"ranks 0 and {rank} are not on one node: a job's ranks share one node and daemon; save outside its root")
@@ -175,29 +176,29 @@ def attach(claimed: Claim, rank: int, world_size: int) -> Attachment:
         return held or _begin(claimed.target, rank, world_size, claimed.attempt)
 
 
-def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> Attachment | None:
-    for known in sorted(attachments(), key=lambda known: -known.attempt):
+def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> RankLink | None:
+    for known in sorted(links(), key=lambda known: -known.attempt):
         who = (known.root, known.job, known.rank, known.world_size)
         if who == (target.root, target.job, rank, world_size) and attempt in (None, known.attempt):
             return known
     return None
 
 
-def _begin(target: Target, rank: int, world_size: int, attempt: int | None) -> Attachment:
+def _begin(target: Target, rank: int, world_size: int, attempt: int | None) -> RankLink:
     key = (target.root, target.job)
     before = _own.pop(key, None)
     if before is not None:
         _leave(before)
     root = target.root if target.socket is None else None
-    made = _own[key] = Attachment(Told(rank, world_size, attempt), target.job, socket=target.socket, root=root)
+    made = _own[key] = RankLink(Told(rank, world_size, attempt), target.job, socket=target.socket, root=root)
     return made
 
 
-def _leave(attachment: Attachment) -> None:
+def _leave(link: RankLink) -> None:
     try:
-        attachment.close(EXIT_SECONDS)
+        link.close(EXIT_SECONDS)
     except CkptdError as error:  # nothing that was acknowledged is lost by it
-        log.debug("an attachment is left: %s", error)
+        log.debug("a link is closed without its last save: %s", error)
 
 
 @atexit.register
@@ -209,76 +210,90 @@ def leave_all() -> None:
 
 
 class SlotPart:
-    """`write`, then `finish`; or `discard`."""
+    """This rank's part of a save, in a slot. Call `write`, then `finish`, then `wait` or `close`; or `discard` after a failure."""
 
     def __init__(self, claimed: Claim, rank: int, world_size: int) -> None:
-        self._attachment = attach(claimed, rank, world_size)
-        self._attachment.saving.add(self)
+        self._link = attach(claimed, rank, world_size)
+        self._link.saving.add(self)
         self._pid = os.getpid()
-        self._claimed, self._tag, self._step = claimed, claimed.target.tag, claimed.step
-        self._pending: Pending | None = None
-        self._slot: MappedSlot | None = None
+        self._claimed = claimed
+        self._handover: Handover | None = None
         self._layout: Layout | None = None
         self._resolved: Resolved | None = None
 
-    def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
-        """Fill a slot that has room for documents of `room` bytes. Raises what goes wrong: the step is then given up on all ranks."""
-        items = layout.plan.items
-        self._layout, self._resolved = layout, resolved
-        with self._attachment.calls("save"):
-            self._attachment.ready()
-            self._attachment.fill(
-                self._pending or self._step, self._tag, layout, document_offsets(layout, 0, 0)[-1] + room,
-                lambda number: resolved.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype)),
-                singly=resolves_by_itself(resolved.planner), taken=self._takes,
-            )  # fmt: skip
+    @property
+    def _pending(self) -> Pending:
+        assert self._handover is not None
+        return self._handover.pending
 
-    def _takes(self, pending: Pending, slot: MappedSlot) -> None:
-        self._slot, self._pending = slot, pending
+    def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
+        """Fill a slot that has `room` bytes for the documents. A second call fills a larger slot.
+
+        Raises SnapshotFailed if there is no slot within `SAVE_SECONDS`, and the errors of the planner. The step then fails on all ranks.
+        """
+        self._layout, self._resolved = layout, resolved
+        link, handovers, target = self._link, self._link.handovers, self._claimed.target
+        deadline = time.monotonic() + SAVE_SECONDS
+        with link.calls("save"):
+            link.ready()
+            before = self._handover
+            if before is None:
+                handover = link.open_step(self._claimed.step, target.tag)
+            else:
+                handover = handovers.open(before.pending, target.tag)
+            try:
+                handover.reserve(document_offsets(layout, 0, 0)[-1] + room, deadline)
+                handover.acquire()
+                handover.fill(layout, resolved.sources_of(layout), singly=resolves_by_itself(resolved.planner))
+            except Exception as error:
+                handovers.fail(handover.pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
+                handovers.settle(handover)
+                raise
+            self._handover = handover  # before it is held: `discard` must find a slot that nothing else would give back
+            handover.hold()
+            handovers.settle(handover)
 
     def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> None:
-        """Seal it. `layout`: as it was written, but for its metadata."""
-        assert self._pending is not None
-        assert self._slot is not None
+        """Seal the slot. `layout` is the one that was written, now with the metadata."""
+        assert self._handover is not None
         assert self._layout is not None
         assert self._resolved is not None
         documents = Documents(values, request.encode())
-        if documents.offsets(layout)[-1] > self._slot.capacity:
+        if documents.offsets(layout)[-1] > self._handover.slot.capacity:
             room = documents.offsets(layout)[-1] - document_offsets(self._layout, 0, 0)[-1]
             self.write(self._layout, self._resolved, room)
-        self._attachment.seal(self._pending, self._slot, layout, documents)
-        self._slot = self._resolved = None
+        self._handover.seal(layout, documents)
+        self._resolved = None
 
     def wait(self) -> None:
-        """Until it is durable, with the other ranks' parts. Raises why it cannot be."""
-        assert self._pending is not None
+        """Wait until the step is durable on all ranks. Raises the reason if it cannot be."""
         try:
-            self._attachment.wait_durable(self._pending)
+            self._link.wait_durable(self._pending)
         finally:
             self.close()
 
     def forget_older(self) -> None:
-        """Delete what this save has taken the place of: the same name in older attempts. What cannot be deleted is logged."""
+        """Delete the checkpoints that this save replaces: those of the same name in older attempts. A failure is logged."""
         target = self._claimed.target
         older = [tag for attempt, tag in attempts_of(target.path).items() if attempt < self._claimed.attempt]
         try:
-            for why in (self._attachment.forget(older) if older else {}).values():
+            for why in (self._link.forget(older) if older else {}).values():
                 log.warning("an older save of that name is still there: %s", why)
         except CkptdError as error:
             log.warning("older saves of %s are still there: %s", target.path, error)
 
     def close(self) -> None:
-        """It is the daemon's."""
-        self._attachment.saving.discard(self)
+        """End this save here: the daemon has the slot, and will save or release it."""
+        self._link.saving.discard(self)
 
     def discard(self, why: str) -> None:
-        """It will not be sealed: the step fails on all ranks. Nothing in a forked child, whose it is not."""
+        """Abandon a slot that is not sealed: the step fails on all ranks. Does nothing in a forked child, which does not own the save."""
         if os.getpid() != self._pid:
             return
         self.close()
-        if self._slot is not None and self._pending is not None:
-            slot, self._slot, self._resolved = self._slot, None, None
-            self._attachment.give_up(self._pending, slot, SnapshotFailed(why))
+        if self._handover is not None:
+            self._resolved = None
+            self._handover.abandon(SnapshotFailed(why))
 
 
 def _after_fork() -> None:

@@ -10,7 +10,7 @@ from ckptd.shared.lifecycle import Event
 
 
 class Seals:
-    """`pending`: the snapshots on their way, by attempt and step. It is shared with the attachment, which adds to it."""
+    """`pending`: the snapshots on their way, by attempt and step. It is shared with `Handovers`, which adds to it."""
 
     def __init__(self, client: Client, pending: dict[tuple[int, int], Pending]) -> None:
         self._client, self._pending = client, pending

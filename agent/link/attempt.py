@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from ckptd.agent.link.client import Client
+from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest
 from ckptd.shared.segment import this_boot
 
-CALL_SECONDS = 30.0
 BEGIN_SECONDS = 120.0  # that one rank may come later than another: processes start, import and read data at their own pace
 
 

@@ -26,6 +26,8 @@ log = logging.getLogger("ckptd.agent")
 
 R = TypeVar("R", bound=m.Reply)
 Make = Callable[[int], m.Request]
+CALL_SECONDS = 30.0
+"""How long the daemon has to answer a request that takes no time."""
 _FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0  # between attempts to connect again, doubling
 
 

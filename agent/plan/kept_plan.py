@@ -1,7 +1,7 @@
-"""The layout in force: kept while this rank's structure stays the same, made together with the other ranks when it changes.
+"""The plan of this rank, kept from snapshot to snapshot while the structure of the state stays the same.
 
-While it is kept nothing is exchanged. A rank that plans anew first tells the daemon: if others have gone on with the plan they had, the
-step fails on all, and every rank plans anew at the next.
+While the plan is kept, the ranks exchange nothing. A rank whose structure has changed tells the daemon before it plans again with the other
+ranks. If another rank seals the step with its kept plan, the step fails on all ranks, and all of them plan again at the next step.
 """
 
 from __future__ import annotations
@@ -28,58 +28,60 @@ from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import ITEM_SIZES
 
-PLAN_SECONDS = 2.0  # for other ranks to come, however small the budget
-TELL_SECONDS = 5.0  # for the daemon to take note
-_MOST_WHY = 4096
-_ITEM_BYTES = 300  # in plan and metadata, of one item; an estimate
+PLAN_SECONDS = 2.0
+"""Seconds that the other ranks have at least to join the planning, however small the stall budget is."""
+TELL_SECONDS = 5.0
+"""Seconds that the daemon has to confirm a Replan."""
+_MAX_WHY = 4096
+_ITEM_BYTES = 300
+"""An estimate of the bytes of one item in plan and metadata."""
 
 
 Found = tuple[Layout, list[torch.Tensor]]
 """A layout, and the live tensor behind each of its items."""
 
 
-class Layouts:
-    """`made`: how often ranks have planned."""
+class KeptPlan:
+    """The layout that the next snapshot uses if its structure is that of the last one."""
 
     def __init__(self, client: Client, ranks: Ranks) -> None:
-        self.made = 0
         self._client, self._ranks = client, ranks
         self._kept: tuple[Structure, Layout, Sources] | None = None
-        self._wanted = 1
+        self._wanted = 1  # the version that the next snapshot needs; higher than _has while the kept layout must not be used
         self._has = 0
 
-    def plan_anew(self) -> None:
-        """At the next snapshot, whatever the structure. From any thread."""
+    def invalidate(self) -> None:
+        """Plan again at the next snapshot, even if the structure of this rank is the same. May be called from any thread."""
         self._wanted += 1
 
     @property
-    def settled(self) -> bool:
-        """Whether the layout stays, should the structure be the same."""
+    def valid(self) -> bool:
+        """True if a state of the same structure can use the kept layout."""
         return self._kept is not None and self._has == self._wanted
 
-    def kept(self, captured: Captured) -> Found | None:
-        """The layout in force, if the structure is still the same."""
-        if self._kept is None or not self.settled or (same := self._kept[0].again(captured.tensors)) is None:
+    def reuse(self, captured: Captured) -> Found | None:
+        """Return the kept layout if it is valid and the structure is still the same, else None."""
+        if self._kept is None or not self.valid or (same := self._kept[0].again(captured.tensors)) is None:
             return None
         _, layout, sources = self._kept
         self._kept = same[0], layout, sources
         return layout, sources.of(same[1], captured.tensors)
 
-    def anew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> Found:
-        """Made with the other ranks.
+    def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> Found:
+        """Plan with the other ranks, and keep the layout.
 
-        Raises UnsavableValue, StructureChanged, or SnapshotFailed if other ranks do not come within `budget` seconds, but two at least.
+        Raises UnsavableValue, StructureChanged; SnapshotFailed if the other ranks do not join within `budget` seconds or `PLAN_SECONDS`,
+        whichever is longer.
         """
         deadline = time.monotonic() + max(budget, PLAN_SECONDS)
         found, parts = Structure.of(captured.tensors)
-        wanted = self._wanted = self._wanted + 1  # until this has succeeded
+        wanted = self._wanted = self._wanted + 1  # the kept layout is not valid until this has succeeded
         if self._ranks.world_size > 1:
             why = difference(self._kept[0] if self._kept is not None else None, found) if self._has else "it has no plan yet"
-            self._client.call(lambda n: m.Replan(id=n, step=pending.step, why=why[:_MOST_WHY]), m.Done, TELL_SECONDS)
+            self._client.call(lambda n: m.Replan(id=n, step=pending.step, why=why[:_MAX_WHY]), m.Done, TELL_SECONDS)
         layout = self._plan(captured, state, pending, deadline)
         sources = Sources(found, captured.tensors, layout.plan)
         self._kept, self._has = (found, layout, sources), wanted
-        self.made += 1
         return layout, sources.of(parts, captured.tensors)
 
     def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
@@ -105,7 +107,7 @@ class Layouts:
         return local, Offer(local.rows, digests)
 
     def estimate(self, captured: Captured) -> int:
-        """Bytes of tensors and plan that this rank will write, more or less: what others may have too is shared out."""
+        """Return about how many bytes of tensors and plan this rank will write, with its share of the replicated tensors."""
         local = plan_locally(captured.tensors)
         own = shared = largest = 0
         for row in [row for row in local.rows if not row.base]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,11 @@ class Resolved:
         if tensor.dtype != dtype or tensor.shape != write.tensor_data.chunk.sizes:
             raise InvalidRequest(f"{_shown(key)}: the planner has resolved it to another dtype or shape than a moment ago")
         return tensor
+
+    def sources_of(self, layout: Layout) -> Callable[[int], torch.Tensor]:
+        """Return a function that maps the number of an item of the layout to its tensor, as `source` does."""
+        items = layout.plan.items
+        return lambda number: self.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype))
 
     def lay_out(self, *, global_plan: bytes, metadata: dict[str, Any] | None = None) -> Layout:
         return layout_of(self.rows, [], metadata=metadata, global_plan=global_plan)

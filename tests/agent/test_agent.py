@@ -150,7 +150,7 @@ def prepared(place: Home) -> Agent:
     """With slots, so that a small budget is enough."""
     agent = Agent("job", socket=place.socket)
     agent.prepare(trainers.expected(1, SIZE))
-    agent._settle()
+    agent._link.handovers.wait_for_threads()
     return agent
 
 

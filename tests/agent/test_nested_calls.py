@@ -271,7 +271,7 @@ def test_ctrl_c_while_an_answer_is_taken_in_loses_no_slot(agent: Agent, monkeypa
                 agent.snapshot({"w": torch.zeros(10)}, step=step, on_busy="skip")
             except KeyboardInterrupt:
                 pass
-        until(lambda: agent._client.connected, "connection")
+        until(lambda: agent._link.client.connected, "connection")
     all_slots_work(agent, 4)
 
 
@@ -296,6 +296,6 @@ def test_ctrl_c_in_close_leaves_a_close_that_goes_on(agent: Agent, daemon: Daemo
         patch.setattr("ckptd.agent.copy.slots.MappedSlots.drop", interrupt)
         with pytest.raises(KeyboardInterrupt):
             agent.close()
-    assert agent._slots.names
+    assert agent._link.handovers.slots.names
     agent.close()
-    assert (agent.closed, agent._slots.names) == (True, [])
+    assert (agent.closed, agent._link.handovers.slots.names) == (True, [])

@@ -276,10 +276,10 @@ def test_a_larger_save_leaves_a_smaller_one_its_slot(daemon: Daemon, gpt: Path) 
 def test_a_stopped_daemon_does_not_hold_up_a_snapshot_beside_a_save(daemon: Daemon, gpt: Path) -> None:
     agent = Agent("gpt", socket=daemon.home.socket)
     agent.snapshot(state(1), step=1).wait("durable", timeout=60)
-    agent._client.welcome = msgspec.structs.replace(agent._client.welcome, stall_budget=0.2)
+    agent._link.client.welcome = msgspec.structs.replace(agent._link.client.welcome, stall_budget=0.2)
     daemon.process.send_signal(signal.SIGSTOP)
     try:
-        holding = agent.calls
+        holding = agent._link.calls
         held = threading.Event()
         release = threading.Event()
 

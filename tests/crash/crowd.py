@@ -143,7 +143,7 @@ def _make_slots(agent: Agent, pipe: Connection, big: int) -> None:
     """Have slots made and mapped for `big` bytes of state, of which none is touched."""
     _tell(pipe, "making slots")
     agent.prepare({"big": torch.empty(big, dtype=torch.uint8)} if big else trainers.blank(SIZE))
-    agent._settle()
+    agent._link.handovers.wait_for_threads()
     _tell(pipe, "mapped")
 
 

@@ -57,7 +57,7 @@ class Gate:
         finally:
             self._disk.feed()
             daemon.close()
-        agent._client.close()
+        agent._link.client.close()
         shutil.rmtree(self._place.segments, ignore_errors=True)
         self._disk.again()
         self._look()

@@ -97,7 +97,7 @@ def begin(socket: Path, job: str) -> int:
     agent = HERE["agent"] = Agent(job, socket=socket)
     HERE["pendings"] = {}
     agent.prepare(state_of(1))
-    agent._settle()  # a stall budget is then for other things than new slots
+    agent._link.handovers.wait_for_threads()  # a stall budget is then for other things than new slots
     return agent.attempt
 
 
@@ -166,7 +166,7 @@ def hand_over(step: int) -> str:
     """Tell the daemon of a seal, whatever has become of it; the kind of the error."""
     agent, pending = HERE["agent"], HERE["pendings"][step]
     try:
-        agent._client.call(lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=step), m.Sealed, 60)
+        agent._link.client.call(lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=step), m.Sealed, 60)
     except CkptdError as error:
         return type(error).__name__
     return ""

@@ -122,8 +122,8 @@ def train(socket: Path, note: Callable[[str, Any], None], chance: Random, alive:
         pass  # the daemon has died of an error that was injected
     finally:
         if agent is not None:
-            agent._client.close()
-            agent._slots.drop()
+            agent._link.client.close()
+            agent._link.handovers.slots.drop()
 
 
 async def live(place: Path, recorder: Recorder, chance: Random) -> None:

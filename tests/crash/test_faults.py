@@ -163,7 +163,7 @@ def test_many_memory_only_snapshots_before_a_lost_daemon(place: Home) -> None:
     assert old.state == "sealed"
     first.kill()
     with running(place):
-        until(lambda: agent._client.connected, "connection")
+        until(lambda: agent._link.client.connected, "connection")
         agent.snapshot({"x": torch.ones(3)}, step=1000).wait("durable", timeout=60)
         agent.close()
 

@@ -83,8 +83,8 @@ def full(request: pytest.FixtureRequest, place: Home) -> Iterator[Full]:
 
 def let_go(agent: Agent) -> None:
     """End a trainer as SIGKILL would: nothing is told, its locks go."""
-    agent._client.close()
-    agent._slots.drop()
+    agent._link.client.close()
+    agent._link.handovers.slots.drop()
 
 
 def life(full: Full, before: Callable[[], None] = lambda: None) -> None:

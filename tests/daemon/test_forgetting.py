@@ -250,8 +250,8 @@ def test_without_a_daemon_what_was_owed_is_saved_too(place: Home) -> None:
         agent = Agent("gpt", socket=place.socket)
         agent.snapshot({"w": torch.full((10,), 7.0)}, step=7)
         daemon.died()
-    agent._client.close()
-    agent._slots.drop()
+    agent._link.client.close()
+    agent._link.handovers.slots.drop()
     run = ckptd("forget", place.root / "gpt" / tag(1))
     assert (run.returncode, run.stderr) == (0, "")
     assert steps(place) == [2, 7]
@@ -341,7 +341,7 @@ def test_a_damaged_segment_is_in_nobodys_way(place: Home) -> None:
             with slot.open("r+b") as file:
                 file.write(b"x" * 8192)
         assert ckptd("forget", place.root / "gpt" / tag(1), "--socket", daemon.home.socket).returncode == 0
-        agent._client.close()
+        agent._link.client.close()
 
 
 def test_a_pin_of_a_damaged_one_can_be_removed(place: Home) -> None:
@@ -424,7 +424,7 @@ def test_a_pin_that_came_after_the_daemon_died_counts(place: Home) -> None:
         for step in (1, 2):
             agent.snapshot({"w": torch.ones(3)}, step=step)
         daemon.died()
-    agent._client.close()
+    agent._link.client.close()
     assert ckptd("pin", place.root / "gpt" / tag(1)).returncode == 0
     with running(place, "--keep-last", "1"):
         assert steps(place) == [1, 2]

@@ -147,8 +147,8 @@ def test_ranks_that_fit_come_back_after_a_restart_and_to_a_new_run(place: Home, 
         daemon.kill()
         again = limited(place, limit, limit).wait_ready()
         for agent in agents:
-            until(lambda agent=agent: agent._client.connected, "connection after the restart")  # type: ignore[misc]
-            agent._client.close()  # as if its process had ended: no farewell
+            until(lambda agent=agent: agent._link.client.connected, "connection after the restart")  # type: ignore[misc]
+            agent._link.client.close()  # as if its process had ended: no farewell
         again.stop()
 
 

@@ -148,7 +148,7 @@ def begin(socket: Path, job: str) -> tuple[int, tuple[int, int] | None, str, lis
     agent = HERE["agent"] = Agent(job, socket=socket)
     state = blank(job)
     found = agent.recover(state)
-    agent._settle()  # the slots are there before the daemon may be killed
+    agent._link.handovers.wait_for_threads()  # the slots are there before the daemon may be killed
     if found is None:
         return agent.attempt, None, "", []
     assert found.step is not None

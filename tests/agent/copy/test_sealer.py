@@ -16,7 +16,7 @@ import torch
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.copy.fences import Fences
 from ckptd.agent.copy.lanes import Mark
-from ckptd.agent.plan.kept_plan import Found, Layouts
+from ckptd.agent.plan.kept_plan import Found, KeptPlan
 from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.plan import signature
@@ -52,18 +52,18 @@ def device() -> Gated:
 
 @pytest.fixture
 def agent(daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
-    original = Layouts.anew
+    original = KeptPlan.renew
 
-    def elsewhere(self: Layouts, *arguments: Any) -> Found:
+    def elsewhere(self: KeptPlan, *arguments: Any) -> Found:
         layout, sources = original(self, *arguments)
         items = [msgspec.structs.replace(item, device="cuda") for item in layout.plan.items]
         plan = msgspec.structs.replace(layout.plan, items=items)
         return Layout(plan, plan.encode(), signature(plan.encode())), sources
 
-    monkeypatch.setattr(Layouts, "anew", elsewhere)
-    monkeypatch.setattr(Layouts, "settled", False)  # so that it is made at every snapshot
+    monkeypatch.setattr(KeptPlan, "renew", elsewhere)
+    monkeypatch.setattr(KeptPlan, "valid", False)  # so that it is made at every snapshot
     made = Agent("job", socket=daemon.home.socket)
-    made._sealer._fences = Fences(lambda _: GatedLane(device), lambda: False)
+    made._link.handovers.sealer._fences = Fences(lambda _: GatedLane(device), lambda: False)
     yield made
     device.gate.set()
     if not made.closed:
@@ -132,7 +132,7 @@ def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: 
 
 
 def test_a_torn_copy_fails_by_itself(agent: Agent, daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    fences = agent._sealer._fences
+    fences = agent._link.handovers.sealer._fences
     assert fences is not None
     with monkeypatch.context() as patch:
         patch.setattr(fences, "finish", lambda transfer: (_ for _ in ()).throw(SnapshotFailed("torn")))

@@ -27,14 +27,14 @@ def agent(daemon: Daemon) -> Iterator[Agent]:
 
 
 def ask(agent: Agent, step: int, wait: float = 0.0, tag: str | None = None) -> SlotRequest:
-    asking = SlotRequest(agent._client, step, tag)
+    asking = SlotRequest(agent._link.client, step, tag)
     asking.ask(time.monotonic() + wait)
     return asking
 
 
 def test_answers(agent: Agent) -> None:
     first = ask(agent, 1)
-    assert (first.answer(), first.answer(), first.segment in agent._slots, first.why) == (True, True, True, "")
+    assert (first.answer(), first.answer(), first.segment in agent._link.handovers.slots, first.why) == (True, True, True, "")
     second = ask(agent, 2)
     assert (second.answer(), second.segment) == (False, "")
     assert second.why.startswith("every slot is still being saved (waited 0.")
@@ -81,7 +81,7 @@ def test_a_daemon_that_comes_back_is_asked_again(agent: Agent, daemon: Daemon) -
     daemon.kill()
     asking = ask(agent, 1, wait=60.0)
     with running(daemon.home):
-        assert (asking.answer(), asking.take() in agent._slots, asking.why) == (True, True, "")
+        assert (asking.answer(), asking.take() in agent._link.handovers.slots, asking.why) == (True, True, "")
         agent.close()
 
 

@@ -1,0 +1,307 @@
+"""The hand-over of a snapshot to the daemon: acquire a slot, fill it, then seal or abandon it. Every save of a rank goes this way.
+
+    request -> reserve -> acquire -> copy or fill -> seal
+                                                  -> abandon
+
+`Handovers.open` registers a hand-over before anything is sent, and `settle` ends its registration. Ctrl-C may come between any two
+instructions. `settle_interrupted` finds what is still registered: a slot whose header says sealed is handed over, any other is given back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ckptd.agent.copy.fences import Transfer
+from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches
+from ckptd.agent.copy.sealer import Sealer
+from ckptd.agent.copy.slots import MappedSlots
+from ckptd.agent.handover.returns import MAX_REASON, Returns
+from ckptd.agent.handover.seals import Seals
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.slot_requests import SlotRequest
+from ckptd.agent.pending import Pending
+from ckptd.agent.plan.layout import Layout
+from ckptd.agent.threads.flag import Waiters
+from ckptd.shared import messages as m
+from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, SnapshotFailed
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.lifecycle import Event
+from ckptd.shared.segment import SlotState
+
+_BATCH = 256 << 20
+"""Bytes that `fill` copies at once, when its sources are made for the copy."""
+
+
+class Handover:
+    """One snapshot on its way into a slot. Made by `Handovers.open`.
+
+    Every method that raises leaves the snapshot failed or skipped for the caller to report with `Handovers.fail`, and the slot with
+    `Handovers.settle` to give back.
+    """
+
+    def __init__(self, handovers: Handovers, pending: Pending, slot_request: SlotRequest) -> None:
+        self.pending = pending
+        self.slot_request = slot_request
+        self.kept = ""
+        """The segment that is not given back when this is settled: its seal is under way, or the caller holds it."""
+        self._all = handovers
+        self._slot: MappedSlot | None = None
+        self._held = False
+
+    def __repr__(self) -> str:
+        return f"<Handover step {self.pending.step} {self.pending.state} in {self._slot!r}>"
+
+    @property
+    def slot(self) -> MappedSlot:
+        """The slot, once `acquire` has returned."""
+        assert self._slot is not None
+        return self._slot
+
+    def begin(self) -> None:
+        """Register the step, so that news from the daemon about it reach the Pending."""
+        self._all.pending[self.pending.attempt, self.pending.step] = self.pending
+
+    def request(self, deadline: float) -> None:
+        """Send the request for a slot, unless it is under way. An early request is answered while the caller captures and plans."""
+        self.slot_request.ask(deadline)
+
+    def check_not_refused(self) -> None:
+        """Wait for the answer to an early request, if one was sent. Skip the step, and raise SnapshotFailed, if the daemon has no slot."""
+        if self.slot_request.asked and not self.slot_request.answer():
+            self._skip(self.slot_request.why)
+
+    def reserve(self, needed: int, deadline: float) -> None:
+        """Make sure that the slots have `needed` bytes, and that one is requested.
+
+        Larger slots replace the present ones, also those that another hand-over of this process has filled and not sealed: those are waited
+        for. Raises SnapshotFailed if that, or making the slots, takes longer than `deadline`; the step is then skipped. Raises StorageError
+        or QuotaExceeded if there is no shared memory.
+        """
+        all_, slots = self._all, self._all.slots
+        all_.no_longer_filled(self.pending)  # if it was filled before, and is about to get a larger slot
+        if not slots.fit(needed) and not all_.wait_until_sealed(deadline):
+            raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its own in time")
+        if not slots.ensure(needed, deadline):
+            why = "the slots in shared memory are still being made; a later snapshot will find them"
+            all_.pass_over(self.pending, SnapshotFailed(f"step {self.pending.step} was skipped: {why}"))
+            self._skip(why)
+        if self.slot_request.segment not in slots:
+            self.slot_request.ask(deadline)
+
+    def acquire(self) -> MappedSlot:
+        """Wait for the slot. Skip the step, and raise SnapshotFailed, if the daemon has none before the deadline of the request."""
+        if not self.slot_request.answer():
+            self._skip(self.slot_request.why)
+        self._slot = slot = self._all.slots.get(self.slot_request.take())
+        self._all.granted(self.pending, slot)
+        return slot
+
+    def _skip(self, why: str) -> None:
+        self.pending.skip(why)
+        self._all.pending.pop((self.pending.attempt, self.pending.step), None)
+        raise self.pending.why
+
+    def copy(self, sources: list[torch.Tensor], layout: Layout, modules: list[torch.nn.Module]) -> Transfer | None:
+        """Copy one source for each item of the layout. CPU sources may change when this returns.
+
+        Returns the transfer of the sources on accelerators, for `seal_after`. `modules` are those whose next forward must wait for it.
+        """
+        return self.slot.fill(sources, layout, self.pending.step, lambda to, of: self._all.sealer.carry(to, of, modules))
+
+    def fill(self, layout: Layout, source: Callable[[int], torch.Tensor], *, singly: bool) -> None:
+        """Copy `source(number)` for the number of every item, and wait until all are copied.
+
+        singly: copy one item at a time, because `source` may return the same memory at every call.
+        """
+        slot, sealer = self.slot, self._all.sealer
+        slot.begin(self.pending.step)
+        for numbers in batches(layout, 1 if singly else _BATCH):
+            transfer = slot.copy([source(number) for number in numbers], layout, numbers, lambda to, of: sealer.carry(to, of, []))
+            if transfer is not None:
+                sealer.finish(transfer)
+
+    def hold(self) -> None:
+        """Keep the filled slot after `settle`, for a `seal` or an `abandon` by a later call."""
+        self._all.filled.add(self.pending)
+        self._held = True
+        self.kept = self.slot.name
+
+    def seal(self, layout: Layout, documents: Documents) -> None:
+        """Write the documents and the seal, and hand the slot over to the daemon. Also runs while another hand-over waits for a slot.
+
+        Raises QuotaExceeded if the documents do not fit.
+        """
+        self.pending.move(Event.STAGE)
+        self.slot.seal(layout, documents)
+        self.pending.move(Event.SEAL)
+        self._all.seals.hand_over(self.pending)
+        failpoint("agent.handed_over")
+        self._held = False
+        self._all.no_longer_filled(self.pending)
+
+    def seal_after(self, transfer: Transfer | None, layout: Layout, documents: Documents) -> None:
+        """Seal at once, or on another thread once the transfer is complete. The step counts as taken when this returns."""
+        if transfer is None:
+            self.seal(layout, documents)
+        self._all.last_step = self.pending.step
+        if transfer is not None:
+            self._all.sealer.later(self.slot.name, transfer, partial(self.seal, layout, documents), self._seal_failed)
+        self.kept = self.slot.name
+
+    def _seal_failed(self, error: Exception) -> None:
+        step = self.pending.step
+        self._all.fail(self.pending, error if isinstance(error, CkptdError) else InternalError(f"snapshot of step {step}: {error!r}"))
+        self._all.returns.give_back(self.slot, step, error)
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail the step on all ranks and give the held slot back. Does nothing if no slot is held."""
+        if not self._held:
+            return
+        self._held = False
+        self._all.no_longer_filled(self.pending)
+        self._all.pending.pop((self.pending.attempt, self.pending.step), None)
+        self.pending.fail(error if isinstance(error, CkptdError) else InternalError(repr(error)))
+        self._all.returns.give_back(self.slot, self.pending.step, error)
+
+
+class Handovers:
+    """The hand-overs of one rank, and what they share.
+
+    `last_step` is the last step that this rank has taken in its attempt, or -1. `pending` has the snapshots that are not durable yet, by
+    attempt and step. `filled` has those whose slot is filled and held, and not sealed.
+    """
+
+    def __init__(self, client: Client, world_size: int) -> None:
+        self._client, self._world_size = client, world_size
+        self.last_step = -1
+        self.pending: dict[tuple[int, int], Pending] = {}
+        self.filled: set[Pending] = set()
+        self.sealer = Sealer()
+        self.slots = MappedSlots(client, self.sealer.settle)
+        self.seals = Seals(client, self.pending)
+        self.returns = Returns(client)
+        self._open: list[Handover] = []
+        self._sealed = Waiters()
+
+    def open(self, pending: Pending, tag: str | None) -> Handover:
+        """Register a hand-over. Nothing is sent yet. The caller ends it with `settle`."""
+        handover = Handover(self, pending, SlotRequest(self._client, pending.step, tag))
+        self._open.append(handover)
+        return handover
+
+    def settle(self, handover: Handover) -> None:
+        """Give back every slot that was granted for this hand-over and is not kept, and end its registration."""
+        for slot in self._granted_to(handover):
+            self.returns.give_back(slot, handover.pending.step, handover.pending.error)
+        self._close(handover)
+
+    def settle_interrupted(self) -> None:
+        """Settle every hand-over whose call was interrupted. Only the call that runs this may be under way.
+
+        A slot whose header says sealed is handed over. Any other slot is given back, and its step fails.
+        """
+        for handover in tuple(self._open):
+            self._settle_interrupted(handover)
+            self._close(handover)
+
+    def _settle_interrupted(self, handover: Handover) -> None:
+        pending, sealed = handover.pending, bool(handover.kept)
+        for slot in self._granted_to(handover):
+            self.sealer.settle(slot.name)  # the seal may be another thread's already
+            if not sealed and self._is_sealed(slot, pending):
+                sealed = True
+                pending.segment = slot.name
+                pending.seal()
+                self.last_step = max(self.last_step, pending.step)
+                self.pending[pending.attempt, pending.step] = pending
+                self.seals.hand_over(pending)
+            else:
+                self.sealer.drain()  # no copy into the slot may still run when it is given back
+                self.returns.give_back(slot, pending.step, pending.error)
+        if not sealed:
+            self.fail(pending, SnapshotFailed(f"the snapshot of step {pending.step} was interrupted"))
+
+    @staticmethod
+    def _is_sealed(slot: MappedSlot, pending: Pending) -> bool:
+        try:
+            header = slot.refresh()
+        except (IntegrityError, OSError, ValueError):
+            return False
+        return (header.state, header.step, header.attempt) == (SlotState.SEALED, pending.step, pending.attempt) and pending.error is None
+
+    def _granted_to(self, handover: Handover) -> list[MappedSlot]:
+        """Return the slots that may be granted for this hand-over, without the one that is kept. After a lost answer, any slot may be."""
+        names = self.slots.names if handover.slot_request.lost else handover.slot_request.taken
+        found = [self.slots.find(name) for name in names if name != handover.kept]
+        return [slot for slot in found if slot is not None]
+
+    def _close(self, handover: Handover) -> None:
+        handover.slot_request.drop()
+        if handover in self._open:
+            self._open.remove(handover)
+
+    def granted(self, pending: Pending, slot: MappedSlot) -> None:
+        """Record that the slot is this snapshot's. A memory-only snapshot that was in it is superseded."""
+        for old in [p for p in list(self.pending.values()) if p.segment == slot.name and not p.persist]:
+            self.pending.pop((old.attempt, old.step), None)
+            old.supersede()
+        pending.segment = slot.name
+        self.sealer.settle(slot.name)  # a step that was given up may still be copied into it
+        if not pending.granted:
+            pending.move(Event.GRANT)
+        failpoint("agent.granted")
+
+    def fail(self, pending: Pending, error: CkptdError) -> None:
+        """Fail a snapshot on all ranks. Does nothing if it was skipped: the other ranks know that."""
+        if pending.state == "skipped":
+            return
+        pending.fail(error)
+        self.no_longer_filled(pending)
+        self.pass_over(pending, error)
+
+    def pass_over(self, pending: Pending, reason: CkptdError) -> None:
+        """Tell the daemon that this rank will not seal the step. A step that one rank cannot save fails on all, so nobody waits for it."""
+        known = self.pending.get((pending.attempt, pending.step))
+        if known is pending:
+            del self.pending[pending.attempt, pending.step]
+        taken = known is not pending and (known is not None or pending.step <= self.last_step)  # by an earlier call for the same step
+        if self._world_size > 1 and not taken and pending.step >= 0 and not self._client.closed:
+            why = str(reason)[:MAX_REASON]
+            self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
+
+    def wait_until_sealed(self, deadline: float) -> bool:
+        """Wait until no filled slot is held. Return False at the deadline."""
+        return self._sealed.wait_for(lambda: not self.filled, max(0.0, deadline - time.monotonic()))
+
+    def no_longer_filled(self, pending: Pending) -> None:
+        self.filled.discard(pending)
+        self._sealed.notify()
+
+    def wait_for_threads(self) -> None:
+        """Wait until other threads have sealed, and have made their slots."""
+        self.sealer.settle()
+        self.slots.settle()
+
+    def start_attempt(self) -> None:
+        """Forget the slots of the attempt before: the daemon has taken them back."""
+        self.slots.drop()
+        self.returns.clear()
+
+    def resume(self, held: set[str]) -> None:
+        """Take up work on a new connection. `held` are the segments that the daemon still has for this rank."""
+        self.slots.keep(held)
+        self.returns.send_again()
+        self.seals.hand_over_again()
+
+    def close(self) -> None:
+        """Let go of the slots, and fail what is not durable. May be called again, after Ctrl-C has interrupted it."""
+        self.slots.drop()
+        for pending in list(self.pending.values()):
+            if pending.persist:
+                self.seals.finish(pending, SnapshotFailed("the agent was closed first"))
+            else:
+                pending.supersede()
