@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptd.agent.dcp.standalone import StandalonePart, commit, is_named
-from ckptd.agent.dcp.targets import Claim, SlotPart, Target, claim
+from ckptd.agent.dcp.targets import SlotPart, Target, claim
+from ckptd.agent.dcp.tickets import Ticket, receive, send
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
 from ckptd.agent.read.sources import attempts_of
 from ckptd.shared import codec as codecs
@@ -41,32 +42,6 @@ log = logging.getLogger("ckptd.agent")
 _PART = HIDDEN + "part"  # the name of no item: what carries a rank's part to the coordinator
 _ROOM = 1 << 16  # bytes in a slot for documents that are small; and for each item of all ranks, beside its name six times
 _ROOM_OF_ITEM = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What the coordinator has decided of one save, for one rank. `claimed`: of the daemon; None if the rank writes by itself.
-
-    It travels in `SavePlan.storage_data`, and is taken on arrival: a planner that caches plans gives `write_data` that of an earlier save.
-    """
-
-    path: str
-    rank: int
-    world_size: int
-    global_plan: bytes
-    claimed: Claim | None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self.path, self.rank, self.world_size, self.global_plan, self.claimed)
-
-
-_arrived: dict[str, Ticket] = {}  # by path
-
-
-def _arrive(*fields: Any) -> Ticket:
-    ticket = Ticket(*fields)
-    _arrived[ticket.path] = ticket
-    return ticket
 
 
 @dataclass(slots=True)
@@ -208,8 +183,9 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         global_plan = secrets.token_bytes(32)
         tickets = [Ticket(str(path), rank, together, global_plan, claimed) for rank in range(together)]
         save.ticket = tickets[0]
+        send(tickets)
         save.room = sum(6 * len(write.index.fqn) + _ROOM_OF_ITEM for plan in plans for write in plan.items)
-        return [replace(plan, storage_data=ticket) for plan, ticket in zip(plans, tickets, strict=True)]
+        return plans
 
     def _begin_alone(self, path: Path) -> None:
         storage = StandaloneStorage(path)
@@ -225,7 +201,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's part. On the coordinator it is finished by `finish`, which has the metadata."""
-        ticket, save = self._taken(), self._save
+        save = self._save
+        ticket = save.ticket or receive(str(self._where()), save.rank)
         try:
             results = self._write(save, ticket, plan, planner)
         except BaseException as error:
@@ -236,14 +213,6 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-    def _taken(self) -> Ticket:
-        """This save's."""
-        arrived = _arrived.pop(str(self._where()), None)  # also on the coordinator, who has sent one to itself
-        ticket = self._save.ticket or arrived
-        if ticket is None:
-            raise InvalidRequest(f"this rank saves to {self._where()}, and the coordinator elsewhere: give all ranks one path")
-        return ticket
 
     def _write(self, save: _Save, ticket: Ticket, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         resolved = save.resolved = Resolved.of(plan, planner, weights_only=self.weights_only)

@@ -1,0 +1,63 @@
+"""Tickets: the coordinator's decision on one save, passed to each rank over the job's store.
+
+DCP sends a plan to each rank, but a planner that caches plans replaces it by the plan of an earlier save. So a ticket does not travel in a
+plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
+
+from ckptd.agent.dcp.targets import Claim
+from ckptd.shared.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What one rank needs for one save. `claimed` is the daemon's claim, or None if the ranks write by themselves.
+
+    `global_plan` is 32 random bytes, the same on all ranks of this save and on no other save.
+    """
+
+    path: str
+    rank: int
+    world_size: int
+    global_plan: bytes
+    claimed: Claim | None
+
+
+def send(tickets: list[Ticket]) -> None:
+    """Publish the tickets of ranks 1 and up. Runs on the coordinator, before DCP sends out the plans."""
+    if len(tickets) > 1:
+        store = _store()
+        for ticket in tickets[1:]:
+            store.set(_key(ticket.path, ticket.rank), msgspec.msgpack.encode(ticket))  # type: ignore[arg-type]  # bytes are taken too
+
+
+def receive(path: str, rank: int) -> Ticket:
+    """Take this rank's ticket, after DCP has sent out the plans.
+
+    Raises InvalidRequest if there is none, because the coordinator saves to another path.
+    """
+    if dist.is_initialized():
+        store, key = _store(), _key(path, rank)
+        if store.check([key]):
+            encoded = store.get(key)
+            store.delete_key(key)  # so that a later save to another path does not find it
+            return msgspec.msgpack.decode(encoded, type=Ticket)
+    raise InvalidRequest(f"this rank saves to {path}, and the coordinator elsewhere: give all ranks one path")
+
+
+def _store() -> Store:
+    """Return a connection of its own to the store of the default process group: other threads may be waiting on theirs."""
+    group = dist.group.WORLD
+    assert group is not None
+    return PrefixStore("ckptd-tickets", _get_process_group_store(group).clone())  # type: ignore[attr-defined]
+
+
+def _key(path: str, rank: int) -> str:
+    return f"{rank}:{path}"
