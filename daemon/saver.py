@@ -13,9 +13,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from datetime import UTC, datetime
-
-import msgspec
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot, StoredCheckpoint
@@ -30,7 +27,7 @@ from ckptd.shared import codec, names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import Event, SnapshotState
-from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
+from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.plan import Plan
 from ckptd.shared.segment import read_check, write_check
 from ckptd.shared.snapshot_request import SnapshotRequest
@@ -193,7 +190,11 @@ class Saver:
             raise IntegrityError(f"parts of ranks {[e.rank for e, _, _ in documents]} are there, of {snapshot.world_size}")
         if len({plan.global_plan for _, plan, _ in documents}) != 1:
             raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
-        manifest = build_manifest(snapshot, documents, job.seq + 1, self._config.codec)
+        _, plan, request = documents[0]
+        manifest = Manifest.of(
+            plan, request, [entry for entry, _, _ in documents], job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step,
+            tag=snapshot.tag, seq=job.seq + 1, codec=self._config.codec,
+        )  # fmt: skip
         failpoint("commit.starting")
         try:
             await self._calls.run(lambda: self._storage.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
@@ -248,24 +249,3 @@ class Saver:
         if not keep:
             await self._calls.run(lambda: self._storage.delete_tag(job, tag))
         await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))
-
-
-def build_manifest(snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, SnapshotRequest]], seq: int, codec_name: str) -> Manifest:
-    """Pure but for the displayed time. `documents` in the order of ranks."""
-    _, plan, request = documents[0]
-    return Manifest(
-        features=["files"] if any(entry.files > 1 for entry, _, _ in documents) else [],
-        job=snapshot.job,
-        attempt=snapshot.attempt,
-        step=snapshot.step,
-        tag=snapshot.tag,
-        seq=seq,
-        world_size=snapshot.world_size,
-        created=datetime.fromtimestamp(request.created, UTC).isoformat(timespec="seconds"),
-        parts=[entry for entry, _, _ in documents],
-        metadata={"state_dict_metadata": plan.metadata or {}, "planner_data": None},
-        metrics=plain_metrics(request.metrics),
-        user_content=msgspec.json.decode(request.user_content),
-        writer={**plan.writer, "codec": codec_name},
-        retention=request.retention,
-    )

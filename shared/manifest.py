@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
@@ -14,8 +14,9 @@ import msgspec
 from ckptd.shared.bounds import MAX_DEPTH_READ, check_json, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.names import parse_part_file
-from ckptd.shared.plan import Described, Size, Writer
+from ckptd.shared.plan import Described, Plan, Size, Writer
 from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
+from ckptd.shared.snapshot_request import SnapshotRequest
 
 FORMAT = "ckptd-manifest"
 VERSION = 1
@@ -63,6 +64,38 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     writer: Writer
     retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
     """What the job keeps from this checkpoint on, if it has a word of its own; policies as text."""
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        request: SnapshotRequest,
+        parts: list[PartEntry],
+        *,
+        job: str,
+        attempt: int,
+        step: int | None,
+        tag: str,
+        seq: int,
+        codec: str,
+    ) -> Manifest:
+        """Make the manifest of a checkpoint from rank 0's plan and request, and the parts in the order of ranks."""
+        return cls(
+            features=["files"] if any(part.files > 1 for part in parts) else [],
+            job=job,
+            attempt=attempt,
+            step=step,
+            tag=tag,
+            seq=seq,
+            world_size=len(parts),
+            created=datetime.fromtimestamp(request.created, UTC).isoformat(timespec="seconds"),
+            parts=parts,
+            metadata={"state_dict_metadata": plan.metadata or {}, "planner_data": None},
+            metrics=plain_metrics(request.metrics),
+            user_content=msgspec.json.decode(request.user_content),
+            writer={**plan.writer, "codec": codec},
+            retention=request.retention,
+        )
 
     def encode(self) -> bytes:
         """Return the file's bytes. Raises IntegrityError for a manifest that no reader would take."""

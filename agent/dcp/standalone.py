@@ -12,10 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import UTC, datetime
 from typing import Any
-
-import msgspec
 
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, stream
@@ -24,7 +21,7 @@ from ckptd.shared.binary import align
 from ckptd.shared.codec import Codec
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.locks import release
-from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
+from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange, Region, align_region, chunk_ranges
@@ -178,14 +175,9 @@ def commit(
 
     Raises FileExistsError, OSError; after an OSError the manifest may be there nevertheless.
     """
-    manifest = Manifest(
-        features=["files"] if any(part.files > 1 for part in parts) else [],
-        job=storage.job, attempt=storage.attempt, step=None, tag=storage.tag, seq=1, world_size=len(parts),
-        created=datetime.fromtimestamp(request.created, UTC).isoformat(timespec="seconds"), parts=parts,
-        metadata={"state_dict_metadata": layout.plan.metadata or {}, "planner_data": None},
-        metrics=plain_metrics(request.metrics), user_content=msgspec.json.decode(request.user_content),
-        writer={**layout.plan.writer, "codec": codec},
-    )  # fmt: skip
+    manifest = Manifest.of(
+        layout.plan, request, parts, job=storage.job, attempt=storage.attempt, step=None, tag=storage.tag, seq=1, codec=codec
+    )
     storage.commit(manifest.encode(), overwrite=overwrite, nonce=nonce.hex())
 
 
