@@ -17,7 +17,6 @@ from ckptd.daemon import records as r
 from ckptd.daemon.admission import Admission, Owner
 from ckptd.daemon.catalog import Catalog, Job, Key, RankSeal, Snapshot
 from ckptd.daemon.claims import Claims
-from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.saver import Saver
@@ -51,19 +50,25 @@ MOST_JOBS = 10_000  # known at once; the journal's state must stay within one re
 
 
 class Engine:
-    """`saver` is set by whoever puts the two together (`app.py`)."""
+    """Takes the requests of ranks. `owners` are the ranks of each job's newest attempt, by job, attempt and rank."""
 
-    saver: Saver
-
-    def __init__(self, config: Config, catalog: Catalog, slots: Slots, journal: Journal, claims: Claims, pipeline: Pipeline) -> None:
-        self.catalog, self.slots = catalog, slots
+    def __init__(
+        self,
+        catalog: Catalog,
+        slots: Slots,
+        journal: Journal,
+        claims: Claims,
+        pipeline: Pipeline,
+        owners: dict[tuple[str, int, int], Owner],
+        admission: Admission,
+        steps: Steps,
+        saver: Saver,
+    ) -> None:
+        self.catalog, self.slots, self.owners, self.admission, self.steps, self.saver = catalog, slots, owners, admission, steps, saver
         self._journal, self._claims, self._pipeline = journal, claims, pipeline
         claims.on_loss = self._claim_lost
-        self.owners: dict[tuple[str, int, int], Owner] = {}
         self._begin_locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self.stopping = False  # set once: nothing new is begun, what is sealed is still taken
-        self.admission = Admission(slots, self.owners, config.chunk_size, pipeline.run)
-        self.steps = Steps(catalog, self.owners, self.admission, config.rank_timeout, config.stall_budget + PLAN_GRACE_SECONDS)
+        self.stopping = False  # once it is True nothing new begins, and seals are still taken
 
     # -- ranks come
 

@@ -7,19 +7,20 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from socket import socket as Socket
 from typing import Any
 
 from ckptd.daemon import config as settings
 from ckptd.daemon import report
-from ckptd.daemon.app import App
 from ckptd.daemon.catalog import StoredCheckpoint
+from ckptd.daemon.composition import opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.retention import to_retire
+from ckptd.daemon.service import Service
 from ckptd.shared import leases, names
 from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, InvalidRequest, from_wire
+from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.retention import Policy
 from ckptd.shared.storage import PosixStorage, StandaloneStorage
@@ -28,21 +29,6 @@ log = logging.getLogger("ckptd.forgetting")
 
 _AT_ONCE = 100
 _SECONDS = 600.0
-
-
-class Errand(App):
-    """A daemon that recovers, deletes checkpoints, and ends."""
-
-    def __init__(self, config: Config, job: str, tags: Sequence[str]) -> None:
-        super().__init__(config)
-        self._job, self._tags = job, tags
-        self.refused: dict[str, str] = {}
-
-    async def _serve(self, listener: Socket) -> None:
-        try:
-            self.refused = await self.forget(self._job, self._tags)
-        finally:
-            await self.orphans.drain()  # what a dead trainer has left in memory is being saved
 
 
 def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_run: bool) -> Iterator[dict[str, Any]]:
@@ -107,12 +93,10 @@ def _reader(storage: PosixStorage, job: str, tag: str) -> str | None:
 def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[str, str]:
     channel = _daemon_of(root, socket)
     if channel is None:
-        errand = Errand(_settings(root), job, tags)
         try:
-            asyncio.run(errand.run())
+            return asyncio.run(_delete_without_a_daemon(_settings(root), job, tags))
         except Busy as error:
             raise Busy(f"{error}; name its socket with --socket PATH, and it will be asked") from None
-        return errand.refused
     refused: dict[str, str] = {}
     try:
         for first in range(0, len(tags), _AT_ONCE):
@@ -124,6 +108,19 @@ def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[
             refused |= reply.refused
     finally:
         channel.close()
+    return refused
+
+
+async def _delete_without_a_daemon(config: Config, job: str, tags: Sequence[str]) -> dict[str, str]:
+    """Recover the root as a daemon does, delete, and save what dead trainers have left in memory."""
+    failures: list[BaseException] = []
+    async with opened(config, PosixFileSystem(), failed=failures.append, changed=lambda: None) as parts:
+        try:
+            refused = await Service(parts).forget(job, tags)
+        finally:
+            await parts.orphans.drain()
+    if failures:
+        raise failures[0]
     return refused
 
 

@@ -29,12 +29,12 @@ CHECK_SECONDS = 1.0  # how often the locks of trainers that have not come back a
 
 
 class Orphans:
-    def __init__(self, engine: Engine, memory_ttl: float) -> None:
-        self._engine, self._ttl = engine, memory_ttl
+    def __init__(self, engine: Engine, memory_ttl: float, changed: Callable[[], None]) -> None:
+        """memory_ttl: seconds that a dead trainer's newest snapshot stays in memory. `changed` is called when work has ended."""
+        self._engine, self._ttl, self._changed = engine, memory_ttl, changed
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._guards: dict[tuple[str, int, int], int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.changed: Callable[[], None] = lambda: None
 
     @property
     def busy(self) -> bool:
@@ -72,7 +72,7 @@ class Orphans:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self.changed()
+        self._changed()
 
     async def bereave(self, owner: Owner) -> None:
         """The trainer is dead."""
@@ -155,7 +155,7 @@ class Orphans:
                 self._engine.steps.release(job, snapshot)
         self._save_owed(job)
         self.start_timer(job)
-        self.changed()
+        self._changed()
 
     # -- a new daemon
 

@@ -33,12 +33,13 @@ from ckptd.agent import Agent, Checkpoint, CkptdError
 from ckptd.daemon import journal_file
 from ckptd.daemon.app import App
 from ckptd.daemon.attempts import Attempts
+from ckptd.daemon.composition import Parts
 from ckptd.daemon.config import Config
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.storage import PosixStorage
 from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate
-from tests.support.daemons import Brief
+from tests.support.daemons import recover_only
 from tests.support.trainers import JOB, assert_equal, blank, expected
 
 SIZE = 300
@@ -131,7 +132,7 @@ async def live(place: Path, recorder: Recorder, chance: Random) -> None:
     with directory() as shm:
         app = App(config(place, shm, chance.choice((1, 3))), fs=recorder)
         daemon = asyncio.create_task(app.run())
-        while not app._ready and not daemon.done():
+        while not app.ready and not daemon.done():
             await asyncio.sleep(0.001)
         if not daemon.done():
             await asyncio.to_thread(train, place / "s", recorder.note, chance, lambda: not daemon.done())
@@ -208,13 +209,11 @@ class Examiner:
         with directory() as place, directory() as shm:
             lay(tree, place)
             try:
-                app = Brief(config(place, shm))
-                await app.run()
-                return self._check(place, app, promised)
+                return self._check(place, await recover_only(config(place, shm)), promised)
             except (CkptdError, AssertionError, OSError) as error:
                 return f"{type(error).__name__}: {error}"
 
-    def _check(self, place: Path, app: App, promised: Promises) -> str:
+    def _check(self, place: Path, parts: Parts, promised: Promises) -> str:
         storage, root = PosixStorage(place / "root"), place / "root"
         found = {}
         for tag in storage.tags(JOB):
@@ -235,7 +234,7 @@ class Examiner:
         if found and newest != found[max(found)]:
             return f"newest says {newest}; there are {sorted(found.values())}"
         calls = StorageCalls(60.0)
-        given = max(Attempts(storage, calls).newest(JOB), app.catalog.job(JOB).attempt)
+        given = max(Attempts(storage, calls).newest(JOB), parts.catalog.job(JOB).attempt)
         calls.close()
         if given < promised.attempt:
             return f"attempt {promised.attempt} was given out and is not known any more; the highest is {given}"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.crash.disk import LOST, Disk, Recorder, Step
 from tests.crash.states import Examiner, Life, Promises, a_life, after, config, directory, run, small_journal
-from tests.support.daemons import Brief
+from tests.support.daemons import recover_only
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def recovered(disk: Disk) -> None:
     """By a daemon that is then killed."""
     with directory() as place, directory() as shm, small_journal():
         recorder = Recorder(place, disk)
-        asyncio.run(Brief(config(place, shm), fs=recorder).run())
+        asyncio.run(recover_only(config(place, shm), recorder))
     for step in recorder.steps:
         disk.do(step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -14,11 +15,12 @@ import msgspec
 import pytest
 
 from ckptd.daemon import records as r
-from ckptd.daemon.app import App
 from ckptd.daemon.catalog import Job
+from ckptd.daemon.composition import Parts
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.recovery import scan_job
+from ckptd.daemon.service import Service
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import NewerFormat, StorageError
@@ -27,7 +29,7 @@ from ckptd.shared.leases import lease
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import PosixStorage
 from tests.shared.samples import NONCE, write_checkpoint
-from tests.support.daemons import Brief
+from tests.support.daemons import recover_only
 
 TAG = "step-00001000.a0002"
 STRAY = names.part_file(0, bytes(range(1, 17)))
@@ -74,11 +76,9 @@ class Root:
         os.close(directory)
         return state
 
-    async def start(self, fs: FileSystem | None = None) -> App:
+    async def start(self, fs: FileSystem | None = None) -> Parts:
         config = Config(root=self.path, socket=self._place / "s", shm_dir=self._place / "shm", threads=1)
-        app = Brief(config, fs=fs)
-        await app.run()
-        return app
+        return await recover_only(config, fs)
 
     def files(self) -> list[str]:
         return self.storage.files("gpt", TAG)
@@ -166,13 +166,13 @@ async def test_a_manifest_of_a_newer_ckptd_is_no_damage(root: Root, calls: Stora
     newer = write_checkpoint(root.path, step=2000)
     path = root.path / "gpt" / "step-00002000.a0002" / names.MANIFEST
     path.write_bytes(msgspec.structs.replace(newer, version=2).encode())
-    app = await root.start()
-    job = app.catalog.job("gpt")
+    parts = await root.start()
+    job = parts.catalog.job("gpt")
     assert (list(job.checkpoints), job.damaged, list(job.newer)) == ([TAG], {}, ["step-00002000.a0002"])
-    app.calls = calls
+    service = Service(dataclasses.replace(parts, calls=calls))
     with pytest.raises(NewerFormat, match="gpt/step-00002000.a0002 is later than any that this ckptd can read"):
-        await app._find("gpt", None)
-    assert [candidate.tag for candidate in (await app._find("gpt", 1000)).candidates] == [TAG]
+        await service.find("gpt", None)
+    assert [candidate.tag for candidate in (await service.find("gpt", 1000)).candidates] == [TAG]
 
 
 async def test_a_daemon_that_only_starts_deletes_no_checkpoint(root: Root) -> None:
@@ -215,8 +215,8 @@ async def test_what_the_journal_knows_of_a_job_that_has_something_under_way(root
     committed = r.Committed(job="other", attempt=1, step=3, tag="step-00000003.a0001", seq=9)
     other = r.Staging(job="other", attempt=1, step=4, rank=0, tag="step-00000004.a0001", file=STRAY)
     await root.journal(begun, staging(STRAY), committed, other)
-    app = await root.start()
-    found = {name: (job.attempt, job.world_size, job.seq) for name, job in app.catalog.jobs.items()}
+    parts = await root.start()
+    found = {name: (job.attempt, job.world_size, job.seq) for name, job in parts.catalog.jobs.items()}
     assert found == {"gpt": (5, 3, 0), "other": (0, 1, 9)}
 
 
@@ -226,9 +226,9 @@ async def test_what_the_journal_knows_of_a_job_that_has_something_under_way(root
 async def test_a_deletion_is_finished(root: Root) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
-    app = await root.start()
+    parts = await root.start()
     assert root.storage.tags("gpt") == []
-    assert (app.catalog.job("gpt").checkpoints, root.left().retiring) == ({}, {})
+    assert (parts.catalog.job("gpt").checkpoints, root.left().retiring) == ({}, {})
 
 
 @pytest.mark.parametrize("how", ["pinned", "read"])
@@ -240,9 +240,9 @@ async def test_a_deletion_is_called_off_for_what_is_pinned_or_read_since(root: R
         root.storage.pin("gpt", TAG)
     else:
         held = lease(root.storage, "gpt", TAG)
-    app = await root.start()
+    parts = await root.start()
     assert root.storage.tags("gpt") == [TAG]
-    assert (list(app.catalog.job("gpt").checkpoints), root.left().retiring) == ([TAG], {})
+    assert (list(parts.catalog.job("gpt").checkpoints), root.left().retiring) == ([TAG], {})
     if held >= 0:
         os.close(held)
 
@@ -335,9 +335,9 @@ async def test_a_damaged_part_is_not(root: Root, file: str, damage: Callable[[by
 async def test_beside_a_manifest_that_is_damaged_nothing_is_touched(root: Root) -> None:
     manifest = await uncommitted(root)
     (root.path / "gpt" / TAG / names.MANIFEST).write_bytes(b"{}")
-    app = await root.start()
+    parts = await root.start()
     assert root.files() == sorted([names.MANIFEST, manifest.parts[0].file])
-    assert list(app.catalog.job("gpt").damaged) == [TAG]
+    assert list(parts.catalog.job("gpt").damaged) == [TAG]
 
 
 async def test_what_cannot_be_swept_is_left_for_the_next_start(root: Root) -> None:
@@ -366,6 +366,6 @@ async def test_a_journal_that_breaks_meanwhile_ends_it_and_the_next_one_goes_on(
 async def test_a_root_of_many_jobs(root: Root) -> None:
     for job in ("a", "b", "c"):
         write_checkpoint(root.path, job)
-    app = await root.start()
-    assert sorted(app.catalog.jobs) == ["a", "b", "c"]
-    assert [app.catalog.job(job).newest_checkpoint().tag for job in "abc"] == [TAG] * 3  # type: ignore[union-attr]
+    parts = await root.start()
+    assert sorted(parts.catalog.jobs) == ["a", "b", "c"]
+    assert [parts.catalog.job(job).newest_checkpoint().tag for job in "abc"] == [TAG] * 3  # type: ignore[union-attr]

@@ -69,7 +69,7 @@ def test_a_report_of_its_own_goes_before_the_daemons() -> None:
     assert len(ours) == 1
 
 
-@pytest.mark.parametrize("name", ["_watchdog", "serve", "run"])
+@pytest.mark.parametrize("name", ["watch", "serve", "run"])
 def test_a_task_that_fails_ends_the_daemon_and_the_next_goes_on(place: Home, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """`serve` accepts, `run` is a connection's task."""
     with running(place):
@@ -83,14 +83,14 @@ def test_a_task_that_fails_ends_the_daemon_and_the_next_goes_on(place: Home, mon
             this._close()
         raise KeyError("no such key")
 
-    where = {"_watchdog": "ckptd.daemon.app.App", "serve": "ckptd.daemon.server.Server", "run": "ckptd.daemon.server.Connection"}[name]
+    where = {"watch": "ckptd.daemon.vitals.Vitals", "serve": "ckptd.daemon.server.Server", "run": "ckptd.daemon.server.Connection"}[name]
     monkeypatch.setattr(f"{where}.{name}", broken)
 
     async def live() -> None:
         app = App(Config(root=place.root, socket=place.socket, threads=1))
         daemon = asyncio.get_running_loop().create_task(app.run())
         if name == "run":
-            while not app._ready:
+            while not app.ready:
                 await asyncio.sleep(0.01)
             _, writer = await asyncio.open_unix_connection(str(place.socket))
             writer.close()

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.daemon import cli
-from ckptd.daemon.app import App
+from ckptd.daemon.composition import Parts, opened
+from ckptd.daemon.config import Config
 from ckptd.daemon.report import daemon_status
 from ckptd.shared import failpoints as points
 from ckptd.shared import names
+from ckptd.shared.fs import FileSystem, PosixFileSystem
 from tests.support.forks import context
 
 READY_SECONDS = 60.0  # machines are shared; nothing is measured here
@@ -175,11 +177,14 @@ def _ckptd(log: Path, ready: Connection, arguments: tuple[str, ...], environment
     cli.main([*arguments, "--ready-fd", str(os.dup(ready.fileno()))])
 
 
-class Brief(App):
-    """In this process: it recovers, and ends."""
-
-    async def _serve(self, listener: Any) -> None:
+async def recover_only(config: Config, fs: FileSystem | None = None) -> Parts:
+    """Start a daemon in this process, and end it when it has recovered. Returns its parts, which are closed."""
+    failures: list[BaseException] = []
+    async with opened(config, fs or PosixFileSystem(), failed=failures.append, changed=lambda: None) as parts:
         pass
+    if failures:
+        raise failures[0]
+    return parts
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""Builds the parts of a daemon, in the order in which they need each other, and recovers the root before anyone may use them.
+
+`opened` is the only place that puts the parts together. `App` adds the socket and its clients; a deletion without a daemon adds nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from ckptd.daemon import recovery, roots, tasks
+from ckptd.daemon.admission import Admission, Owner
+from ckptd.daemon.attempts import Attempts
+from ckptd.daemon.catalog import Catalog, Job
+from ckptd.daemon.claims import Claims
+from ckptd.daemon.config import Config
+from ckptd.daemon.engine import PLAN_GRACE_SECONDS, Engine
+from ckptd.daemon.journal import Journal
+from ckptd.daemon.orphans import Orphans
+from ckptd.daemon.pipeline import Pipeline
+from ckptd.daemon.saver import Saver
+from ckptd.daemon.slots import Slots
+from ckptd.daemon.steps import Steps
+from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.shared import names
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import FileSystem
+from ckptd.shared.storage import PosixStorage
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of one daemon. `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks after dead trainers."""
+
+    config: Config
+    storage: PosixStorage
+    calls: StorageCalls
+    pipeline: Pipeline
+    slots: Slots
+    catalog: Catalog
+    journal: Journal
+    engine: Engine
+    saver: Saver
+    orphans: Orphans
+
+
+@asynccontextmanager
+async def opened(
+    config: Config, fs: FileSystem, *, failed: Callable[[BaseException], None], changed: Callable[[], None]
+) -> AsyncIterator[Parts]:
+    """Lock the root, build the parts, and recover; yield the parts; release everything at the end.
+
+    `failed` is called with the error of a background task or of the journal, after which the daemon must end. `changed` is called when a
+    save or the work for a dead trainer has ended. Raises Busy if another daemon has the root, StorageError, InvalidConfig, NewerFormat.
+    """
+    with ExitStack() as held:
+        storage = PosixStorage(config.root, fs)
+        control = roots.prepare(config.root, storage)
+        with storage.directory(names.CONTROL, names.host()) as directory:
+            held.callback(os.close, roots.lock(directory, config.root))
+        failpoint("start.locked")
+        pipeline = Pipeline(fs, config.threads, config.memory_budget, config.chunk_size, config.spread)
+        held.callback(pipeline.close)
+        calls = StorageCalls(config.storage_timeout)
+        held.callback(calls.close)
+        journal_thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-journal")
+        held.callback(journal_thread.shutdown, wait=False)
+        slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota)
+        held.callback(slots.close)
+        with storage.directory(*control) as directory:
+            journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal)
+            journal.on_broken = failed
+            tasks.on_failure(failed)
+            catalog, claims = Catalog(), Claims(Attempts(storage, calls))
+            owners: dict[tuple[str, int, int], Owner] = {}
+            admission = Admission(slots, owners, config.chunk_size, pipeline.run)
+            steps = Steps(catalog, owners, admission, config.rank_timeout, config.stall_budget + PLAN_GRACE_SECONDS)
+
+            def settled(job: Job) -> None:
+                steps.release_settled(job)
+                if not orphans.has_timer(job.name):
+                    orphans.start_timer(job)
+                changed()
+
+            saver = Saver(
+                config, catalog, slots, journal, storage, pipeline, calls,
+                counters=steps.counters, claimed=claims.claimed, tell=steps.tell, settled=settled,
+            )  # fmt: skip
+            engine = Engine(catalog, slots, journal, claims, pipeline, owners, admission, steps, saver)
+            orphans = Orphans(engine, config.memory_ttl, changed)
+            await recovery.recover(storage, calls, claims, journal, catalog, slots, saver, orphans)
+            try:
+                yield Parts(config, storage, calls, pipeline, slots, catalog, journal, engine, saver, orphans)
+            finally:
+                await journal.close()

@@ -1,0 +1,122 @@
+"""Answers questions about the whole daemon: which snapshots can be recovered, what `status` prints; and deletes on request."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Sequence
+
+from ckptd.daemon import recovery
+from ckptd.daemon.catalog import Job
+from ckptd.daemon.composition import Parts
+from ckptd.daemon.journal import JournalBroken
+from ckptd.shared import messages as m
+from ckptd.shared.errors import CkptdError, NewerFormat, StorageError
+
+log = logging.getLogger("ckptd")
+
+MAX_CANDIDATES, MAX_DAMAGED_FOUND = 1000, 100
+"""How many checkpoints one answer to Find lists: as many as fit into a frame."""
+MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
+"""How many jobs, damaged checkpoints of each, and characters of a text one status report has room for."""
+COUNTERS = ("sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures")
+
+
+class Service:
+    """What clients and the command line may ask of a daemon beside a rank's own requests, which the engine takes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def find(self, job_name: str, step: int | None) -> m.Found:
+        """Return the candidates for a recovery, best first: by (attempt, step), memory before storage.
+
+        step: list the candidates of this step only. Raises StorageError; NewerFormat if only a newer ckptd can read the newest checkpoint.
+        """
+        parts = self._parts
+        job = parts.catalog.job(job_name)
+        in_memory = parts.engine.memory_candidates(job_name)
+        try:
+            await recovery.scan_job(parts.storage, job, parts.calls)
+            stored = job.live_checkpoints()
+        except StorageError as error:
+            newest = job.newest_in_memory()
+            if (
+                error.errno != errno.ETIMEDOUT
+                or newest is None
+                or any((c.attempt, c.step or 0) > newest.key for c in job.live_checkpoints())
+            ):
+                raise
+            log.warning("job %s: %s; what is in memory is newer than every checkpoint that is known, and is offered alone", job.name, error)
+            stored = []
+        found = [m.RecoveryCandidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in in_memory]
+        found += [m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in stored]
+        found = [c for c in found if step is None or c.step == step]
+        order = {c.tag: c.seq for c in job.checkpoints.values()}
+        found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, c.source == "memory", order.get(c.tag, 0)), reverse=True)
+        if why := job.unreadable_beyond((found[0].attempt, found[0].step) if found else None, step):
+            raise NewerFormat(why)
+        damaged = [f"{tag}: {why}"[:MAX_TEXT] for tag, why in sorted(job.damaged.items())]
+        return m.Found(re=0, candidates=found[:MAX_CANDIDATES], damaged=damaged[:MAX_DAMAGED_FOUND])
+
+    async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
+        """Delete these checkpoints from storage and from memory. Return the reason for each one that stays. Raises StorageError."""
+        parts = self._parts
+        if job_name not in parts.catalog.jobs and job_name not in await parts.calls.read("list the jobs", parts.storage.jobs):
+            return dict.fromkeys(tags, f"there is no job {job_name!r} in {parts.config.root}")
+        job, refused = parts.catalog.job(job_name), {}
+        await recovery.scan_job(parts.storage, job, parts.calls)
+        for tag in tags:
+            try:
+                why = await parts.orphans.let_go(job, tag) or await parts.saver.deleter.forget(job, tag)
+            except JournalBroken:
+                raise
+            except OSError as error:
+                why = str(StorageError.of(f"delete {job_name}/{tag}", error))
+            except CkptdError as error:
+                why = str(error)
+            if why:
+                refused[tag] = why
+        return refused
+
+    def report(self) -> dict[str, object]:
+        """Return the part of `ckptd status --json` that is about jobs, shared memory and counters. Sizes are bytes, times are seconds."""
+        parts = self._parts
+        jobs = sorted(parts.catalog.jobs.values(), key=lambda job: job.name)
+        return {
+            "jobs": [self._job(job) for job in jobs[:MAX_JOBS]],
+            "jobs_not_shown": max(0, len(jobs) - MAX_JOBS),
+            "shared_memory": {
+                "used_bytes": parts.slots.used,
+                "quota_bytes": parts.slots.quota,
+                "segments": len(parts.slots.slots),
+                "directory": str(parts.slots.path),
+            },
+            "counters": {
+                **{name: parts.saver.counters[name] for name in COUNTERS},
+                "persist_seconds": round(parts.saver.persist_seconds, 3),
+                "persist_raw_bytes": parts.pipeline.bytes_read,
+                "persist_stored_bytes": parts.pipeline.bytes_written,
+                "journal_torn_tails": parts.journal.torn,
+                "journal_corrupt": parts.journal.corrupt,
+            },
+        }
+
+    def _job(self, job: Job) -> dict[str, object]:
+        sealed, durable = job.newest_in_memory(), job.newest_checkpoint()
+        owners = self._parts.engine.owners.values()
+        return {
+            "job": job.name,
+            "attempt": job.attempt,
+            "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
+            "last_durable": _where(durable.attempt, durable.step, durable.tag) if durable else None,
+            "pending": sorted(s.tag for s in job.snapshots.values() if s.persist and not job.is_settled(s)),
+            "ranks_connected": sum(owner.job == job.name and owner.notify is not None for owner in owners),
+            "announced": job.announced[:MAX_TEXT],
+            "damaged": {tag: why[:MAX_TEXT] for tag, why in list(job.damaged.items())[:MAX_DAMAGED]},
+            "newer": {tag: why[:MAX_TEXT] for tag, why in list(job.newer.items())[-1:]},
+        }
+
+
+def _where(attempt: int, step: int | None, tag: str) -> dict[str, object]:
+    return {"attempt": attempt, "step": step, "tag": tag}

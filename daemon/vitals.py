@@ -1,0 +1,87 @@
+"""Measures whether the daemon is well: the lag of its event loop, free disk space and memory. Feeds the systemd watchdog."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import psutil
+
+from ckptd.daemon import notify
+from ckptd.daemon.composition import Parts
+
+log = logging.getLogger("ckptd")
+
+_PERIOD_SECONDS = 1.0
+"""Between two measurements where systemd asks for no other period."""
+_STUCK_SECONDS = 120.0
+"""After this time without a written chunk, while a save is under way, the log says so."""
+
+
+class Vitals:
+    """The measurements of one daemon. `watch` takes them until it is cancelled.
+
+    `lag` is the last delay of the event loop, in seconds. `disk_free` is the free space under the root in bytes, or None while the storage
+    is gone or does not answer.
+    """
+
+    def __init__(self, parts: Parts, started: float) -> None:
+        """started: the time at which the daemon started, on the monotonic clock."""
+        self._parts, self._started = parts, started
+        self.lag = 0.0
+        self.disk_free: int | None = None
+        self._measuring: float | None = None  # the time at which the measurement of the disk that is under way began
+
+    @property
+    def uptime(self) -> float:
+        """Seconds since the daemon started."""
+        return time.monotonic() - self._started
+
+    async def watch(self) -> None:
+        """Measure, and tell systemd that all is well while the loop runs."""
+        saver, pipeline = self._parts.saver, self._parts.pipeline
+        period = notify.watchdog_seconds() or _PERIOD_SECONDS
+        chunks, stuck_since = -1, time.monotonic()
+        while True:
+            self._measure_disk()
+            before = time.monotonic()
+            await asyncio.sleep(period)
+            now = time.monotonic()
+            self.lag = max(0.0, now - before - period)
+            if not saver.busy or pipeline.chunks_done != chunks:
+                chunks, stuck_since = pipeline.chunks_done, now
+            if now - stuck_since > _STUCK_SECONDS:  # memory is served in spite of a mount that hangs, so the daemon goes on
+                log.warning("no chunk has been written for %.0f s", now - stuck_since)
+            notify.notify("WATCHDOG=1")
+
+    def _measure_disk(self) -> None:
+        """Start a measurement of the disk, unless one is under way. One that takes longer than `storage_timeout` means None."""
+        if self._measuring is not None:
+            if time.monotonic() > self._measuring + self._parts.config.storage_timeout:
+                self.disk_free = None
+            return
+        self._measuring = time.monotonic()
+        call = asyncio.get_running_loop().run_in_executor(self._parts.calls.pool, _free, str(self._parts.config.root))
+        call.add_done_callback(self._measured)
+
+    def _measured(self, call: asyncio.Future[int | None]) -> None:
+        self._measuring = None
+        if not call.cancelled():
+            self.disk_free = call.result()
+
+
+def rss_bytes() -> int | None:
+    """Return the bytes of memory that this process uses, or None if no descriptor is left to read them."""
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except OSError:
+        return None
+
+
+def _free(root: str) -> int | None:
+    """Return the bytes that are free under the root, or None if the root is gone."""
+    try:
+        return int(psutil.disk_usage(root).free)
+    except OSError:
+        return None
