@@ -1,6 +1,7 @@
-"""Which slot a snapshot gets: segments for a rank, and one decision a step for all local ranks.
+"""Gives slots to ranks: makes their segments, and decides once per step, for all ranks, whether the step gets slots or is skipped.
 
-Owns what is busy and what is outgrown; knows slots and owners, nothing of saves. Raises CkptdError and changes nothing then.
+Keeps the record of which slots are busy and which are outgrown. Knows slots and owners, and nothing of saves. A call that raises CkptdError
+has changed nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Owner:
 
 @dataclass(slots=True, eq=False)
 class Decision:
-    """Why a step is not taken ("" if it is), and which ranks have asked; one that asks again begins a new one."""
+    """One decision for a step. The task returns the reason for skipping the step, or "". A rank that asks again starts a new decision."""
 
     task: asyncio.Task[str]
     asked: set[int]
@@ -44,31 +45,35 @@ _REMEMBERED = 64
 
 
 def ranks(numbers: list[int]) -> str:
-    """ "rank 2", "ranks 1, 2", or the first few of many."""
+    """Return "rank 2", "ranks 1, 2", or the first eight and the number of the others."""
     shown = ", ".join(str(number) for number in numbers[:8]) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"rank{'s' if len(numbers) != 1 else ''} {shown}"
 
 
 class Admission:
-    """`run` takes a blocking call to a worker thread: the kernel zeroes every page of a new segment."""
+    """The slots of all ranks, and the decisions about them.
+
+    `run` runs a blocking call on a worker thread, because the kernel zeroes every page of a new segment. `busy` has the snapshot in each
+    busy segment. `noting` has the segments whose seal is being read.
+    """
 
     def __init__(
         self, slots: Slots, owners: dict[tuple[str, int, int], Owner], chunk_size: int, run: Callable[[Callable[[], Slot]], Awaitable[Slot]]
     ) -> None:
         self._slots, self._owners, self._chunk_size, self._run = slots, owners, chunk_size, run
         self._allocating = asyncio.Lock()
-        self.busy: dict[str, Key] = {}  # segment -> the snapshot in it
-        self._outgrown: set[str] = set()  # segments to unlink, not to reuse, once they are free
+        self.busy: dict[str, Key] = {}
+        self._outgrown: set[str] = set()  # segments that larger ones have replaced: unlinked once they are free
         self._changed = asyncio.Event()
         self._decisions: dict[tuple[str, Key], Decision] = {}
         self._refused: dict[tuple[str, Key], str] = {}  # the last steps that were skipped, so that a late rank skips them too
-        self.noting: set[str] = set()  # segments whose seal is being read
-        self._stuck: dict[str, Key] = {}  # the incomplete snapshot that a decision has waited for in vain
+        self.noting: set[str] = set()
+        self._stuck: dict[str, Key] = {}  # by job, the incomplete snapshot that a decision has waited for in vain
 
     async def allocate(self, owner: Owner, capacity: int, count: int, node: int, make_room: Callable[[], bool]) -> list[Slot]:
-        """New segments in place of those that the rank has; busy ones go when they are free.
+        """Make new segments for a rank and unlink its present ones; busy segments are unlinked once they are free.
 
-        `make_room` is asked once for each that does not fit. Raises QuotaExceeded, SharedMemoryFull.
+        `make_room` is called once for each segment that does not fit. Raises QuotaExceeded, SharedMemoryFull.
         """
         async with self._allocating:
             return await self._allocate(owner, capacity, count, node, make_room)
@@ -95,7 +100,7 @@ class Admission:
         return made
 
     async def _create(self, header: SegmentHeader, node: int, before: list[Slot], make_room: Callable[[], bool]) -> Slot:
-        """A segment; if it does not fit, room is made first by what is idle."""
+        """Make one segment. If it does not fit, first release the rank's idle segments and call `make_room`."""
         try:
             return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
         except (QuotaExceeded, SharedMemoryFull):
@@ -113,7 +118,7 @@ class Admission:
             self._slots.release(slot)
 
     async def acquire(self, owner: Owner, job: Job, key: Key, wait: float) -> Slot | str:
-        """A free slot, or why this step is skipped. The caller then calls `occupy`."""
+        """Return a free slot within `wait` seconds, or the reason for skipping the step. The caller then calls `occupy`."""
         if not self._usable(owner):
             raise NotFound("this rank has no slots: allocate some first")
         if owner.world_size > 1 and (job.name, key) in self._refused:
@@ -124,11 +129,11 @@ class Admission:
             refusal = await self._may_take(owner, job, key, left)
             if refusal or (slot := self._free_slot(owner)) is not None or left <= 0 or self._owners.get(owner.identity) is not owner:
                 return refusal or slot or "every slot is still being saved"
-            # what this rank has asked for before, and does not want any more, was granted first
+            # The free slot went to an earlier request of this rank, which the rank has given up: wait for the next one.
 
     async def _may_take(self, owner: Owner, job: Job, key: Key, wait: float) -> str:
-        """Once a slot is free: "", or why this step is skipped."""
-        if key in job.snapshots:  # others have been granted it: only this rank's own slots count
+        """Wait until the step may have slots. Return "" then, or the reason for skipping the step."""
+        if key in job.snapshots:  # another rank has a slot for this step already: only this rank's own slots count
             return await self._decide(job, [owner], wait)
         if not self._blocked(self._local(job, key)):
             self._stuck.pop(job.name, None)
@@ -146,7 +151,7 @@ class Admission:
         return [owner for owner in self._owners.values() if (owner.job, owner.attempt) == (job.name, key[0])]
 
     async def _decide_for_all(self, job: Job, key: Key, wait: float) -> str:
-        """Why this step is skipped: once a step, the same for all local ranks."""
+        """Decide once for all ranks. Return the reason for skipping the step, or ""."""
         refusal = await self._decide(job, self._local(job, key), wait, granted=key)
         if refusal:
             self._refused[job.name, key] = refusal
@@ -172,7 +177,7 @@ class Admission:
         return ""
 
     def _blocked(self, owners: list[Owner], granted: Key | None = None) -> list[Key]:
-        """What is in the slots of those that have none free; (attempt, -1) for a rank that has no slots yet."""
+        """Return the snapshots in the slots of owners without a free slot; (attempt, -1) stands for an owner that has no slots yet."""
         keys: set[Key] = set()
         for owner in owners:
             if self._owners.get(owner.identity) is owner and self._free_slot(owner) is None:
@@ -191,7 +196,7 @@ class Admission:
         return "every slot is still being saved"
 
     def _late(self, snapshot: Snapshot) -> list[int]:
-        """Ranks that have not sealed it, but for those whose seal is being read. A rank alone knows whether it has."""
+        """Return the ranks that have not sealed the snapshot and whose seal is not being read. None if the job has one rank."""
         if snapshot.world_size == 1:
             return []
         under_way = {self._slots.get(name).header.rank for name in self.noting if self.busy.get(name) == snapshot.key}
@@ -207,7 +212,7 @@ class Admission:
         self.busy[slot.name] = key
 
     def vacate(self, slot: Slot) -> None:
-        """The slot holds nothing any more: free for its owner, or unlinked if it has none or has outgrown it."""
+        """Free a slot for its owner, or unlink it if its owner is gone or has a larger one."""
         self.busy.pop(slot.name, None)
         if slot.name in self._slots.slots and (slot.name in self._outgrown or slot.owner not in self._owners):
             self._outgrown.discard(slot.name)
@@ -220,7 +225,7 @@ class Admission:
                 self.vacate(slot)
 
     def drop_idle(self, owner: Owner) -> None:
-        """Unlink the slots of an owner that is no more, but for those that hold a snapshot."""
+        """Unlink the slots of an owner that is gone, except those that hold a snapshot."""
         for slot in self._slots.of(*owner.identity):
             if slot.name not in self.busy:
                 self._slots.release(slot)

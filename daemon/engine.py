@@ -1,7 +1,7 @@
-"""Ranks and seals: who belongs to which attempt, and what a seal sets going. Saves themselves are `saver.py`'s.
+"""Takes the requests of ranks: begins attempts, grants slots, records seals, and starts the save once all ranks have sealed.
 
-Runs on the event loop alone; every decision is made on the catalog's values and then acted on. All methods raise CkptdError for what the
-client is to be told, and change nothing then.
+Runs on the event loop only. Every decision is made on the values of the catalog. A method that raises CkptdError has changed nothing; the
+client gets the error.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ log = logging.getLogger("ckptd.engine")
 
 _NAMES_A_RANK = re.compile(r"ranks? \d")
 
-RECORD_SECONDS = 2.0  # for the record of a new attempt; a disk that hangs does not keep a trainer from its memory
-PLAN_GRACE_SECONDS = 5.0  # beyond the stall budget, for ranks to tell that another has not planned
-MOST_JOBS = 10_000  # known at once; the journal's state must stay within one record
+RECORD_SECONDS = 2.0
+"""How long a new attempt waits for its journal record. A trainer must get at its memory although the disk hangs."""
+PLAN_GRACE_SECONDS = 5.0
+"""Beyond the stall budget, the time in which ranks report that another rank has not planned."""
+MOST_JOBS = 10_000
+"""Jobs that one daemon may know at once. The state of the journal must fit into one record."""
 
 
 class Engine:
@@ -73,7 +76,10 @@ class Engine:
     # -- ranks come
 
     async def begin(self, job_name: str, rank: int, world_size: int, attempt: int, notify: Callable[[Progress], None]) -> Owner:
-        """Begin the next attempt (0), or take up a given one again."""
+        """Begin the next attempt, if `attempt` is 0, or resume the given one. Return the rank's owner.
+
+        Raises Fenced if the attempt is over or unknown here, InvalidName, InvalidRequest, Busy, StorageError.
+        """
         names.check_name("job", job_name)
         if rank >= world_size:
             raise InvalidRequest(f"rank {rank} cannot be: the job has {world_size} ranks, numbered from 0")
@@ -89,7 +95,7 @@ class Engine:
                 await asyncio.wait([self._journal.post(record, lambda: failpoint("attempt.journaled"))], timeout=RECORD_SECONDS)
                 for slot in list(self.slots.slots.values()):
                     if slot.header.job == job_name:
-                        await self.note_untold(slot)  # sealed before this attempt began, and nobody has said so yet
+                        await self.note_untold(slot)  # sealed before this attempt began, and not reported yet
                 if self._claims.is_lost(job, attempt):
                     raise Fenced(f"attempt {attempt} of job {job_name!r} was claimed by another daemon first: start this run again")
                 job.attempt, job.world_size = attempt, world_size
@@ -107,19 +113,19 @@ class Engine:
         owner = Owner(job_name, attempt, rank, world_size, notify)
         self.owners[owner.identity] = owner
         job.gone.pop(rank, None)
-        for slot in self.slots.of(*owner.identity):  # given up while the daemon was away
+        for slot in self.slots.of(*owner.identity):  # abandoned while the daemon was down
             if slot.name in self.admission.busy and slot.refresh().state is SlotState.FREE:
                 self.abandon(owner, slot.name, None)
         return owner
 
     def _claim_lost(self, job: Job, attempt: int) -> None:
-        """End an attempt that began in memory, since another daemon has claimed its number."""
+        """End an attempt that began in memory, because another daemon has claimed its number."""
         if job.attempt == attempt:
-            job.attempt += 1  # nobody's: the next attempt to begin here gets a higher one
+            job.attempt += 1  # no rank has this number: the next attempt that begins here gets a higher one
             self._retire_older(job)
 
     def _retire_older(self, job: Job) -> None:
-        """A new attempt begins: of the older ones only what all ranks have sealed may go on."""
+        """End the older attempts of a job. Only their snapshots that all ranks have sealed may still be saved."""
         for snapshot in list(job.snapshots.values()):
             if snapshot.attempt < job.attempt and not snapshot.complete:
                 self.steps.give_up(job, snapshot.key, Fenced("a newer attempt of the job has begun; this trainer is to end"))
@@ -132,7 +138,10 @@ class Engine:
     # -- slots
 
     async def allocate(self, owner: Owner, capacity: int, count: int, node: int) -> list[Slot]:
-        """Segments for this rank, in place of those that it has, also of those granted and not sealed; near to the NUMA node, if known."""
+        """Make `count` segments of `capacity` bytes for this rank, near the NUMA `node`, in place of its present ones.
+
+        A slot that was granted and not sealed is taken back. Raises Fenced, QuotaExceeded, SharedMemoryFull.
+        """
         self._check_current(owner)
         job = self.catalog.job(owner.job)
         for slot in self.slots.of(*owner.identity):
@@ -140,28 +149,31 @@ class Engine:
             if snapshot is None or snapshot.state is not SnapshotState.FILLING or owner.rank in snapshot.seals:
                 continue
             header = slot.refresh()
-            if (header.state, header.step) != (SlotState.SEALED, snapshot.step):  # whether or not its seal was heard of yet
+            if (header.state, header.step) != (SlotState.SEALED, snapshot.step):  # a Seal message may still be on its way
                 self.admission.vacate(slot)
                 if snapshot.key not in self.admission.busy.values():
                     job.snapshots.pop(snapshot.key)
         return await self.admission.allocate(owner, capacity, count, node, lambda: self._make_room(job))
 
     def _make_room(self, job: Job) -> bool:
-        """Under pressure a dead attempt's copy in memory goes, if storage has it."""
+        """Free the durable snapshots of older attempts. Return True if there were any."""
         gone = [s for s in job.snapshots.values() if s.attempt < job.attempt and s.state is SnapshotState.DURABLE and not s.holds]
         for snapshot in gone:
             self.steps.release(job, snapshot)
         return bool(gone)
 
     def plan(self, owner: Owner, step: int, why: str) -> None:
-        """The rank plans this step anew. Raises StructureChanged if others have gone on with the plan they had."""
+        """Record that the rank plans this step again. Raises StructureChanged if another rank has sealed it with its old plan."""
         self._check_current(owner)
         job, key = self.catalog.job(owner.job), (owner.attempt, step)
         self._check_step(job, owner, step)
         self.steps.plan(job, owner, key, why)
 
     async def acquire(self, owner: Owner, step: int, tag: str | None, wait: float) -> Slot | str:
-        """A free slot for a snapshot of `step`, or why this step is skipped."""
+        """Return a free slot for a snapshot of `step` within `wait` seconds, or the reason for skipping the step.
+
+        Raises AlreadyExists if the tag is taken, InvalidRequest, SnapshotFailed, Fenced, Busy.
+        """
         self._check_current(owner)
         job, key = self.catalog.job(owner.job), (owner.attempt, step)
         self._check_step(job, owner, step)
@@ -192,7 +204,10 @@ class Engine:
     # -- seals
 
     async def seal(self, owner: Owner, segment: str, attempt: int, step: int) -> bool:
-        """Take note of a seal; True if that snapshot is durable already. Idempotent."""
+        """Record a seal. Return True if the snapshot is durable already. Idempotent.
+
+        Raises NotFound, InvalidRequest, Fenced, IntegrityError, and the reason if the step cannot be saved.
+        """
         failpoint("seal.received")
         job = self.catalog.job(owner.job)
         if job.is_durable(attempt, step):
@@ -214,8 +229,8 @@ class Engine:
         return job.is_durable(attempt, step)
 
     async def note_untold(self, slot: Slot) -> bool:
-        """If the slot's header says sealed and nobody has told: note it. False if there is nothing to be noted, or it is damaged."""
-        if slot.released:  # by a seal that was noted meanwhile
+        """Record the seal of a slot whose header says sealed, if it is not recorded. Return False if there is no seal, or it is damaged."""
+        if slot.released:  # by a seal that was recorded meanwhile
             return False
         try:
             header = slot.refresh()
@@ -289,7 +304,7 @@ class Engine:
         return snapshot
 
     def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
-        """Journal a seal. Nobody waits for the record: the slot's header is the truth, and memory does not wait for the disk."""
+        """Journal a seal, without waiting for the record: the header of the slot is the truth, and memory does not wait for the disk."""
         assert header.step is not None
         record = r.RankSealed(
             job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
@@ -298,7 +313,7 @@ class Engine:
         self._journal.post(record, lambda: failpoint("seal.journaled"))
 
     def pass_over(self, owner: Owner, step: int, reason: str, code: str) -> None:
-        """This rank cannot take the step, so no rank can; `reason` names a rank already, if another one told it."""
+        """Fail a step on all ranks, because this rank cannot save it. A `reason` that came from another rank names that rank already."""
         self._check_current(owner)
         job, key = self.catalog.job(owner.job), (owner.attempt, step)
         known = job.snapshots.get(key)
@@ -309,7 +324,10 @@ class Engine:
             self.steps.give_up(job, key, error if of_a_snapshot else SnapshotFailed(why))
 
     def abandon(self, owner: Owner, segment: str, step: int | None, reason: str = "", code: str = "") -> None:
-        """A granted slot that will not be sealed; nothing if it is not granted for `step` any more. One of two for a step is free again."""
+        """Take back a granted slot that will not be sealed, and fail its step. Does nothing if the slot is not granted for `step` any more.
+
+        If the rank has two slots for the step, this one is freed and the step goes on.
+        """
         slot = self.slots.get(segment)
         if slot.owner != owner.identity:
             raise NotFound(f"segment {segment[:8]} is not this rank's")
@@ -335,7 +353,7 @@ class Engine:
             return
         newest.persist = True
         await self.saver.start(newest)
-        if not job.is_durable(*newest.key):  # a memory-only check was under way, or the save failed: now, or once more
+        if not job.is_durable(*newest.key):  # it was only being checked, or its save has failed: save it now
             await self.saver.start(newest)
         if not job.is_durable(*newest.key):
             raise SnapshotFailed(f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}")
@@ -344,7 +362,7 @@ class Engine:
         return [s for s in self.catalog.job(job_name).snapshots.values() if s.in_memory]
 
     async def fetch(self, owner: Owner, attempt: int, step: int) -> list[tuple[int, int]]:
-        """(rank, read-only descriptor) of every local slot of a snapshot in memory, checked. The caller closes them."""
+        """Check a snapshot in memory, and return (rank, read-only descriptor) for each of its slots. The caller closes the descriptors."""
         snapshot = self.catalog.job(owner.job).snapshots.get((attempt, step))
         if snapshot is None or not snapshot.in_memory:
             raise NotFound(f"step {step} of attempt {attempt} is not in memory any more")
@@ -362,7 +380,7 @@ class Engine:
     # -- ranks go
 
     def detach(self, owner: Owner) -> None:
-        """A proper end: its slots are free at once."""
+        """End an owner whose agent was closed. Its slots are freed as soon as nothing is owed of them."""
         self.owners.pop(owner.identity, None)
         self.steps.bury(owner, "closed")
         job = self.catalog.job(owner.job)

@@ -1,7 +1,7 @@
-"""What becomes of a rank's slots when its trainer dies, when the daemon starts again, and when it stops.
+"""Takes care of slots whose trainer is dead, of slots that an earlier daemon left, and of all slots when the daemon stops.
 
-A rank's `Owner` outlives its connection; it ends here, when its process is known to be dead. What it had sealed is then noted, the newest
-is saved unasked and stays in memory until `memory_ttl`; everything else it had is let go.
+An `Owner` outlives the connection of its rank, and ends here, once its process is known to be dead. Its seals are then recorded. The newest
+sealed snapshot is saved unasked and stays in memory for `memory_ttl`; the other slots are freed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from ckptd.shared.segment import SlotState
 
 log = logging.getLogger("ckptd.orphans")
 
-CHECK_SECONDS = 1.0  # how often the locks of trainers that have not come back after a restart are looked at
+CHECK_SECONDS = 1.0
+"""Between two checks of the locks of trainers that have not reconnected after a restart of the daemon."""
 
 
 class Orphans:
@@ -41,7 +42,7 @@ class Orphans:
         return bool(self._tasks)
 
     def guard(self, owner: Owner, pidfd: int) -> None:
-        """A pidfd is readable once its process is dead: that, not the end of a connection, is when a rank ends. Takes over `pidfd`."""
+        """Watch the process of an owner. Takes over `pidfd`, which is readable once the process is dead: only then the owner ends."""
         self.unguard(owner.identity)
         if pidfd >= 0:
             self._guards[owner.identity] = pidfd
@@ -58,7 +59,7 @@ class Orphans:
         self._spawn(self.bereave(owner))
 
     def connection_lost(self, owner: Owner) -> None:
-        """Without a pidfd (none to be had, or the daemon is new) the locks tell."""
+        """Watch the locks of an owner that has no pidfd, because the kernel gave none or the daemon has been restarted."""
         if owner.identity not in self._guards and self._engine.owners.get(owner.identity) is owner:
             self.watch()
 
@@ -75,7 +76,7 @@ class Orphans:
         self._changed()
 
     async def bereave(self, owner: Owner) -> None:
-        """The trainer is dead."""
+        """End an owner whose process is dead: record its seals, free its other slots, and save the newest snapshot."""
         failpoint("orphan.found")
         engine = self._engine
         if engine.owners.get(owner.identity) is not owner:
@@ -100,8 +101,10 @@ class Orphans:
             self._engine.saver.start(owed)
 
     async def let_go(self, job: Job, tag: str) -> str:
-        """The copies in memory of what is about to be forgotten, if they are a dead trainer's; or why not. A later daemon would find them
-        sealed, and save them again."""
+        """Free the copies in memory of a checkpoint that is about to be deleted, because a later daemon would save them again.
+
+        Return the reason if that is not possible, because a running trainer or a reader has them.
+        """
         engine, known, parsed = self._engine, job.checkpoints.get(tag), names.parse_tag_directory(tag)
         key = (known.attempt, known.step) if known else (parsed[2], parsed[1]) if parsed else (0, None)
         if key[1] is None:
@@ -112,7 +115,7 @@ class Orphans:
             try:
                 header = slot.refresh()
             except IntegrityError:
-                continue  # nobody will save that
+                continue  # a damaged slot is never saved
             if (header.step, header.state) != (key[1], SlotState.SEALED):
                 continue
             if engine.slots.is_held(slot):
@@ -148,7 +151,7 @@ class Orphans:
             timer.cancel()
 
     def _expire(self, job: Job) -> None:
-        """What storage has need not be in memory any more; what it has not is tried again."""
+        """Free the snapshots of a job that are durable, and try to save the newest one that is not."""
         self._timers.pop(job.name, None)
         for snapshot in list(job.snapshots.values()):
             if snapshot.state is SnapshotState.DURABLE and not snapshot.holds:
@@ -160,7 +163,7 @@ class Orphans:
     # -- a new daemon
 
     def adopt(self, slots: list[Slot]) -> None:
-        """Take up the segments that an earlier daemon left, before anything is decided about files."""
+        """Adopt the segments that an earlier daemon left, before any file is finished or swept."""
         engine = self._engine
         for slot in slots:
             header = slot.header
@@ -177,7 +180,7 @@ class Orphans:
         failpoint("start.adopted")
 
     async def settle_adopted(self, slots: list[Slot]) -> None:
-        """Note the seals, in order, and let go of what is nobody's."""
+        """Record the seals of adopted slots in order of attempt and step, and release the slots that belong to no owner."""
         engine = self._engine
         for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
             if slot.header.state is SlotState.SEALED:
@@ -185,7 +188,7 @@ class Orphans:
                     await engine.note_seal(slot)
                 except JournalBroken:
                     raise
-                except CkptdError as error:  # damaged: note_seal has let go of it
+                except CkptdError as error:  # damaged: note_seal has freed the slot
                     log.warning("%r removed: %s", slot, error)
                     engine.saver.counters["verify_failures"] += 1
         for slot in list(engine.slots.slots.values()):
@@ -196,7 +199,7 @@ class Orphans:
             self.start_timer(job)
 
     async def _watch(self) -> None:
-        """Poll until every adopted owner has reconnected or is dead: there is no pidfd for these trainers until they reconnect."""
+        """Poll the locks until every adopted owner has reconnected or is dead. There is no pidfd for a trainer until it reconnects."""
         engine = self._engine
         while waiting := [o for o in engine.owners.values() if o.notify is None and o.identity not in self._guards]:
             for owner in waiting:
@@ -207,7 +210,7 @@ class Orphans:
     # -- the end
 
     async def drain(self) -> None:
-        """The newest sealed snapshot of every job becomes durable, and everything under way is finished."""
+        """Save the newest sealed snapshot of every job, wait for all saves, and stop watching."""
         for slot in list(self._engine.slots.slots.values()):
             await self._engine.note_untold(slot)
         for job in self._engine.catalog.jobs.values():

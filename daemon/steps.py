@@ -1,7 +1,7 @@
-"""Steps on their way to being complete: what ranks must agree on, whom the others wait for and how long, and what becomes of a step that
-not all ranks will seal. A job of one rank has nothing to agree on.
+"""Follows each step of a job until all ranks have sealed it: compares the ranks, limits how long they wait, and fails incomplete steps.
 
-Decides on the catalog's values; frees slots through the admission and tells ranks, and does no I/O.
+A job of one rank has nothing to compare. Decisions are made on the values of the catalog. This module does no I/O: it frees slots through
+the admission, and notifies ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from ckptd.shared.messages import Progress
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A step that at least one rank has come to. `planned`: why a rank plans anew; `kept`: ranks that, as far as is known, go on with the
-    plan they had: they have asked for a slot, which a rank does before it has looked at its structure."""
+    """A step that at least one rank has reached, and that not all ranks have sealed.
+
+    `planned` has the ranks that plan the step again, with the reason. `kept` has the ranks that have requested a slot without planning
+    again: as far as the daemon knows, they use the plan that they had.
+    """
 
     timer: asyncio.TimerHandle
     planned: dict[int, str] = field(default_factory=dict)
@@ -31,7 +34,10 @@ class _Waiting:
 
 
 class Steps:
-    """`former`: owners whose attempt is over and who are still connected; what they wait for, they are told."""
+    """The incomplete steps of all jobs.
+
+    `former` has owners whose attempt is over and who are still connected: they are notified about the snapshots that they wait for.
+    """
 
     def __init__(
         self, catalog: Catalog, owners: dict[tuple[str, int, int], Owner], admission: Admission, rank_timeout: float, plan_timeout: float
@@ -46,7 +52,10 @@ class Steps:
     # -- what ranks must agree on
 
     def check(self, job: Job, owner: Owner, step: int, sealed_step: int) -> None:
-        """Whether the rank may take this step now. `sealed_step`: the last that the journal knows of this attempt."""
+        """Check that the rank may take this step now. `sealed_step` is the last sealed step of this attempt that the journal knows.
+
+        Raises InvalidRequest if the step is behind the last one, SnapshotFailed if the step has failed or a rank is gone.
+        """
         key = (owner.attempt, step)
         if key in job.given_up:
             raise from_wire(*job.given_up[key])
@@ -66,9 +75,9 @@ class Steps:
             )
 
     def plan(self, job: Job, owner: Owner, key: Key, why: str) -> None:
-        """The rank is about to plan this step anew. Raises StructureChanged if others have sealed it with the plan they had."""
+        """Record that the rank plans this step again. Raises StructureChanged if another rank has sealed it with the plan that it had."""
         if owner.world_size > 1:
-            waiting = self.expect(job, key, self._plan_timeout)  # the ranks find out themselves who is late with its plan
+            waiting = self.expect(job, key, self._plan_timeout)  # the ranks themselves name a rank that is late with its plan
             waiting.planned[owner.rank] = why
             waiting.kept.discard(owner.rank)
             snapshot = job.snapshots.get(key)
@@ -77,7 +86,7 @@ class Steps:
                     raise self._changed(waiting, key)
 
     def take(self, job: Job, owner: Owner, key: Key, directory: str) -> None:
-        """The rank asks for a slot: with a plan made at this step, or with the one it had. Raises SnapshotFailed."""
+        """Record that the rank requests a slot for this step. Raises SnapshotFailed if another rank gives the step another tag."""
         if owner.world_size > 1:
             waiting = self.expect(job, key)
             if owner.rank not in waiting.planned:
@@ -86,7 +95,7 @@ class Steps:
                 self.check_tag(job, key, directory, owner.rank)
 
     def skip(self, job: Job, key: Key, why: str) -> None:
-        """The step is not taken; ranks that are planning it need not wait for the others."""
+        """Record that the step is skipped. Ranks that are planning it stop waiting for the others."""
         waiting = self._waiting.get((job.name, key))
         if waiting is not None and waiting.planned:
             self.give_up(job, key, SnapshotFailed(f"step {key[1]} is skipped: {why}"))
@@ -108,7 +117,7 @@ class Steps:
             raise SnapshotFailed(f"step {key[1]} is {directory!r} to rank {rank} and {known.tag!r} to another: use one tag on all ranks")
 
     def check_plan(self, job: Job, key: Key, rank: int, global_plan: bytes) -> None:
-        """All ranks must have sealed shares of one plan. Raises StructureChanged."""
+        """Raise StructureChanged unless this rank has sealed its share of the plan that the other ranks have sealed."""
         waiting = self._waiting.get((job.name, key))
         if waiting is not None and waiting.planned and rank in waiting.kept:
             raise self._changed(waiting, key)
@@ -122,7 +131,7 @@ class Steps:
 
     @staticmethod
     def check_persist(job: Job, key: Key, rank: int, persist: bool) -> None:
-        """Raises SnapshotFailed: a step is kept in memory only by all ranks or by none."""
+        """Raise SnapshotFailed unless all ranks give the step the same `persist`."""
         snapshot = job.snapshots.get(key)
         others = [] if snapshot is None else [seal.rank for seal in snapshot.seals.values() if seal.persist != persist]
         if others:
@@ -131,7 +140,7 @@ class Steps:
 
     @contextmanager
     def _or_give_up(self, job: Job, key: Key) -> Iterator[None]:
-        """What ranks disagree about fails the step on all of them."""
+        """Fail the step on all ranks if the body raises SnapshotFailed."""
         try:
             yield
         except SnapshotFailed as error:
@@ -141,7 +150,7 @@ class Steps:
     # -- whom the others wait for
 
     def expect(self, job: Job, key: Key, more: float = 0.0) -> _Waiting:
-        """From now on the step has `rank_timeout` seconds, and `more`, to be sealed by all ranks."""
+        """Start the timeout of the step if it has none: all ranks have `rank_timeout` plus `more` seconds to seal it."""
         waiting = self._waiting.get((job.name, key))
         if waiting is None:
             timer = asyncio.get_running_loop().call_later(self._timeout + more, self._expire, job, key)
@@ -151,18 +160,18 @@ class Steps:
     def _expire(self, job: Job, key: Key) -> None:
         snapshot = job.snapshots.get(key)
         came = set(snapshot.seals) if snapshot is not None else set(self._waiting[job.name, key].planned)
-        late = [rank for rank in range(job.world_size) if rank not in came] or list(range(job.world_size))  # if all plan, nobody knows
+        late = [rank for rank in range(job.world_size) if rank not in came] or list(range(job.world_size))  # all plan: any may be late
         self.give_up(job, key, SnapshotFailed(f"step {key[1]} failed: {ranks(late)} did not seal it within {self._timeout:g} s"))
 
     def settle(self, job: Job, key: Key) -> None:
-        """Nobody waits for the step any more: it is complete, skipped or given up."""
+        """End the waiting for a step, because it is complete, skipped or failed."""
         waiting = self._waiting.pop((job.name, key), None)
         if waiting is not None:
             waiting.timer.cancel()
         self._moved.set()
 
     async def sealed_by_all(self, job: Job, owner: Owner) -> None:
-        """Until what this rank has sealed is sealed by the others too, or given up."""
+        """Wait until the other ranks have sealed every step that this rank has sealed, or those steps have failed."""
         while any(
             s.attempt == owner.attempt and s.state is SnapshotState.FILLING and owner.rank in s.seals for s in job.snapshots.values()
         ):
@@ -177,16 +186,16 @@ class Steps:
     # -- what becomes of a step
 
     def give_up(self, job: Job, key: Key, error: CkptdError) -> None:
-        """Not all ranks will seal it: every rank is told, and its slots are free again. Nothing if it is complete or given up already.
+        """Fail a step that not all ranks will seal: notify every rank and free the slots. Does nothing if it is complete or has failed.
 
-        If some were planning it and others were not, all are told to plan anew, unless it failed of something else than being late.
+        If some ranks were planning the step and others were not, all are told to plan again, unless the error is of another kind.
         """
         waiting = self._waiting.get((job.name, key))
         if type(error) is SnapshotFailed and waiting is not None and waiting.planned and waiting.kept:
             error = StructureChanged(str(error))
         snapshot = job.snapshots.get(key)
         if key not in job.given_up and (snapshot is None or snapshot.state is SnapshotState.FILLING):
-            if job.world_size > 1:  # a rank alone may try again
+            if job.world_size > 1:  # a job of one rank may try the step again
                 job.give_up(key, error.code, str(error))
             if snapshot is None:
                 snapshot = Snapshot(job.name, *key, names.tag_directory(key[1], None, key[0]), job.world_size, persist=True)
@@ -198,7 +207,7 @@ class Steps:
         self.settle(job, key)
 
     def tell(self, snapshot: Snapshot) -> None:
-        """Progress to every rank of the job that is connected: whoever went back still waits for what he left."""
+        """Notify every connected rank of the job. A rank that went back to an older step still waits for the snapshots that it left."""
         message = Progress(
             re=0, attempt=snapshot.attempt, step=snapshot.step, state="durable" if snapshot.state is SnapshotState.DURABLE else "failed",
             reason=snapshot.reason, code=snapshot.code,
@@ -209,7 +218,7 @@ class Steps:
                 owner.notify(message)
 
     def release_settled(self, job: Job) -> None:
-        """Free every slot that a newer seal has made superfluous."""
+        """Free the slots of every snapshot that a newer sealed one has replaced."""
         for snapshot in job.releasable():
             self.release(job, snapshot)
 
@@ -219,7 +228,7 @@ class Steps:
         self._admission.vacate_snapshot(job.name, snapshot.key)
 
     def bury(self, owner: Owner, how: str) -> None:
-        """An owner has "ended" or "closed": what it had not sealed will never be complete, and its free slots go."""
+        """Fail the steps that an owner had not sealed, and unlink its idle slots. `how` is "ended" or "closed"."""
         job = self._catalog.job(owner.job)
         if owner.world_size > 1 and owner.attempt == job.attempt:
             job.gone[owner.rank] = how

@@ -1,4 +1,4 @@
-"""The preamble and the alignment that all binary files have in common (FORMAT.md, section 0)."""
+"""The preamble that starts every binary file, and the alignment that O_DIRECT needs (FORMAT.md, section 0)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PREAMBLE = struct.Struct("<8sHHI")
 
 
 def align(length: int) -> int:
-    """Round up to the unit of O_DIRECT."""
+    """Return `length` rounded up to a multiple of ALIGN, the unit of O_DIRECT in bytes."""
     return -(-length // ALIGN) * ALIGN
 
 
@@ -21,7 +21,11 @@ def preamble(magic: bytes, features: int = 0) -> bytes:
 
 
 def check_preamble(data: bytes | memoryview, magic: bytes, what: str, known: int = 0) -> None:
-    """Raises IntegrityError for another magic, NewerFormat for a version or a feature bit that is not `known`."""
+    """Check the preamble at the start of `data`, which must hold at least 16 bytes. `what` is the name of the data in error texts.
+
+    Raises IntegrityError if the data does not start with `magic`, or if the padding is not zero. Raises NewerFormat if the version is not
+    from 1 to VERSION, or if a feature bit is set that is not in `known`.
+    """
     found, version, zero, features = PREAMBLE.unpack_from(data)
     if found != magic or zero:
         raise IntegrityError(f"{what} does not begin as {magic.decode()}")

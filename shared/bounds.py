@@ -1,6 +1,8 @@
-"""Limits that keep a small hostile document from costing much memory (FORMAT.md, section 9). They are checked before a document is decoded.
+"""Limits that keep a small hostile document from taking much memory when it is decoded (FORMAT.md, section 9).
 
-A list or map costs Python many times the byte that says it in the file. Numbers cost little more than their bytes.
+The number of objects in a document is checked before it is decoded, the depth of its nesting afterwards. In Python, a list or map takes
+many times the memory of the single byte that can stand for it in the file. A number takes little more than its bytes in the file, so that
+numbers are not limited.
 """
 
 from __future__ import annotations
@@ -12,38 +14,44 @@ from typing import Any
 from ckptd.shared.errors import IntegrityError
 
 MAX_OBJECTS = 1 << 23
-"""Lists, maps, texts and extensions that any document may hold: at most about 1 GB once they are decoded."""
+"""A document of any size may hold this many lists, and as many maps, texts and extensions together. Decoded, all of these take about 1 GB
+at most."""
 BYTES_OF_A_LIST, BYTES_OF_A_JSON_LIST = 2.0, 3.5
-"""A larger document may hold one list for so many of its bytes, and no more of the others. 3,000 tensors on 1,024 ranks make
-3 million shards, each of which is 3 lists in 7 bytes or more, as JSON in 13."""
+"""A large document may hold more lists than MAX_OBJECTS: one for this many of its bytes, in msgpack and in JSON. It may not hold more maps,
+texts and extensions.
+
+3,000 tensors on 1,024 ranks make 3 million shards. A shard of a two-dimensional tensor is 3 lists, in at least 7 bytes of msgpack or 13
+bytes of JSON."""
 MAX_DEPTH = 100
-"""Levels of lists and maps in what is saved."""
+"""The most levels of nested lists and maps in a state, or in `user_content`, that is saved."""
 MAX_DEPTH_READ = 256
-"""Levels in what is read: more than that, since earlier versions saved whatever the interpreter's stack allowed."""
+"""The most levels in a document that is read. This is more than MAX_DEPTH, because earlier versions saved as many levels as the
+interpreter's stack allowed."""
 
 _NUMBERS = re.compile(
     rb"(?:[\x00-\x7f\xc0-\xc3\xe0-\xff]++|[\xca\xce\xd2].{4}|[\xcb\xcf\xd3].{8}|[\xcc\xd0].|[\xcd\xd1].{2})++",
     re.DOTALL,
 )
-"""Numbers, None, True and False, as many as there are in a row. Possessive, so that it takes no memory for each."""
+"""Matches a run of numbers, None, True and False in msgpack. The quantifiers are possessive, so that a long run takes no memory."""
 _OBJECTS = bytes([*range(0x80, 0xC0), *range(0xC7, 0xCA), *range(0xD4, 0xE0)])
 _SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Bytes of the length of a bin, ext or str."""
+"""For each first byte of a bin, ext or str: the width of the length field that follows, in bytes."""
 _LISTS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
-"""Bytes of the length of a list or map."""
+"""For each first byte of a long list or map: the width of the length field that follows, in bytes."""
 _FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-"""Bytes in an ext of fixed length."""
+"""For each first byte of an ext of fixed length: the length of its payload, in bytes."""
 
 
 def most_lists(length: int, bytes_of_each: float) -> int:
-    """Return how many lists a document of `length` bytes may hold."""
+    """Return how many lists a document of `length` bytes may hold. `bytes_of_each` is BYTES_OF_A_LIST or BYTES_OF_A_JSON_LIST."""
     return max(MAX_OBJECTS, int(length / bytes_of_each))
 
 
 def check_msgpack(data: bytes | bytearray | memoryview, what: str, nested: Collection[int] = ()) -> None:
-    """Raise IntegrityError if a msgpack document holds more than `most_lists`, or than MAX_OBJECTS of the others.
+    """Raise IntegrityError if a msgpack document holds more lists than `most_lists`, or more maps, texts and extensions than MAX_OBJECTS.
 
-    `nested` are the extension types whose payload is msgpack again. A document that is cut short passes, since decoding it fails.
+    `what` is the name of the document in the error text. `nested` holds the extension types whose payload is msgpack again; the objects in
+    such a payload are counted, too. A document that is cut short passes, because decoding it fails anyway.
     """
     if len(data) <= MAX_OBJECTS:
         return
@@ -55,9 +63,9 @@ def check_msgpack(data: bytes | bytearray | memoryview, what: str, nested: Colle
 
 
 def check_json(data: bytes, what: str) -> None:
-    """Raise IntegrityError if a JSON document holds more than `most_lists`, or than MAX_OBJECTS of the others.
+    """Raise IntegrityError if a JSON document holds more lists than `most_lists`, or more maps and texts than MAX_OBJECTS.
 
-    Brackets and quotes inside of texts count too.
+    `what` is the name of the document in the error text. Brackets and quotes inside texts are counted, too.
     """
     most = most_lists(len(data), BYTES_OF_A_JSON_LIST)
     if len(data) > MAX_OBJECTS and (data.count(b"[") > most or data.count(b"{") + data.count(b'"') // 2 > MAX_OBJECTS):
@@ -75,9 +83,10 @@ def _too_many(what: str, most: int) -> str:
 
 
 def _count(data: bytes, nested: frozenset[int], most: int) -> tuple[int, int]:
-    """Count the lists of a msgpack document up to a few more than `most`, and its maps, texts and extensions up to MAX_OBJECTS.
+    """Return the number of lists in a msgpack document, and the number of its maps, texts and extensions.
 
-    Steps over numbers and payloads without building them.
+    The count stops as soon as there are more lists than `most`, or more of the others than MAX_OBJECTS. Numbers and payloads are skipped
+    and not decoded. The payload of an extension type in `nested` is counted as msgpack.
     """
     lists, found, at, end = 0, 0, 0, len(data)
     while at < end and lists <= most and found <= MAX_OBJECTS:
@@ -107,16 +116,16 @@ def _count(data: bytes, nested: frozenset[int], most: int) -> tuple[int, int]:
             at += 2 + (0 if code in nested else _FIXED[kind])
         else:
             match = _NUMBERS.match(data, at)
-            if match is None:  # cut short
+            if match is None:  # the document ends inside a number
                 break
             at = match.end()
     return lists, found
 
 
 def deeper_than(value: Any, levels: int, inside: Callable[[Any], Iterable[Any] | None] = _inside) -> bool:
-    """Return True if containers are nested in each other more than `levels` deep.
+    """Return True if `value` has more than `levels` levels of containers nested in each other.
 
-    `inside` returns the contents of a container, and None for any other value.
+    `inside` returns the contents of a container, or None for a value that is not a container.
     """
     level = [value]
     for _ in range(levels):

@@ -1,7 +1,7 @@
-"""Chunk encodings: a registry of small codecs, each by a number that stands in the part's index (FORMAT.md, section 3).
+"""The codecs that encode and decode chunks, each known by its number in the index of a part (FORMAT.md, section 3).
 
-A codec gets one chunk and its element size and returns its stored form; it may be called from many threads at once. Decoding trusts
-nothing: sizes are checked before anything is allocated, the output buffer has exactly the raw length, and the caller compares checksums.
+A codec takes one chunk and its element size and returns the stored form. It may be called from many threads at once. Decoding trusts
+no input: sizes are checked before memory is allocated, the output buffer has exactly the raw length, and the caller compares checksums.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Codec(Protocol):
     name: str
 
     def encode(self, raw: memoryview, element_size: int) -> Buffer | None:
-        """The stored form, or None where it would not be smaller."""
+        """Return the stored form of the chunk `raw`, or None if it would not be smaller. `element_size` is in bytes."""
 
     def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
-        """Fill `raw`, which has exactly the raw length. Raises IntegrityError."""
+        """Decode `stored` into `raw`, which has exactly the raw length. Raises IntegrityError if that is not possible."""
 
 
 class Raw:
@@ -42,18 +42,18 @@ class Raw:
 
 
 class Zstd:
-    """One zstd frame a chunk. `level` matters to the writer only."""
+    """The codec that stores each chunk as one zstd frame. `level` is the compression level; decoding does not need it."""
 
     number, name = ZSTD, "zstd"
 
     def __init__(self, level: int = 1) -> None:
         self.level = level
-        self._local = threading.local()  # zstandard's contexts may not be shared between threads
+        self._local = threading.local()  # zstandard does not allow threads to share a context
 
     def encode(self, raw: memoryview, element_size: int) -> bytes | None:
         context = getattr(self._local, "compressor", None)
         if context is None:
-            # Checksums are ours, outside the frame. Up to level 19 zstd's own windows stay within MAX_WINDOW.
+            # The frame has no checksum, because the index of the part holds one. Up to level 19, zstd's windows stay within MAX_WINDOW.
             context = self._local.compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True, write_checksum=False)
         stored: bytes = context.compress(raw)
         return stored if len(stored) < len(raw) else None
@@ -78,7 +78,7 @@ _DECODERS: dict[int, Codec] = {codec.number: codec for codec in (Raw(), Zstd())}
 
 
 def decoder(number: int) -> Codec:
-    """Raises NewerFormat for a number that this version does not know."""
+    """Return the codec that decodes chunks with this number. Raises NewerFormat if this version does not know the number."""
     try:
         return _DECODERS[number]
     except KeyError:
@@ -86,7 +86,7 @@ def decoder(number: int) -> Codec:
 
 
 def encoder(specification: str) -> Codec:
-    """From `raw`, `zstd` or `zstd:LEVEL` (1 to 19). Raises InvalidConfig."""
+    """Return the codec for "raw", "zstd" or "zstd:LEVEL", with a level from 1 to 19. Raises InvalidConfig for any other text."""
     name, _, level = specification.partition(":")
     if name == "raw" and not level:
         return Raw()

@@ -1,7 +1,7 @@
-"""Checks that the stored shards of a tensor make up the whole tensor: every element is in exactly one of them. Pure.
+"""Checks that the stored shards of a tensor make up the whole tensor, with every element in exactly one shard.
 
-Replicas may be stored twice, so identical shards count once. Counting elements alone is not enough: two shards that overlap would hide a
-hole of the same size, and a reader would hand out memory that nothing was written to.
+Replicas may be stored twice, so identical shards count once. Counting elements is not enough, because two shards that overlap would hide a
+hole of the same size. A reader would then return memory that was never written. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -14,20 +14,24 @@ from ckptd.shared.plan import BLOB, Plan
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
-"""Offsets and sizes of a shard."""
+"""The offsets and the sizes of a shard in its tensor, one of each for every dimension."""
 
 _STEPS = 1 << 23
 _STEPS_PER_SHARD = 64
 
 
 class Effort:
-    """A limit on the work that the shards of one checkpoint may cause. A grid of n shards takes n steps for each dimension that is cut."""
+    """A limit on the work that the check of one checkpoint's shards may cause.
+
+    The limit grows with the number of shards. A grid of n shards that is cut in d dimensions takes at most n * d * (d + 1) / 2 steps. A
+    checkpoint of grids that are cut in up to 10 dimensions never exceeds the limit.
+    """
 
     def __init__(self, shards: int) -> None:
         self._left = _STEPS + _STEPS_PER_SHARD * shards
 
     def spend(self, steps: int) -> None:
-        """Raises IntegrityError once the shards have caused too much work."""
+        """Count `steps` steps of work. Raises IntegrityError if the limit is exceeded."""
         self._left -= steps
         if self._left < 0:
             raise IntegrityError("its shards are too irregular to be checked for holes and overlaps")
@@ -36,7 +40,8 @@ class Effort:
 def check_cover(name: str, size: Shape, boxes: Iterable[Box], effort: Effort | None = None) -> None:
     """Raise IntegrityError, naming the tensor, unless each element of a tensor of this size lies in exactly one of the boxes.
 
-    Identical boxes count once, and empty boxes do not count.
+    Identical boxes count once, and boxes without elements do not count. `effort` limits the work; if it is None, the limit is that of these
+    boxes alone. If the work exceeds the limit, this raises IntegrityError, too.
     """
     wanted = {(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes if 0 not in sizes}
     if wanted == {((0,) * len(size), size)} or (not wanted and 0 in size):
@@ -54,17 +59,17 @@ def check_cover(name: str, size: Shape, boxes: Iterable[Box], effort: Effort | N
     if pair is not None:
         one, other = sorted(pair)
         raise IntegrityError(f"{name}: the shards {_shown(one)} and {_shown(other)} overlap; each element belongs to one shard")
-    # Boxes inside the tensor that do not overlap and hold at least as many elements as the tensor are all of the tensor.
+    # The boxes lie inside the tensor, do not overlap and hold at least as many elements as the tensor. So they cover all of it.
 
 
 class Shards:
-    """Gathers the shards of all tensors of a checkpoint, part by part. `check` then looks for holes and overlaps."""
+    """The shards of all tensors of a checkpoint. Call `add` for each part, then `check`, which looks for holes and overlaps."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Shape, set[Box]]] = {}
 
     def add(self, plan: Plan) -> None:
-        """Add the shards of one part. Raises IntegrityError for a tensor that has another size in an earlier part."""
+        """Add the shards of one part. Raises IntegrityError if a tensor has another size here than in an earlier part."""
         for item in plan.items:
             if item.dtype == BLOB:
                 continue
@@ -74,27 +79,30 @@ class Shards:
             boxes.add((item.offsets, item.sizes))
 
     def check(self) -> None:
-        """Raise IntegrityError for the first tensor that is not whole."""
+        """Raise IntegrityError for the first tensor that does not pass `check_cover`."""
         check_all(self._found)
 
 
 def check_all(tensors: Mapping[str, tuple[Shape, set[Box]]]) -> None:
-    """Raise IntegrityError for the first of these tensors, given by name with its size and its shards, that is not whole."""
+    """Raise IntegrityError for the first of these tensors that does not pass `check_cover`.
+
+    `tensors` maps the name of each tensor to its size and its shards.
+    """
     effort = Effort(sum(len(boxes) for _, boxes in tensors.values()))
     for name, (size, boxes) in tensors.items():
         check_cover(name, size, boxes, effort)
 
 
 def two_sizes(name: str, one: Shape, other: Shape) -> IntegrityError:
-    """Return the error for a tensor that has two sizes."""
+    """Return the IntegrityError for a tensor that is stored with two different sizes."""
     return IntegrityError(f"{name} has two sizes: {list(other)} and {list(one)}")
 
 
 def _overlap(size: Shape, boxes: list[Box], effort: Effort) -> tuple[Box, Box] | None:
-    """Return two boxes that have an element in common, or None.
+    """Return two boxes that have an element in common, or None if there are none.
 
-    Boxes are split where no box crosses a plane, dimension after dimension: boxes on different sides cannot overlap. A grid falls apart
-    into single boxes at once. Boxes that no plane separates are compared with each other.
+    Boxes on different sides of a plane that crosses none of them cannot overlap. So the boxes are first divided by all such planes, one
+    dimension after another, which divides a grid into single boxes quickly. Boxes that no plane separates are compared with each other.
     """
     cut = [d for d in range(len(size)) if any(sizes[d] != size[d] for _, sizes in boxes)]
     groups = [boxes]
@@ -116,7 +124,7 @@ def _overlap(size: Shape, boxes: list[Box], effort: Effort) -> tuple[Box, Box] |
 
 
 def _split(boxes: list[Box], dimension: int) -> list[list[Box]]:
-    """Divide boxes by the planes across this dimension that cross none of them."""
+    """Return the boxes in groups, divided by all planes across this dimension that cross none of the boxes."""
     parts: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda b: b[0][dimension]):
@@ -129,7 +137,10 @@ def _split(boxes: list[Box], dimension: int) -> list[list[Box]]:
 
 
 def _sweep(boxes: list[Box], cut: list[int], effort: Effort) -> tuple[Box, Box] | None:
-    """Move a plane along the first dimension that is cut, and compare each box with the active ones, which the plane still crosses."""
+    """Return two of the boxes that overlap, or None. `cut` holds the dimensions in which some box does not span the whole tensor.
+
+    A plane moves along the first of these dimensions. Each box that it reaches is compared with the active boxes, which it still crosses.
+    """
     first, others = cut[0], cut[1:]
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b[0][first]):

@@ -1,4 +1,7 @@
-"""The manifest: the commit of a checkpoint (FORMAT.md, section 4). Pure: bytes in, value out, and back."""
+"""The manifest of a checkpoint, whose publication is the commit: its fields, encoding and decoding (FORMAT.md, section 4).
+
+This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,16 @@ _END_LENGTH = len('"sha256": ""\n}\n') + 64
 
 
 class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One part: `bytes` on storage in `files` files, `raw_bytes` of packed slot that its chunks hold, `items` in its plan."""
+    """The entry of one part in a manifest.
+
+    rank: the rank that wrote the part.
+    file: the name of the part file.
+    bytes: the size of all its files on storage, in bytes.
+    raw_bytes: the size of its chunks in the packed slot, in bytes.
+    items: the number of items in the plan.
+    index_sha256: the sha256 of the index document, in hexadecimal digits.
+    files: the number of its files, which is 1 if it has no data files.
+    """
 
     rank: Size
     file: str
@@ -40,7 +52,7 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Metadata(TypedDict, total=False):
-    """DCP's metadata as plain data."""
+    """The metadata of DCP as plain data: lists, dicts, numbers and texts."""
 
     state_dict_metadata: dict[str, Described]
     planner_data: None
@@ -63,7 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     user_content: Any
     writer: Writer
     retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
-    """What the job keeps from this checkpoint on, if it has a word of its own; policies as text."""
+    """The retention policies of the job, as text. They count until a newer checkpoint has others. None: the snapshot had no policies."""
 
     @classmethod
     def of(
@@ -79,7 +91,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         seq: int,
         codec: str,
     ) -> Manifest:
-        """Make the manifest of a checkpoint from rank 0's plan and request, and the parts in the order of ranks."""
+        """Return the manifest of a checkpoint. `plan` and `request` are those of rank 0; `parts` are in the order of their ranks."""
         return cls(
             features=["files"] if any(part.files > 1 for part in parts) else [],
             job=job,
@@ -98,7 +110,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def encode(self) -> bytes:
-        """Return the file's bytes. Raises IntegrityError for a manifest that no reader would take."""
+        """Return the bytes of the file. Raises IntegrityError if there are more than MAX_MANIFEST, because no reader would accept them."""
         members = msgspec.to_builtins(self)
         if self.retention is None:
             del members["retention"]
@@ -114,7 +126,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Raises IntegrityError for anything but a whole, sound manifest; NewerFormat for a newer ckptd's."""
+        """Return the manifest in `data`.
+
+        Raises IntegrityError if the manifest is damaged, incomplete or inconsistent, and NewerFormat if a newer ckptd has written it.
+        """
         if len(data) > MAX_MANIFEST:
             raise IntegrityError(f"manifest has more than {MAX_MANIFEST:,d} bytes; no ckptd writes such a manifest")
         end = _END.fullmatch(data[-_END_LENGTH:])
@@ -145,7 +160,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def created_at(self) -> float:
-        """Unix seconds; NaN if `created` is no time."""
+        """The time in `created` as Unix seconds, or NaN if `created` is not a valid time."""
         try:
             return datetime.fromisoformat(self.created).timestamp()
         except (ValueError, OverflowError, OSError):
@@ -153,17 +168,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The metrics, `nan` and `inf` as numbers again."""
+        """The metrics as numbers. The texts `nan`, `inf` and `-inf` are converted back."""
         return {key: float(value) for key, value in self.metrics.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes on storage, all parts."""
+        """The size of all parts on storage, in bytes."""
         return sum(part.bytes for part in self.parts)
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """What checkpoints of a job are ordered by: attempt, step, seq. Never a clock."""
+        """The sort key of the checkpoints of a job: attempt, step (-1 if there is none) and seq. Clocks do not order checkpoints."""
         return (self.attempt, -1 if self.step is None else self.step, self.seq)
 
 
@@ -178,7 +193,7 @@ def _dump(value: Any) -> str:
 
 
 def plain_metrics(metrics: dict[str, float]) -> dict[str, float | Literal["nan", "inf", "-inf"]]:
-    """Metrics as JSON can say them: `nan`, `inf` and `-inf` become text."""
+    """Return the metrics as JSON can hold them: NaN and the infinities become the texts `nan`, `inf` and `-inf`."""
     return {key: value if math.isfinite(value) else _WORDS[str(value)] for key, value in metrics.items()}
 
 

@@ -1,6 +1,7 @@
-"""Every path and file name that ckptd writes, built and parsed here and nowhere else (FORMAT.md, section 1).
+"""Builds and parses the name of every file, directory and socket that ckptd makes (FORMAT.md, section 1).
 
-Sweeping is: list, parse, keep what is live. What does not parse is not ours and is never touched.
+Other modules only add suffixes, such as `.tmp`. A sweep lists a directory, parses each name and keeps the files that are in use. A file
+whose name does not parse does not belong to ckptd and is never touched.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ CONTROL = ".ckptd"
 LOCK = "lock"
 JOURNAL = "journal"
 JOURNAL_SPARE = "spare"
-"""In the journal's directory: an allocated file that holds nothing, to become the next journal file when the disk is full."""
+"""The name of an allocated file in the journal's directory. Its content means nothing; it becomes the next journal file on a full disk."""
 ATTEMPTS = "attempts"
 PINS = "pins"
 TMP_SUFFIX = ".tmp"
 
 _MOST_OF_A_SOCKET = 96
-"""Bytes of a path: a socket's address holds 107, unix(7), and a little is put behind it."""
+"""The longest path of a private socket in $XDG_RUNTIME_DIR, in bytes. A socket address holds 107 bytes (unix(7)). The rest is for a suffix,
+such as the process number that `ckptd forget` appends."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})")
 _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
@@ -45,7 +47,10 @@ def is_name(name: str) -> bool:
 
 
 def check_name(kind: str, name: str) -> str:
-    """Return `name` if it may become a file name. Raises InvalidName in one sentence otherwise; `kind` is "job" or "tag"."""
+    """Return `name` if it can be a file name. `kind` is the word for it in the error text: "job" or "tag".
+
+    Raises InvalidName otherwise, with one sentence that says which names are allowed.
+    """
     if not isinstance(name, str) or not is_name(name):
         shown = repr(name if not isinstance(name, str) or len(name) <= 60 else name[:60] + "…")
         raise InvalidName(
@@ -55,7 +60,7 @@ def check_name(kind: str, name: str) -> str:
 
 
 def check_user_tag(tag: str) -> str:
-    """Like `check_name`, and not one of ckptd's own `step-...`."""
+    """Return `tag` if a user may give it to a checkpoint. Raises InvalidName otherwise, also for `step-...`, which ckptd itself uses."""
     check_name("tag", tag)
     if tag.startswith("step-"):
         raise InvalidName(f"tag {tag!r} cannot be used: names beginning with 'step-' are made by ckptd; leave tag= out or choose another")
@@ -63,13 +68,13 @@ def check_user_tag(tag: str) -> str:
 
 
 def tag_directory(step: int | None, tag: str | None, attempt: int) -> str:
-    """`step-00001000.a0002`, or `<tag>.a0002` for the user's own tag."""
+    """Return the name of a checkpoint's directory. In attempt 2 it is `<tag>.a0002`, or `step-00001000.a0002` if `tag` is None."""
     stem = tag if tag is not None else f"step-{step:08d}"
     return f"{stem}.a{attempt:04d}"
 
 
 def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
-    """(tag, step or None for a user's tag, attempt), or None if the name is not ours."""
+    """Return the tag, the step (None for a user's own tag) and the attempt. Return None if ckptd does not make directories of this name."""
     match = _TAG_DIRECTORY.fullmatch(name)
     if match is None:
         return None
@@ -82,13 +87,13 @@ def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
 
 
 def part_file(rank: int, nonce: bytes, number: int = 0) -> str:
-    """A part; or, from 1 on, its data file of that number."""
+    """Return the name of a part file, if `number` is 0, or of the data file of that part with this number."""
     data = f".{number:04d}" if number else ""
     return f"rank-{rank:05d}.{nonce.hex()}{data}.ckpt"
 
 
 def parse_part_file(name: str) -> tuple[int, bytes] | None:
-    """Rank and nonce; None also for a data file."""
+    """Return the rank and the nonce in the name of a part file, or None for any other name, that of a data file included."""
     parsed = _parse_part_file(name)
     return parsed[:2] if parsed is not None and not parsed[2] else None
 
@@ -102,13 +107,16 @@ def _parse_part_file(name: str) -> tuple[int, bytes, int] | None:
 
 
 def part_of(name: str) -> str | None:
-    """The part that a file belongs to: itself, or the one whose data file it is."""
+    """Return the name of the part file that a part file or data file belongs to, or None for other names. A part file belongs to itself."""
     parsed = _parse_part_file(name)
     return None if parsed is None else part_file(*parsed[:2])
 
 
 def is_standalone_file(name: str) -> bool:
-    """Whether ckptd may have left it in a directory that is a checkpoint by itself: a file of a part, or a manifest under publication."""
+    """Return True if ckptd may have left a file of this name in a directory that holds one checkpoint by itself, outside every root.
+
+    Such a file is a part file, a data file, or a manifest under publication.
+    """
     return part_of(name) is not None or _UNDER_WAY.fullmatch(name) is not None
 
 
@@ -144,7 +152,7 @@ def parse_journal_file(name: str) -> int | None:
 
 
 def host() -> str:
-    """This host's name, made fit for a file name."""
+    """Return the name of this host, made valid as a file name: each character that is not allowed in one becomes `_`."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()).lstrip("._-")[:128] or "localhost"
 
 
@@ -153,14 +161,18 @@ def root_digest(root: Path) -> str:
 
 
 def segment_directory(root: Path) -> str:
-    """Return the name of this user's and root's directory in the tmpfs. Where another user has taken it, `.` and 16 hex digits follow."""
+    """Return the name of the directory in the tmpfs for the segments of this user and root.
+
+    If another user has taken that name, the daemon appends `.` and 16 random hexadecimal digits to it.
+    """
     return f"ckptd-{os.getuid()}-{root_digest(root)}"
 
 
 def private_socket(root: Path) -> Path:
-    """Return the path where a private daemon of `root` is to listen: short, so that it fits a socket address, and not under the root.
+    """Return the path of the socket for a private daemon of `root`. It is short enough for a socket address, and not under the root.
 
-    The path is in $XDG_RUNTIME_DIR if that is a directory of this user, else in a directory of this user in /tmp, which may not exist yet.
+    The path is in $XDG_RUNTIME_DIR, if that is a directory of this user and the path is not too long there. Otherwise it is in a directory
+    of this user in /tmp, which may not exist yet.
     """
     name = f"ckptd-{root_digest(root)}.sock"
     runtime = _runtime_directory()
@@ -170,17 +182,24 @@ def private_socket(root: Path) -> Path:
 
 
 def private_sockets(root: Path) -> list[Path]:
-    """Return every path where a private daemon of `root` may listen, best first: its environment may have been another one."""
+    """Return the paths where a private daemon of `root` may listen, most likely first.
+
+    The first is that of `private_socket`. The others are in /tmp, because the daemon may have been started in another environment, without
+    this $XDG_RUNTIME_DIR.
+    """
     first = private_socket(root)
     others = [directory / first.name for directory in own_directories(_plain_socket_directory())]
     return [first, *(path for path in others if path != first)]
 
 
 def default_sockets() -> list[Path]:
-    """Return the paths where an agent looks when no socket is named: the system's daemon of this user, then the user's own."""
+    """Return the paths of the sockets that an agent tries when none is named.
+
+    The first is that of the system service for this user, in /run/ckptd. The second is in $XDG_RUNTIME_DIR, if that can be used.
+    """
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # containers run with uids that have no name
+    except KeyError:  # a container may run with a uid that has no name
         user = str(os.getuid())
     places = [Path("/run/ckptd") / f"{user}.sock"]
     if (runtime := _runtime_directory()) is not None:
@@ -193,12 +212,18 @@ def _plain_socket_directory() -> Path:
 
 
 def _runtime_directory() -> Path | None:
-    """Return $XDG_RUNTIME_DIR, unless it is missing, stale or another user's, as after `su`."""
+    """Return $XDG_RUNTIME_DIR, or None if it cannot be used for sockets.
+
+    It cannot be used if it is unset, relative, missing or another user's, as after `su`, or if other users can replace a socket in it.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) if runtime and os.path.isabs(runtime) and is_usable_for_sockets(Path(runtime)) else None
 
 
 def url_scheme(root: str | os.PathLike[str]) -> str:
-    """Return the scheme of a root that is a URL, such as "s3", or "" for a path. A `Path` made from a URL has lost one of its slashes."""
+    """Return the scheme of a root that is a URL, such as "s3", or "" for a path.
+
+    One slash after the colon is enough, because a `Path` made from a URL has lost the other.
+    """
     match = _SCHEME.match(os.fspath(root))
     return match["scheme"] if match else ""

@@ -1,6 +1,7 @@
-"""NUMA nodes as sysfs shows them, and memory near to one of them. https://docs.kernel.org/admin-guide/mm/numaperf.html
+"""Reads the NUMA nodes of this machine from sysfs, and places the new memory of a thread on one of them.
 
-Where there is one node, or none is known, everything is near and nothing is done.
+On a machine with one node, or if sysfs shows none, `node_of` returns UNKNOWN. `near(UNKNOWN)` changes nothing. For the background see
+https://docs.kernel.org/admin-guide/mm/numaperf.html.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ UNKNOWN = -1
 
 
 def nodes(system: Path = SYSTEM) -> dict[int, set[int]]:
-    """The CPUs of each node."""
+    """Return the CPU numbers of each node, by node number. A node whose list of CPUs cannot be read is left out."""
     found = {}
     for path in system.glob("node*/cpulist"):
         if number := re.fullmatch(r"node(\d+)", path.parent.name):
@@ -31,7 +32,7 @@ def nodes(system: Path = SYSTEM) -> dict[int, set[int]]:
 
 
 def _cpus(text: str) -> set[int]:
-    """ "0-3,8" """
+    """Return the CPU numbers in a list of the kernel's form, such as "0-3,8". Raises ValueError for other text."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -40,7 +41,7 @@ def _cpus(text: str) -> set[int]:
 
 
 def node_of(cpus: set[int], system: Path = SYSTEM) -> int:
-    """The one of several nodes that all these CPUs are on, or UNKNOWN."""
+    """Return the node that all these CPUs are on, or UNKNOWN if they are on several nodes or none, or if there is only one node."""
     known = nodes(system)
     touched = [node for node, its in known.items() if its & cpus]
     return touched[0] if len(known) > 1 and len(touched) == 1 else UNKNOWN
@@ -48,11 +49,15 @@ def node_of(cpus: set[int], system: Path = SYSTEM) -> int:
 
 @contextmanager
 def near(node: int, system: Path = SYSTEM) -> Iterator[None]:
-    """Pages that this thread touches first are of the node, as long as it has free ones: the thread runs there meanwhile."""
+    """Context manager. Inside it, this thread runs on the CPUs of `node`, so that its new pages come from the memory of that node.
+
+    The kernel takes a page from the node of the CPU that first touches the page, as long as that node has free pages. If the node is
+    unknown, or if this process may use none of its CPUs, the thread stays where it is. On exit, the thread gets its former CPUs back.
+    """
     here = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, nodes(system)[node])
-    except (KeyError, OSError) as error:  # no such node, or all its CPUs are forbidden to this process
+    except (KeyError, OSError) as error:  # the node is unknown, or this process may use none of its CPUs
         log.debug("memory is not asked of NUMA node %d: %r", node, error)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Part files: the index, header and trailer, and a reader that verifies everything (FORMAT.md, section 3).
+"""The format of part files: header, index and trailer, and a reader that verifies all it reads (FORMAT.md, section 3).
 
-`Chunk` entries and `PartIndex` are values; `PartReader` alone does I/O, by `pread`, so it may be used from many threads at once. The
-writing side is `part_writer.py`.
+`Chunk` and `PartIndex` are plain values. Only `PartReader` does I/O. It uses `pread`, so that many threads may read from it at once.
+`part_writer.py` writes part files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckptd.shared.segment import NO_STEP
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
 TRAILER_SIZE = 64
 SEVERAL_FILES = 1
-"""The feature bit of a part with data files."""
+"""The feature bit in the preamble of a part that has data files."""
 _HEADER = struct.Struct("<16s16sIIIIQ128s")
 _TRAILER = struct.Struct("<16sQQQI16s")
 _CRC = struct.Struct("<I")
@@ -36,7 +36,14 @@ _MOST = msgspec.Meta(max_length=MAX_CHUNKS)
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Where one chunk of the packed slot is in the file, and what it must be. Lengths and offsets in bytes."""
+    """The place of one chunk in its file, and the checksums to verify it by.
+
+    raw_offset, raw_length: the chunk's range in the packed slot, in bytes.
+    offset, stored_length: the chunk's range in the file that holds it, in bytes, without padding.
+    codec: the number of the codec that encoded it.
+    element_size: the size of the elements in it, in bytes.
+    raw_crc, stored_crc: the crc32c of the raw bytes and of the stored bytes.
+    """
 
     raw_offset: Size
     raw_length: Size
@@ -69,7 +76,7 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def encode_header(index: PartIndex, nonce: bytes, number: int = 0) -> bytes:
-    """4096 bytes. `number`: of the data file; 0 for the part itself."""
+    """Return the header of a file of a part, 4096 bytes. `number` is 0 for the part file, or the number of the data file."""
     step = NO_STEP if index.step is None else index.step
     start = preamble(PART_MAGIC, SEVERAL_FILES if index.files else 0)
     body = _HEADER.pack(start, nonce, index.attempt, index.rank, index.world_size, number, step, index.job.encode())
@@ -77,7 +84,7 @@ def encode_header(index: PartIndex, nonce: bytes, number: int = 0) -> bytes:
 
 
 def encode_end(index_offset: int, index: bytes) -> bytes:
-    """Index, padding and trailer: what stands at `index_offset`, itself a multiple of 4096, to the end of the file."""
+    """Return index, padding and trailer, which fill the part file from `index_offset` to its end. `index_offset` is a multiple of 4096."""
     length = align(len(index) + TRAILER_SIZE)
     body = _TRAILER.pack(preamble(END_MAGIC), index_offset, len(index), index_offset + length, crc32c(index), bytes(16))
     trailer = body + _CRC.pack(crc32c(body))
@@ -85,26 +92,41 @@ def encode_end(index_offset: int, index: bytes) -> bytes:
 
 
 def end_bound(chunks: int, documents: int) -> int:
-    """An upper bound of the length of index and trailer, even with a file to each chunk. `documents`: length of plan and request."""
+    """Return an upper bound for the length of index and trailer in bytes. It holds even if each chunk is in a file of its own.
+
+    `chunks` is the number of chunks; `documents` is the length of the plan and request documents together, in bytes.
+    """
     return align(documents + 80 * chunks + 1024 + TRAILER_SIZE)
 
 
 class ChunkSource(Protocol):
-    """Anything with verified chunks: a part file, or a sealed slot in memory."""
+    """A packed slot that can be read chunk by chunk, from a part file or from a sealed slot in memory.
+
+    plan: the plan of the packed slot.
+    values: offset and length of the values document in the packed slot, in bytes.
+    ranges: the chunks, in the order of their numbers.
+    """
 
     plan: Plan
     values: tuple[int, int]
     ranges: list[ChunkRange]
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
-        """Fill `raw` with the chunk's bytes, verified. Raises IntegrityError or OSError."""
+        """Read, decode and verify a chunk into `raw`, which has exactly the length of the chunk.
+
+        Raises IntegrityError if the chunk is damaged, or OSError.
+        """
 
 
 class PartReader:
-    """An open part file. Construction verifies header, trailer, index, plan and what data files there are, not the chunks.
+    """A reader of one part, given the open descriptor of its part file.
 
-    Raises IntegrityError (NewerFormat) with `name` in the sentence, or OSError. `index_sha256`, where given, is the manifest's word.
-    `open_file` opens what lies beside the part; each data file is opened when a chunk is read from it, and closed again.
+    The constructor verifies header, trailer, index and plan, and the length and header of each data file. It does not verify the chunks.
+    `index_sha256` is the digest of the index that the manifest holds, or None if it is not to be compared. `open_file` opens a file by its
+    name in the directory of the part. A data file is opened each time that a chunk is read from it, and closed afterwards. Without
+    `open_file`, data files count as missing.
+
+    Raises IntegrityError or NewerFormat, with `name` in the error text, or OSError.
     """
 
     def __init__(self, fd: int, name: str, index_sha256: str | None = None, open_file: Callable[[str], int] | None = None) -> None:
@@ -118,7 +140,7 @@ class PartReader:
                 raise IntegrityError(f"its values document has {self.index.values[1]} bytes; it has at most {MAX_DOCUMENT:,d}")
             regions = with_values(self.plan.regions, self.index.values)
             if sum(-(-region.length // self.index.chunk_size) for region in regions) != len(self.index.chunks):
-                raise IntegrityError("its chunks do not cover the packed slot exactly")  # before anything of that size is made
+                raise IntegrityError("its chunks do not cover the packed slot exactly")  # checked before a list of that length is made
             self.ranges = chunk_ranges(regions, self.index.chunk_size)
             self._check_chunks()
             for number in range(1, len(self.index.files) + 1):
@@ -128,7 +150,7 @@ class PartReader:
         self.values = self.index.values
 
     def check_codecs(self) -> None:
-        """Raise NewerFormat if a chunk is encoded in a way that this version does not know, before any is read."""
+        """Raise NewerFormat if a chunk is encoded with a codec that this version does not know. No chunk is read."""
         for number in {chunk.codec for chunk in self.index.chunks}:
             try:
                 codec.decoder(number)
@@ -140,7 +162,7 @@ class PartReader:
 
     @property
     def nbytes(self) -> int:
-        """Of all its files."""
+        """The size of the part on storage in bytes, data files included."""
         return os.fstat(self._fd).st_size + sum(self.index.files)
 
     @contextmanager

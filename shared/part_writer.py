@@ -1,4 +1,7 @@
-"""A part on its way: its files created, filled chunk by chunk from any thread, synced. Reading the chunks is the caller's affair."""
+"""Writes one part: creates its files, fills them chunk by chunk from any thread, and syncs them.
+
+The caller provides the bytes of the chunks.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,28 @@ from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header, end_b
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange
 
 MOST_FILES = 64
-"""That a part is spread over at once."""
+"""The most files that a part can be spread over at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Over how many files a part goes: `files_per_rank` at once, if it has as many chunks, and then as many more as it takes so that
-    none is longer than `bytes_per_file` (0: no limit). The index is never divided."""
+    """The rule that spreads a part over files.
+
+    files_per_rank: the number of files that are filled at once. A part with fewer chunks is spread over fewer files, one for each chunk.
+    bytes_per_file: the most bytes in a file, or 0 for no limit. When a file would grow longer, a new file takes its place. The index is
+    never divided, so that a long index can make the first file longer.
+    """
 
     files_per_rank: int = 1
     bytes_per_file: int = 0
 
     @classmethod
     def checked(cls, files_per_rank: int, bytes_per_file: int, chunk_size: int = DEFAULT_CHUNK) -> Spread:
-        """Raises InvalidConfig."""
+        """Return a Spread with these values, which may come from a user.
+
+        Raises InvalidConfig if `files_per_rank` is not an integer from 1 to MOST_FILES, or if `bytes_per_file` is neither 0 nor an integer
+        of at least two chunks of `chunk_size` bytes.
+        """
         if type(files_per_rank) is not int or not 1 <= files_per_rank <= MOST_FILES:
             raise InvalidConfig(f"files_per_rank is {files_per_rank!r}; expected 1 to {MOST_FILES}")
         if type(bytes_per_file) is not int or (bytes_per_file and bytes_per_file < 2 * chunk_size):
@@ -51,8 +62,15 @@ ONE_FILE = Spread()
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """`end`: where its next chunk goes; `reserved`: bytes that come after the last. `writing`: chunks on their way to it; `full`: it gets
-    no more."""
+    """One file of a part that is being written.
+
+    number: 0 for the part file, otherwise the number of the data file.
+    fd: the open descriptor, or -1 after the file was closed.
+    reserved: an upper bound for the bytes that follow the last chunk.
+    end: the offset of the next chunk.
+    writing: the number of calls that still use the file.
+    full: True if the file gets no more chunks, and is to be closed when no call uses it any more.
+    """
 
     number: int
     fd: int
@@ -67,10 +85,12 @@ class _File:
 
 
 class PartWriter:
-    """`create`, then `chunk` for every chunk of the packed slot, then `finish`; or `discard` at any time. Raises OSError.
+    """A writer of one part. Call `create`, then `chunk` for every chunk of the packed slot, then `finish`, or `discard` at any time.
 
-    A file that is full is synced and closed at once, so that no more are open than are filled. `created` is called with the name of the
-    first file as soon as that exists, so that the caller can lock the part.
+    A data file that is full is synced and closed as soon as its last chunk is written, to keep the number of open files small. `created` is
+    called with the name of the part file as soon as that exists, so that the caller can lock the part.
+
+    Every method except `discard` raises OSError if a file cannot be created, written or synced.
     """
 
     def __init__(
@@ -91,7 +111,11 @@ class PartWriter:
         self._lock = threading.Lock()
 
     def create(self, index: PartIndex, ranges: list[ChunkRange], documents: int) -> None:
-        """The files, with room for these chunks if none shrinks. `index` says whose they are; `documents`: length of plan and request."""
+        """Create the files to begin with, and allocate room in them for the index and for these chunks, as if none shrinks.
+
+        `index` holds the values for the headers of the files. `documents` is the length of the plan and request documents together, in
+        bytes.
+        """
         self._index = index
         self._left = sum(align(chunk.length) for chunk in ranges)
         count = max(1, min(self._spread.files_per_rank, len(ranges)))
@@ -99,7 +123,10 @@ class PartWriter:
             self._add(align(-(-self._left // count)), end_bound(len(ranges), documents) if number == 0 else 0)
 
     def _add(self, room: int, reserved: int = 0) -> _File:
-        """One file more, with room for `room` bytes of chunks."""
+        """Create the next file, add it to the files that are being filled, and return it.
+
+        It gets room for `room` bytes of chunks and `reserved` bytes after them, but never more than `bytes_per_file`.
+        """
         number = len(self._files)
         fd = self._fs.create(self._name(number), self._directory, direct=True)
         file = _File(number, fd, reserved)
@@ -118,8 +145,11 @@ class PartWriter:
         return names.part_file(self._index.rank, self._nonce, number)
 
     def chunk(self, chunk: ChunkRange, raw: memoryview, stored: memoryview) -> Chunk:
-        """Encode and write the chunk whose bytes `raw` begins with; both buffers are page-aligned, with room for `align(chunk.length)`
-        bytes, and hold anything afterwards."""
+        """Encode and write one chunk, and return its index entry. Many threads may call this at once, each with buffers of its own.
+
+        `raw` begins with the bytes of the chunk; `stored` is for the encoded form. Both buffers must be page-aligned and have room for
+        `align(chunk.length)` bytes. Their content is undefined afterwards.
+        """
         crc = crc32c(raw[: chunk.length])
         encoded = self._codec.encode(raw[: chunk.length], chunk.element_size)
         length, number, buffer = chunk.length, RAW, raw
@@ -137,14 +167,18 @@ class PartWriter:
         return Chunk(chunk.offset, chunk.length, offset, length, number, chunk.element_size, crc, crc32c(buffer[:length]))
 
     def _place(self, chunk: ChunkRange, length: int) -> tuple[_File, int]:
-        """In the shortest file; or, if that would grow too long, in a new one that takes its turn."""
+        """Return the file and the offset for a chunk that takes `length` bytes with its padding.
+
+        This is the shortest of the files that are being filled. If that file would grow longer than `bytes_per_file`, a new file takes its
+        place.
+        """
         full = None
         with self._lock:
             file, most = min(self._filling, key=lambda f: f.used), self._spread.bytes_per_file
             if most and file.used + length > most:
                 over, file = file, self._add(align(-(-self._left // len(self._filling))))
                 self._filling.remove(over)
-                if over.number > 0:  # the index is still to come into the first
+                if over.number > 0:  # the first file stays open for the index
                     over.full, full = True, over
                     over.writing += 1
             offset, file.end = file.end, file.end + length
@@ -163,14 +197,18 @@ class PartWriter:
             self._close(file)
 
     def _close(self, file: _File) -> None:
-        """It is whole: now it becomes durable."""
+        """Make a complete file durable: cut off the room that it did not use, sync it and close it."""
         self._fs.truncate(file.fd, file.end)
         self._fs.sync(file.fd)
         fd, file.fd = file.fd, -1
         self._fs.close(fd)
 
     def finish(self, index: PartIndex, chunks: list[Chunk], *, items: int) -> PartEntry:
-        """Index, header and trailer; then the files are synced, and their directory. `index` lacks only the chunks."""
+        """Write header, index and trailer of the part file, and make the part durable. Return its entry for the manifest.
+
+        `chunks` holds the entries that `chunk` returned, in the order of the packed slot. They and the numbers of their files complete
+        `index`. The files are synced before their directory. `items` is the number of items in the plan.
+        """
         placed = [self._placed[chunk.raw_offset] for chunk in chunks]
         first, *others = self._files
         lengths = [file.end for file in others]
@@ -197,20 +235,20 @@ class PartWriter:
         self._write_aligned(file.fd, header, 0)
 
     def _write_aligned(self, fd: int, data: bytes, offset: int) -> None:
-        with mmap.mmap(-1, len(data)) as buffer:  # O_DIRECT wants aligned memory
+        with mmap.mmap(-1, len(data)) as buffer:  # O_DIRECT needs page-aligned memory
             buffer[:] = data
             self._fs.write(fd, buffer, offset)
 
     def discard(self) -> None:
-        """The files go, if there are any."""
+        """Close and delete the files that were created. Errors are ignored."""
         for file in self._files:
             fd, file.fd = file.fd, -1
             try:
                 if fd >= 0:
                     self._fs.close(fd)
             except OSError:
-                pass  # it goes all the same
+                pass  # the file is deleted even if closing it reports an error
             try:
                 self._fs.unlink(self._name(file.number), self._directory)
             except OSError:
-                pass  # whoever knows that it was begun sweeps it
+                pass  # left to a later sweep: by the daemon, from its journal, or by the next save into the directory

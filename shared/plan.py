@@ -1,7 +1,7 @@
-"""What a packed slot holds: the plan document, its regions, and the chunks that they fall into (FORMAT.md, section 3).
+"""The plan document, which describes a packed slot: its regions, items and aliases, and its chunks (FORMAT.md, section 3).
 
-Pure: bytes and numbers in, values out. A plan comes from a trainer or a file and is not trusted: `Plan.decode` checks that every item
-lies inside a region, that lengths follow from shapes, and that no two items overlap.
+A plan comes from a trainer or a file and is not trusted. So `Plan.decode` checks that every item lies inside a region, that its length
+follows from its shape, and that no two items overlap. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ckptd.shared.bounds import check_msgpack
 from ckptd.shared.errors import IntegrityError, NewerFormat
 
 PLAN_VERSION = 1
-REGION_ALIGN = 64  # a cache line, and what any SIMD load wants
+REGION_ALIGN = 64  # bytes: a cache line, and enough for any SIMD load
 MIN_CHUNK, DEFAULT_CHUNK, MAX_CHUNK = 64 << 10, 8 << 20, 16 << 20
 MAX_DOCUMENT = 256 << 20
 HIDDEN = "~"
 BLOB = "bytes"
-"""Stands for the dtype of an item that is no tensor."""
+"""The dtype of an item that is not a tensor."""
 VALUES_ELEMENT_SIZE = 1
 ELEMENT_SIZES = (16, 8, 4, 2, 1)
 
@@ -35,28 +35,28 @@ ITEM_SIZES: dict[str, int] = {
     **dict.fromkeys(["uint64", "int64", "float64", "complex64"], 8),
     "complex128": 16,
 }
-"""Bytes of one element, by the name that torch gives a dtype."""
+"""The size of one element in bytes, by the name of the dtype in torch."""
 
 MOST_ELEMENTS = 1 << 62
-"""Of a tensor, and of its dimensions that are not empty: their product is less."""
+"""The number of elements of a tensor is less than this. The same holds for the product of its dimensions without those of size 0."""
 MAX_DIMENSIONS = 64
-"""Of a tensor: as many as torch's own reductions take."""
+"""The most dimensions of a tensor. Torch's own reductions take as many and no more."""
 MAX_ITEMS = 1 << 20
-"""Items, and aliases, of one part."""
+"""The most items of one part, and the most aliases."""
 MAX_CHUNKS = 1 << 22
-"""Chunks of one part: 32 TiB of 8 MiB each."""
+"""The most chunks of one part. With chunks of 8 MiB this is 32 TiB."""
 Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Numbers = Annotated[list[Size], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Device = Annotated[str, msgspec.Meta(max_length=64)]
 Writer = Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=64)]
-"""Versions of the programs that wrote a document."""
-MAX_TEXT = 16384  # characters of a name
+"""The versions of the programs that wrote a document, by the name of the program."""
+MAX_TEXT = 16384  # characters in the name of an item or alias
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
-    """A range of the packed slot whose items have elements of one size, in bytes."""
+    """A range of the packed slot whose items all have elements of one size. All three values are in bytes."""
 
     offset: Size
     length: Size
@@ -64,7 +64,17 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor shard: DCP's `WriteItem` and where its bytes lie. Sizes in elements, `offset` in bytes."""
+    """One tensor shard, as in DCP's `WriteItem`, and the place of its bytes in the packed slot. A blob is an item, too.
+
+    fqn: the fully qualified name in the state.
+    dtype: the name of the dtype in torch, or BLOB.
+    size: the size of the whole tensor, in elements.
+    offsets, sizes: the place of the shard in the tensor, in elements.
+    stride: the strides of the shard in the slot, in elements, or None if it is contiguous in C order.
+    offset: the offset of its first byte in the packed slot, in bytes.
+    device: the type of the device that it was copied from, such as "cuda".
+    requires_grad: as in torch.
+    """
 
     fqn: Text
     dtype: Text
@@ -82,7 +92,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Alias(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor inside the storage of the item `base`: `offset` in bytes from that item's first."""
+    """A tensor that shares the storage of the item named `base`. `offset` is in bytes from the first byte of that item."""
 
     fqn: Text
     base: Text
@@ -95,7 +105,7 @@ class Alias(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Described(TypedDict, total=False):
-    """What DCP's metadata say of one tensor: `chunks` are [offsets, sizes] of its shards. A blob has a dtype only."""
+    """The entry of one tensor in the metadata of DCP. `chunks` lists [offsets, sizes] of each of its shards. A blob has only `dtype`."""
 
     dtype: Text
     size: Numbers
@@ -116,7 +126,10 @@ class Plan(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Plan:
-        """Raises IntegrityError for a document that is not a sound plan, NewerFormat for one of a newer ckptd."""
+        """Return the plan in a plan document.
+
+        Raises IntegrityError if the document is not a consistent plan. Raises NewerFormat if it has a newer version or an unknown dtype.
+        """
         check_msgpack(data, "plan document")
         try:
             plan = _DECODER.decode(data)
@@ -129,7 +142,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def data_length(self) -> int:
-        """Bytes up to the end of the last region; the values region starts behind it."""
+        """The end of the last region, in bytes from the start of the packed slot. The values region starts there or later."""
         return max((r.offset + r.length for r in self.regions), default=0)
 
     def _check(self) -> None:
@@ -192,13 +205,16 @@ _DECODER = msgspec.msgpack.Decoder(Plan)
 
 
 def check_elements(name: str, size: tuple[int, ...]) -> None:
-    """Raise IntegrityError for a size with more elements than fit into 62 bits, empty dimensions left out of the product."""
+    """Raise IntegrityError if the dimensions of a tensor, without those of size 0, have a product of MOST_ELEMENTS or more."""
     if math.prod(filter(None, size)) >= MOST_ELEMENTS:
         raise IntegrityError(f"{name!r} has the size {list(size)}; a tensor has less than 2^62 elements")
 
 
 def is_dense(sizes: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements at these strides cover a range without gap or overlap (any permutation of C order)."""
+    """Return True if elements at these strides fill a range of memory without gap or overlap, as in C order or a permutation of it.
+
+    A shard without elements counts as dense. Return False if the number of strides is not that of the sizes.
+    """
     if len(sizes) != len(stride):
         return False
     expected = 1
@@ -214,17 +230,17 @@ def align_region(offset: int) -> int:
 
 
 def signature(plan_document: bytes | memoryview) -> bytes:
-    """32 bytes that name a structure: equal exactly where the plan documents are."""
+    """Return the signature of a plan document: its sha256, 32 bytes. Signatures are equal if and only if the plan documents are."""
     return hashlib.sha256(plan_document).digest()
 
 
 def with_values(regions: list[Region], values: tuple[int, int]) -> list[Region]:
-    """All regions of a packed slot: the plan's, then the values document at (offset, length)."""
+    """Return all regions of a packed slot: those of the plan, then the values document, whose offset and length `values` holds."""
     return [*regions, Region(values[0], values[1], VALUES_ELEMENT_SIZE)]
 
 
 class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
-    """A raw range of the packed slot, in bytes, of one element size."""
+    """One chunk of the packed slot before it is encoded: a range inside one region. All three values are in bytes."""
 
     offset: int
     length: int
@@ -232,9 +248,9 @@ class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 def chunk_ranges(regions: list[Region], chunk_size: int) -> list[ChunkRange]:
-    """The chunks of a packed slot, in order. Together they cover every region exactly once.
+    """Return the chunks of a packed slot, in order. Together they cover every region exactly once.
 
-    Raises IntegrityError for regions of more than MAX_CHUNKS chunks, before any is made.
+    Raises IntegrityError, before any chunk is made, if there would be more than MAX_CHUNKS.
     """
     if (count := sum(-(-region.length // chunk_size) for region in regions)) > MAX_CHUNKS:
         raise IntegrityError(f"the packed slot would have {count:,d} chunks of {chunk_size} bytes; a part has at most {MAX_CHUNKS:,d}")
@@ -246,5 +262,5 @@ def chunk_ranges(regions: list[Region], chunk_size: int) -> list[ChunkRange]:
 
 
 def most_chunks(capacity: int, chunk_size: int) -> int:
-    """An upper bound of the number of chunks in a slot: every region may end in a short one."""
+    """Return an upper bound for the number of chunks in a slot of `capacity` bytes. It allows for a short last chunk in every region."""
     return -(-capacity // chunk_size) + 8

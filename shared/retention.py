@@ -1,8 +1,11 @@
-"""Which checkpoints of a job are worth keeping: policies under orbax's names (checkpoint_managers.preservation_policy). Pure.
+"""Retention policies, which decide which checkpoints of a job to keep.
 
-A policy says what to keep; of several, what any of them keeps stays. What no policy decides (the newest, users' own tags, pins, what is
-being read, steps that a newer attempt has not passed) is the daemon's affair. As text a policy is what Python would say: `LatestN(5)`,
-`BestN('loss', 3)`, and so it stands in files (FORMAT.md, section 4).
+The policies have the names that orbax uses (checkpoint_managers.preservation_policy). A job may have several; a checkpoint stays if at
+least one of them keeps it. Policies do not decide on the newest checkpoint, users' own tags, pins, checkpoints that are being read, and
+steps that a newer attempt has not passed. The daemon decides on those.
+
+As text, a policy is written like a call in Python, such as `LatestN(5)` or `BestN('loss', 3)`. Manifests and request documents hold this
+text (FORMAT.md, sections 3 and 4). This module does no I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +22,12 @@ MOST_POLICIES, MAX_TEXT = 64, 4096
 
 
 class Retainable(Protocol):
-    """What a policy looks at. `created`: Unix seconds by the trainer's clock, NaN if that cannot be told; `metrics` as `snapshot` had."""
+    """A checkpoint, as far as policies need to know it.
+
+    attempt, step: the attempt and the step of the snapshot. A checkpoint without a step has None.
+    created: the time of the snapshot in Unix seconds, by the trainer's clock, or NaN if it is unknown.
+    metrics: the metrics that were passed to `snapshot`.
+    """
 
     @property
     def attempt(self) -> int: ...
@@ -32,18 +40,22 @@ class Retainable(Protocol):
 
 
 class _Policy(msgspec.Struct, frozen=True):
-    """Raises ValueError in one sentence for what cannot be meant. `keeps`: which of these, oldest first, by their places."""
+    """The base class of all policies.
+
+    The method `keeps` of a policy takes the checkpoints of a job, oldest first, and returns the indices of those that it keeps. The
+    constructor raises ValueError, with one sentence that says what was expected, if an argument makes no sense.
+    """
 
 
 class PreserveAll(_Policy, frozen=True):
-    """Every one."""
+    """The policy that keeps every checkpoint."""
 
     def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         return set(range(len(ordered)))
 
 
 class LatestN(_Policy, frozen=True):
-    """The `n` newest."""
+    """The policy that keeps the `n` newest checkpoints."""
 
     n: int
 
@@ -55,7 +67,10 @@ class LatestN(_Policy, frozen=True):
 
 
 class LatestDuration(_Policy, frozen=True):
-    """Those that were made within `seconds` of the newest, by the clock of whoever made them."""
+    """The policy that keeps the checkpoints made at most `seconds` before the newest one, by the clocks of the trainers.
+
+    It also keeps every checkpoint whose time is unknown, and all of them if the time of the newest one is.
+    """
 
     seconds: float
 
@@ -68,7 +83,10 @@ class LatestDuration(_Policy, frozen=True):
 
 
 class EveryNSteps(_Policy, frozen=True):
-    """Those whose step is a multiple of `interval_steps`; of a step that was trained again, the newest attempt's."""
+    """The policy that keeps the checkpoints whose step is a multiple of `interval_steps`.
+
+    If a step was trained again, it keeps only the checkpoint of the newest attempt.
+    """
 
     interval_steps: int
 
@@ -80,7 +98,10 @@ class EveryNSteps(_Policy, frozen=True):
 
 
 class EveryNSeconds(_Policy, frozen=True):
-    """The oldest, and from there each that was made `interval_secs` or more after the last one kept, by the clock of whoever made them."""
+    """The policy that keeps the oldest checkpoint, and each one made `interval_secs` or more after the last one it keeps.
+
+    Times are those of the trainers' clocks. It also keeps every checkpoint whose time is unknown or before that of the last one it keeps.
+    """
 
     interval_secs: float
 
@@ -90,16 +111,19 @@ class EveryNSeconds(_Policy, frozen=True):
     def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         kept, last = set(), -math.inf
         for place, candidate in enumerate(ordered):
-            if not 0 <= candidate.created - last < self.interval_secs:  # also where a clock was set back
+            if not 0 <= candidate.created - last < self.interval_secs:  # also if NaN, or if a clock was set back
                 kept.add(place)
                 last = last if math.isnan(candidate.created) else candidate.created
         return kept
 
 
 class BestN(_Policy, frozen=True):
-    """The `n` whose `metric` is the least ("min") or the greatest ("max"); of equals the newer. NaN is never among them.
+    """The policy that keeps the `n` checkpoints with the best value of one metric. Of equal values, the newer checkpoint is better.
 
-    keep_checkpoints_without_metrics: whether those that do not have this metric stay as well.
+    metric: the name of the metric in `snapshot(metrics=)`. A checkpoint with the value NaN is never among the best.
+    n: the number of checkpoints to keep.
+    mode: "min" if the least value is the best, "max" if the greatest is.
+    keep_checkpoints_without_metrics: True to keep all checkpoints without this metric, too.
     """
 
     metric: str
@@ -123,7 +147,10 @@ class BestN(_Policy, frozen=True):
 
 
 class CustomSteps(_Policy, frozen=True):
-    """Those of these steps; of a step that was trained again, the newest attempt's."""
+    """The policy that keeps the checkpoints of the given steps.
+
+    If a step was trained again, it keeps only the checkpoint of the newest attempt.
+    """
 
     steps: tuple[int, ...]
 
@@ -143,12 +170,15 @@ POLICIES = {cls.__name__: cls for cls in (PreserveAll, LatestN, LatestDuration, 
 
 
 def keeps(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> set[int]:
-    """What any of them keeps."""
+    """Return the indices in `ordered` of the checkpoints that at least one of the policies keeps. `ordered` begins with the oldest."""
     return set[int]().union(*(policy.keeps(ordered) for policy in policies))
 
 
 def parse(text: str) -> Policy:
-    """Of `LatestN(5)` and the like; nothing in it is run. Raises ValueError in one sentence."""
+    """Return the policy that a text such as `LatestN(5)` or `PreserveAll` describes. No code in the text is run.
+
+    Raises ValueError for other text, with one sentence that says what was expected.
+    """
     if len(text) > MAX_TEXT:
         raise ValueError(f"{text[:40]!r}... is {len(text)} characters long; a retention policy has {MAX_TEXT} at most")
     try:
@@ -160,7 +190,7 @@ def parse(text: str) -> Policy:
         name = call.func.id
         arguments = [ast.literal_eval(argument) for argument in call.args]
         named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except Exception:  # whatever the text makes of the parser
+    except Exception:  # the parser raises errors of many types for arbitrary text
         raise ValueError(f"{text[:80]!r} is no retention policy; expected one like 'LatestN(5)' or \"BestN('loss', 3)\"") from None
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=1)
@@ -173,7 +203,7 @@ def parse(text: str) -> Policy:
 
 
 def understood(texts: Iterable[str]) -> tuple[Policy, ...]:
-    """As `parse`; what a newer ckptd says, and this one does not know, keeps everything."""
+    """Return the policies in these texts. A text that this version does not know, as from a newer ckptd, becomes PreserveAll."""
     found: list[Policy] = []
     for text in texts:
         try:
@@ -184,7 +214,11 @@ def understood(texts: Iterable[str]) -> tuple[Policy, ...]:
 
 
 def checked(policies: Any) -> tuple[Policy, ...]:
-    """One policy or several, as the caller of `Agent` gave them. Raises ValueError."""
+    """Return the policies that the caller of `Agent` passed, one or several, as a tuple.
+
+    Raises ValueError if an object is not a policy, if a policy holds anything but plain numbers and text, or if there are no policies or
+    more than MOST_POLICIES. Raises TypeError if `policies` is neither a policy nor iterable.
+    """
     found = (policies,) if isinstance(policies, (_Policy, str)) else tuple(policies)
     for policy in found:
         if type(policy) not in POLICIES.values():

@@ -1,6 +1,7 @@
-"""Read byte ranges of a packed slot, chunk by chunk, in parallel, into the caller's buffers.
+"""Reads byte ranges of a packed slot into the caller's buffers, chunk by chunk and in parallel.
 
-Works on any `ChunkSource`. Only the chunks that a range touches are read, each once; nothing unverified is copied out.
+The packed slot may come from any `ChunkSource`. Only chunks that a range touches are read, each of them once. Only verified bytes are
+copied into the buffers.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from ckptd.shared.errors import IntegrityError
 from ckptd.shared.part import ChunkSource
 
 Target = tuple[int, memoryview]
-"""Offset in the packed slot, and the writable bytes that want what is there."""
+"""An offset in the packed slot, and the writable buffer for the bytes from there on."""
 
 
 def scatter(source: ChunkSource, targets: Iterable[Target], *, threads: int | None = None) -> int:
-    """Fill every target; returns the number of raw bytes decoded. Raises IntegrityError or OSError; targets may then be half filled."""
+    """Fill every target from the packed slot, and return the number of raw bytes that were decoded.
+
+    `threads` is the most threads that read at once, by default one for each CPU. Raises IntegrityError if a chunk is damaged or a target
+    lies outside all chunks, or OSError. Some targets may be partly filled by then.
+    """
     starts = [r.offset for r in source.ranges]
     wanted: dict[int, list[tuple[int, memoryview]]] = defaultdict(list)
     for offset, view in targets:
@@ -41,12 +46,18 @@ def scatter(source: ChunkSource, targets: Iterable[Target], *, threads: int | No
 
 
 def verify(source: ChunkSource, *, threads: int | None = None) -> int:
-    """Read and check every chunk; returns raw bytes. Raises IntegrityError or OSError at the first damage."""
+    """Read and verify every chunk, and return the number of raw bytes. Raises IntegrityError if a chunk is damaged, or OSError.
+
+    `threads` is the most threads that read at once, by default one for each CPU.
+    """
     return _each(source, list(range(len(source.ranges))), lambda number, raw: None, threads)
 
 
 def _each(source: ChunkSource, numbers: list[int], use: Callable[[int, memoryview], None], threads: int | None) -> int:
-    """Read chunks in parallel, each into a bounce buffer, so that only verified bytes reach `use`."""
+    """Read the chunks with these numbers in parallel, call `use` for each one, and return the number of raw bytes.
+
+    A chunk is first read into a buffer that belongs to the thread, so that `use` gets only verified bytes.
+    """
     if not numbers:
         return 0
     local = threading.local()

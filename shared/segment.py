@@ -1,7 +1,8 @@
-"""Segments: header, check area and geometry of a slot in shared memory (FORMAT.md, section 2).
+"""The format of segments: header, check area and data area of a slot in shared memory (FORMAT.md, section 2).
 
-Owns the layout, not the files: the daemon creates them, the trainer writes headers and data, the daemon writes the check area. Both read
-with `pread`, so that a segment truncated by somebody is a short read and not a SIGBUS.
+This module reads and writes open segments; it neither creates nor deletes their files. The daemon creates each file and writes its first
+header. From then on, the trainer alone writes headers and data, and the daemon alone writes the check area. Both read with `pread`, so that
+a segment that was truncated causes a short read and not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ assert _HEADER.size == 320
 
 @lru_cache(maxsize=1)
 def this_boot() -> bytes:
-    """16 bytes that name this boot of the kernel (random(4))."""
+    """Return the 16 bytes that identify this boot of the kernel (random(4))."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
 
 
@@ -45,7 +46,7 @@ class SlotState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A document in the data area: where it is, in bytes from the data's start, and its crc32c."""
+    """The place of a document in the data area, in bytes from the start of that area, and its crc32c. Length 0 means no document."""
 
     offset: int = 0
     length: int = 0
@@ -83,12 +84,12 @@ class SegmentHeader:
         return self.data_offset + align(self.capacity)
 
     def next(self, state: SlotState, **changes: object) -> SegmentHeader:
-        """The header of the next generation; documents are forgotten unless given."""
+        """Return the header of the next generation. It has no signature and no documents, except those in `changes`."""
         blank = {"signature": bytes(32), "plan": Extent(), "request": Extent(), "values": Extent()}
         return replace(self, generation=self.generation + 1, state=state, **{**blank, **changes})  # type: ignore[arg-type]
 
     def encode(self) -> bytes:
-        """4096 bytes."""
+        """Return one copy of the header, 4096 bytes."""
         extents = [n for e in (self.plan, self.request, self.values) for n in (e.offset, e.length, e.crc, 0)]
         body = _HEADER.pack(
             preamble(SEGMENT_MAGIC), self.generation, self.state, self.rank, self.world_size, self.attempt,
@@ -99,7 +100,7 @@ class SegmentHeader:
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> SegmentHeader:
-        """Raises IntegrityError unless this copy is valid."""
+        """Return the header in one copy. Raises IntegrityError if the copy is not valid, NewerFormat if a newer ckptd has written it."""
         if len(data) != ALIGN:
             raise IntegrityError("segment header is cut short")
         check_preamble(data, SEGMENT_MAGIC, "segment header")
@@ -128,9 +129,13 @@ class SegmentHeader:
 
 
 def read_header(fd: int) -> SegmentHeader:
-    """The valid copy of the highest generation. Raises IntegrityError if neither is, NewerFormat for a newer ckptd's."""
+    """Return the header of the highest generation among the valid copies.
+
+    If neither copy is valid, raises NewerFormat if a newer ckptd has written one of them, otherwise IntegrityError.
+    """
     found: list[SegmentHeader] = []
-    kind, why = IntegrityError, ""  # not the error itself: it would keep this frame and the caller's, and they the mapping
+    # The error itself is not stored: its traceback would keep this frame and the caller's alive, and with them the mapping.
+    kind, why = IntegrityError, ""
     for offset in (0, ALIGN):
         try:
             found.append(SegmentHeader.decode(os.pread(fd, ALIGN, offset)))
@@ -143,7 +148,7 @@ def read_header(fd: int) -> SegmentHeader:
 
 
 def write_header(fd: int, header: SegmentHeader) -> None:
-    """Into the copy that the generation before is not in."""
+    """Write a header over the older copy, so that the generation before stays valid while this one is written. Raises OSError."""
     _write(fd, header.encode(), (header.generation % 2) * ALIGN)
 
 
@@ -154,14 +159,17 @@ def _write(fd: int, data: bytes, offset: int) -> None:
 
 
 def write_document(fd: int, header: SegmentHeader, offset: int, data: bytes) -> Extent:
-    """Put a document at `offset` of the data area. The caller has checked that it fits."""
+    """Write a document at `offset` in the data area, and return its extent. The caller has checked that it fits. Raises OSError."""
     assert offset + len(data) <= header.capacity
     _write(fd, data, header.data_offset + offset)
     return Extent(offset, len(data), crc32c(data))
 
 
 def read_document(fd: int, header: SegmentHeader, extent: Extent, what: str) -> bytes:
-    """Raises IntegrityError if it is cut short or does not match its checksum."""
+    """Return the document at `extent`. `what` is its name in the error text.
+
+    Raises IntegrityError if the document is cut short or does not match its checksum, or OSError.
+    """
     buffer = bytearray(extent.length)
     if read_exactly(fd, memoryview(buffer), header.data_offset + extent.offset) < extent.length or crc32c(buffer) != extent.crc:
         raise IntegrityError(f"{what} document of {header.job} step {header.step} is damaged in memory")
@@ -181,7 +189,10 @@ def write_check(fd: int, header: SegmentHeader, crcs: list[int]) -> None:
 
 
 def read_check(fd: int, header: SegmentHeader) -> list[int] | None:
-    """crc32c of each chunk of this seal, or None if the daemon has not got to it yet (or it is damaged)."""
+    """Return the crc32c of each chunk of the sealed slot from the check area.
+
+    Return None if the daemon has not written the check area since the seal, or if the check area is damaged.
+    """
     data = os.pread(fd, header.check_length, CHECK_OFFSET)
     if len(data) < CHECK_HEADER:
         return None

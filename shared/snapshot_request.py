@@ -1,4 +1,4 @@
-"""The request document: what the caller of one `snapshot()` asked for, beside the state itself (FORMAT.md, section 3)."""
+"""The request document, which holds options of one `snapshot()` call, such as its tag and metrics (FORMAT.md, section 3)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 
 MAX_REQUEST = 1 << 20
 END_OF_TIME = 253_402_300_800
-"""Unix seconds at the end of the year 9999, the last that a date can say."""
+"""The end of the year 9999 in Unix seconds. No later time fits into a `datetime`."""
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`user_content` is JSON text; `created` is Unix seconds: no order comes from it; `retention`: policies as text, if the
-    job has its own."""
+    """The content of a request document.
+
+    tag: the user's own tag, or None.
+    persist: True if the snapshot is to become durable, False if memory is enough.
+    metrics: the user's metrics, by name.
+    user_content: the user's content, as JSON text.
+    created: the time of the snapshot in Unix seconds, by the trainer's clock. Nothing is ordered by it.
+    retention: the retention policies of the job as text, or None if it has none of its own.
+    """
 
     tag: Annotated[str, msgspec.Meta(max_length=128)] | None = None
     persist: bool = True
@@ -34,7 +41,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, data: bytes) -> SnapshotRequest:
-        """Raises IntegrityError for what is not such a document, its JSON included."""
+        """Return the request in `data`. Raises IntegrityError if `data` is not a valid request document, its JSON text included."""
         if len(data) > MAX_REQUEST:
             raise IntegrityError(f"request document has {len(data):,d} bytes; it has at most {MAX_REQUEST:,d}")
         try:
