@@ -30,7 +30,13 @@ class Codec(Protocol):
 
 
 class Raw:
-    number, name = RAW, "raw"
+    """The codec that stores each chunk as it is."""
+
+    number, name, usage = RAW, "raw", "raw"
+
+    @classmethod
+    def parse(cls, option: str) -> Raw | None:
+        return None if option else cls()
 
     def encode(self, raw: memoryview, element_size: int) -> None:
         return None
@@ -44,11 +50,17 @@ class Raw:
 class Zstd:
     """The codec that stores each chunk as one zstd frame. `level` is the compression level; decoding does not need it."""
 
-    number, name = ZSTD, "zstd"
+    number, name, usage = ZSTD, "zstd", "zstd or zstd:LEVEL with a level from 1 to 19"
 
     def __init__(self, level: int = 1) -> None:
         self.level = level
         self._local = threading.local()  # zstandard does not allow threads to share a context
+
+    @classmethod
+    def parse(cls, option: str) -> Zstd | None:
+        if not option:
+            return cls()
+        return cls(int(option)) if option.isdecimal() and 1 <= int(option) <= 19 else None
 
     def encode(self, raw: memoryview, element_size: int) -> bytes | None:
         context = getattr(self._local, "compressor", None)
@@ -74,7 +86,9 @@ class Zstd:
         raw[:] = decoded
 
 
-_DECODERS: dict[int, Codec] = {codec.number: codec for codec in (Raw(), Zstd())}
+CODECS: dict[str, type[Raw] | type[Zstd]] = {codec.name: codec for codec in (Raw, Zstd)}
+"""Every codec, by its name in the settings. `parse` makes one from the text after the colon, or returns None. `usage` says what it takes."""
+_DECODERS: dict[int, Codec] = {codec.number: codec() for codec in CODECS.values()}
 
 
 def decoder(number: int) -> Codec:
@@ -86,10 +100,8 @@ def decoder(number: int) -> Codec:
 
 
 def encoder(specification: str) -> Codec:
-    """Return the codec for "raw", "zstd" or "zstd:LEVEL", with a level from 1 to 19. Raises InvalidConfig for any other text."""
-    name, _, level = specification.partition(":")
-    if name == "raw" and not level:
-        return Raw()
-    if name == "zstd" and (not level or (level.isdecimal() and 1 <= int(level) <= 19)):
-        return Zstd(int(level or 1))
-    raise InvalidConfig(f"codec {specification!r} is not known: use raw, zstd or zstd:LEVEL with a level from 1 to 19")
+    """Return the codec for a setting like "raw", "zstd" or "zstd:3". Raises InvalidConfig if there is no such codec."""
+    name, _, option = specification.partition(":")
+    if name in CODECS and (codec := CODECS[name].parse(option)) is not None:
+        return codec
+    raise InvalidConfig(f"codec {specification!r} is not known: use {', '.join(codec.usage for codec in CODECS.values())}")
