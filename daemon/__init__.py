@@ -1,1 +1,4 @@
-"""The per-node daemon: keeps slots, runs save plans, commits, journals, recovers. Never imports torch or `ckptd.agent`."""
+"""The checkpoint daemon of one node: owns the slots, saves and commits snapshots, keeps a journal, recovers after a crash.
+
+The daemon never imports torch or `ckptd.agent`.
+"""

@@ -1,4 +1,4 @@
-"""`python -m ckptd.daemon` is the `ckptd` command."""
+"""Runs the `ckptd` command when Python is started with `python -m ckptd.daemon`."""
 
 from ckptd.daemon.cli import main
 

@@ -1,4 +1,7 @@
-"""Claim attempts of a job: an exclusive create, durable before the number is used (FORMAT.md, section 6)."""
+"""Claims attempts of a job on storage, each by the exclusive create of a file (FORMAT.md, section 6).
+
+A claim is durable before its number is used.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ T = TypeVar("T")
 
 
 class Attempts:
-    """The claims of a root, as files. Each number is claimed once, by one daemon."""
+    """The attempts of one root that are claimed, each by an empty file. A number can be claimed once only, by one daemon."""
 
     def __init__(self, storage: PosixStorage, calls: StorageCalls) -> None:
         self._storage, self._calls = storage, calls
-        self._created: set[tuple[str, int]] = set()  # files that this process made; a sync of their directory may have failed
+        self._created: set[tuple[str, int]] = set()  # claims that this process has created, but perhaps not synced: a retry may use them
 
     def newest(self, job: str) -> int:
-        """Return the highest attempt that storage knows of, by claims and by tag directories; 0 for none. Raises OSError."""
+        """Return the highest attempt among the job's claims and tag directories, or 0 if there is none. Raises OSError."""
         claimed = [0]
         try:
             with self._storage.directory(names.CONTROL, names.ATTEMPTS, job) as fd:
@@ -37,13 +40,13 @@ class Attempts:
         return max(claimed + tagged)
 
     async def find_newest(self, job: str) -> int:
-        """Run `newest` on a storage thread. The caller may give up waiting. Raises StorageError."""
+        """Run `newest` on a storage thread, and return its result. The caller may stop waiting at any time. Raises StorageError."""
         return await self._translated(job, lambda: self.newest(job))
 
     async def claim(self, job: str, attempt: int) -> bool:
-        """Claim exactly this number, durably. Return False if another daemon has it.
+        """Claim exactly this number, durably. Return False if another daemon has claimed it.
 
-        Raises StorageError; the same claim may be tried again.
+        Raises StorageError; the caller may then retry the same claim.
         """
         return await self._translated(job, lambda: self._claim(job, attempt))
 
@@ -76,7 +79,10 @@ class Attempts:
         return True
 
     def _take(self, claim: str, directory: int) -> None:
-        """Create the claim, or link it to an empty file where no inode is left. Raises FileExistsError if it is taken, else OSError."""
+        """Create the file of a claim. If no inode is left, make the claim a hard link to an empty file that exists already.
+
+        Raises FileExistsError if the number is claimed already, OSError if the file cannot be created.
+        """
         fs = self._storage.fs
         try:
             fs.close(fs.create(claim, directory))
@@ -94,7 +100,10 @@ class Attempts:
         raise no_room
 
     def _link(self, old: str, old_directory: int, claim: str, directory: int) -> bool:
-        """Link the claim to an empty regular file; return False if that is not possible. Raises FileExistsError if the claim is taken."""
+        """Make the claim a hard link to `old`. Return False if `old` is not an empty regular file or cannot be linked.
+
+        Raises FileExistsError if the number is claimed already.
+        """
         try:
             found = os.stat(old, dir_fd=old_directory, follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode) or found.st_size:
@@ -102,6 +111,6 @@ class Attempts:
             self._storage.fs.link(old, old_directory, claim, directory)
         except FileExistsError:
             raise
-        except OSError:  # it has too many names already, or the file system has no links
+        except OSError:  # the file is gone or has too many links, or the file system has no links
             return False
         return True

@@ -1,6 +1,7 @@
-"""What is known of every snapshot and checkpoint. Pure: values and decisions, no I/O; the engine acts on what is decided here.
+"""Holds the daemon's knowledge of each job: its attempts, its snapshots in memory and its checkpoints on storage.
 
-Everything is ordered by (attempt, step), never by a clock.
+This module does no I/O. It decides, for example, which slots may be reused; the engine acts on these decisions. Snapshots and checkpoints
+are ordered by (attempt, step), never by a clock.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from ckptd.shared.retention import Policy, understood
 log = logging.getLogger("ckptd.catalog")
 
 Key = tuple[int, int]
-"""(attempt, step)."""
-_REMEMBERED = 64  # steps that were given up, so that a late rank is told why
+"""The attempt and the step of a snapshot, which identify it within its job."""
+_REMEMBERED = 64  # the last steps of a job that were given up, so that a late rank learns the reason
 
 
 @dataclass(slots=True, eq=False)
 class RankSeal:
-    """One rank's share of a snapshot: the slot that holds it, and its part once that is durable."""
+    """One rank's share of a snapshot: the slot that holds it, and the part, which is None until it is durable.
+
+    `generation`: that of the slot at the seal. `checked`: True once the slot's checksums have been computed.
+    """
 
     rank: int
     segment: str
@@ -39,6 +43,12 @@ class RankSeal:
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
+    """The state of all ranks at one step of one attempt, in memory.
+
+    `persist`: True if it is to be saved. `reason` and `code`: message and error code of its last failure, or "". `holds`: how many times
+    `held` is in use now.
+    """
+
     job: str
     attempt: int
     step: int
@@ -51,11 +61,11 @@ class Snapshot:
     code: str = ""
     holds: int = 0
     unwanted: bool = False
-    """Its rank has detached: its slots are free as soon as it is durable."""
+    """True once a rank has detached: the slots are then free as soon as the snapshot is durable."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Its slots are being read: they may not be filled again before that is over."""
+        """Context manager. While it is held, the slots of the snapshot are being read and are not reused."""
         self.holds += 1
         try:
             yield
@@ -68,12 +78,12 @@ class Snapshot:
 
     @property
     def complete(self) -> bool:
-        """Sealed by all ranks."""
+        """True if all ranks have sealed the snapshot."""
         return len(self.seals) == self.world_size
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not sealed it."""
+        """The ranks that have not sealed the snapshot."""
         return [rank for rank in range(self.world_size) if rank not in self.seals]
 
     @property
@@ -81,7 +91,7 @@ class Snapshot:
         return self.complete and self.state not in (SnapshotState.RELEASED, SnapshotState.FILLING)
 
     def move(self, event: Event) -> None:
-        """Raises IllegalStep, changing nothing."""
+        """Change the state as `lifecycle` says. Raises IllegalStep, and changes nothing, if the event cannot follow the state."""
         after = lifecycle.step(self.state, event)
         log.info("snapshot %s/%s: %s -> %s", self.job, self.tag, self.state.value, after.value)
         self.state = after
@@ -92,7 +102,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A committed one, as its manifest says."""
+    """A committed checkpoint, as its manifest describes it.
+
+    `step`: None if it was saved without a step. `user_tag`: True if the user chose the tag. `created`: Unix seconds by the trainer's clock,
+    NaN if unknown. `retention`: the policies of the job itself, None if the manifest has none.
+    """
 
     job: str
     tag: str
@@ -121,12 +135,15 @@ class StoredCheckpoint:
 
 @dataclass(slots=True)
 class Job:
-    """`attempt`: the newest one begun; only it may seal. `damaged`: tags whose manifest could not be read, with the reason; `newer`: tags
-    whose manifest a newer ckptd has written.
+    """One job: its newest attempt, its snapshots in memory, and its checkpoints on storage.
 
-    `policies`: those that retention last went by, None before this daemon's first commit in the job; `announced`: the deletion that the
-    next commit will bring, as a sentence, or "". `sealed`: the newest snapshot that all ranks have sealed, whatever has become of it.
-    `given_up`: code and reason of steps that failed before all ranks had sealed them; `gone`: ranks of `attempt` that "ended" or "closed".
+    `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the number of its ranks. `gone`: its ranks that
+    have left, each with "ended" or "closed". `sealed`: the newest snapshot that all ranks have sealed, whether or not it still exists.
+    `given_up`: code and reason of each step that failed before all ranks had sealed it.
+
+    `damaged`: tags whose manifest could not be read, with the reason. `newer`: tags whose manifest a newer ckptd has written, with the
+    error. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a checkpoint. `policies`: those of the last retention, None
+    before this daemon's first commit in the job. `announced`: a sentence about the deletion that the next commit will bring, or "".
     """
 
     name: str
@@ -154,10 +171,10 @@ class Job:
         return max((s for s in self.snapshots.values() if s.in_memory), key=lambda s: s.key, default=None)
 
     def unreadable_beyond(self, best: tuple[int, int | None] | None, step: int | None) -> str:
-        """Return why `best`, (attempt, step) of the best candidate, may not be recovered: a newer ckptd has written a later checkpoint.
+        """Return the reason why `best` may not be recovered, or "". The reason is a later checkpoint that a newer ckptd has written.
 
-        `step`: the step that the caller wants, or None for the newest. A user's own tag, whose name tells no step, counts as later within
-        its attempt. Return "" if there is no such checkpoint.
+        best: (attempt, step) of the best candidate, or None if there is no candidate. step: the step that the caller wants, or None for the
+        newest. A user's own tag does not tell its step, so its checkpoint counts as the latest of its attempt.
         """
         for tag, why in sorted(self.newer.items(), reverse=True):
             parsed = names.parse_tag_directory(tag)
@@ -180,7 +197,11 @@ class Job:
             self.given_up.pop(next(iter(self.given_up)))
 
     def releasable(self) -> list[Snapshot]:
-        """Snapshots whose slots may be reused: a newer one is sealed by all ranks, and nothing more is to come of this one."""
+        """Return the settled snapshots whose slots may be reused.
+
+        These are the snapshots before the newest one in memory, and durable snapshots that a rank has detached from. Return none while no
+        complete snapshot is in memory.
+        """
         newest = self.newest_in_memory()
         if newest is None:
             return []
@@ -190,7 +211,7 @@ class Job:
         ]  # fmt: skip
 
     def is_settled(self, snapshot: Snapshot) -> bool:
-        """Nothing is under way for it, and nothing is owed."""
+        """Return True if nothing reads the snapshot's slots, and no save of it is running or still to come."""
         if snapshot.holds:
             return False
         if snapshot.state in (SnapshotState.DURABLE, SnapshotState.FAILED):
@@ -198,7 +219,7 @@ class Job:
         return snapshot.state is SnapshotState.SEALED and not snapshot.persist
 
     def owed(self) -> Snapshot | None:
-        """What to save unasked when the trainer is gone: the newest sealed snapshot, unless it is durable or on its way."""
+        """Return the snapshot to save when the trainer is gone: the newest in memory, or None if that is durable or being saved."""
         newest = self.newest_in_memory()
         if newest is None or newest.state not in (SnapshotState.SEALED, SnapshotState.FAILED) or self.is_durable(*newest.key):
             return None
@@ -206,7 +227,7 @@ class Job:
 
 
 class Catalog:
-    """All jobs of this daemon."""
+    """The jobs of one daemon by name. `job` adds a job that is not known yet."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}

@@ -1,7 +1,7 @@
-"""Attempts that begin before they are claimed, because the disk hangs.
+"""Claims the numbers of new attempts, and lets an attempt begin in memory while the storage does not answer.
 
-An attempt's number is claimed on storage before anything is saved under it. A trainer that comes back to its memory does not wait for that:
-if the storage does not answer, the attempt begins in memory, and its saves wait until exactly that number is claimed.
+The number of an attempt is claimed on storage before anything is saved under it. A trainer that recovers from memory does not wait for the
+claim if the storage does not answer. Its attempt begins in memory, and its saves wait until exactly that number is claimed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from ckptd.shared.errors import Fenced, StorageError
 log = logging.getLogger("ckptd.claims")
 
 CLAIM_SECONDS = 5.0
-"""How long the storage has to answer before an attempt begins in memory: well below the 30 s that an agent waits for `Began`."""
+"""Seconds that the storage has to answer before an attempt begins in memory. An agent waits for `Began` much longer, 30 s."""
 
 
 class Claims:
-    """`on_loss(job, attempt)` is called when another daemon turns out to have claimed the number of an attempt that began in memory."""
+    """The claims of one daemon, some of which may still wait for the storage.
+
+    `on_loss(job, attempt)` is called if an attempt has begun in memory and another daemon then turns out to have claimed its number.
+    """
 
     def __init__(self, attempts: Attempts, seconds: float = CLAIM_SECONDS) -> None:
         self._attempts, self._seconds = attempts, seconds
@@ -31,12 +34,13 @@ class Claims:
         self._lost: set[tuple[str, int]] = set()
 
     async def claim(self, job: Job, known: int) -> int:
-        """Return the number of the next attempt, above `known`.
+        """Claim the next attempt of a job, and return its number. The attempt begins in memory if the storage does not answer in time.
 
-        Raises StorageError if it cannot be claimed, or if the storage does not answer and this daemon knows no attempt of the job.
+        known: the highest attempt of the job that this daemon knows, or 0; the new number is higher. Raises StorageError if the number
+        cannot be claimed, or if the storage does not answer and `known` is 0: then nothing of the job is in memory.
         """
         try:
-            async with asyncio.timeout(self._seconds):  # a look that is given up changes nothing
+            async with asyncio.timeout(self._seconds):  # giving up is safe here: `find_newest` changes nothing
                 attempt = 1 + max(known, await self._attempts.find_newest(job.name))
         except TimeoutError:
             attempt = known + 1
@@ -67,7 +71,7 @@ class Claims:
         return attempt
 
     def _note_end(self, job: Job, attempt: int, task: asyncio.Task[bool]) -> None:
-        """Take note of a claim that ended, if an attempt has begun with it."""
+        """Record the result of a claim, if its attempt has begun in memory."""
         failed = None if task.cancelled() else task.exception()
         if self._pending.get((job.name, attempt)) is not task:
             return
@@ -81,15 +85,18 @@ class Claims:
             self.on_loss(job, attempt)
 
     def is_lost(self, job: Job, attempt: int) -> bool:
-        """Return True if another daemon has claimed the number of this attempt, which had begun in memory."""
+        """Return True if this attempt began in memory and another daemon has claimed its number."""
         return (job.name, attempt) in self._lost
 
     async def adopt(self, job: Job) -> None:
-        """Claim the attempt that an earlier daemon of this root began and may not have claimed. A failure is left to the next save."""
+        """Claim the newest attempt of the job if an earlier daemon of this root began it without claiming it.
+
+        The claim is waited for only as long as that of a new attempt. If it fails, the next save tries again.
+        """
         try:
             if not job.attempt or await self._attempts.find_newest(job.name) >= job.attempt:
                 return
-        except StorageError as error:  # a job whose directory cannot be listed must not keep the others from starting
+        except StorageError as error:  # one job that cannot be listed must not keep the daemon from serving the others
             log.warning("job %s attempt %d: it is not known whether it is claimed: %s", job.name, job.attempt, error)
             return
         log.warning("job %s attempt %d has no claim: it is claimed now", job.name, job.attempt)
@@ -97,12 +104,15 @@ class Claims:
         await asyncio.wait([task], timeout=self._seconds)
 
     async def claimed(self, job: Job, attempt: int) -> None:
-        """Wait until this attempt is claimed on storage. Raises StorageError if it cannot be, Fenced if another daemon has its number."""
+        """Wait until this attempt is claimed on storage. If the claim has failed before, try it once more.
+
+        Raises StorageError if the claim fails, Fenced if another daemon has claimed the number.
+        """
         task = self._pending.get((job.name, attempt))
         if task is not None and task.done() and not task.cancelled() and task.exception() is not None:
             task = self._pending[job.name, attempt] = self._start(job, attempt)
         if task is not None:
-            await asyncio.wait([task])  # not the task itself: a save that is cancelled must not cancel the claim
+            await asyncio.wait([task])  # the task is not awaited itself: a cancelled save must not cancel the claim
             task.result()
         if self.is_lost(job, attempt):
             raise Fenced(f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: this run can no longer save")

@@ -1,4 +1,6 @@
-"""The `ckptd` command: run, status, doctor, ls, show, verify, forget, pin. Speaks to people; `--json` speaks to programs.
+"""Defines the `ckptd` command line: run, status, doctor, ls, show, verify, forget, pin.
+
+Commands print text for people, and JSON for programs with `--json`.
 
 Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
 """
@@ -37,7 +39,7 @@ def _exit_code(error: e.CkptdError) -> int:
 
 
 def _speaks(command: Callable[..., None]) -> Callable[..., None]:
-    """Errors become one sentence (or one JSON object) and an exit code."""
+    """Return a wrapper of `command` that turns an error into one sentence, or one JSON object with `--json`, and an exit code."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -117,7 +119,7 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
     )  # fmt: skip
-    faulthandler.enable()  # an end by SIGSEGV or SIGABRT leaves every thread's traceback in the log
+    faulthandler.enable()  # SIGSEGV or SIGABRT then leaves a traceback of every thread in the log
     _give_way()
     from ckptd.daemon import limits
     from ckptd.daemon.app import App
@@ -132,7 +134,10 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
 
 
 def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
-    """End the process here if threads still wait for a disk that hangs. Python would wait for them, and no new daemon could start."""
+    """End the process here if threads still wait for a disk that hangs. The exit code is that of `error`, or 0.
+
+    Otherwise Python would wait for these threads, and no new daemon could start.
+    """
     from ckptd.daemon.storage_calls import hung_threads
 
     if names_of_them := hung_threads():
@@ -145,7 +150,7 @@ def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
 
 
 def _give_way() -> None:
-    """A batch process never takes a core from one that runs there, as the answer to a message otherwise would; sched(7)."""
+    """Move this process to the scheduling class SCHED_BATCH: a message that wakes it then never preempts a running trainer; sched(7)."""
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         try:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,6 +1,6 @@
-"""The daemon's settings: one frozen value, checked once. Precedence: flags, `CKPTD_*`, the TOML file, defaults.
+"""Merges and checks the daemon's settings. Flags win over `CKPTD_*` variables, variables over the TOML file, the file over defaults.
 
-Never looks at anything but what it is given: paths and disks are checked where they are used.
+Only the values are checked here. Paths and disks are checked where they are used.
 """
 
 from __future__ import annotations
@@ -27,50 +27,52 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
+    """The settings of one daemon. Making an instance raises InvalidConfig if a value is not allowed."""
+
     root: Path
-    """Directory of the checkpoints; absolute. Made if missing."""
+    """Directory of the checkpoints of all jobs, as an absolute path. It is created if it is missing."""
     socket: Path
-    """Unix socket to listen on."""
+    """Unix socket that the daemon listens on, as an absolute path of at most 107 bytes."""
     codec: str = "zstd"
-    """How chunks are stored: `raw`, `zstd` or `zstd:LEVEL`."""
+    """Encoding of stored chunks: `raw`, `zstd` or `zstd:LEVEL`."""
     slots: int = 2
-    """Slots a rank, 2 to 8. Two are enough unless saves take longer than the time between snapshots."""
+    """Slots for each rank, 2 to 8. Two are enough unless saves take longer than the time between snapshots."""
     shm_dir: Path = Path("/dev/shm")
-    """A tmpfs for the slots. In containers whose /dev/shm is small, name another one."""
+    """Directory for the slots, in a tmpfs. A container with a small /dev/shm needs another one."""
     shm_quota: int = 0
     """Bytes that all slots together may take; 0 means nine tenths of the tmpfs."""
     memory_ttl: float = 900.0
-    """Seconds that a dead trainer's slots are kept once they are durable."""
+    """Seconds for which the snapshots of a dead trainer stay in memory once they are durable."""
     keep_last: int = 10
-    """Checkpoints of a job to keep, the newest; 0 keeps all. Those with a tag of their own are never deleted."""
+    """How many of a job's newest checkpoints are kept; 0 keeps all. Retention neither counts nor deletes those with a user's own tag."""
     keep: tuple[Policy, ...] = ()
-    """What else to keep of a job that does not say itself: retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`."""
+    """More retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`, for jobs that have none of their own."""
     stall_budget: float = 10.0
-    """Seconds that `snapshot(on_busy="wait")` may hold the training."""
+    """Seconds for which `snapshot(on_busy="wait")` may hold up the training."""
     storage_timeout: float = 30.0
-    """Seconds for the root to answer when it is listed or read; then the request that needs it fails. Saves wait longer."""
+    """Seconds that the root has to answer when it is listed or read. After that the request fails. Saves wait as long as it takes."""
     rank_timeout: float = 60.0
-    """Seconds from the first rank's call until a step that another rank has not sealed is given up."""
+    """Seconds from the first rank's call for a step until the step is given up, if another rank has not sealed it."""
     threads: int = 0
     """Worker threads for checksums, compression and writing; 0 means one for each CPU, 8 at most."""
     memory_budget: int = 128 << 20
-    """Bytes of buffers that the pipeline may use, whatever the size of a snapshot."""
+    """Bytes of buffers that saves may use, whatever the size of a snapshot; at least four chunks."""
     chunk_size: int = DEFAULT_CHUNK
-    """Raw bytes of a chunk, 64 KiB to 16 MiB."""
+    """Raw bytes of a chunk: 64 KiB to 16 MiB, a multiple of 4096."""
     files_per_rank: int = 1
-    """Files that a rank's part of a checkpoint is spread over, 1 to 64: more where one file is on one disk of many."""
+    """Files that a rank's part of a checkpoint is spread over, 1 to 64. More than one pays where each file lies on one of many disks."""
     bytes_per_file: int = 0
-    """Bytes that a file of a checkpoint may have; a longer part is divided into more files. 0: no limit."""
+    """Most bytes in one file of a checkpoint; a longer part is divided into more files. 0 means no limit."""
     max_connections: int = 256
-    """Clients at once."""
+    """Most clients that may be connected at the same time."""
     strict_journal: bool = False
-    """Refuse to start on a corrupt journal instead of rebuilding it from what lies in storage and memory."""
+    """Refuse to start if the journal is corrupt, instead of rebuilding it from storage and memory."""
     private: bool = False
-    """Started by an agent for itself: leaves when nothing is left to do."""
+    """True if an agent has started the daemon for itself: the daemon ends when nothing is left to do."""
     idle_timeout: float = 10.0
-    """Seconds without clients, slots and work after which a private daemon leaves."""
+    """Seconds without clients, slots and work after which a private daemon ends."""
     log_level: str = "info"
-    """debug, info, warning or error."""
+    """Lowest level of the messages in the log: `debug`, `info`, `warning` or `error`."""
 
     def __post_init__(self) -> None:
         codec.encoder(self.codec)
@@ -100,22 +102,25 @@ class Config:
 
     @property
     def spread(self) -> Spread:
-        """Raises InvalidConfig."""
+        """The number and the largest size of the files that a rank's part is spread over."""
         return Spread.checked(self.files_per_rank, self.bytes_per_file, self.chunk_size)
 
     @property
     def retention(self) -> tuple[Policy, ...]:
-        """Of jobs that have no word of their own."""
+        """The retention policies for jobs that have none of their own."""
         return (LatestN(self.keep_last) if self.keep_last else PreserveAll(), *self.keep)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 _AGENTS_OWN = {"job", "failpoints", "python"}
-"""`CKPTD_` variables that are not settings of the daemon."""
+"""Names of `CKPTD_` variables that are not settings of the daemon, in lower case and without the prefix."""
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None) -> Config:
-    """Merge and check. `flags` holds only what was given. Raises InvalidConfig in one sentence."""
+    """Return the settings, merged from flags, environment and TOML file. Raises InvalidConfig.
+
+    flags: only the flags that were given.
+    """
     values: dict[str, Any] = {}
     if file is not None:
         values |= {key: _convert(key, value, f"{file}: ") for key, value in read_file(file).items()}
@@ -171,7 +176,7 @@ def _convert(key: str, value: Any, where: str) -> Any:
 
 
 def _policies(value: Any, where: str) -> tuple[Policy, ...]:
-    """A list of them, or text with semicolons between."""
+    """Return the policies of a list of texts, or of one text with semicolons between them. Raises InvalidConfig."""
     texts = value.split(";") if isinstance(value, str) else list(value)
     try:
         return tuple(parse(_text(text)) for text in texts if _text(text).strip())
@@ -186,7 +191,7 @@ def _text(value: Any) -> str:
 
 
 def parse_size(text: str) -> int:
-    """`"24G"` is 24 * 10**9, `"8Mi"` 8 * 2**20. Raises ValueError."""
+    """Return the number that a text stands for: `"24G"` is 24 * 10**9, `"8Mi"` is 8 * 2**20. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(text)

@@ -1,7 +1,7 @@
-"""Deletes checkpoints: what retention does not keep, after a commit, and what a person asks for. Keeps `newest` up to date.
+"""Deletes checkpoints, by retention after a commit or on request, and keeps the hint `newest` up to date.
 
-A daemon deletes by retention only after its own commit in that job. A daemon that merely starts, or that somebody attaches to, deletes
-nothing: its settings may not be those that the job was trained under.
+A daemon applies retention to a job only after its own commit in that job. If a daemon is merely started, or a trainer connects to it,
+retention deletes nothing: the settings of this daemon may not be those that the job was trained with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ log = logging.getLogger("ckptd.deleter")
 
 
 class Deleter:
-    """`locks`: one for each job. Whoever saves or deletes in a job holds its lock; `retain`, `retire` and `point_newest` expect it held."""
+    """The deleter of one daemon. Every save and every deletion in a job holds the lock of that job, which is in `locks`.
+
+    `repair_newest` and `forget` take the lock. The caller of `retain`, `retire` or `point_newest` must hold it.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class Deleter:
     # -- at the start
 
     async def repair_newest(self, job: Job) -> None:
-        """Make `newest` name the newest checkpoint, while no save or deletion of the job is under way."""
+        """Wait until no save or deletion of the job is under way, then make `newest` name the newest checkpoint."""
         async with self._locks[job.name]:
             await self.point_newest(job)
 
@@ -53,9 +56,9 @@ class Deleter:
     async def retain(self, job: Job) -> None:
         """Update `newest`, then delete the checkpoints that retention does not keep.
 
-        If the policies are not those that retention last went by, and would delete more than one checkpoint at once, nothing is deleted
-        yet: the log and `Job.announced` say what goes at the next commit. A failure loses nothing: it is logged, counted, and the next
-        commit tries again.
+        If the policies differ from those of the last retention, and would delete more than one checkpoint at once, nothing is deleted yet:
+        the log and `Job.announced` say which checkpoints the next commit deletes. If a newer ckptd has written to the job, nothing is
+        deleted. A failure is logged and counted, and the next commit tries again. Raises JournalBroken.
         """
         if not await self.point_newest(job):
             return
@@ -89,7 +92,7 @@ class Deleter:
                 self._failed(job, error)
 
     async def point_newest(self, job: Job) -> bool:
-        """Make `newest` name the newest checkpoint. Return False if that failed; the failure is logged and counted."""
+        """Make `newest` name the newest checkpoint, if there is one. Return False if that failed; the failure is logged and counted."""
         try:
             newest = job.newest_checkpoint()
             if newest is not None and await self._calls.run(lambda: self._storage.read_newest(job.name)) != newest.tag:
@@ -110,7 +113,7 @@ class Deleter:
     async def forget(self, job: Job, tag: str) -> str:
         """Delete a checkpoint on request, whether it is intact or damaged. Return the reason if it cannot be deleted.
 
-        Raises OSError, StorageError.
+        Return "" if it is gone. Raises OSError, StorageError.
         """
         async with self._locks[job.name]:
             known = job.checkpoints.get(tag)
@@ -127,7 +130,11 @@ class Deleter:
             return why
 
     async def retire(self, job: Job, old: StoredCheckpoint) -> str:
-        """Delete a checkpoint: intent, manifest, parts, directory, in this order. Return the reason if it is pinned or being read."""
+        """Delete a checkpoint. Return the reason if it stays, because it is pinned or being read, and "" if it is gone.
+
+        The order matters: journal the intent, delete the manifest, then the parts, then the directory, and journal the end. Raises OSError,
+        StorageError.
+        """
         try:
             return await self._retire(job, old)
         finally:
@@ -158,9 +165,9 @@ class Deleter:
         return ""
 
     async def _leave_newest(self, job: Job) -> None:
-        """Point `newest` elsewhere, because the checkpoint that it names is about to be deleted.
+        """Point `newest` to another checkpoint, because the checkpoint that it names is about to be deleted.
 
-        Without room for another hint it is removed: deleting must work on a full disk.
+        If there is no other checkpoint, or no room on the disk to write the hint, remove the hint: deleting must work on a full disk.
         """
         other = job.newest_checkpoint()
         if other is not None:

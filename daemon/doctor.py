@@ -1,7 +1,7 @@
-"""Checks of a node, as `ckptd doctor` prints them: is everything there that a daemon needs, and how much fits?
+"""Checks for `ckptd doctor` whether a node has everything that a daemon needs, and how much fits.
 
-Each check is a function that returns a `Check` and changes nothing. `check_root` makes a directory of its own in the root for a moment, and
-removes it. Nothing here talks to a daemon.
+Each check is a function that returns or yields `Check` values and changes nothing. Only `check_root` makes a directory in the root, and
+removes it again. No check talks to a daemon.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ckptd.shared.errors import Forbidden
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
-LEAST_FREE = 1 << 30  # bytes of the root below which a warning is due
+LEAST_FREE = 1 << 30  # bytes; a root with less free space gets a warning
 LEAST_INODES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A finding of one check: a sentence for people, values for programs. `level` is ok, warning or failed."""
+    """The result of one check: a message for people, and values for programs. `level` is ok, warning or failed."""
 
     name: str
     level: str
@@ -45,7 +45,7 @@ class Check:
 
 
 def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
-    """Run every check for a daemon with these settings. Without `with_root` no root was named, and its checks are left out."""
+    """Run the checks for a daemon with these settings, and yield the results. Without `with_root` the checks of the root are left out."""
     plan = limits.DescriptorPlan(config.slots, config.files_per_rank)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield check_files(plan, soft, hard, config.max_connections)
@@ -59,7 +59,7 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
 
 
 def check_files(plan: limits.DescriptorPlan, soft: int, hard: int, most: int) -> Check:
-    """Compare the limit of open files with what a daemon needs for `most` clients. The daemon raises the soft limit to the hard one."""
+    """Check that the hard limit of open files is enough for `most` clients. The daemon raises its soft limit to the hard limit."""
     limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard
     fit, values = plan.ranks(limit), {"soft": soft, "hard": hard, "ranks_fit": plan.ranks(limit), "needed": plan.needed(most)}
     if fit == 0:
@@ -75,7 +75,7 @@ def check_files(plan: limits.DescriptorPlan, soft: int, hard: int, most: int) ->
 
 
 def check_locked_memory(limit: int) -> Check:
-    """Tell the limit of locked memory. It matters to trainers with GPUs, which lock their slots, and not to the daemon."""
+    """Check the limit of locked memory. It matters to trainers with GPUs, which lock their slots, but not to the daemon."""
     values = {"limit": None if limit == resource.RLIM_INFINITY else limit}
     if limit == resource.RLIM_INFINITY:
         return Check("locked memory", OK, "no limit (RLIMIT_MEMLOCK)", values)
@@ -87,7 +87,10 @@ def check_locked_memory(limit: int) -> Check:
 
 
 def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
-    """Tell how large the state of one rank can be, with `slots` slots in the tmpfs at `path`."""
+    """Check the tmpfs at `path`, and tell the largest state of all local ranks together for which `slots` slots fit.
+
+    quota: most bytes of all slots; 0 means nine tenths of the tmpfs.
+    """
     name = "shared memory"
     try:
         free, total = shutil.disk_usage(path).free, shutil.disk_usage(path).total
@@ -109,7 +112,7 @@ def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
 
 
 def _file_system(path: Path) -> int:
-    """Return the magic number of the file system (statfs(2)); 0 if it cannot be known."""
+    """Return the magic number of the file system at `path`, or 0 if statfs(2) fails."""
     buffer = ctypes.create_string_buffer(256)
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
         return 0
@@ -117,7 +120,7 @@ def _file_system(path: Path) -> int:
 
 
 def check_root(root: Path) -> Iterator[Check]:
-    """Check the directory for checkpoints, or, if it is not there yet, the directory in which it will be made."""
+    """Check the directory for checkpoints. If it does not exist yet, check the nearest parent that does."""
     place = root
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -208,7 +211,7 @@ def _ofd_lock(probe: Path) -> None:
 
 
 def check_socket_directory(path: Path) -> Check:
-    """Check that nobody else could put another socket at the daemon's place."""
+    """Check that this user can make a socket in the directory, and that no other user can replace it."""
     name = "socket directory"
     try:
         status = path.stat()
@@ -228,7 +231,7 @@ def check_socket_directory(path: Path) -> Check:
 
 
 def check_kernel() -> Iterator[Check]:
-    """Check what the kernel offers to notice the death of a trainer, and for memory without a name."""
+    """Check which features the kernel has: pidfds, which report the death of a trainer, and memfds, which replace too small a tmpfs."""
     release = os.uname().release
     one, other = socket.socketpair()
     with one, other:
@@ -247,14 +250,14 @@ def check_kernel() -> Iterator[Check]:
 
 
 def check_event_loop(uvloop: bool) -> Check:
-    """Tell whether the faster event loop is installed."""
+    """Check that uvloop, the faster event loop, is installed."""
     if uvloop:
         return Check("uvloop", OK, "is installed", {"there": True})
     return Check("uvloop", WARNING, "is not installed: answers take longer; `pip install uvloop`", {"there": False})
 
 
 def text(checks: list[Check]) -> str:
-    """Return one line for each check, the findings that need attention in capitals."""
+    """Return one line for each check. The levels warning and failed are in capitals."""
     width = max(len(check.name) for check in checks)
     return "\n".join(
         f"{check.level if check.level == OK else check.level.upper():8} {check.name:{width}}  {check.message}" for check in checks

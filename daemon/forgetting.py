@@ -1,4 +1,8 @@
-"""What `ckptd forget` and `ckptd pin` do: say what would go, and have it deleted by the daemon of that root, or by one made for it."""
+"""Implements `ckptd forget` and `ckptd pin`: selects the checkpoints to delete, has them deleted, and sets or removes pins.
+
+The daemon that serves the root deletes the checkpoints. If there is none, this process recovers the root as a daemon does, and deletes
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,11 @@ _SECONDS = 600.0
 
 
 def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_run: bool) -> Iterator[dict[str, Any]]:
-    """Delete the checkpoint DIR/JOB/TAG; or of DIR/JOB what `policies` do not keep. One row for each, `error` where it stays.
+    """Delete the checkpoint DIR/JOB/TAG, or those checkpoints of DIR/JOB that `policies` do not keep. Yield one row for each.
 
-    Raises InvalidRequest, NotFound, Busy for a daemon that cannot be found, StorageError.
+    `error` in a row is the reason why the checkpoint stays, or None. With `dry_run` nothing is deleted. Raises InvalidRequest, NotFound,
+    StorageError; Busy if a daemon serves the root and its socket cannot be found; DaemonUnreachable or Forbidden if `socket` is named and
+    cannot be used.
     """
     storage, job, tag = _place(path)
     if (tag is None) == (not policies):
@@ -66,7 +72,7 @@ def _place(path: Path) -> tuple[PosixStorage, str, str | None]:
 
 
 def _chosen(storage: PosixStorage, job: str, tag: str | None, policies: Sequence[Policy]) -> Iterator[tuple[str, int]]:
-    """Tags to delete, and their bytes as far as known."""
+    """Yield each tag to delete, with the bytes of its checkpoint, or 0 if its manifest cannot be read."""
     found = dict(report.manifests(storage, job))
     if tag is not None:
         manifest = found.get(tag)
@@ -82,7 +88,7 @@ def _chosen(storage: PosixStorage, job: str, tag: str | None, policies: Sequence
 
 
 def _reader(storage: PosixStorage, job: str, tag: str) -> str | None:
-    """Return why the checkpoint cannot be deleted now, naming the processes that read it, or None."""
+    """Return the reason why the checkpoint cannot be deleted now, with the processes that read it, or None if it can."""
     try:
         found = leases.holders(storage, job, tag)
     except Busy as error:
@@ -112,7 +118,10 @@ def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[
 
 
 async def _delete_without_a_daemon(config: Config, job: str, tags: Sequence[str]) -> dict[str, str]:
-    """Recover the root as a daemon does, delete, and save what dead trainers have left in memory."""
+    """Recover the root as a daemon does, delete these checkpoints, and save the snapshots that dead trainers have left in memory.
+
+    Return the reason for each tag that stays. Raises Busy if a daemon serves the root.
+    """
     failures: list[BaseException] = []
     async with opened(config, PosixFileSystem(), failed=failures.append, changed=lambda: None) as parts:
         try:
@@ -125,8 +134,11 @@ async def _delete_without_a_daemon(config: Config, job: str, tags: Sequence[str]
 
 
 def _settings(root: Path) -> Config:
-    """As the environment has them. It keeps all else, since what the flags of the root's daemon are is not known; and it is for nobody else
-    to connect to."""
+    """Return the settings for a deletion by this process: those of the environment and its config file, with two differences.
+
+    Retention keeps everything, because the flags that the daemon of this root was started with are unknown. The socket has a name of its
+    own, because no client may connect.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "CKPTD_CONFIG"}
     file = os.environ.get("CKPTD_CONFIG")
     flags = {"root": str(root), "socket": f"{names.private_socket(root)}.{os.getpid()}", "keep_last": 0, "keep": ()}
@@ -134,9 +146,9 @@ def _settings(root: Path) -> Config:
 
 
 def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
-    """Return a connection to the daemon that serves `root`, if one is found.
+    """Return a connection to the daemon that serves `root`, or None if none is found.
 
-    Raises DaemonUnreachable, Forbidden or InvalidRequest if `socket` is named and is not such a daemon's.
+    If `socket` is named, no other is tried. Raises DaemonUnreachable, Forbidden or InvalidRequest if no daemon of `root` can be used there.
     """
     for place in [socket] if socket is not None else [*names.private_sockets(root), *names.default_sockets()]:
         try:
@@ -156,9 +168,10 @@ def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
 
 
 def pin(path: Path, *, remove: bool) -> tuple[str, str]:
-    """Keep DIR/JOB/TAG (or the newest of DIR/JOB) from being deleted until the pin is removed; returns job and tag.
+    """Pin the checkpoint DIR/JOB/TAG, or the newest of DIR/JOB, so that nothing deletes it. With `remove`, remove the pin instead.
 
-    Raises NotFound, IntegrityError, OSError.
+    Return job and tag. Raises InvalidRequest if the checkpoint is outside every root; NotFound, Busy, IntegrityError, StorageError,
+    OSError.
     """
     storage, job, named = _place(path)
     tag = named or report.manifest_at(path).tag

@@ -1,8 +1,10 @@
-"""The journal: appends records durably, one writer, and starts again after any death (FORMAT.md, section 7).
+"""Appends the daemon's records durably to journal files, and replays these files when the daemon starts (FORMAT.md, section 7).
 
-A batch of records is one write and one fdatasync on a thread; then the waiters wake. `Journal.open` replays the files that are there, and
-`Journal.start` begins a new file with the whole state. An old file is appended to only where there is no room for a new one. The journal
-holds intents; what is true about checkpoints stands in manifests and sealed headers.
+`Journal.open` replays the files that an earlier daemon left. `Journal.start` then writes the whole state to a new file. It appends to an
+old file only if there is no room for a new one. One task writes the journal: it collects the records that wait, writes them with one
+fdatasync on a thread, and then wakes their callers.
+
+The journal holds intents. The truth about checkpoints is in the manifests and in the headers of sealed slots.
 """
 
 from __future__ import annotations
@@ -30,28 +32,37 @@ from ckptd.shared.names import TMP_SUFFIX
 log = logging.getLogger("ckptd.journal")
 
 MAX_UNDER_WAY = 1 << 20
-"""Bytes of the state that saves and deletions under way may take up before new ones are refused; twice that still fits a journal file."""
+"""While the saves and deletions under way take more than this many bytes of the encoded state, new ones are refused.
+
+A journal file has room for twice as much.
+"""
 MARGIN = 256 << 10
-"""Bytes that a new journal file has at least for records to come."""
+"""Bytes that the first records of a new journal file leave free, at least, for later records."""
 
 
 _NEVER_GIVEN = 1 << 63
-"""Journal files are numbered one by one: a file of such a number is somebody else's, and none could follow it."""
+"""No journal file ever gets this number or a higher one, because the daemon numbers its files one by one.
+
+A file with such a number was not made by ckptd, and there might be no higher number left for the next file.
+"""
 _NOT_A_JOURNAL = {errno.EFBIG: "it has grown", errno.ELOOP: "it is a symbolic link"}
-"""Error numbers of reading that say that a journal file has been tampered with."""
+"""Errors of a read which show that a journal file has been tampered with, and the problem that each one stands for."""
 _Encoded = tuple[r.Record, int, bytes]
-"""A record, its type and its payload."""
+"""A record, the number of its type, and its payload."""
 
 
 class JournalBroken(StorageError):
-    """A journal write or sync failed: nothing can be promised any more; the daemon must end and be started again."""
+    """A failure of the journal's writer, such as a failed write or sync.
+
+    After it no record can be promised to be durable. The daemon must end and be started again.
+    """
 
     retry = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A journal file that records can be appended to behind `end`: `crc` and `sequence` are those of its last record."""
+    """An open journal file to append to. `end` is the offset behind its last record; `crc` and `sequence` are those of that record."""
 
     fd: int
     number: int
@@ -63,7 +74,10 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """The newest file as it was replayed: `good` are its bytes up to the end of the last good record."""
+    """The newest journal file as it was replayed.
+
+    `good` holds its bytes up to the end of its last good record; `crc` and `sequence` are those of that record.
+    """
 
     number: int
     good: bytes
@@ -73,7 +87,12 @@ class _Last:
 
 
 class Journal:
-    """`await append(record)` returns when it is durable. After JournalBroken every call raises it."""
+    """The journal of one daemon. Call `open`, then `start`, then `append` and `post`, and `close` at the end.
+
+    `state`: the state that all durable records add up to. `torn` and `corrupt`: how many of the replayed files had a torn tail, and how
+    many were corrupt. `records`: how many records were read from the newest file that had any. `on_broken`: called on the event loop with
+    the error if the writer fails. After that every `append` raises the same JournalBroken.
+    """
 
     def __init__(self, fs: FileSystem, directory: int, pool: ThreadPoolExecutor) -> None:
         self._fs, self._directory, self._pool = fs, directory, pool
@@ -86,7 +105,7 @@ class Journal:
         self._end = jf.FILE_SIZE
         self._crc = self._sequence = self._durable = 0
         self._files = JournalDirectory(fs, directory)
-        self._whole = 0  # number of the newest file known to hold the whole state: files before it are not needed
+        self._whole = 0  # number of the newest file that is known to hold the whole state: older files are not needed
         self._last: _Last | None = None
         self._waiting: list[tuple[_Encoded, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -96,10 +115,13 @@ class Journal:
 
     @classmethod
     def open(cls, fs: FileSystem, directory: int, pool: ThreadPoolExecutor, *, strict: bool = False) -> Journal:
-        """Replay what lies in `directory`. Nothing is written until `start`.
+        """Replay the journal files in `directory`, and return the journal. No record is written before `start`.
 
-        Raises NewerFormat, StorageError for a file that cannot be read, or IntegrityError for corruption when `strict`. Without `strict` a
-        corrupt file is set aside, `corrupt` is counted, and `state` holds what could be read: the caller rebuilds the rest by a scan.
+        A torn tail is copied aside. Without `strict` a corrupt file is copied or moved aside, and `state` holds the records that could be
+        read: the caller rebuilds the rest by a scan of manifests and sealed slots.
+
+        Raises NewerFormat if a newer ckptd wrote the journal, StorageError if a file cannot be read, and, with `strict`, IntegrityError if
+        a file is corrupt.
         """
         journal, doing = cls(fs, directory, pool), "list the journal's directory"
         try:
@@ -123,7 +145,7 @@ class Journal:
                 state = self._apply(state, record)
             if scan.ending is jf.Ending.CORRUPT:
                 problem = "a record is damaged that was durable"
-            elif len(data) < jf.FILE_SIZE:  # it was as long as that before it had its name
+            elif len(data) < jf.FILE_SIZE:  # a journal file has its full length before it gets its name
                 problem = f"{len(data):,d} of {jf.FILE_SIZE:,d} bytes are there"
         except NewerFormat:
             raise
@@ -171,9 +193,10 @@ class Journal:
         return state
 
     def start(self, live: Collection[str] = ()) -> None:
-        """Begin a new file with the whole state, then drop the old ones. Without room for it, go on in the newest one.
+        """Write the whole state to a new file, then drop the old files. If there is no room for a new file, append to the newest old one.
 
-        Jobs that are not `live` and have nothing under way are forgotten: storage knows their attempts. Raises OSError.
+        The state forgets each job that is not in `live` and has no save or deletion under way: storage knows the attempts of these jobs.
+        Raises OSError.
         """
         self.state.forget_all_but(live)
         try:
@@ -188,10 +211,11 @@ class Journal:
         self._last = None
 
     async def append(self, *records: r.Record) -> None:
-        """Append records, durable when it returns.
+        """Append records, and return once they are durable.
 
-        Raises JournalBroken; StorageError if there is no room for a new file, if a record is too large, or, for a new save or deletion, if
-        too many are under way: then none of the records is written.
+        Raises JournalBroken if the journal's writer has failed. Raises StorageError if a record is too large, if there is no room for a new
+        file, or if a record announces a save or deletion while too many are under way. After a StorageError none of the records has been
+        written, unless more than `MAX_PAYLOAD` bytes of records were waiting: then some of them may have been.
         """
         if self._broken:
             raise self._broken
@@ -207,12 +231,12 @@ class Journal:
                 raise result
 
     def post(self, record: r.Record, done: Callable[[], object]) -> asyncio.Task[None]:
-        """Append a record that nothing depends on, and call `done` once it is durable. Nobody needs to wait for the task.
+        """Append a record that nothing depends on, and call `done` once it is durable. The caller need not await the returned task.
 
-        A record that finds no room is only logged. A broken journal ends the daemon by itself.
+        If the record cannot be appended, the log says so and `done` is not called. A failure of the writer is left to `on_broken`.
         """
         task = watched(self._post(record, done), "journaling")
-        self._posted.add(task)  # a task that nobody has may be garbage before it is done
+        self._posted.add(task)  # asyncio has only a weak reference: without this one the task could be collected before it ends
         task.add_done_callback(self._posted.discard)
         return task
 
@@ -250,7 +274,7 @@ class Journal:
                     await asyncio.get_running_loop().run_in_executor(self._pool, self._write_batch, records)
             except StorageError as problem:
                 error = problem
-            except Exception as problem:  # whatever it is, nobody may wait for ever, and nothing more is promised
+            except Exception as problem:  # whatever it is, no caller may wait for ever, and no later record may count as durable
                 if not isinstance(problem, OSError):
                     log.exception("the journal's writer failed")
                 broken = isinstance(problem, OSError) and JournalBroken.of("write the journal", problem)
@@ -265,7 +289,7 @@ class Journal:
                     future.set_exception(error)
 
     def _write_batch(self, batch: list[_Encoded]) -> None:
-        """One write and one sync, or a few if the records do not fit into a file together."""
+        """Write records durably, in groups of about `MAX_PAYLOAD` bytes at most. Each group takes one write and one sync."""
         group: list[_Encoded] = []
         size = 0
         for record, kind, payload in batch:
@@ -303,10 +327,10 @@ class Journal:
             self.state.apply(record)
 
     def _begin(self) -> _Begun:
-        """Write the whole state into a new file, durably, under its temporary name. Nothing else changes if that fails."""
+        """Write the whole state durably to a new file under a temporary name, and return it. If that fails, the journal stays as it is."""
         number = self._number + 1
         failpoint("journal.rotating")
-        while not self._files.drop(names.journal_file(number) + TMP_SUFFIX):  # it is a directory
+        while not self._files.drop(names.journal_file(number) + TMP_SUFFIX):  # a directory has this name: try the next number
             number += 1
         header = jf.FileHeader(number, secrets.token_bytes(16), self._crc)
         data, crc, sequence = bytearray(header.encode()), header.crc, 0
@@ -323,7 +347,7 @@ class Journal:
         return _Begun(fd, number, header.salt, len(data), crc, sequence)
 
     def _publish(self, begun: _Begun) -> None:
-        """Make the new file the journal, then drop the old ones."""
+        """Rename a new file to its final name, append to it from now on, and drop the old files."""
         name = names.journal_file(begun.number)
         try:
             self._fs.rename(name + TMP_SUFFIX, name, self._directory, replace=False)
@@ -344,12 +368,13 @@ class Journal:
         self._end, self._crc, self._sequence, self._durable = begun.end, begun.crc, begun.sequence, begun.sequence
 
     def _go_on(self, last: _Last) -> _Begun:
-        """Open the newest file to append to it. Its good records are written once more, in place, with zeros behind them, and synced.
+        """Open the newest file to append to it. Before that, write its good records again in place, with zeros behind them, and sync.
 
-        They are written since an earlier daemon's sync may have failed: then the page cache has them, and the disk has not.
+        Writing them again is necessary because a sync of an earlier daemon may have failed: then the records are in the page cache, but not
+        on the disk.
         """
         fd = self._files.write_over(names.journal_file(last.number), last.good)
-        self._fs.sync_directory(self._directory)  # the daemon that published it may have died before
+        self._fs.sync_directory(self._directory)  # the daemon that renamed the file may have died before it synced the name
         return _Begun(fd, last.number, last.salt, len(last.good), last.crc, last.sequence)
 
     async def close(self) -> None:

@@ -1,6 +1,7 @@
-"""The files of the journal's directory: the spare one, those that are dropped, and those that are set aside (FORMAT.md, section 7).
+"""Creates, drops and sets aside the files in the journal's directory, and keeps a spare file (FORMAT.md, section 7).
 
-The spare file is room kept in reserve, so that a new journal file can be written on a full disk. What the files hold is `journal.py`'s.
+The spare is an allocated file that is kept in reserve, so that a new journal file can be written on a full disk. `journal.py` decides on
+the content of the files.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ SPARE = names.JOURNAL_SPARE
 
 
 class JournalDirectory:
-    """The directory of one journal, by its open descriptor. One thread at a time may use it. Methods raise OSError."""
+    """The directory of one journal, given as an open descriptor. Only one thread at a time may use it. All methods raise OSError."""
 
     def __init__(self, fs: FileSystem, directory: int) -> None:
         self._fs, self._directory = fs, directory
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all journal files, in order."""
+        """Return the numbers of all journal files in ascending order."""
         return sorted(n for name in os.listdir(self._directory) if (n := names.parse_journal_file(name)) is not None)
 
     # -- the spare file, and files that are not needed any more
@@ -38,7 +39,11 @@ class JournalDirectory:
         return self._fits(SPARE)
 
     def _fits(self, name: str) -> bool:
-        """Return True for a regular file of a journal file's length that is ours and has no second name, under which it may be in use."""
+        """Return True if the file is fit to be the spare.
+
+        It must be a regular file of `FILE_SIZE` bytes, and belong to the daemon's user or to the owner of the directory. It must have no
+        second name, because it might be in use under that name.
+        """
         try:
             found = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
         except FileNotFoundError:
@@ -47,16 +52,17 @@ class JournalDirectory:
         return stat.S_ISREG(found.st_mode) and found.st_size == jf.FILE_SIZE and found.st_nlink == 1 and found.st_uid in owners
 
     def drop(self, name: str) -> bool:
-        """Make a file that is not needed any more the spare if there is none, and delete it otherwise. The caller syncs the directory.
+        """Take away a file that is no longer needed: make it the spare if there is none and it is fit, otherwise delete it.
 
-        Return False if the name is that of a directory, which is not ours and stays.
+        Return False if the name belongs to a directory: ckptd did not make the directory, and it stays. The caller syncs the journal's
+        directory.
         """
         if self._fits(name) and not self.has_spare:
             try:
                 self._fs.rename(name, SPARE, self._directory, replace=True)
                 return True
             except IsADirectoryError:
-                pass  # somebody's directory has the name of the spare: there will be none
+                pass  # a directory that ckptd did not make has the name of the spare: the journal works without a spare
         try:
             self.delete(name)
         except IsADirectoryError:
@@ -65,24 +71,24 @@ class JournalDirectory:
         return True
 
     def drop_before(self, number: int) -> None:
-        """Drop the files before `number`, which is whole and durable."""
+        """Drop all journal files with lower numbers. File `number` must hold the whole state durably."""
         dropped = False
         for old in os.listdir(self._directory):
             parsed = names.parse_journal_file(old.removesuffix(TMP_SUFFIX))
             if parsed is not None and parsed < number:
                 dropped = self.drop(old) or dropped
         if dropped:
-            self._fs.sync_directory(self._directory)  # or power cuts, one soon after the other, would pile them up
+            self._fs.sync_directory(self._directory)  # otherwise each power cut could bring dropped files back, and they would pile up
 
     def delete(self, name: str) -> None:
-        """Delete a file if it is there."""
+        """Delete a file. Do nothing if it does not exist."""
         try:
             self._fs.unlink(name, self._directory)
         except FileNotFoundError:
             pass
 
     def make_spare(self) -> None:
-        """Make a spare if there is none. If that fails, say so in the log: the journal works without one."""
+        """Create the spare if there is none. A failure is only logged, because the journal works without a spare."""
         if self.has_spare:
             return
         temporary = SPARE + TMP_SUFFIX
@@ -96,14 +102,14 @@ class JournalDirectory:
             try:
                 self.delete(temporary)
             except OSError:
-                pass  # the next try deletes it
+                pass  # the next call deletes it
 
     # -- a journal file
 
     def write_new(self, name: str, data: bytes, whole: int) -> int:
-        """Write a new file with `data` and zeros durably, and return it open. On a full disk it takes the place of the spare.
+        """Create a file of `FILE_SIZE` bytes, `data` and then zeros, durably. Return its descriptor. On a full disk, use up the spare.
 
-        `whole`: number of the newest file that makes those before it superfluous; 0 if there is none.
+        whole: number of the newest file that holds the whole state, so that older files may become the spare; 0 if there is none.
         """
         try:
             return self._fill(self._fs.create(name, self._directory, mode=0o600), data, allocate=True)
@@ -112,18 +118,18 @@ class JournalDirectory:
                 raise
             self.drop(name)
             if not self.has_spare and whole:
-                self._fs.sync_directory(self._directory)  # the daemon that published that file may have died before
+                self._fs.sync_directory(self._directory)  # the daemon that renamed that file may have died before it synced the name
                 self.drop_before(whole)
             if not self.has_spare:
                 raise
         log.warning("there is no room for a new journal file: it takes the place of the spare one")
         self._fs.rename(SPARE, name, self._directory, replace=True)
-        # Before it is written over: the spare may have been a journal file, and a power cut must not give it back that name.
+        # Sync before overwriting: the spare may once have been a journal file, and a power cut must not bring back that name.
         self._fs.sync_directory(self._directory)
         return self.write_over(name, data)
 
     def write_over(self, name: str, data: bytes) -> int:
-        """Write `data` and zeros over a whole file in place, durably, and return it open."""
+        """Overwrite a whole file in place with `data` and then zeros, durably. Return its descriptor."""
         fd = open_regular(name, self._directory, os.O_RDWR | READ)
         return self._fill(fd, data.ljust(jf.FILE_SIZE, b"\0"), allocate=False)
 
@@ -141,11 +147,11 @@ class JournalDirectory:
     # -- damage
 
     def move_aside(self, name: str) -> None:
-        """Give a corrupt file another name, for somebody to look at."""
+        """Rename a corrupt file, so that it is no longer a journal file and can still be examined."""
         self._fs.rename(name, f"{name}.corrupt.{secrets.token_hex(4)}", self._directory, replace=False)
 
     def copy_aside(self, name: str, data: bytes, suffix: str) -> bool:
-        """Keep a copy of damaged bytes. Return False if there is no room for it, which must not keep the daemon from starting."""
+        """Write damaged bytes to a file of their own. Return False if there is no room, because the daemon must start all the same."""
         copy = f"{name}{suffix}.{secrets.token_hex(4)}"
         try:
             fd = self._fs.create(copy, self._directory)
@@ -163,7 +169,7 @@ class JournalDirectory:
         return True
 
     def make_way(self, name: str) -> None:
-        """Take a file of which nothing can be read out of the way. It becomes the spare if there is none, and is set aside otherwise."""
+        """Take away an unreadable journal file: make it the spare if there is none and it is fit, otherwise move it aside."""
         if self.has_spare or not self._fits(name):
             self.move_aside(name)
         else:

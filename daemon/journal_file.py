@@ -1,6 +1,7 @@
-"""One journal file: its header and records as bytes, and how to read them back (FORMAT.md, section 7). Pure.
+"""Encodes the header and the records of one journal file, and reads a whole file back (FORMAT.md, section 7).
 
-`scan` tells a torn tail from corruption: damage at sequence k is a torn tail unless a later record says that k was durable.
+This module does no I/O. `scan` distinguishes a torn tail from corruption: damage at sequence number k is a torn tail, unless a later record
+says that record k was durable.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAGIC = b"CKPTDJNL"
 FILE_SIZE = 4 << 20
 HEADER_SIZE = 64
 MAX_PAYLOAD = 1 << 20
-MAX_STATE = 2 << 20  # the first record of a file, which holds what all others before it add up to
+MAX_STATE = 2 << 20  # for a STATE record, which begins a file with the state that all earlier records add up to
 STATE_TYPE = 1
 IGNORABLE = 1
 PAYLOAD_VERSION = 1
@@ -61,7 +62,11 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """`end`: offset behind the last good record; `last_crc`: its crc, to chain on."""
+    """The content of one journal file up to the first damage. `ending` says how the file ends.
+
+    `end` is the offset behind the last good record. `last_crc` is the crc of that record, or of the header if there is no record; the next
+    record must repeat it.
+    """
 
     header: FileHeader
     records: list[RawRecord]
@@ -71,7 +76,10 @@ class Scan:
 
 
 def encode_record(salt: bytes, previous_crc: int, record: RawRecord) -> tuple[bytes, int]:
-    """The record with its padding to 8 bytes, and its crc. Raises ValueError for a payload beyond 1 MiB."""
+    """Return the bytes of a record, padded to 8 bytes, and its crc.
+
+    Raises ValueError if the payload has more than `MAX_PAYLOAD` bytes, or more than `MAX_STATE` bytes in a STATE record.
+    """
     if len(record.payload) > _most(record.type):
         raise ValueError(f"a journal record of {len(record.payload)} bytes is beyond {_most(record.type)}")
     head = _RECORD.pack(0, len(record.payload), previous_crc, record.type, record.flags, record.version, record.sequence, record.durable)
@@ -81,7 +89,10 @@ def encode_record(salt: bytes, previous_crc: int, record: RawRecord) -> tuple[by
 
 
 def scan(data: bytes, number: int) -> Scan:
-    """Read a whole file. Raises IntegrityError if its header is not that of file `number`, NewerFormat for a newer ckptd's."""
+    """Read the bytes of a whole journal file, and return its header, its good records, and how the file ends.
+
+    Raises NewerFormat if a newer ckptd wrote the file, IntegrityError if the header is damaged or belongs to a file of another number.
+    """
     if len(data) < HEADER_SIZE:
         raise IntegrityError("journal header is cut short")
     check_preamble(data, MAGIC, "journal")
@@ -128,10 +139,10 @@ def _read(data: bytes, position: int, salt: bytes) -> tuple[RawRecord, int, int,
 
 
 def _proved_durable(data: bytes, position: int, salt: bytes, sequence: int) -> bool:
-    """Whether any record behind the damage says that `sequence` was durable."""
+    """Return True if a record behind the damage says that the record with number `sequence` was durable."""
     for at in range(_aligned(position), len(data) - RECORD_SIZE, 8):
         if data[at + 4 : at + 8] == b"\0\0\0\0" and not data[at + 12]:
-            continue  # zeros: no record
+            continue  # length 0 and type 0: no record starts here, these are zeros
         found = _read(data, at, salt)
         if found is not None and found[0].sequence >= sequence and found[0].durable >= sequence:
             return True

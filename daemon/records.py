@@ -1,6 +1,7 @@
-"""The journal's records as values, and the state that they add up to (FORMAT.md, section 7).
+"""Defines the records of the journal, and the state that they add up to (FORMAT.md, section 7).
 
-Records are assertions, merged by maximum: applying one twice changes nothing. Pure; `journal.py` stores them.
+Records are assertions that are merged by maximum, so that applying a record twice changes nothing. This module does no I/O: `journal.py`
+stores the records.
 """
 
 from __future__ import annotations
@@ -81,7 +82,11 @@ class Retired(Record, frozen=True, kw_only=True):
 
 
 class JobState(msgspec.Struct):
-    """`attempt`: the newest; `sealed_step`: the newest step of it that was seen sealed, -1 for none; `seq`: the highest given."""
+    """The part of the journal's state that is about one job.
+
+    `attempt`: the newest attempt. `world_size`: the number of its ranks. `sealed_step`: the highest step of that attempt for which a seal
+    was seen, -1 if there is none. `seq`: the highest `seq` of a committed checkpoint of the job.
+    """
 
     attempt: int = 0
     world_size: int = 1
@@ -90,7 +95,10 @@ class JobState(msgspec.Struct):
 
 
 class JournalState(msgspec.Struct):
-    """What is under way. `staged`: {job/tag: {file: PartDurable, or None while it is being written}}."""
+    """The sum of the journal's records: the jobs by name, and the saves and deletions that are under way.
+
+    `staged`: {job/tag: {file: PartDurable, or None until the part is durable}}. `retiring`: {job/tag: files to delete}.
+    """
 
     jobs: dict[str, JobState] = {}
     staged: dict[str, dict[str, PartDurable | None]] = {}
@@ -114,7 +122,7 @@ class JournalState(msgspec.Struct):
                 job = self.jobs.setdefault(record.job, JobState())
                 job.seq = max(job.seq, record.seq)
                 self.staged.pop(place(record), None)
-                self.retiring.pop(place(record), None)  # what was to be deleted there is another one, and gone
+                self.retiring.pop(place(record), None)  # the deletion was that of an earlier checkpoint of this name, which is gone
             case Dropped():
                 self.staged.pop(place(record), None)
             case Retiring():
@@ -123,14 +131,14 @@ class JournalState(msgspec.Struct):
                 self.retiring.pop(place(record), None)
 
     def _reach(self, record: Begun | RankSealed, step: int) -> None:
-        """Attempts rise, and steps within one."""
+        """Update the job if the record is from a newer attempt, or from a later step of the same attempt."""
         job = self.jobs.setdefault(record.job, JobState())
         if (record.attempt, step) > (job.attempt, job.sealed_step):
             job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, step
 
 
 def place(record: Any) -> str:
-    """`job/tag`: what files and checkpoints are known by in the journal."""
+    """Return `job/tag`, the key of a checkpoint and its files in the journal's state."""
     return f"{record.job}/{record.tag}"
 
 
@@ -144,7 +152,7 @@ def encode(record: Record) -> tuple[int, bytes]:
 
 
 def decode(number: int, payload: bytes) -> Record:
-    """Raises msgspec.DecodeError for a payload that is not of its type; KeyError for an unknown type."""
+    """Return the record of type `number`. Raises msgspec.DecodeError if the payload does not fit the type, KeyError if it is unknown."""
     return msgspec.msgpack.decode(payload, type=TYPES[number])
 
 
@@ -157,15 +165,15 @@ def decode_state(payload: bytes) -> JournalState:
 
 
 def under_way(state: JournalState) -> int:
-    """Return how many bytes of an encoded state are about saves and deletions under way."""
+    """Return how many bytes of the encoded state describe saves and deletions under way."""
     return len(msgspec.msgpack.encode((state.staged, state.retiring)))
 
 
 def encode_whole(state: JournalState, most: int, room: int) -> tuple[list[tuple[int, bytes]], int]:
-    """Return types and payloads of the records that a new journal file begins with, and how many facts had no room.
+    """Return the type and payload of each record that a new journal file begins with, and how many records were left out.
 
-    The STATE record takes up to `most` bytes. What does not fit there follows as ordinary records, as far as all of them take at most
-    `room` bytes of the file.
+    The STATE record has at most `most` bytes of payload. The rest of the state follows as ordinary records. Records are left out if all of
+    them together would take more than `room` bytes of the file; the records of files that are not durable yet are left out first.
     """
     whole = encode_state(state)
     if len(whole) <= most:
@@ -209,13 +217,13 @@ def encode_whole(state: JournalState, most: int, room: int) -> tuple[list[tuple[
 
 
 _OF_AN_EMPTY_STATE = 64
-"""Bytes, or a few less: the three keys, and the headers of four maps, however many entries they have."""
+"""The most bytes that an encoded state takes besides its entries: three keys, and the headers of four maps of any size."""
 _ROUND_A_RECORD = 40
-"""Bytes of a record in a file beside its payload: its header and its padding."""
+"""The most bytes that a record takes in a file besides its payload: its header and its padding."""
 
 
 def _about_job(name: str, job: JobState) -> Iterator[Record]:
-    """Yield records that add up to a job's state."""
+    """Yield records that add up to the state of one job."""
     yield Begun(job=name, attempt=job.attempt, world_size=job.world_size)
     if job.sealed_step >= 0:
         yield RankSealed(

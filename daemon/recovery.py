@@ -1,7 +1,7 @@
-"""What a daemon does before it is ready: replay, scan, finish or undo, sweep. Every step may be cut off and done again.
+"""Prepares a starting daemon: adopts slots, reads manifests, and finishes or undoes the saves and deletions that were under way.
 
-Manifests and sealed headers are the truth; the journal tells which files are ours to finish or to delete. Nothing is deleted that the
-journal does not name.
+A crash may interrupt any step; the next start then repeats it. Manifests and the headers of sealed slots are the truth. The journal tells
+which files this daemon may finish or delete, and no other file is deleted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = logging.getLogger("ckptd.recovery")
 async def scan_job(storage: PosixStorage, job: Job, calls: StorageCalls) -> None:
     """Update the catalog from the manifests of a job.
 
-    Raises StorageError if the job cannot be listed, if a manifest cannot be read because something has run out, or if the storage does not
-    answer: recovering an older checkpoint instead would lose history.
+    Raises StorageError if the job cannot be listed, if a manifest cannot be read because the machine has run out of memory, descriptors or
+    the like, or if the storage does not answer. Recovering an older checkpoint in these cases would lose history.
     """
     before = set(job.checkpoints)
     try:
@@ -69,7 +69,7 @@ async def scan_job(storage: PosixStorage, job: Job, calls: StorageCalls) -> None
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
             job.commit(StoredCheckpoint.of(manifest, user_tag=parsed[1] is None))
-    job.damaged, job.newer = damaged, newer  # together at the end: retention looks at them while the scan waits
+    job.damaged, job.newer = damaged, newer  # both at once, at the end: retention may read them while the scan waits
     for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)
 
@@ -83,7 +83,7 @@ async def _read_manifest(storage: PosixStorage, job: str, tag: str, calls: Stora
     try:
         data = await file.read(MAX_MANIFEST + 1)
     except asyncio.CancelledError:
-        raise  # at the deadline: closing would wait for the read that hangs, which has the file
+        raise  # the deadline has passed: closing the file would wait for the read that hangs
     except BaseException:
         await file.close()
         raise
@@ -103,7 +103,10 @@ async def recover(
     saver: Saver,
     orphans: Orphans,
 ) -> None:
-    """Bring a daemon from a fresh start to ready. Raises StorageError if the root cannot be read or the journal not written."""
+    """Bring a starting daemon to the state in which it can serve clients. The journal must have been replayed already.
+
+    Raises StorageError if the root cannot be read or the journal cannot be written.
+    """
     failpoint("start.replayed")
     try:
         adopted = slots.adopt()
@@ -137,7 +140,7 @@ async def _finish_retiring(storage: PosixStorage, journal: Journal, catalog: Cat
         job, tag = place.split("/")
         try:
             with leases.deletion(storage, job, tag):
-                if tag in storage.pins(job) and storage.has_manifest(job, tag):  # since the daemon died
+                if tag in storage.pins(job) and storage.has_manifest(job, tag):  # pinned after the daemon died
                     await journal.append(r.Retired(job=job, tag=tag))
                     continue
                 storage.delete_files(job, tag, [names.MANIFEST])
@@ -154,7 +157,7 @@ async def _finish_retiring(storage: PosixStorage, journal: Journal, catalog: Cat
 
 
 async def _finish_staged(storage: PosixStorage, journal: Journal, catalog: Catalog, saver: Saver) -> None:
-    """Commit what only lacks its manifest; delete the files of everything else that was under way."""
+    """Finish the saves that were under way: commit those that lack only the manifest, and delete the files of all others."""
     for place, files in list(journal.state.staged.items()):
         job_name, tag = place.split("/")
         job = catalog.job(job_name)
@@ -164,7 +167,7 @@ async def _finish_staged(storage: PosixStorage, journal: Journal, catalog: Catal
             if tag in job.checkpoints:
                 known = job.checkpoints[tag]
                 keep = set(known.files)
-                # its directory is synced by that: whoever put the manifest there may have died before
+                # This also syncs the directory: the daemon that renamed the manifest may have died before its own sync.
                 storage.delete_files(job_name, tag, [MANIFEST_TMP, *(file for file in files if file not in keep)])
                 await journal.append(r.Committed(job=job_name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
                 continue
@@ -178,7 +181,7 @@ async def _finish_staged(storage: PosixStorage, journal: Journal, catalog: Catal
 
 
 async def _roll_forward(storage: PosixStorage, saver: Saver, job: Job, tag: str, durable: list[r.PartDurable]) -> bool:
-    """Commit from durable parts alone, if every rank's is there and sound."""
+    """Commit a checkpoint from its durable parts. Return False if the part of a rank is missing or damaged, or if the commit fails."""
     documents: list[tuple[PartEntry, Plan, SnapshotRequest]] = []
     try:
         for part in sorted(durable, key=lambda p: p.rank):
@@ -200,7 +203,7 @@ async def _roll_forward(storage: PosixStorage, saver: Saver, job: Job, tag: str,
         await saver.commit(job, snapshot, documents)
     except JournalBroken:
         raise
-    except Exception as error:  # a file may say anything; what cannot be committed is dropped
+    except Exception as error:  # a damaged file may cause any error; the caller then drops the checkpoint
         log.warning("%s/%s is not committed from its parts: %r", job.name, tag, error)
         return False
     log.info("checkpoint %s/%s: committed from its durable parts", job.name, tag)

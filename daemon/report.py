@@ -1,4 +1,4 @@
-"""What the command line prints: gathered as plain data, then put into words. Reads storage and the socket, changes nothing."""
+"""Gathers the data that the `ckptd` commands print, and formats it as text. Reads storage and the daemon's socket, and changes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipp
 
 
 def daemon_status(socket: Path | None) -> dict[str, Any]:
-    """Ask the daemon at `socket`, or at the first usual place that has one, for its status. Raises DaemonUnreachable, Forbidden."""
+    """Return the status of the daemon at `socket`, or else at the first of the usual places where a socket of this user or root exists.
+
+    Raises DaemonUnreachable if no daemon answers there, Forbidden if there are only sockets of other users.
+    """
     channel = _connect(socket)
     try:
         channel.send(m.Status(id=channel.new_id()))
@@ -49,7 +52,7 @@ def _connect(socket: Path | None) -> Channel:
     for place in [place for place in usual if place.exists()]:
         try:
             return Channel(place, TIMEOUT, later=TIMEOUT)
-        except Forbidden as error:  # another user's daemon, or what plays one, in a place that is not ours alone
+        except Forbidden as error:  # another user's daemon, or an imitation of one: the next place may have ours
             refused = refused or error
     tried = " and ".join(map(str, usual))
     raise refused or DaemonUnreachable(
@@ -94,8 +97,10 @@ def _storage(root: Path) -> PosixStorage:
 
 
 def place(path: Path) -> tuple[PosixStorage, str, str | None]:
-    """Storage, job and tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself. A tag may come without its
-    attempt: the highest counts."""
+    """Return storage, job and tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
+
+    The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt counts. Raises NotFound, StorageError.
+    """
     path = Path(os.path.abspath(path))
     if _is_checkpoint(path):
         if _fits(path):
@@ -121,14 +126,17 @@ def _tags(storage: PosixStorage, job: str) -> list[str]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether it has a manifest, and is neither a root nor a job."""
+    """Return True if the directory has a manifest, and is neither a root nor the directory of a job."""
     return (
         os.path.lexists(path / names.MANIFEST) and not (path / names.CONTROL).is_dir() and not _tags(PosixStorage(path.parent), path.name)
     )
 
 
 def _fits(path: Path) -> bool:
-    """Whether it is DIR/JOB/TAG: in a root, or where one was copied to, and not a copy under another name."""
+    """Return True if the path of a checkpoint is DIR/JOB/TAG, and False if it is a checkpoint by itself.
+
+    In a root the name alone decides. Elsewhere, as in a copy of a root, the manifest must be that of this job and tag.
+    """
     if names.parse_tag_directory(path.name) is None:
         return False
     if (path.parent.parent / names.CONTROL).is_dir():
@@ -143,11 +151,12 @@ def _fits(path: Path) -> bool:
 
 
 def title(storage: PosixStorage, job: str, tag: str) -> str:
-    """What a checkpoint is called."""
+    """Return the name of a checkpoint in messages: JOB/TAG, or its path if it is a checkpoint by itself."""
     return str(storage.root) if isinstance(storage, StandaloneStorage) else f"{job}/{tag}"
 
 
 def manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
+    """Yield each tag of the job that has a manifest, with the manifest, or with the error if it is damaged."""
     for tag in _tags(storage, job):
         try:
             yield tag, storage.read_manifest(job, tag)
@@ -158,7 +167,10 @@ def manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest |
 
 
 def listing(path: Path) -> list[dict[str, Any]]:
-    """One row a checkpoint, ordered by job and (attempt, step). Raises NotFound."""
+    """Return one row for each checkpoint at the path, which is a root, a job or one checkpoint. Raises NotFound, StorageError.
+
+    The order is by job and (attempt, step). Damaged checkpoints come first in their job.
+    """
     path = Path(os.path.abspath(path))
     if _is_checkpoint(path):
         storage, job, tag = place(path)
@@ -216,7 +228,10 @@ def listing_text(rows: list[dict[str, Any]]) -> str:
 
 
 def manifest_at(path: Path) -> Manifest:
-    """Of the checkpoint at DIR/JOB/TAG, or the newest of DIR/JOB that has a sound manifest. Raises NotFound, IntegrityError."""
+    """Return the manifest of DIR/JOB/TAG, or that of the newest checkpoint of DIR/JOB whose manifest is intact.
+
+    Raises NotFound if there is no such manifest, IntegrityError if that of DIR/JOB/TAG is damaged, StorageError.
+    """
     storage, job, tag = place(path)
     if tag is not None:
         try:
@@ -230,7 +245,7 @@ def manifest_at(path: Path) -> Manifest:
 
 
 def damaged_newer(path: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with checkpoints of DIR/JOB that would come before `manifest`; nothing if PATH names one."""
+    """Return the error of each damaged checkpoint of DIR/JOB that is newer than `manifest`. Return [] if the path names one checkpoint."""
     storage, job, tag = place(path)
     if tag is not None:
         return []
@@ -281,7 +296,10 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
 
 
 def verification(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield one result for each checkpoint, after every byte of the checkpoint was read. Raises NotFound, Busy."""
+    """Read every byte of each checkpoint at the path, and yield one result for each.
+
+    Raises NotFound if there is no checkpoint, Busy if a checkpoint is being deleted.
+    """
     storage, job, tag = place(path)
     tags = [tag] if tag is not None else [name for name, _ in manifests(storage, job)]
     if not tags:
@@ -294,7 +312,7 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
         try:
             held = lease(storage, job, name)
             try:
-                shards = Shards()  # of all parts together
+                shards = Shards()  # of all parts together, since a tensor may lie in several
                 for part in storage.read_manifest(job, name).parts:
                     result["bytes"] += _verify_part(storage, job, name, part, shards)
                 with _named(called):
@@ -305,8 +323,8 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
         except NotFound:
             if tag is not None:
                 raise
-            continue  # it was deleted since it was listed
-        except Busy:  # a deleter has it locked: that is no damage
+            continue  # deleted after it was listed
+        except Busy:  # a deleter holds the lock, which is not damage
             raise
         except CkptdError as error:
             result["error"] = str(error)
@@ -318,7 +336,7 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Put the name of the checkpoint or part before the sentence of an IntegrityError."""
+    """Context manager. Put the name of a checkpoint or part in front of the message of an IntegrityError that is raised inside."""
     try:
         yield
     except IntegrityError as error:
@@ -326,7 +344,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry, shards: Shards) -> int:
-    """Read every byte of a part, and add its shards to those of the checkpoint; return the bytes on storage."""
+    """Read every byte of a part, and add its shards to `shards`. Return the part's bytes on storage. Raises IntegrityError, OSError."""
     reader = storage.open_part(job, tag, part.file, part.index_sha256)
     try:
         found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
@@ -354,7 +372,7 @@ def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would obey instead of showing: control characters, line feeds, marks that change the direction of text."""
+    """Escape characters that a terminal obeys instead of showing: control characters, line feeds, and marks of the text's direction."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

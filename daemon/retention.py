@@ -1,7 +1,8 @@
-"""Which checkpoints to delete. Pure.
+"""Decides which checkpoints of a job retention deletes. Does no I/O.
 
-Never the newest, never a user's own tag, and of an older attempt nothing whose step the newest attempt has not passed: whoever started over
-may yet want to go back. Of the others, what no policy keeps.
+Retention deletes the checkpoints that no policy keeps, with three exceptions: the newest checkpoint, checkpoints with a user's own tag, and
+checkpoints of an older attempt whose step the newest attempt has not reached yet. A user who has started over may still want to go back to
+the last kind.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from ckptd.shared.retention import Policy, keeps
 def to_retire(
     checkpoints: list[StoredCheckpoint], policies: Sequence[Policy], pinned: Collection[str] = (), *, insisted: bool = False
 ) -> list[StoredCheckpoint]:
-    """Return the checkpoints to delete, oldest first. `policies`: the daemon's; see `policies_of`, unless `insisted`."""
+    """Return the checkpoints to delete, oldest first. Tags in `pinned` are left out.
+
+    policies: those of the daemon, which apply only if the job has none of its own; with `insisted` they apply in any case.
+    """
     ordered = _without_user_tags(checkpoints)
     if not ordered:
         return []
@@ -29,11 +33,11 @@ def to_retire(
 
 
 def policies_of(checkpoints: list[StoredCheckpoint], policies: Sequence[Policy]) -> tuple[Policy, ...]:
-    """Return the policies in force: the job's own, in the newest checkpoint that has any, otherwise the daemon's."""
+    """Return the policies in force: those of the job, from its newest checkpoint that has any, otherwise the daemon's `policies`."""
     own = next((c.retention for c in reversed(_without_user_tags(checkpoints)) if c.retention is not None), None)
     return tuple(policies) if own is None else own
 
 
 def _without_user_tags(checkpoints: list[StoredCheckpoint]) -> list[StoredCheckpoint]:
-    """Return the checkpoints that retention may delete at all, oldest first."""
+    """Return the checkpoints without a user's own tag, oldest first. Retention may delete no others."""
     return sorted((c for c in checkpoints if not c.user_tag), key=lambda c: c.order)

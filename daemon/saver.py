@@ -1,7 +1,9 @@
-"""Saves a sealed snapshot as a committed checkpoint. Owns the order of operations on storage.
+"""Saves sealed snapshots as committed checkpoints, and owns the order of operations on storage.
 
-Check, stage, write, journal, commit, journal, tell, `newest`, retention: nothing here is reordered. One save a job at a time, in
-the order of the seals. Every failure ends in `Snapshot.reason`, a Progress message and a counter; the copy in memory stands.
+The order of a save must not change: check the slots, journal the intent, write the parts, journal them, publish the manifest, journal the
+commit, tell the ranks, update `newest`, apply retention. A job has one save at a time. A save waits for its turn after its slots are
+checked, so the order is normally that of the seals. Each failure is recorded in `Snapshot.reason`, sent to the ranks as a Progress message,
+and counted. The copy in memory stays.
 """
 
 from __future__ import annotations
@@ -39,7 +41,11 @@ MANIFEST_TMP = names.MANIFEST + names.TMP_SUFFIX
 
 
 class Saver:
-    """`start(snapshot)` never raises for what can go wrong with a save: `tell` is called. A broken journal ends the daemon by itself."""
+    """The saver of one daemon. `start` begins a save. A save that fails does not raise: it is reported through `tell`.
+
+    A JournalBroken is not reported, because the journal itself ends the daemon. `persist_seconds`: seconds that successful saves have
+    taken. `deleter`: the deleter that shares the saver's locks.
+    """
 
     def __init__(
         self,
@@ -56,7 +62,10 @@ class Saver:
         tell: Callable[[Snapshot], None],
         settled: Callable[[Job], None],
     ) -> None:
-        """`claimed` returns once the attempt of a job is durably claimed; `settled` is called when a save of the job has ended."""
+        """claimed: waits until an attempt of a job is durably claimed. tell: sends the ranks the outcome of a save.
+
+        settled: called when slots of a job may have become free, which is after a commit and at the end of each save.
+        """
         self._config, self._catalog, self._slots = config, catalog, slots
         self._journal, self._storage, self._pipeline, self._calls = journal, storage, pipeline, calls
         self._claimed, self._tell, self._settled = claimed, tell, settled
@@ -72,11 +81,11 @@ class Saver:
         return bool(self._tasks)
 
     def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
-        """Check the sealed snapshot, and save it if it is to persist; the task that does so, one for each snapshot."""
+        """Return the task that checks a sealed snapshot and, if it is to persist, saves it. Start the task unless it is running."""
         task = self._tasks.get(snapshot)
         if task is None or task.done():
             hold = ExitStack()
-            hold.enter_context(snapshot.held())  # from now on, not from when the task runs: a newer seal could release the slots before
+            hold.enter_context(snapshot.held())  # now, and not when the task first runs: a newer seal could release the slots in between
             task = self._tasks[snapshot] = watched(self._run(snapshot, hold), f"saving {snapshot.job}/{snapshot.tag}")
             task.add_done_callback(lambda done: self._done(snapshot, hold, done))
         return task
@@ -114,7 +123,11 @@ class Saver:
             await self._fail(snapshot, error)
 
     async def check(self, snapshot: Snapshot) -> None:
-        """Compute the checksums of every slot of the snapshot, once, and write them beside the data. Raises IntegrityError for damage."""
+        """Check each slot of the snapshot once: compute its checksums, and write them into the segment.
+
+        If an earlier daemon has written checksums there, compare with them instead. Raises IntegrityError if a slot has changed since it
+        was sealed, NotFound if it has been released.
+        """
         for seal in snapshot.seals.values():
             if not seal.checked:
                 with snapshot.held():
@@ -127,7 +140,7 @@ class Saver:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
             before = read_check(fd, header)
             crcs = await self._pipeline.checksum(sealed)
-            if slot.refresh().generation != seal.generation:  # a trainer says so before it changes the first byte
+            if slot.refresh().generation != seal.generation:  # a trainer raises it before it changes the first byte
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being checked")
             if before is None:
                 write_check(fd, header, crcs)
@@ -156,7 +169,11 @@ class Saver:
         self.counters["persisted"] += 1
 
     async def _write_part(self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot) -> PartEntry:
-        """A part under a fresh name; after an I/O error once more under another: a file that failed to sync is never trusted again."""
+        """Write the part of one rank to a file with a fresh name, and return its entry in the manifest.
+
+        After an I/O error (EIO) try once more with another file: a file whose sync has failed is never trusted again. Raises IntegrityError
+        if the slot or its checksums are damaged, OSError, StorageError.
+        """
         checks = read_check(sealed.fd, sealed.header)
         if checks is None or len(checks) != len(sealed.ranges):
             raise IntegrityError(f"{snapshot.job} step {snapshot.step}: its checksums in memory are gone")
@@ -185,7 +202,11 @@ class Saver:
             return entry
 
     async def commit(self, job: Job, snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, SnapshotRequest]]) -> None:
-        """The manifest, and what follows it. Every rank's part is there and durable."""
+        """Commit a checkpoint by publishing its manifest, then journal the commit and tell the ranks. All parts must be durable.
+
+        documents: entry, plan and request of each part, in the order of the ranks. Raises IntegrityError if the part of a rank is missing
+        or the plans differ, AlreadyExists if the tag has a manifest already, OSError, StorageError.
+        """
         if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
             raise IntegrityError(f"parts of ranks {[e.rank for e, _, _ in documents]} are there, of {snapshot.world_size}")
         if len({plan.global_plan for _, plan, _ in documents}) != 1:
@@ -233,7 +254,11 @@ class Saver:
             self._tell(snapshot)
 
     async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
-        """Delete what was staged for a checkpoint that will not be, by the names in the journal; a committed one is left alone."""
+        """Delete the files that the journal names for a checkpoint that will not be committed, and journal that they are gone.
+
+        If the checkpoint has a manifest after all, the files that the manifest names stay. If that manifest cannot be read, nothing is
+        deleted. Raises OSError, StorageError.
+        """
         place = f"{job}/{tag}"
         staged = list(self._journal.state.staged.get(place, {}))
         if not staged:

@@ -1,1 +1,1 @@
-"""Which rank writes which bytes of a snapshot, and where they lie in its slot."""
+"""Plans a snapshot: which rank writes which bytes, and where they lie in the slot of that rank."""

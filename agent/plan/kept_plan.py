@@ -1,4 +1,4 @@
-"""The plan of this rank, kept from snapshot to snapshot while the structure of the state stays the same.
+"""Keeps the plan of this rank from snapshot to snapshot, while the structure of the state stays the same.
 
 While the plan is kept, the ranks exchange nothing. A rank whose structure has changed tells the daemon before it plans again with the other
 ranks. If another rank seals the step with its kept plan, the step fails on all ranks, and all of them plan again at the next step.
@@ -29,12 +29,12 @@ from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import ITEM_SIZES
 
 PLAN_SECONDS = 2.0
-"""Seconds that the other ranks have at least to join the planning, however small the stall budget is."""
+"""The least time, in seconds, that the other ranks have to join the planning, however small the stall budget is."""
 TELL_SECONDS = 5.0
-"""Seconds that the daemon has to confirm a Replan."""
+"""The time, in seconds, that the daemon has to acknowledge a Replan."""
 _MAX_WHY = 4096
 _ITEM_BYTES = 300
-"""An estimate of the bytes of one item in plan and metadata."""
+"""An estimate of the bytes that one item takes in plan and metadata."""
 
 
 Found = tuple[Layout, list[torch.Tensor]]
@@ -42,16 +42,16 @@ Found = tuple[Layout, list[torch.Tensor]]
 
 
 class KeptPlan:
-    """The layout that the next snapshot uses if its structure is that of the last one."""
+    """The layout of the last plan, which the next snapshot uses if the structure of its state is still the same."""
 
     def __init__(self, client: Client, ranks: Ranks) -> None:
         self._client, self._ranks = client, ranks
         self._kept: tuple[Structure, Layout, Sources] | None = None
-        self._wanted = 1  # the version that the next snapshot needs; higher than _has while the kept layout must not be used
-        self._has = 0
+        self._wanted = 1  # the version of the plan that the next snapshot needs; higher than _has while the kept layout must not be used
+        self._has = 0  # the version of the kept plan; 0 before the first
 
     def invalidate(self) -> None:
-        """Plan again at the next snapshot, even if the structure of this rank is the same. May be called from any thread."""
+        """Make the next snapshot plan again, even if the structure on this rank is the same. May be called from any thread."""
         self._wanted += 1
 
     @property
@@ -60,7 +60,7 @@ class KeptPlan:
         return self._kept is not None and self._has == self._wanted
 
     def reuse(self, captured: Captured) -> Found | None:
-        """Return the kept layout if it is valid and the structure is still the same, else None."""
+        """Return the kept layout and its live tensors, or None if the layout is not valid or the structure has changed."""
         if self._kept is None or not self.valid or (same := self._kept[0].again(captured.tensors)) is None:
             return None
         _, layout, sources = self._kept
@@ -68,14 +68,15 @@ class KeptPlan:
         return layout, sources.of(same[1], captured.tensors)
 
     def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> Found:
-        """Plan with the other ranks, and keep the layout.
+        """Plan with the other ranks, keep the layout, and return it with its live tensors.
 
-        Raises UnsavableValue, StructureChanged; SnapshotFailed if the other ranks do not join within `budget` seconds or `PLAN_SECONDS`,
-        whichever is longer.
+        Raises UnsavableValue if a value cannot be saved or differs between ranks, and StructureChanged if another rank has sealed this step
+        with its kept plan. Raises SnapshotFailed if the other ranks do not join within `budget` seconds or `PLAN_SECONDS`, whichever is
+        longer, and DaemonUnreachable if the daemon does not acknowledge the Replan.
         """
         deadline = time.monotonic() + max(budget, PLAN_SECONDS)
         found, parts = Structure.of(captured.tensors)
-        wanted = self._wanted = self._wanted + 1  # the kept layout is not valid until this has succeeded
+        wanted = self._wanted = self._wanted + 1  # the kept layout is not valid until this planning has succeeded
         if self._ranks.world_size > 1:
             why = difference(self._kept[0] if self._kept is not None else None, found) if self._has else "it has no plan yet"
             self._client.call(lambda n: m.Replan(id=n, step=pending.step, why=why[:_MAX_WHY]), m.Done, TELL_SECONDS)
@@ -107,7 +108,7 @@ class KeptPlan:
         return local, Offer(local.rows, digests)
 
     def estimate(self, captured: Captured) -> int:
-        """Return about how many bytes of tensors and plan this rank will write, with its share of the replicated tensors."""
+        """Return an estimate of the bytes of tensors and plan that this rank will write, with its share of the replicated tensors."""
         local = plan_locally(captured.tensors)
         own = shared = largest = 0
         for row in [row for row in local.rows if not row.base]:

@@ -1,8 +1,9 @@
-"""What this rank could write, and where each item that it does write lies in its packed slot.
+"""Lists the items that this rank could write, and lays out those that it does write in its packed slot.
 
-A `Layout` is kept while the structure stays the same (names, dtypes, shapes, strides, placements, who shares storage with whom);
-the sources are looked up anew at each snapshot, since storages move. Tensors that overlap in one storage are stored once: the widest as an
-item, the others as aliases; where none covers the rest, the storage's range becomes a hidden item. Who writes what is `global_plan.py`'s.
+A `Layout` is kept while the structure stays the same: names, dtypes, shapes, strides, placements, and which tensors share a storage. The
+tensors themselves are looked up again at each snapshot, because storages move. Tensors that overlap in one storage are stored once. If one
+of them covers all the others, it becomes the item, and the others become aliases. If none does, the range that they cover together becomes
+a hidden item, and all of them become aliases. `shares.py` decides which rank writes which item.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from ckptd.shared.plan import (
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`document` is the encoded `plan`, `signature` its sha256."""
+    """A plan and its encoded form: `document` is the encoded `plan`, and `signature` is the sha256 of `document`."""
 
     plan: Plan
     document: bytes
@@ -63,25 +64,25 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises UnsavableValue for a dtype that this torch does not have. A blob is bytes."""
+    """Return the dtype of this name, and uint8 for a blob. Raises UnsavableValue for a dtype that this torch does not have."""
     found = torch.uint8 if name == BLOB else getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise UnsavableValue(f"this torch ({torch.__version__}) has no dtype {name!r}; load with a newer one")
     return found
 
 
-_DIGESTED = 1 << 22  # bytes at once; in 64-bit words they take eight times that on the device
+_DIGESTED = 1 << 22  # bytes that are digested at once; as 64-bit integers they take eight times as much memory on the device
 _AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIZELESS = re.compile(r"u?int[1-7]|bits\w+")
 
 
 def as_integer(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as integers of the same size: for dtypes that torch does little with."""
+    """Return a view of the tensor as integers of the same size, for dtypes that few of torch's operations support."""
     return tensor.view(_AS_INTEGER[tensor.element_size()])
 
 
 def sizeless(dtype: str) -> bool:
-    """Whether torch's planner cannot tell how large an element is."""
+    """Return True if DCP's planner cannot determine the element size of this dtype."""
     return _SIZELESS.fullmatch(dtype) is not None
 
 
@@ -91,7 +92,7 @@ def _sizeable(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Cluster:
-    """Tensors whose bytes overlap in one storage: [start, end) of its addresses."""
+    """A group of tensors whose bytes overlap in one storage. Together they cover the addresses [start, end)."""
 
     start: int
     end: int
@@ -99,7 +100,7 @@ class _Cluster:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses [start, end) of the tensor's bytes."""
+    """Return the addresses [start, end) of the tensor's bytes."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
@@ -108,7 +109,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _clusters(tensors: dict[str, torch.Tensor]) -> list[_Cluster]:
-    """Who overlaps with whom, by storage; lone tensors are left out."""
+    """Return the groups of tensors that overlap. A tensor that is empty or overlaps no other is in none of them."""
     by_storage: dict[tuple[str, int], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.numel():
@@ -129,13 +130,16 @@ def _clusters(tensors: dict[str, torch.Tensor]) -> list[_Cluster]:
 
 
 Key = tuple[str, tuple[int, ...]]
-"""An item's fqn, and its offsets in the whole tensor."""
+"""The fqn of an item, and its offsets in the whole tensor."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One item that this rank could write: its shard of `fqn`, as `shared.plan.Item` has it. `replicated`: other ranks have it too, as far
-    as this one knows; `digest`: of its bytes, where ranks are to compare them; `buffer`: of a module; `base`: the item that its bytes are
-    part of, so that it need not be written."""
+    """One item that this rank could write: its shard of the tensor `fqn`. The first eight fields are those of `shared.plan.Item`.
+
+    `replicated` is True if other ranks hold the same shard, as far as this rank knows. `buffer` is True for a buffer of a module. `digest`
+    is the digest of the shard's bytes if ranks must compare them, and empty otherwise. `base` is the fqn of the item that contains this
+    row's bytes, and empty if there is none. A row with a base can be stored as an alias of it.
+    """
 
     fqn: str
     dtype: str
@@ -161,16 +165,17 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """All that this rank could write."""
+    """All items that this rank could write, and the aliases in them."""
 
     rows: list[Row]
     aliases: list[Alias] = field(default_factory=list)
 
 
 def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (), world_size: int = 1) -> Local:
-    """DCP's local plan, with what a slot needs to know beside it. What another of `world_size` ranks may have too gets a digest.
+    """Return DCP's local plan as rows, and the aliases. Each row adds the fields that a slot needs to those of DCP.
 
-    Raises UnsavableValue naming a tensor that cannot be saved.
+    `buffers` are the names of the modules' buffers. Any other item gets a digest if another of the `world_size` ranks may hold it too. An
+    empty shard of a tensor that is not empty has no row. Raises UnsavableValue, naming the tensor, for a tensor that cannot be saved.
     """
     tensors = {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
     plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in PLAIN}
@@ -197,7 +202,7 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
 
 
 def check_item(name: str, dtype: str) -> None:
-    """Whether an item can have this name and dtype. Raises UnsavableValue."""
+    """Raise UnsavableValue if an item cannot have this name or this dtype."""
     if not name:
         raise UnsavableValue("a tensor has the empty text for its key: give it a name")
     if name.startswith(HIDDEN):
@@ -218,7 +223,7 @@ def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer:
         replicated, holders = any(p.is_replicate() for p in tensor.placements), tensor.device_mesh.size()
     elif isinstance(tensor, ShardedTensor):
         replicated, holders = False, torch.distributed.get_world_size(tensor._process_group)
-    compare = world_size > 1 and not buffer and (replicated or holders < world_size)  # ranks of another mesh may have the same key
+    compare = world_size > 1 and not buffer and (replicated or holders < world_size)  # ranks outside its mesh may have the same key
     return Row(
         write.index.fqn, dtype_name(local.dtype), tuple(data.size), tuple(data.chunk.offsets), sizes,
         tuple(local.stride()) if dense else None, local.device.type, tensor.requires_grad,
@@ -227,7 +232,7 @@ def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer:
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """8 bytes that tell replicas apart: a crc32c on the CPU; on an accelerator a sum of the bytes, weighted by their places."""
+    """Return 8 bytes that tell replicas apart: a crc32c on the CPU, and on an accelerator a sum of the bytes, weighted by position."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if tensor.device.type == "cpu":
         return crc32c(memory(flat, flat.numel())).to_bytes(8, "little")
@@ -240,14 +245,17 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def memory(tensor: torch.Tensor, length: int) -> memoryview:
-    """The bytes of a dense CPU tensor, writable. The caller keeps the tensor."""
+    """Return a writable view of the first `length` bytes of a dense CPU tensor. The caller must keep the tensor alive."""
     if length == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
 
 
 def lay_out(local: Local, kept: Iterable[int], *, aliases: set[str], metadata: dict[str, Any] | None, global_plan: bytes) -> Layout:
-    """The plan of the rows that this rank writes (`kept`, by number), and of the aliases among `aliases` that lie in them."""
+    """Return the layout of the rows that this rank writes, and of the aliases that lie in them.
+
+    `kept` are the numbers of these rows. `aliases` are the fqns of the aliases that this rank is to list. Raises as `layout_of`.
+    """
     rows = [local.rows[number] for number in kept]
     names = {row.fqn for row in rows}
     inside = [alias for alias in local.aliases if alias.base in names and alias.fqn in aliases]
@@ -255,6 +263,7 @@ def lay_out(local: Local, kept: Iterable[int], *, aliases: set[str], metadata: d
 
 
 def layout_of(rows: list[Row], aliases: list[Alias], *, metadata: dict[str, Any] | None, global_plan: bytes) -> Layout:
+    """Return the layout of these rows and aliases. Raises UnsavableValue if there are more than MAX_ITEMS of either."""
     regions, items = _place(rows)
     plan = Plan(
         regions=regions,
@@ -287,7 +296,7 @@ def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:
 
 
 def _aliases(tensors: dict[str, torch.Tensor]) -> tuple[list[Alias], list[tuple[str, int, str]]]:
-    """Aliases, and (name, bytes, device type) of each hidden item."""
+    """Return the aliases, and (name, length in bytes, device type) of each hidden item."""
     aliases: list[Alias] = []
     hidden: list[tuple[str, int, str]] = []
     order = {name: number for number, name in enumerate(tensors)}

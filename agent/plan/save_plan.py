@@ -1,7 +1,7 @@
-"""A DCP `SavePlan` as ckptd executes it: what each item is, resolved by its planner, and where it lies in the packed slot.
+"""Executes a DCP `SavePlan`: its planner resolves each item, and the items are laid out in the packed slot.
 
-Items are resolved twice: first for their dtype and length, which the layout depends on, then one after the other when they are copied, so
-that a planner which makes something anew (a cast) never makes all of it at once.
+Items are resolved twice. The first time gives their dtypes and lengths, on which the layout depends. The second time they are resolved one
+after the other, each when it is copied, so that a planner that makes new tensors (a cast) never has all of them in memory at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from ckptd.shared.plan import BLOB
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The items of one rank's plan, each with its row. `blobs`: the bytes of those that are no tensors."""
+    """The items of one rank's plan, resolved by its planner.
+
+    `writes` has the write items by key. `rows` has one row for each of them, in the order of the plan. `blobs` has the bytes of the items
+    that are not tensors, by key.
+    """
 
     planner: SavePlanner
     writes: dict[Key, WriteItem]
@@ -39,7 +43,11 @@ class Resolved:
 
     @classmethod
     def of(cls, plan: SavePlan, planner: SavePlanner, *, weights_only: bool) -> Resolved:
-        """Raises UnsavableValue or InvalidRequest naming the item."""
+        """Resolve all items of a plan.
+
+        With `weights_only`, bytes that could only be loaded by running pickled code are refused. Raises UnsavableValue for an item that
+        cannot be saved, and InvalidRequest for an item that is inconsistent or occurs twice. Both errors name the item.
+        """
         made = cls(planner, {}, [], {})
         for write in plan.items:
             row = made._blob(write, weights_only) if write.type is WriteItemType.BYTE_IO else made._tensor(write)
@@ -78,10 +86,10 @@ class Resolved:
         if not isinstance(data, io.BytesIO):
             raise InvalidRequest(f"{fqn}: the planner's item is bytes and resolves to {type(data).__name__}")
         if weights_only and may_unpickle(self.planner, data.getbuffer()) and not loads_as_weights(data.getbuffer()):
-            # Refused by default: only the caller knows who can write there, and this tells him how to say so.
+            # Refused by default, because only the caller knows which users can write to the storage. The error says how to allow it.
             raise UnsavableValue(
                 f"{fqn}: what the planner has pickled could not be loaded without running pickled code; save plain values instead, or say "
-                "weights_only=False to StorageWriter and StorageReader "  # reason: a refusal's text; nothing is unpickled
+                "weights_only=False to StorageWriter and StorageReader "  # only the text of an error: nothing is unpickled here
                 "if you trust whoever can write there"
             )
         length = len(data.getbuffer())
@@ -91,7 +99,10 @@ class Resolved:
         return row
 
     def source(self, key: Key, dtype: torch.dtype) -> torch.Tensor:
-        """What belongs at this item, as it is now. Raises InvalidRequest if it is another than it was."""
+        """Return the tensor or the blob of an item as it is now.
+
+        Raises InvalidRequest if the planner resolves the item to another dtype or shape than the first time.
+        """
         if key in self.blobs:
             return self.blobs[key]
         write = self.writes[key]
@@ -102,7 +113,7 @@ class Resolved:
         return tensor
 
     def sources_of(self, layout: Layout) -> Callable[[int], torch.Tensor]:
-        """Return a function that maps the number of an item of the layout to its tensor, as `source` does."""
+        """Return a function that takes the number of an item of the layout and returns its tensor, as `source` does."""
         items = layout.plan.items
         return lambda number: self.source((items[number].fqn, items[number].offsets), dtype_of(items[number].dtype))
 
@@ -111,31 +122,38 @@ class Resolved:
 
 
 def loads_as_weights(data: bytes | memoryview) -> bool:
-    """Whether what torch.save has written can be loaded without running pickled code."""
+    """Return True if bytes that torch.save has written can be loaded without running pickled code."""
     try:
         torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception:  # whatever it is, it cannot be loaded
+    except Exception:  # whatever the error is, these bytes cannot be loaded
         return False
     return True
 
 
 def resolves_by_itself(planner: SavePlanner) -> bool:
-    """Whether it may make what it resolves, also in the same memory each time; DCP's own gives what is in the state."""
+    """Return True if the planner may make a new tensor when it resolves an item, possibly in the same memory each time.
+
+    DCP's own planner returns the tensors of the state itself.
+    """
     own, default = type(planner), DefaultSavePlanner
     names = ("resolve_data", "lookup_object", "transform_object")
     return not isinstance(planner, default) or any(getattr(own, name) is not getattr(default, name) for name in names)
 
 
 def may_unpickle(planner: SavePlanner | LoadPlanner, data: bytes | memoryview) -> bool:
-    """Whether these bytes could be unpickled: what DCP's own planners and those made from them take for torch.save's; and of any other
-    planner's own forms whatever looks like it."""
+    """Return True if these bytes could be unpickled when they are loaded.
+
+    DCP's own planners, and planners derived from them, treat all bytes as the output of torch.save. Any other planner may have its own
+    format, so its bytes count only if they begin like a zip file or a pickle.
+    """
     return isinstance(planner, (DefaultSavePlanner, DefaultLoadPlanner)) or bytes(data[:2]) == b"PK" or bytes(data[:1]) == b"\x80"
 
 
 def check_complete(metadata: Metadata, written: Iterable[tuple[MetadataIndex, tuple[int, ...]]]) -> None:
-    """What the metadata names must have been written once, in the sizes that it says.
+    """Raise InvalidRequest unless every item of the metadata is written exactly once, in the size that the metadata says.
 
-    Raises InvalidRequest naming what is missing, doubled, unknown or of another size, and tensors that have holes or overlapping shards.
+    `written` has the index and the sizes of each item that any rank writes. The error names the items that are missing, written
+    twice, unknown or of another size, or the tensor whose shards leave holes or overlap.
     """
     planned: dict[tuple[str, tuple[int, ...] | None], tuple[int, ...] | None] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -161,7 +179,7 @@ def check_complete(metadata: Metadata, written: Iterable[tuple[MetadataIndex, tu
             for fqn, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         })  # fmt: skip
-    except IntegrityError as error:  # said now, because a checkpoint with such a tensor counts as damaged
+    except IntegrityError as error:  # raised now, because a checkpoint with this tensor would count as damaged
         raise InvalidRequest(f"the planner's items do not make up whole tensors: {error}; nothing was saved") from None
 
 
@@ -177,7 +195,7 @@ def _shown(key: Key) -> str:
 
 
 def plain_metadata(metadata: Metadata) -> dict[str, Any]:
-    """`Metadata.state_dict_metadata` as the plan document and the manifest have it (FORMAT.md, section 3)."""
+    """Return `Metadata.state_dict_metadata` in the form that the plan document and the manifest have (FORMAT.md, section 3)."""
     found: dict[str, Any] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
@@ -189,9 +207,10 @@ def plain_metadata(metadata: Metadata) -> dict[str, Any]:
 
 
 def values_of(metadata: Metadata | None, rng: Any = None, save_id: str = "") -> bytes:
-    """The values document: on the rank that coordinates the state as it was nested, and what the planner wants to have back.
+    """Return the encoded values document of one rank's part in a save that a DCP planner has planned.
 
-    Raises UnsavableValue for planner data that could not be brought back.
+    `metadata` is given on the coordinating rank only. Its document also has the nested state, the planner data and `save_id`. On the other
+    ranks the state in the document is empty. Raises UnsavableValue for planner data that holds tensors or could not be restored.
     """
     packer = Packer()
     document = {"state": {}, "rng": packer.pack(rng, "rng")}
@@ -205,7 +224,10 @@ def values_of(metadata: Metadata | None, rng: Any = None, save_id: str = "") -> 
 
 
 def _tree(metadata: Metadata) -> dict[str, Any]:
-    """The nested state that DCP's planner has flattened, by its own word; flat without one."""
+    """Return the state as it was nested before DCP's planner flattened it, with a TensorRef for each item.
+
+    The planner data gives the path of each item. An item without a usable path stays at the top level, under its fqn.
+    """
     mapping = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     tree: dict[str, Any] = {}
     for fqn in metadata.state_dict_metadata:
@@ -217,7 +239,7 @@ def _tree(metadata: Metadata) -> dict[str, Any]:
 
 
 def stream(layout: Layout, resolved: Resolved) -> Iterator[memoryview]:
-    """The bytes of the regions of a packed slot, item after item, each valid until the next is asked for."""
+    """Yield the bytes of the regions of a packed slot, item by item. Each memoryview is valid until the next one is requested."""
     for item in layout.plan.items:
         if item.length:
             tensor = resolved.source((item.fqn, item.offsets), dtype_of(item.dtype)).to("cpu").contiguous()

@@ -1,7 +1,8 @@
-"""Who writes what: the plan that all ranks share, made on rank 0 from what each could write.
+"""Decides on rank 0 which rank writes which items, and so makes the plan that all ranks share.
 
-DCP's planner decides (`create_global_plan`: what several ranks hold is written once, balanced by bytes). Before it does, what ranks say is
-compared: dtypes and shapes, the bytes of replicated tensors, plain values. A difference is named by key and rank, and fails the snapshot.
+DCP's planner decides with `create_global_plan`: an item that several ranks hold is written once, and the bytes are balanced over the ranks.
+Before that, the offers of the ranks are compared: dtypes and shapes, the bytes of replicated tensors, and plain values. A difference fails
+the snapshot with an error that names the key and the ranks.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from ckptd.shared.plan import HIDDEN
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What one rank could write, as it travels to rank 0. `values`: a digest of each plain value, by key."""
+    """The items that one rank could write, as sent to rank 0. `values` has a digest of each plain value, by key."""
 
     rows: list[Row]
     values: dict[str, bytes] = {}
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank is to write: numbers of its rows, and fqns of its aliases. `metadata` is rank 0's alone."""
+    """The items that one rank is to write.
+
+    `rows` are the numbers of the rank's rows, and `aliases` the fqns of its aliases. `global_plan` is the digest of the plan that all ranks
+    share. `metadata` describes the tensors of all ranks. It is None on every rank but rank 0.
+    """
 
     rows: list[int]
     aliases: list[str]
@@ -43,7 +48,10 @@ class Share(msgspec.Struct, frozen=True):
 
 
 def share_out(offers: list[Offer]) -> list[Share]:
-    """One share for each rank. Raises UnsavableValue naming key and ranks."""
+    """Return one share for each rank, in rank order.
+
+    Raises UnsavableValue, naming the key, if the offers of two ranks contradict each other or the shards do not make up whole tensors.
+    """
     _compare_values(offers)
     _compare_rows(offers)
     plans = [_save_plan(rows) for rows in _without_copies_of_buffers(offers)]
@@ -64,7 +72,11 @@ def share_out(offers: list[Offer]) -> list[Share]:
 
 
 def _place_aliases(offers: list[Offer], kept: list[list[int]]) -> list[list[str]]:
-    """On which rank each alias stands: one that writes its base. Where none does that has the alias, it is written as an item (`kept`)."""
+    """Return the aliases that each rank lists. An alias is listed by the first rank that has it and writes its base.
+
+    If none of the ranks that have the alias writes its base, the first of them writes the alias as an item: its row is added to `kept`. A
+    tensor that is an item on any rank is not listed as an alias.
+    """
     written = [{offer.rows[number].fqn for number in rows} for offer, rows in zip(offers, kept, strict=True)]
     items = {row.fqn for offer in offers for row in offer.rows if not row.base}
     aliases: list[list[str]] = [[] for _ in offers]
@@ -119,7 +131,11 @@ def _compare_rows(offers: list[Offer]) -> None:
 
 
 def _without_copies_of_buffers(offers: list[Offer]) -> Iterable[list[Row]]:
-    """Buffers of modules are those of the lowest rank that has them, as DistributedDataParallel has it: the others' may differ."""
+    """Yield, rank by rank, the rows that are given to DCP's planner. Rows that may become aliases are left out.
+
+    A buffer of a module is taken from the lowest rank that has it, as DistributedDataParallel does, because the buffers of the other ranks
+    may differ.
+    """
     taken: set[Key] = set()
     for offer in offers:
         yield [row for row in offer.rows if not row.base and not (row.buffer and row.key in taken)]
@@ -142,7 +158,7 @@ def _save_plan(rows: list[Row]) -> SavePlan:
 
 
 def _metadata(offers: list[Offer]) -> dict[str, Any]:
-    """DCP's state_dict_metadata as plain data."""
+    """Return DCP's `state_dict_metadata` of all ranks as plain data, without hidden items."""
     described: dict[str, Any] = {}
     rows = [row for offer in offers for row in offer.rows if not row.fqn.startswith(HIDDEN)]
     for row in [*(row for row in rows if not row.base), *(row for row in rows if row.base)]:

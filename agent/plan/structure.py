@@ -1,6 +1,6 @@
-"""What a plan depends on, compared from one snapshot to the next; and the live tensors behind its items.
+"""Detects whether the structure that a plan depends on has changed, and finds the live tensors behind the plan's items.
 
-Nothing here keeps a tensor alive. Ten thousand tensors are looked at in one call, or in columns, since this is done at every snapshot.
+Nothing here keeps a tensor alive. The comparison runs at every snapshot, so ten thousand tensors are compared in one call, or in columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes that this rank holds of a tensor; of a ShardedTensor its first shard's."""
+    """Return the part of a tensor that this rank holds: of a ShardedTensor the first local shard, or an empty tensor if it has none."""
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     if isinstance(tensor, ShardedTensor):
@@ -42,8 +42,13 @@ def _placement(tensor: torch.Tensor) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """On which device each tensor is, and which storage it has; of those that share one (`shared`), where in it they lie, and whether they
-    are its values or their negatives or conjugates: copied alone, either comes out right."""
+    """The devices of a list of tensors, and the way in which these tensors share storages.
+
+    `devices` and `storages` have one entry for each tensor. Storages are numbered in the order in which they first occur. `shared` are the
+    numbers of the tensors that share a storage with another one. For each of them `places` has the offset in the storage, whether the
+    tensor is a negative view, and whether it is a conjugate view. A tensor that shares its storage with no other has no entry in `places`,
+    because it is copied right in any case.
+    """
 
     devices: list[torch.device]
     storages: list[int]
@@ -59,7 +64,7 @@ class Sharing:
         return cls(list(map(_device, parts)), storages, shared, _places(parts, shared))
 
     def holds(self, parts: list[torch.Tensor]) -> bool:
-        """Whether it still holds for tensors at the same addresses."""
+        """Return True if this still describes the tensors, which must be at the same addresses as before."""
         return not self.shared or _places(parts, self.shared) == self.places
 
 
@@ -67,17 +72,19 @@ def _places(parts: list[torch.Tensor], numbers: list[int]) -> list[tuple[int, bo
     return [(int(parts[n].storage_offset()), parts[n].is_neg(), parts[n].is_conj()) for n in numbers]
 
 
-_BLOCK = 256  # tensors that are looked at together: they stay in the cache, and what is made of them is gone before the collector counts it
+_BLOCK = 256
+"""Tensors that are compared together. They stay in the CPU's cache, and temporary objects are freed before the collector counts them."""
 Columns = tuple[list[Any], ...]
-"""Types, dtypes, shapes, strides and requires_grad of a block of tensors."""
+"""The types, dtypes, shapes, strides and requires_grad of a block of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a layout depends on. Holds no tensor alive. `special`: what there is to say of tensors that are sharded.
+    """The structure of a state's tensors, on which a layout depends. It keeps no tensor alive.
 
-    `addresses` count only in so far as tensors move to another device or share memory, which `sharing` says. `guard` says faster than
-    `blocks` that nothing has changed, where it can be had.
+    `blocks` has the columns of each block of tensors. `special` has the type, requires_grad and placement of each tensor whose class is not
+    in PLAIN, for example a sharded tensor. `addresses` may change while the structure stays the same, as long as `sharing` does not change.
+    `guard` finds out faster than `blocks` that nothing has changed. It is None if these tensors have no usable guard.
     """
 
     names: list[str]
@@ -89,19 +96,22 @@ class Structure:
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]]:
-        """And this rank's part of each tensor. Raises UnsavableValue for what has no memory: sparse and nested tensors."""
+        """Return the structure of these tensors, and this rank's part of each.
+
+        Raises UnsavableValue for a sparse or nested tensor, which has no single address.
+        """
         parts, special = _parts(list(tensors.values()))
         try:
             addresses = list(map(torch.Tensor.data_ptr, parts))
             blocks = [_columns(parts[block]) for block in _blocks(len(parts))]
-        except RuntimeError:  # torch's, of sparse and nested tensors: they have no one address
+        except RuntimeError:  # raised by torch for sparse and nested tensors, which have no single address
             for name, tensor in tensors.items():
                 check_tensor(name, tensor)
             raise
         return cls(list(tensors), special, blocks, addresses, Sharing.of(parts), _guard(parts)), parts
 
     def again(self, tensors: dict[str, torch.Tensor]) -> tuple[Structure, list[torch.Tensor]] | None:
-        """The same of these tensors, if they have this structure still."""
+        """Return the structure of these tensors and this rank's part of each, or None if they do not have this structure any more."""
         if list(tensors) != self.names:
             return None
         parts, special = _parts(list(tensors.values()))
@@ -110,11 +120,11 @@ class Structure:
         guard = self.guard
         try:
             if guard is None or not _passes(guard, parts):
-                guard = None  # of two names for one tensor it knows nothing, nor of inference tensors
+                guard = None  # it also rejects inference tensors and one tensor under two names: from now on the columns decide
                 if any(_columns(parts[block]) != before for block, before in zip(_blocks(len(parts)), self.blocks, strict=True)):
                     return None
             addresses = list(map(torch.Tensor.data_ptr, parts))
-        except RuntimeError:  # torch's, of sparse and nested tensors: they have no one address
+        except RuntimeError:  # raised by torch for sparse and nested tensors, which have no single address
             return None
         if not (self.sharing.holds(parts) if addresses == self.addresses else Sharing.of(parts) == self.sharing):
             return None
@@ -122,7 +132,7 @@ class Structure:
 
 
 def _parts(values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[object]]:
-    """What this rank holds of each, and what there is to say of those that are sharded."""
+    """Return this rank's part of each tensor, and the entries of `Structure.special`."""
     if PLAIN.issuperset(map(type, values)):
         return values, []
     special: list[object] = [(type(tensor), tensor.requires_grad, _placement(tensor)) for tensor in values if type(tensor) not in PLAIN]
@@ -141,20 +151,23 @@ def _columns(parts: list[torch.Tensor]) -> Columns:
 
 
 def _guard(parts: list[torch.Tensor]) -> Callable[..., bool] | None:
-    """What torch.compile looks at its inputs with (torch/csrc/dynamo/guards.cpp): the same as `_columns`, for all of them in one call.
-    None in a torch that has another one, or if it does not know these tensors again."""
+    """Return the check with which torch.compile guards the inputs of its graphs (torch/csrc/dynamo/guards.cpp), made for these tensors.
+
+    It compares the same attributes as `_columns`, for all tensors in one call. Return None if this torch lacks the check or has it in
+    another form, or if the check rejects the very tensors that it was made for.
+    """
     try:
         guards: Any = import_module("torch._C._dynamo.guards")
         sizes, strides = [list(part.shape) for part in parts], [list(part.stride()) for part in parts]
         with torch.enable_grad():
             made: Callable[..., bool] = guards.TensorGuards(*parts, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         return made if _passes(made, parts) else None
-    except Exception:  # whatever it is, `_columns` says the same
+    except Exception:  # the interface is private and may fail in any way; `_columns` gives the same answer
         return None
 
 
 def _passes(guard: Callable[..., bool], parts: list[torch.Tensor]) -> bool:
-    with torch.enable_grad():  # else it takes no parameter for what it was
+    with torch.enable_grad():  # the guard mixes the grad mode into requires_grad, and was made with gradients enabled
         return guard(*parts)
 
 
@@ -162,7 +175,7 @@ _shape, _dtype, _device, _requires_grad = (attrgetter(name) for name in ("shape"
 
 
 def difference(before: Structure | None, after: Structure) -> str:
-    """What has changed, in words, by the first tensor that differs."""
+    """Return a phrase that says how the first differing tensor has changed. `before` is None if there is no plan yet."""
     if before is None:
         return "it has no plan yet"
     old, new = (
@@ -184,7 +197,7 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 class Sources:
-    """The live tensors behind the items of a plan, looked up anew in each structure that is the same."""
+    """A finder of the live tensors behind the items of a plan, for any state that has the plan's structure."""
 
     def __init__(self, structure: Structure, tensors: dict[str, torch.Tensor], plan: Plan) -> None:
         self._plan = plan
@@ -193,6 +206,7 @@ class Sources:
         self._special = [n for n, item in enumerate(plan.items) if item.fqn not in numbers or isinstance(tensors[item.fqn], ShardedTensor)]
 
     def of(self, parts: list[torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the live tensor behind each item, in the order of the plan. `parts` is this rank's part of each of `tensors`."""
         found = [parts[number] for number in self._numbers]
         for number in self._special:
             item = self._plan.items[number]
@@ -202,11 +216,13 @@ class Sources:
 
 
 def shard_at(tensor: ShardedTensor, offsets: tuple[int, ...]) -> torch.Tensor:
+    """Return this rank's shard at these offsets, detached."""
     found: torch.Tensor = next(s.tensor for s in tensor.local_shards() if tuple(s.metadata.shard_offsets) == offsets)
     return found.detach()
 
 
 def _hidden(tensors: dict[str, torch.Tensor], plan: Plan, item: Item) -> torch.Tensor:
+    """Return the bytes of a hidden item: the range of the storage that its aliases share."""
     alias = next(alias for alias in plan.aliases if alias.base == item.fqn)
     member = tensors[alias.fqn]
     offset = member.storage_offset() * member.element_size() - alias.offset

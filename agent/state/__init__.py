@@ -1,1 +1,1 @@
-"""A training state as named tensors and plain values: how it is captured, named, encoded and merged over ranks."""
+"""Captures a training state as named tensors and plain values, encodes it, and merges the states of several ranks."""

@@ -1,7 +1,8 @@
-"""A state as named values: modules, optimizers and other objects with a state_dict, by fully qualified name.
+"""Captures a training state: its tensors by fully qualified name, and its plain values as one encoded document.
 
-Capturing changes nothing: `state_dict()` is called, and no optimizer is made to take a step. Parameters keep the names that they have in
-their module, whatever wraps it (DistributedDataParallel, torch.compile); an optimizer's state is named by those.
+A module, an optimizer or another object with a state_dict is captured through `state_dict()`. Capturing changes nothing: no optimizer is
+made to take a step. Parameters keep the names that they have in their module, whatever wraps it (DistributedDataParallel, torch.compile).
+The state of an optimizer is stored under these names.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from ckptd.shared.bounds import check_msgpack
 from ckptd.shared.errors import IntegrityError, UnsavableValue
 from ckptd.shared.plan import MAX_DIMENSIONS
 
-_ITEM_OVERHEAD = 512  # bytes in plan and metadata for one more tensor, rounded up
+_ITEM_OVERHEAD = 512  # bytes that one more tensor takes in plan and metadata, rounded up
 _PYTHON_RNG = struct.Struct("<625I")
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """`state`: the state's part of the values document, encoded; `tensors`: the live sources, by name."""
+    """A captured state. `state` is its encoded part of the values document, and `tensors` are its live tensors, by name."""
 
     state: bytes
     tensors: dict[str, torch.Tensor]
@@ -39,30 +40,37 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """What is kept from one capture to the next, to make it faster when the state is as before."""
+    """The caches that one capture leaves to the next. They make the next one faster if the state has the same structure."""
 
     dicts: Known = field(default_factory=dict)
     names: KeptNames = field(default_factory=KeptNames)
     checked: dict[str, int] = field(default_factory=dict)
-    """`bytes`: the length up to which a state is taken for as simple as the last one that was counted."""
+    """Has one key, `bytes`: an encoded state of at most this length is accepted without another `check_msgpack`."""
 
 
 def capture(state: Any, *, rank: int = 0, habits: Habits | None = None) -> Captured:
-    """Raises UnsavableValue naming the key of what could not be brought back."""
+    """Return the tensors of a state by name, and the rest of the state encoded.
+
+    `habits`, if given, is used and updated. Raises UnsavableValue for a value that could not be restored. The error names the key, unless
+    the cause lies inside a state_dict or in the size of the whole state.
+    """
     try:
         captured = _capture(state, rank, habits or Habits())
     except (RecursionError, ValueError) as error:
         if isinstance(error, ValueError) and "integer string" not in str(error):
             raise
-        Packer(lambda value, path: ("stateful", None)).pack(state, "")  # names the key: it contains itself, is too deep or too long
+        # Pack again with every object as a leaf. This raises UnsavableValue with the key if one of the caller's own containers is nested
+        # too deep or contains itself, or if an integer is too long. If nothing is raised, the cause lies inside a state_dict.
+        Packer(lambda value, path: ("stateful", None)).pack(state, "")
         raise UnsavableValue("the state: a state_dict in it is nested too deep, or contains itself; nest it less") from None
     checked = (habits or Habits()).checked
-    if len(captured.state) <= checked.get("bytes", 0):  # counting costs time in proportion to its bytes, at every snapshot
+    # The check takes time in proportion to the length. It is repeated only if the state has grown by more than an eighth since the last.
+    if len(captured.state) <= checked.get("bytes", 0):
         return captured
     try:
         check_msgpack(captured.state, "the state", NESTED)
         checked["bytes"] = len(captured.state) * 9 // 8
-    except IntegrityError as error:  # no reader would take it
+    except IntegrityError as error:  # a reader applies the same limits, and would refuse this document
         raise UnsavableValue(f"{error}: save them as tensors or NumPy arrays instead") from None
     return captured
 
@@ -79,13 +87,16 @@ def _capture(state: Any, rank: int, habits: Habits) -> Captured:
 
 
 def values_document(captured: Captured, *, rng: bool) -> bytes:
-    """With the random generators as they are now."""
+    """Return the encoded values document: the captured state and, if `rng` is true, the random generators as they are now."""
     packer = Packer()
     return packer.encode_map({"state": msgspec.Raw(captured.state), "rng": packer.pack(rng_state() if rng else None, "rng")})
 
 
 def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
-    """(kind, plain tree) of a module, an optimizer or anything else with a state_dict; None of the rest."""
+    """Return (kind, plain tree) for an object that has a state of its own, or None for any other value.
+
+    The kind is `module`, `optimizer`, or `stateful` for any other object with both `state_dict` and `load_state_dict`.
+    """
     if isinstance(value, torch.nn.Module):
         return "module", module_state(value)
     if isinstance(value, torch.optim.Optimizer):
@@ -97,23 +108,29 @@ def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` under canonical names; of FullyShardedDataParallel (FSDP1) each rank's shards, by DCP's own means."""
+    """Return `module.state_dict()` under canonical names.
+
+    For FullyShardedDataParallel (FSDP1), return this rank's shards instead, as DCP's own `get_model_state_dict` gives them.
+    """
     if flattens(module):
         return get_model_state_dict(module)
     return canonical_keys(unwrapped(module).state_dict())
 
 
 def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
-    """Of an optimizer over FSDP1's parameters. Without a state it is captured as empty: DCP would have it take a step."""
+    """Return the state of an optimizer over parameters that FSDP1 has flattened in the module `root`.
+
+    An optimizer without state is captured as empty, because DCP's `get_optimizer_state_dict` would make it take a step.
+    """
     if optimizer.state:
         return get_optimizer_state_dict(root, optimizer)
     return {"state": {}, "param_groups": [{**group, "params": []} for group in optimizer.param_groups]}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
-    """`optimizer.state_dict()` with names in place of its integers, in DCP's form: {"state": {fqn: ...}, "param_groups": [...]}.
+    """Return `optimizer.state_dict()` with names in place of its integers, in DCP's form: {"state": {fqn: ...}, "param_groups": [...]}.
 
-    Parameters that belong to no module of the state keep their integers (all of them, or the names would mix).
+    If any parameter belongs to no module of the state, all parameters keep their integers, because names and integers must not mix.
     """
     state = optimizer.state_dict()
     of_number = parameter_keys(optimizer, names)
@@ -125,8 +142,11 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str,
 
 
 def optimizer_bytes_to_come(state: Any, world_size: int = 1) -> int:
-    """What optimizers that have not taken a step yet will add: two moments a parameter for the Adam family, one for momentum; of replicas
-    this rank's share."""
+    """Return an estimate of the bytes that optimizers without state will add to this rank's slot when they take their first step.
+
+    For each parameter, the Adam family adds two moments (three with `amsgrad`), and an optimizer with momentum adds one. A DTensor counts
+    with this rank's shard. Any other parameter counts as replicated, with an equal share for each of the `world_size` ranks.
+    """
     total = 0
     for _, optimizer in find(state, "", torch.optim.Optimizer):
         for group in optimizer.param_groups if not optimizer.state else ():
@@ -138,7 +158,7 @@ def optimizer_bytes_to_come(state: Any, world_size: int = 1) -> int:
 
 
 def rng_state() -> dict[str, Any]:
-    """Every generator that a training loop draws from: Python, NumPy (if loaded), torch, and the accelerator's devices."""
+    """Return the state of every generator that a training loop draws from: Python, NumPy (if loaded), torch, and all accelerators."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, _PYTHON_RNG.pack(*words), gauss],
@@ -161,7 +181,7 @@ def _bytes(state: torch.Tensor) -> bytes:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """The reverse of `rng_state`. Devices that are not there are left out."""
+    """Set the generators to a state that `rng_state` has returned. The states of devices that this machine lacks are ignored."""
     version, words, gauss = state["python"]
     random.setstate((version, _PYTHON_RNG.unpack(words), gauss))
     torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
@@ -169,7 +189,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         import numpy as np
 
         saved = state["numpy"]
-        if isinstance(saved["state"].get("key"), bytes):  # of ckptd 0.1.0 it is the array itself
+        if isinstance(saved["state"].get("key"), bytes):  # otherwise it is an array, as ckptd 0.1.0 saved it
             saved = {**saved, "state": {**saved["state"], "key": np.frombuffer(saved["state"]["key"], dtype=np.uint32)}}
         np.random.set_state(saved)
     if "devices" in state and torch.accelerator.is_available():
@@ -179,8 +199,12 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as bytes can say it, or the sharded tensor itself. Raises UnsavableValue for sparse, quantized, nested, meta and foreign
-    tensors, and for those of which every rank holds a summand."""
+    """Return the tensor in a form whose memory holds its values. A sharded tensor is checked and returned as it is.
+
+    A conjugate or negative view is resolved into a new tensor. Raises UnsavableValue for a tensor that is sparse, nested, quantized, on the
+    meta device or of an unknown class, or that has more than MAX_DIMENSIONS dimensions. Raises UnsavableValue as well for a DTensor with a
+    partial placement, since each rank holds only a summand.
+    """
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise UnsavableValue(f"{name}: a DTensor placed {tensor.placements} holds summands, not values; redistribute() it first")

@@ -1,7 +1,8 @@
-"""The plain values of several ranks: digests to compare them by when ranks plan, and one tree of them all for another set of ranks.
+"""Compares the plain values of all ranks by digest when they plan, and merges their trees into one for a recovery.
 
-Ranks may hold different keys (the stages of a pipeline): the merged tree has them all. What several ranks hold was equal when it was
-planned. Parameter groups of optimizers are told apart by the parameters in them, never by their number.
+The recovery may run on another set of ranks. Ranks may hold different keys, as the stages of a pipeline do; the merged tree has all of
+them. A value that several ranks hold was equal on all of them when they planned. Parameter groups of optimizers are matched by the
+parameters in them, never by their number.
 """
 
 from __future__ import annotations
@@ -18,15 +19,24 @@ from ckptd.shared.errors import UnsavableValue
 
 @dataclass(frozen=True, slots=True)
 class OfRanks:
-    """Stands in a merged tree for a `per_rank` value: that of each rank which has one, in their order. `own`: this rank's among them, if it
-    is known which that is."""
+    """The node of a merged tree that takes the place of a `per_rank` value.
+
+    `values` has the value of each rank that saved one, in rank order. `own` is the index of this rank's value in `values`. It is None if
+    this rank saved none, or if none of the merged trees is this rank's.
+    """
 
     values: list[Any]
     own: int | None
 
 
 def value_digests(tree: Any) -> dict[str, bytes]:
-    """8 bytes for every plain value that ranks share, by key. Raises UnsavableValue for an optimizer that numbers its parameters."""
+    """Return a digest of 8 bytes for every plain value that must be equal on all ranks that hold it, by key.
+
+    Tensors and `per_rank` values have no digest. The contents of a dict have digests of their own; the digest of the dict itself does not
+    depend on its keys. The same holds for a list that contains tensors or containers; its own digest depends on its length. The settings of
+    a parameter group have a digest under the name of each parameter in the group. Raises UnsavableValue for an optimizer that numbers its
+    parameters, because the numbers of different ranks would be mixed up.
+    """
     return {key: hashlib.blake2b(Packer().encode(value), digest_size=8).digest() for key, value in _shared(tree, "")}
 
 
@@ -66,7 +76,7 @@ def _without_tensors(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_own(tree: Any) -> bool:
-    """Whether anything in a merged tree is each rank's own."""
+    """Return True if a merged tree contains a `per_rank` value."""
     if isinstance(tree, OfRanks):
         return True
     if isinstance(tree, ObjectNode):
@@ -75,15 +85,18 @@ def has_own(tree: Any) -> bool:
 
 
 def is_optimizer(tree: Any) -> bool:
-    """Whether it has the form of an optimizer's state dict, torch's own or DCP's."""
+    """Return True if the tree has the form of an optimizer's state dict, either torch's own or DCP's."""
     groups = tree.get("param_groups") if isinstance(tree, dict) and "state" in tree else None
     return isinstance(groups, list) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What this rank had of a dict in a merged tree: `node` is that dict, `others` its keys that only other ranks had, `groups` an
-    optimizer's parameter groups as this rank had them."""
+    """The difference between a dict of a merged tree and the same dict on this rank.
+
+    `node` is the dict of the merged tree, and `others` are its keys that only other ranks had. `groups` are the parameter groups as this
+    rank had them, or None if the dict is not the state of an optimizer.
+    """
 
     node: dict[Any, Any]
     others: frozenset[Any]
@@ -91,13 +104,14 @@ class Own:
 
 
 Foreign = dict[int, Own]
-"""By the id of `node`, where this rank had something else than the merged tree has."""
+"""An Own for each dict of a merged tree that differs from this rank's, by the id of its node. Own keeps the node alive: no id is reused."""
 
 
 def merge(trees: Sequence[Any], own: int | None = None, foreign: Foreign | None = None) -> Any:
-    """One tree of the trees of all ranks. What is held by several comes from rank `own`, if given, else from the lowest that has it.
+    """Merge the trees of all ranks, given in rank order, into one tree that has the keys of all.
 
-    `foreign`, if given, is filled.
+    A value that several ranks hold comes from rank `own`, if `own` is given and that rank holds it, and otherwise from the lowest rank that
+    does. `foreign`, if given, is filled with the differences between rank `own` and the merged tree, for a later call of `own_part`.
     """
     order = list(range(len(trees)))
     if own is not None:
@@ -106,7 +120,7 @@ def merge(trees: Sequence[Any], own: int | None = None, foreign: Foreign | None 
 
 
 def own_part(tree: Any, foreign: Foreign) -> Any:
-    """A merged tree without what only other ranks had."""
+    """Return a merged tree without the keys and the parameter groups that only other ranks had."""
     if not foreign:
         return tree
     if isinstance(tree, ObjectNode):
@@ -145,8 +159,11 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
 
 
 def bare(tree: Any) -> Any:
-    """A merged tree as plain containers: objects as their state dicts, a `per_rank` value as the list of what the ranks had (on one rank,
-    as the value itself)."""
+    """Return a merged tree as plain containers.
+
+    An object becomes its state dict. A `per_rank` value becomes the list of the values of all ranks, or the value itself if only one rank
+    saved it.
+    """
     if isinstance(tree, ObjectNode):
         return bare(tree.tree)
     if isinstance(tree, OfRanks):
@@ -160,7 +177,7 @@ def bare(tree: Any) -> Any:
 
 
 def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None, foreign: Foreign) -> dict[str, Any]:
-    """Every parameter stands in one group, with the settings that it had."""
+    """Merge optimizers so that each parameter is in one group, with the settings that it had on the first rank in `held` that has it."""
     seen: set[Any] = set()
     groups: list[dict[str, Any]] = []
     for _, optimizer in held:

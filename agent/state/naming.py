@@ -1,7 +1,7 @@
-"""What parameters are called: by their name in their module, whatever wraps it (DistributedDataParallel, FSDP1, torch.compile).
+"""Names each parameter as its module does, whatever wraps the module (DistributedDataParallel, FSDP1, torch.compile).
 
-Walking ten thousand parameters takes longer than copying them, so names are kept from one capture to the next, and looked over: they
-hold if each parameter's memory is where the module's own state dict has that name.
+Walking ten thousand parameters takes longer than copying them. Names are therefore kept from one capture to the next, and only checked: a
+name still holds if the parameter has the same memory address as the tensor of that name in the module's own state dict.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _flattening: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyD
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The user's own module inside DataParallel or DistributedDataParallel."""
+    """Return the user's own module inside DataParallel or DistributedDataParallel."""
     while isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         module = module.module
     return module
@@ -44,12 +44,15 @@ def canonical_keys(tree: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=1 << 18)
 def canonical(name: str) -> str:
-    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    """Return a parameter's name without the parts that torch.compile, activation checkpointing and FSDP1 insert into it."""
     return _WRAPPERS.sub("", name)
 
 
 def flattens(module: torch.nn.Module) -> bool:
-    """Whether FullyShardedDataParallel (FSDP1) has flattened its parameters. Needs a process group; a module is looked through once."""
+    """Return True if FullyShardedDataParallel (FSDP1) has flattened parameters of the module.
+
+    FSDP1 needs a process group, so the answer is False until one is initialised. After that, each module is searched only once.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     if module not in _flattening:
@@ -59,18 +62,22 @@ def flattens(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """`of`: id(parameter) -> name; `flattened`: id(parameter) -> the module under which FSDP1 has flattened it."""
+    """The names of parameters.
+
+    `of` maps id(parameter) to the name. `flattened` maps id(parameter) to the module in which FSDP1 has flattened it, if it has.
+    """
 
     of: dict[int, str] = field(default_factory=dict)
     flattened: dict[int, torch.nn.Module] = field(default_factory=dict)
 
     def flattened_by(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        """Return the module in which FSDP1 has flattened parameters of the optimizer, or None if it has flattened none of them."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         return next((self.flattened[id(parameter)] for parameter in parameters if id(parameter) in self.flattened), None)
 
 
 def buffer_names(state: Any) -> list[str]:
-    """The keys of all modules' buffers."""
+    """Return the keys of the buffers of all modules in a state."""
     return [
         f"{path}.{canonical(name)}" if path else canonical(name)
         for path, module in find(state, "", torch.nn.Module)
@@ -79,7 +86,10 @@ def buffer_names(state: Any) -> list[str]:
 
 
 def parameter_names(state: Any) -> Names:
-    """Over all modules in the state; a name that two modules share is told apart by the module's own key."""
+    """Return the names of the parameters of all modules in a state.
+
+    If different parameters in two modules have the same name, each gets the key of its module as a prefix.
+    """
     found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
     flattened: dict[int, torch.nn.Module] = {}
     for path, module in find(state, "", torch.nn.Module):
@@ -101,7 +111,7 @@ def modules_of(state: Any) -> list[torch.nn.Module]:
 
 
 def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Objects of `kind` in the containers of a state, with their keys."""
+    """Yield (key, object) for each object of `kind` in the dicts, lists, tuples and `per_rank` values of a state."""
     if isinstance(state, PerRank):
         state = state.value
     if isinstance(state, kind):
@@ -117,7 +127,10 @@ def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
 
 
 def parameter_keys(optimizer: torch.optim.Optimizer, names: Names) -> list[Any]:
-    """What each parameter is called, by the number that `state_dict()` gives it: its place over all groups."""
+    """Return the name of each parameter of an optimizer, in the order of all groups, which is how `state_dict()` numbers the parameters.
+
+    Return the numbers themselves if any parameter has no name.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names.of for parameter in parameters):
         return list(range(len(parameters)))
@@ -126,14 +139,18 @@ def parameter_keys(optimizer: torch.optim.Optimizer, names: Names) -> list[Any]:
 
 @dataclass(slots=True)
 class KeptNames:
-    """`ids`: the optimizers' parameters; `places`: in which module's state dict, and under which name, each of them is."""
+    """The names of the parameters in a state, kept from one capture to the next.
+
+    `ids` are the ids of all optimizers' parameters. `places` has, for each of them, the number of the module whose state dict contains it,
+    and its name there. If a parameter is in no state dict, `places` is None and the names are looked up at every capture.
+    """
 
     names: Names = field(default_factory=Names)
     ids: list[int] = field(default_factory=list)
     places: list[tuple[int, str]] | None = None
 
     def of(self, state: Any, trees: list[dict[str, Any]]) -> Names:
-        """The names in `state`, whose modules' state dicts are `trees`, in their order."""
+        """Return the names of the parameters in `state`. `trees` are the state dicts of its modules, in the order of `modules_of`."""
         parameters = [
             p for _, optimizer in find(state, "", torch.optim.Optimizer) for group in optimizer.param_groups for p in group["params"]
         ]

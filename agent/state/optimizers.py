@@ -1,4 +1,7 @@
-"""What torch's own `load_state_dict` of optimizers knows about them, and what it does not do."""
+"""Applies the rules of torch's own `Optimizer.load_state_dict` when a recovery writes into an optimizer directly.
+
+It also restores an optimizer that was saved before its first step.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,20 @@ from ckptd.agent.state.values import filled
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether the parameter's group counts its steps on the device: torch.optim.Optimizer._process_value_according_to_param_policy."""
+    """Return True if the optimizer keeps the step counter of this parameter on the parameter's device.
+
+    The rule is that of torch.optim.Optimizer._process_value_according_to_param_policy: the parameter's group is `capturable` or `fused`.
+    """
     group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
     return bool(group.get("capturable") or group.get("fused"))
 
 
 def tell(place: torch.optim.Optimizer) -> None:
-    """What torch's own load_state_dict does at its end, and the whole of it for optimizers that have one of their own."""
+    """Make an optimizer apply the state and the settings that have been written into it.
+
+    torch's own `load_state_dict` ends with `__setstate__`, so only `__setstate__` is called. If the class of the optimizer overrides
+    `load_state_dict`, the override is called with the optimizer's own `state_dict()`.
+    """
     if type(place).load_state_dict is torch.optim.Optimizer.load_state_dict:
         place.__setstate__({"state": place.state, "param_groups": place.param_groups})
     else:
@@ -25,7 +35,10 @@ def tell(place: torch.optim.Optimizer) -> None:
 
 
 def without_state(place: torch.optim.Optimizer, groups: list[dict[str, Any]], resolve: Callable[[str], torch.Tensor]) -> None:
-    """It was saved before its first step: that is how it will be."""
+    """Remove the state of an optimizer that was saved before its first step, and restore the settings of its groups.
+
+    `resolve` returns the loaded tensor of a name.
+    """
     place.state.clear()
     for group, saved in zip(place.param_groups, groups, strict=False):
         group.update({key: filled(value, resolve) for key, value in saved.items() if key != "params"})

@@ -1,4 +1,4 @@
-"""Refuses plain values that cannot be saved: names the key, and says what to save instead."""
+"""Refuses plain values that cannot be saved, with an error that names the key and says what to save instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptd.shared.errors import UnsavableValue
 
 
 def check_text(text: str, path: str) -> None:
-    """Raise UnsavableValue for a text that UTF-8 cannot say."""
+    """Raise UnsavableValue if a text holds surrogates, which UTF-8 cannot encode."""
     if text.isascii():
         return
     try:
@@ -21,7 +21,10 @@ def check_text(text: str, path: str) -> None:
 
 
 def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
-    """Return the error for a value that lies in MAX_DEPTH containers, given by their ids and paths, because it is deep or in a cycle."""
+    """Return the error for a value that lies in MAX_DEPTH containers. The cause is either deep nesting or a container that contains itself.
+
+    `above` has the id and the path of each of these containers, outermost first.
+    """
     first: dict[int, str] = {}
     for number, where in above:
         if number in first:
@@ -34,7 +37,7 @@ def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
 
 
 def digits(value: int, path: str) -> bytes:
-    """Return an integer as decimal text. Raises UnsavableValue for one that Python neither writes nor reads as text."""
+    """Return an integer as decimal text. Raises UnsavableValue if the integer has more digits than Python converts to and from text."""
     try:
         return str(value).encode()
     except ValueError:
@@ -45,7 +48,11 @@ def digits(value: int, path: str) -> bytes:
 
 
 def said(how: Callable[[Any], str], value: Any) -> str:
-    """Return str or repr of a key, or its type if it holds an integer that Python does not write as text; `digits` then refuses it."""
+    """Return `how(value)`, where `how` is str or repr.
+
+    Return the name of the value's type instead if the value holds an integer that is too long for Python to write. `digits` refuses that
+    integer when it is packed.
+    """
     try:
         return how(value)
     except ValueError:

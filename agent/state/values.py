@@ -1,8 +1,8 @@
-"""The values document: everything in a state that is not a tensor, natively encoded (FORMAT.md, section 3).
+"""Encodes everything in a state that is not a tensor as the values document (FORMAT.md, section 3), and decodes it.
 
-`Packer` turns a state into msgpack and collects its tensors by fully qualified name on the way; `decode` turns it back. Nothing is pickled
-but what only `torch.save` can encode, and that must pass `torch.load(weights_only=True)` before it is accepted. What could not be brought
-back is refused by its key.
+`Packer` turns a state into msgpack and collects its tensors by fully qualified name. `decode` does the reverse. A value is pickled only if
+nothing but `torch.save` can encode it, and is accepted only if `torch.load(weights_only=True)` then loads it. A value that could not be
+restored is refused, and the error names its key.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands in a decoded tree for the tensor of this name."""
+    """The node of a decoded tree that takes the place of the tensor of this name."""
 
     fqn: str
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectNode:
-    """Stands in a decoded tree for an object that had a state_dict. `kind`: module, optimizer or stateful."""
+    """The node of a decoded tree that takes the place of an object with a state_dict. `kind` is module, optimizer or stateful."""
 
     kind: str
     tree: Any
@@ -55,15 +55,15 @@ class ObjectNode:
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """A value of this rank's own; made by `per_rank`. In a decoded tree, that of the rank whose document it is."""
+    """A value that belongs to one rank, made by `per_rank`. In a decoded tree it belongs to the rank that wrote the document."""
 
     value: Any
 
 
 def per_rank(value: Any) -> Any:
-    """Mark a value in the state as this rank's own, like the position of its data loader: each rank gets its own back.
+    """Mark a value in the state as this rank's own, like the position of its data loader. Each rank gets its own value back.
 
-    On another number of ranks `recover()` refuses it by name, or hands the values of all ranks to `on_reshape=`.
+    If the number of ranks has changed, `recover()` refuses the value by name, or passes the values of all ranks to `on_reshape=`.
     """
     return PerRank(value)
 
@@ -77,15 +77,15 @@ def _reference(name: str) -> Ext:
 
 
 Known = dict[str, tuple[list[list[Any]], list[str], msgspec.Raw]]
-"""Dicts of nothing but tensors, or of such dicts, by path: their keys, the tensors' names, and how it is encoded."""
+"""Dicts packed by `Packer._only_tensors`, by path: all their keys, the tensors' names, and the encoded dict."""
 _MOST_KNOWN = 1 << 17
 
 
 class Packer:
-    """`pack(state, prefix)` gives what msgspec can encode; `tensors` then holds every tensor by name, in order.
+    """An encoder for one state. `pack` returns a tree that msgspec can encode; `tensors` then holds every tensor by name, in order.
 
-    `expand`, if given, is asked about every value of a type that is not known here, and returns (kind, plain tree) or None. `known` makes
-    the next packing of a state like this one faster.
+    `expand`, if given, is called with each value of an unknown type and its path, and returns (kind, plain tree) or None. `rank` becomes
+    part of the names of tensors in a `per_rank` value. `known` is filled, and makes the next packing of a state with the same keys faster.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Packer:
         self.tensors: dict[str, torch.Tensor] = {}
         self._rank = rank
         self._expand = expand
-        self._above: list[tuple[int, str]] = []  # ids and paths of the containers that the value being packed lies in
+        self._above: list[tuple[int, str]] = []  # ids and paths of the containers around the value being packed, outermost first
 
     def encode(self, value: Any, prefix: str = "") -> bytes:
-        """Raises UnsavableValue naming the key of what cannot be brought back."""
+        """Pack a value and return it as msgpack. Raises UnsavableValue, naming the key, for a value that could not be restored."""
         return _encode(self.pack(value, prefix))
 
     def encode_map(self, packed: dict[str, Any]) -> bytes:
-        """A document of several packed values."""
+        """Return a document of several values, each packed already."""
         return _encode(packed)
 
     def pack(self, value: Any, path: str) -> Any:
@@ -113,8 +113,8 @@ class Packer:
             return value
         if kind is int:
             return value if -(1 << 63) <= value < 1 << 64 else Ext(BIG_INT, digits(value, path))
-        if kind is list and _TEXT.issuperset(map(type, value)) and "".join(value).isascii():  # the names in a param_group
-            return value
+        if kind is list and _TEXT.issuperset(map(type, value)) and "".join(value).isascii():
+            return value  # a shortcut for the parameter names in a param_group
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if len(self._above) == MAX_DEPTH:
@@ -131,7 +131,7 @@ class Packer:
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         name = path or "tensor"
-        if name in self.tensors:  # {"a.b": ...} beside {"a": {"b": ...}}, or keys 0 and "0"
+        if name in self.tensors:  # two keys give one name: {"a.b": ...} beside {"a": {"b": ...}}, or 0 beside "0"
             number = 2
             while f"{name}#{number}" in self.tensors:
                 number += 1
@@ -156,8 +156,8 @@ class Packer:
         return {key: self.pack(item, prefix + key) for key, item in value.items()}
 
     def _only_tensors(self, dicts: list[dict[Any, Any]], path: str) -> Any:
-        """A dict of tensors, or one and all the dicts in it: most of any state. Packed at the speed of C, and not at all if the keys are
-        those of the time before. None if there is anything else in it."""
+        """Pack a dict of tensors, or a dict of dicts of tensors. Return None if it holds anything else, or a name is already taken."""
+        # Most of any state consists of these dicts, so the loops run in C, and dicts with the same keys as last time are not encoded again.
         keys = list(map(list, dicts))
         tensors = list(chain.from_iterable(map(dict.values, dicts[1:] or dicts)))
         known = self._known.get(path)
@@ -177,7 +177,7 @@ class Packer:
         return known[2]
 
     def _names(self, dicts: list[dict[Any, Any]], path: str) -> list[str] | None:
-        """Of every tensor; None unless they are keys of text, and no two the same."""
+        """Return the name of every tensor, or None if a key is not a string, a name is empty, or two names are equal."""
         if not all(type(key) is str for one in dicts for key in one):
             return None
         for key in chain.from_iterable(dicts):
@@ -235,7 +235,7 @@ class Packer:
         return self._torch(value, kind, path)
 
     def _torch(self, value: Any, kind: type, path: str) -> Any:
-        """The last resort, tried out at once: what weights_only would not load is refused now, not at the recovery."""
+        """Encode with torch.save, as the last resort. A value that `weights_only` would not load is refused now, not at the recovery."""
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)
@@ -265,10 +265,10 @@ def _pack_numpy(value: Any) -> Any:
 
 
 def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorRef, *, objects: bool = True) -> Any:
-    """The value that `Packer.encode` was given. `resolve` makes what stands for a tensor, from its name; with `objects` false, an
-    ObjectNode is replaced by its tree.
+    """Return the value that `Packer.encode` was given. `resolve` returns the object that takes the place of a tensor, given its name.
 
-    Raises IntegrityError for what is no such document, NotFound for an enum whose class is not imported.
+    If `objects` is false, an ObjectNode is replaced by its tree and a PerRank by its value. Raises IntegrityError for an invalid document,
+    NewerFormat for an unknown extension type, and NotFound for an enum whose class is not imported or a dtype that this torch lacks.
     """
 
     def hook(code: int, data: memoryview) -> Any:
@@ -299,7 +299,7 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
 
 def _enum(parts: Any) -> enum.Enum:
     module, qualname, name = parts
-    found: Any = sys.modules.get(module)  # never imported here: a file does not get to choose what is run
+    found: Any = sys.modules.get(module)  # not imported here, because a file must not choose which code runs
     for attribute in qualname.split("."):
         found = getattr(found, attribute, None)
     if not isinstance(found, type) or not issubclass(found, enum.Enum) or name not in found.__members__:
@@ -342,11 +342,11 @@ _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     TORCH: lambda data: torch.load(io.BytesIO(data), weights_only=True),
     BYTEARRAY: bytearray,
 }
-NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK}  # extension types whose payload is msgpack again
+NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK}  # extension types whose payload is msgpack itself
 
 
 def tensor_names(tree: Any) -> list[str]:
-    """Names of all tensors in a decoded tree."""
+    """Return the names of all tensors in a decoded tree."""
     if isinstance(tree, TensorRef):
         return [tree.fqn]
     if isinstance(tree, (ObjectNode, PerRank)):
@@ -359,12 +359,12 @@ def tensor_names(tree: Any) -> list[str]:
 
 
 def like(container: Any, items: list[Any]) -> Any:
-    """A list, tuple or deque with other items."""
+    """Return a new list, tuple or deque of the same type as `container`, with these items."""
     return deque(items, container.maxlen) if isinstance(container, deque) else type(container)(items)
 
 
 def inside(tree: Any) -> Iterable[Any] | None:
-    """Return what a container of a decoded tree holds, or None for a value that is no container."""
+    """Return the contents of a container in a decoded tree, or None for a value that is no container."""
     if isinstance(tree, dict):
         return tree.values()
     if isinstance(tree, (ObjectNode, PerRank)):
@@ -373,7 +373,7 @@ def inside(tree: Any) -> Iterable[Any] | None:
 
 
 def _stands_in(tree: Any) -> bool:
-    """Whether anything in it stands for something else."""
+    """Return True if the tree contains a TensorRef, an ObjectNode or a PerRank."""
     if isinstance(tree, (TensorRef, ObjectNode, PerRank)):
         return True
     if isinstance(tree, dict):
@@ -382,7 +382,7 @@ def _stands_in(tree: Any) -> bool:
 
 
 def filled(tree: Any, resolve: Callable[[str], Any]) -> Any:
-    """A decoded tree with its tensors in place of their names; containers keep their types."""
+    """Return a decoded tree with `resolve(name)` for each TensorRef, and ObjectNode and PerRank unwrapped. Containers keep their types."""
     if isinstance(tree, TensorRef):
         return resolve(tree.fqn)
     if isinstance(tree, (ObjectNode, PerRank)):
