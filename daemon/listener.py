@@ -1,4 +1,4 @@
-"""The daemon's listening socket: made where no other user can replace it, or taken over from systemd."""
+"""The daemon's listening socket: makes it where no other user can replace it, or takes it over from systemd."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.owners import check_socket_directory
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted; the kernel lowers it to net.core.somaxconn."""
+"""Connections that may wait to be accepted. The kernel lowers the number to net.core.somaxconn."""
 _PROBE_SECONDS = 5.0
 
 
 def listen(path: Path) -> tuple[socket.socket, bool]:
-    """Return the listening socket, and whether this daemon made its file and is to remove it.
+    """Return the listening socket, and True if this daemon has made the socket's file and must remove it.
 
-    Raises Busy if another daemon listens at `path`, StorageError if the socket cannot be made there, and Forbidden if another user could
-    replace it.
+    A socket that systemd has passed is taken, whatever `path` is. Raises Busy if another daemon listens at `path`, StorageError if the
+    socket cannot be made there, and Forbidden if another user could replace it.
     """
     passed = notify.passed_socket()
     if passed is not None:
@@ -49,7 +49,10 @@ def listen(path: Path) -> tuple[socket.socket, bool]:
 
 
 def _remove_dead(path: Path) -> None:
-    """Remove the socket that a dead daemon of this user left at `path`, and nothing else. Raises Busy, StorageError."""
+    """Remove the socket that a dead daemon of this user has left at `path`, and nothing else.
+
+    Raises Busy if a process listens there, and StorageError if the file is not a socket of this user.
+    """
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -71,7 +74,7 @@ def _remove_dead(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except (TimeoutError, BlockingIOError):
-            pass  # its queue is full, so that a process listens there
+            pass  # the queue of new connections is full, so a process listens there
     raise _taken(path)
 
 

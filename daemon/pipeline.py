@@ -1,7 +1,8 @@
-"""The save plan on worker threads: pread, checksum, encode, aligned write, all under one byte budget.
+"""Checks sealed slots and writes them as parts: reads, checksums, encodes and writes chunks within a budget of bytes.
 
-A chunk costs two buffers, taken from a pool that holds `memory_budget` bytes at most, however many parts are being written. Owns the
-part file, through `shared/part_writer.py`, from its creation to its sync; journals nothing and knows no catalog.
+The work runs on worker threads. The buffers take at most `memory_budget` bytes, however many parts are being written: a chunk takes one
+buffer to be checked, and two to be written. The pipeline owns the files of a part, through `shared/part_writer.py`, from their creation
+to their sync. It journals nothing and knows no catalog.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ T = TypeVar("T")
 
 
 class Plans:
-    """Plans that were decoded and found sound, by their signature: a structure seldom changes, and ten thousand items take 50 ms."""
+    """A cache of plans that were decoded and found sound, by signature. Their documents take at most `most` bytes, unless only one is kept.
+
+    A structure seldom changes, and decoding a plan of ten thousand items takes 50 ms.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
@@ -38,7 +42,7 @@ class Plans:
         self._known: OrderedDict[bytes, tuple[Plan, int]] = OrderedDict()
 
     def decode(self, signature: bytes, document: bytes) -> Plan:
-        """`signature` is that of `document`. Raises IntegrityError."""
+        """Return the plan of `document`, which has this signature. Raises IntegrityError if it is not a sound plan."""
         with self._lock:
             if signature in self._known:
                 self._known.move_to_end(signature)
@@ -53,12 +57,15 @@ class Plans:
         return plan
 
 
-_plans = Plans(most=32 << 20)  # bytes of documents; decoded they take several times that
+_plans = Plans(most=32 << 20)  # bytes of documents; a decoded plan takes several times as many
 
 
 @dataclass(frozen=True, slots=True)
 class SealedSlot:
-    """A sealed slot, its documents read and verified."""
+    """A sealed slot whose documents were read and verified.
+
+    `fd` is a descriptor of its segment. `plan_document` is the plan as it was sealed. `ranges` are all chunks of the slot, in order.
+    """
 
     fd: int
     header: SegmentHeader
@@ -69,7 +76,7 @@ class SealedSlot:
 
     @classmethod
     def read(cls, fd: int, header: SegmentHeader) -> SealedSlot:
-        """Raises IntegrityError for documents that are damaged, or a plan that is not sound."""
+        """Read and verify the documents of a sealed slot. Raises IntegrityError if a document is damaged or the plan is not sound."""
         document = read_document(fd, header, header.plan, "plan")
         if hashlib.sha256(document).digest() != header.signature:
             raise IntegrityError(f"plan document of {header.job} step {header.step} is not the one that was sealed")
@@ -81,6 +88,7 @@ class SealedSlot:
         return cls(fd, header, plan, document, request, chunk_ranges(with_values(plan.regions, values), header.chunk_size))
 
     def pread(self, chunk: ChunkRange, buffer: memoryview) -> None:
+        """Read a chunk into `buffer`, which must have the length of the chunk. Raises IntegrityError if the segment has been cut short."""
         if read_exactly(self.fd, buffer, self.header.data_offset + chunk.offset) < chunk.length:
             raise IntegrityError("the segment has been cut short: that copy in memory is lost")
 
@@ -88,7 +96,8 @@ class SealedSlot:
 class Pipeline:
     """Two sets of worker threads: one reads and checks shared memory, the other encodes and writes parts.
 
-    The second waits for the disk. The first never does, so that a disk that hangs does not keep a slot from being checked.
+    The second set waits for the disk. The first never does, so that a disk that hangs does not keep a slot from being checked.
+    `bytes_read` and `bytes_written` count the raw and the stored bytes of all parts written so far.
     """
 
     def __init__(self, fs: FileSystem, threads: int, memory_budget: int, chunk_size: int, spread: Spread = ONE_FILE) -> None:
@@ -99,15 +108,15 @@ class Pipeline:
 
     @property
     def chunks_done(self) -> int:
-        """Chunks read or written so far: tells the watchdog whether a thread makes progress."""
+        """The number of chunks checked or written so far. While a save is under way, its growth shows that the threads make progress."""
         return self._memory.chunks_done + self._writers.chunks_done
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a call on the threads that read shared memory. Nothing that may wait for the disk belongs here."""
+        """Run a call on the threads that read shared memory, and return its result. The call must not wait for the disk."""
         return await self._memory.run(function)
 
     async def checksum(self, slot: SealedSlot) -> list[int]:
-        """Return the crc32c of each chunk of a sealed slot."""
+        """Return the crc32c of each chunk of a sealed slot, in order. Raises IntegrityError if the segment has been cut short."""
 
         def work(number: int, buffers: Buffers) -> int:
             chunk = slot.ranges[number]
@@ -118,9 +127,10 @@ class Pipeline:
         return await self._memory.each(slot.ranges, work)
 
     async def write_part(self, slot: SealedSlot, checks: list[int], codec: Codec, directory: int, tag: str, nonce: bytes) -> PartEntry:
-        """Write one part durably into `directory`: created, filled, synced, the directory synced. On failure its files are removed.
+        """Write one part durably into `directory`, and return its entry for the manifest.
 
-        Raises IntegrityError if memory no longer holds what `checks` says, else OSError.
+        Its files are created, filled and synced, and then the directory is synced. After a failure the files are removed. Raises
+        IntegrityError if a chunk in memory no longer has its checksum in `checks`, OSError if the part cannot be written.
         """
         header = slot.header
         assert header.step is not None

@@ -1,4 +1,4 @@
-"""The root as a directory: made, checked for its owner, and locked, before anything in it is read."""
+"""The root directory: makes it, checks its owner and locks it, before anything in it is read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ log = logging.getLogger("ckptd.roots")
 
 
 def prepare(root: Path, storage: PosixStorage) -> tuple[str, ...]:
-    """Make the root and the daemon's own directories in it, and return the path of the journal's directory below the root.
+    """Make the root and the daemon's own directories in it. Return the parts of the journal directory's path below the root.
 
-    Raises StorageError if one of them cannot be made, or belongs to another user than this daemon's and root.
+    Raises StorageError if a directory cannot be made, or belongs to a user other than this daemon's and root. A daemon that runs as
+    root only logs a warning about the owner.
     """
     control = (names.CONTROL, names.host(), names.JOURNAL)
     try:
@@ -47,16 +48,17 @@ def _check(path: Path, remedy: str) -> None:
 
 
 def _check_others(control: Path) -> None:
-    """Check the other directories in the root's `.ckptd`: those of claims and pins, and those of other hosts."""
+    """Check the owners of all directories in the root's `.ckptd`, including those of claims, pins and other hosts. Raises StorageError."""
     for name in sorted(os.listdir(control)):
         if (control / name).is_dir():
             _check(control / name, "that user could replace the daemon's records; remove it, or use another root")
 
 
 def foreign_job(storage: PosixStorage, job: str) -> str:
-    """Return the reason why the directory of `job` cannot be used, or "". Raises OSError.
+    """Return the reason why the directory of `job` cannot be used, or "" if it can. Raises OSError.
 
-    Another user who owns it could replace the checkpoints in it. A daemon of root uses it all the same, as `prepare` uses such a root.
+    A directory of another user cannot be used, because that user could replace the checkpoints in it. A daemon that runs as root uses it
+    nevertheless, as `prepare` uses a root of another user.
     """
     if os.geteuid() == 0:
         return ""
@@ -69,7 +71,11 @@ def foreign_job(storage: PosixStorage, job: str) -> str:
 
 
 def lock(directory: int, root: Path) -> int:
-    """Return a descriptor that holds the lock of this host and root, for one daemon. Raises Busy if another daemon holds it."""
+    """Lock the root for one daemon of this host, and return the descriptor that holds the lock.
+
+    directory: an open descriptor of this host's directory in the root. Raises Busy if another daemon holds the lock, StorageError if the
+    lock file cannot be opened.
+    """
     try:
         fd = os.open(names.LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
     except OSError as error:

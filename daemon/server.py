@@ -1,7 +1,7 @@
-"""Connections: one handler each, over the session's table. Bytes, descriptors and peer credentials; no decisions.
+"""The daemon's connections to its clients: accepts them, checks their users, and answers their requests.
 
-Raw sockets, because descriptors travel beside the bytes. A connection that breaks the protocol, stalls at the greeting or does not read its
-replies is dropped; others do not notice. What a client passes along in descriptors is never received.
+The engine takes all decisions. Sockets are raw, because descriptors travel beside the bytes. A connection that breaks the protocol, stalls
+at the greeting or does not read its replies is closed; the others do not notice. Descriptors that a client sends are never received.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from ckptd.shared.owners import peer_of
 
 log = logging.getLogger("ckptd.server")
 
-HELLO_SECONDS = 10.0
-MAX_UNREAD = 4 << 20
-ACCEPT_SECONDS = 0.5  # between attempts to accept while something has run out, unless a connection closes before
+HELLO_SECONDS = 10.0  # in which the first request must come
+MAX_UNREAD = 4 << 20  # bytes of replies that a client may leave unread
+ACCEPT_SECONDS = 0.5  # between two tries to accept while descriptors or memory have run out, unless a connection closes before
 _NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
-_NONE_LEFT = -2  # instead of a pidfd
+_NONE_LEFT = -2  # stands for the pidfd if no descriptor was left for it
 
-Reply = tuple[m.Message, Sequence[int]]
-"""A message and the descriptors that go with it; they are closed once sent."""
+Reply = tuple[m.Message, Sequence[int]]  # a message, and the descriptors that go with it: they are closed once they are sent
 
 
 class Server:
-    """`welcome` fills in what this daemon tells; `status`, `find` and `forget` come from `app.py`, which knows the rest of the house."""
+    """The server of one daemon. The callables answer Hello, Status, Find and Forget; `changed` is called when a client comes or goes."""
 
     def __init__(
         self,
@@ -62,13 +61,12 @@ class Server:
         self._max, self.descriptors = max_connections, descriptors
         self.connections: set[Connection] = set()
         self.refused = self.pauses = 0
-        self.paused: str | None = None
-        """The reason why no client is accepted at the moment, or ""."""
-        self._refusing = False  # the last client was refused, and the log has said so
-        self._closed = asyncio.Event()  # a connection has been closed since it was last cleared
+        self.paused: str | None = None  # the reason why no client is accepted at the moment, or None
+        self._refusing = False  # the last client was refused: the refusals that follow are logged at debug level
+        self._closed = asyncio.Event()  # set when a connection closes
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept until cancelled. While descriptors or memory have run out, clients wait in the socket's backlog."""
+        """Accept clients until cancelled. While descriptors or memory have run out, clients wait in the socket's backlog."""
         while True:
             try:
                 client, _ = await asyncio.get_running_loop().sock_accept(listener)
@@ -84,7 +82,7 @@ class Server:
             self._accepted(client)
 
     async def _pause(self, error: OSError) -> None:
-        """Wait until a connection closes, or for a moment; the log says so once."""
+        """Wait until a connection closes, at most `ACCEPT_SECONDS`. Of several pauses in a row, only the first is logged."""
         if self.paused is None:
             self.paused = f"no client can be accepted: {os.strerror(error.errno or 0)}"
             self.pauses += 1
@@ -114,7 +112,7 @@ class Server:
         connection.task = watched(connection.run(), f"the connection of {connection.peer}")
 
     def _full(self) -> Busy | None:
-        """Return the error for one client more, or None if there is room. Clients are refused before the descriptors run out."""
+        """Return the error for one more client, or None if there is room. Clients are refused before the descriptors run out."""
         if len(self.connections) >= self._max:
             return Busy(f"this daemon has {self._max} clients already; try again later, or raise max_connections")
         limit, new = limits.soft_limit(), sum(connection.new for connection in self.connections)
@@ -135,14 +133,16 @@ class Server:
 
 
 class Connection:
+    """One client. `run` reads its requests until the connection ends; each request is answered by a task of its own."""
+
     def __init__(self, server: Server, client: socket.socket) -> None:
         self._server, self._socket = server, client
         self._session = s.Session(s.Role.DAEMON)
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
-        self._untold: deque[m.Progress] = deque()  # news that came while the rank was beginning
+        self._untold: deque[m.Progress] = deque()  # Progress that came while Begin was under way
         self._unread = 0
         self.requests: set[asyncio.Task[None]] = set()
-        self._seals: set[asyncio.Task[None]] = set()  # what was sealed before a request is known before it is answered
+        self._seals: set[asyncio.Task[None]] = set()  # Seals under way: Find, Fetch, Persist and Detach wait for them
         self._owner: Owner | None = None
         self.task: asyncio.Task[None] | None = None
         pid, self._uid = peer_of(client)
@@ -151,7 +151,7 @@ class Connection:
 
     @property
     def new(self) -> bool:
-        """Return True if this client has begun no attempt: it may still ask for slots."""
+        """True if this client has begun no attempt, and so may still get slots."""
         return self._owner is None
 
     def __repr__(self) -> str:
@@ -165,7 +165,7 @@ class Connection:
         return None
 
     def send_last(self, error: CkptdError) -> None:
-        """Say why, then hang up."""
+        """Send the error, then close the connection."""
         try:
             self.send(m.Error(re=0, code=error.code, message=str(error), retry=error.retry))
         except (CkptdError, OSError):
@@ -196,7 +196,7 @@ class Connection:
             self._close()
 
     def _not_answered(self, error: BaseException) -> None:
-        """Drop a client whose request ended without an answer: it would wait for ever, and can connect again."""
+        """Close the connection after a request that ended without an answer: the client would wait for ever, and it can connect again."""
         self._close()
 
     async def _answer(self, request: m.Request) -> None:
@@ -217,7 +217,7 @@ class Connection:
             return
         try:
             self.send(reply, descriptors)
-        except ProtocolError as error:  # larger than a frame
+        except ProtocolError as error:  # the reply is larger than a frame
             _close_all(descriptors)
             self.send(self._error(request, InternalError(f"the answer to {type(request).__name__} cannot be sent: {error}")))
         while self._untold and self._session.state is s.SessionState.ATTACHED:
@@ -246,7 +246,7 @@ class Connection:
                 return m.Forgotten(re=request.id, refused=await self._server.forget(request.job, request.tags)), ()
             case m.Begin():
                 before = self._owner
-                pidfd = os.dup(self._pidfd) if self._pidfd >= 0 else -1  # first, since it may fail
+                pidfd = os.dup(self._pidfd) if self._pidfd >= 0 else -1  # before the attempt begins, because this may fail
                 try:
                     self._owner = await engine.begin(request.job, request.rank, request.world_size, request.attempt, self._notify)
                 except BaseException:
@@ -257,14 +257,14 @@ class Connection:
                     self._server.orphans.unguard(before.identity)
                 self._server.orphans.cancel_timer(request.job)
                 self._server.orphans.guard(self._owner, pidfd)
-                if self._socket.fileno() < 0:  # the trainer has hung up meanwhile
+                if self._socket.fileno() < 0:  # the connection was closed meanwhile
                     self._owner.notify = None
                     self._server.orphans.connection_lost(self._owner)
                 self._server.changed()
                 held = [_held(slot) for slot in engine.slots.of(*self._owner.identity)]
                 return m.Began(re=request.id, attempt=self._owner.attempt, held=held), ()
         owner = self._owner
-        assert owner is not None  # the session's table lets nothing else come unattached
+        assert owner is not None  # the session allows all other requests only to an attached rank
         match request:
             case m.Allocate():
                 return self._pass_on(request.id, await engine.allocate(owner, request.capacity, request.count, request.node))
@@ -302,7 +302,7 @@ class Connection:
         return m.Found(re=request.id, candidates=found.candidates, damaged=found.damaged)
 
     def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
-        """Each segment twice: one description to map, another to hold the lock on."""
+        """Return the reply with two separately opened descriptors for each slot: one to map, and one to hold the trainer's lock on."""
         opened: list[int] = []
         failpoint("slot.passing")
         try:
@@ -314,13 +314,13 @@ class Connection:
         return m.Segments(re=request_id, segments=[_held(slot) for slot in slots]), opened
 
     def _notify(self, message: m.Progress) -> None:
-        """Send the message, or keep it until the rank has begun: raising here would keep the caller from freeing slots."""
+        """Send the message, keep it while Begin is under way, or else drop it. An error here would keep the caller from freeing slots."""
         if self._session.state in (s.SessionState.ATTACHED, s.SessionState.LEAVING):
             self.send(message)
         elif self._session.state is s.SessionState.BEGINNING:
             self._untold.append(message)
 
-    # -- bytes out
+    # -- sending
 
     def send(self, message: m.Message, descriptors: Sequence[int] = ()) -> None:
         frame = memoryview(self._session.send(message)) if self._session.state is not s.SessionState.CLOSED else memoryview(b"")
@@ -353,7 +353,7 @@ class Connection:
             return
         loop.remove_writer(self._socket)
 
-    # -- the end
+    # -- closing
 
     def _close(self) -> None:
         if self._socket.fileno() < 0:
@@ -361,7 +361,7 @@ class Connection:
         self._session.close()
         loop = asyncio.get_running_loop()
         loop.remove_writer(self._socket)
-        loop.remove_reader(self._socket)  # before the descriptor is closed: the next client may get its number
+        loop.remove_reader(self._socket)  # before the socket is closed, because the next client may get its number
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
         self._socket.close()
@@ -388,7 +388,7 @@ def _close_all(descriptors: Sequence[int]) -> None:
 
 
 def _peer_pidfd(client: socket.socket, pid: int) -> int:
-    """Return a pidfd of the peer; -1 if the peer is dead or the kernel is older than 5.3, `_NONE_LEFT` if descriptors have run out."""
+    """Return a pidfd of the peer, -1 if the peer is dead or the kernel is older than 5.3, or `_NONE_LEFT` if descriptors have run out."""
     try:
         return client.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:

@@ -1,7 +1,7 @@
-"""Segments on this node: create, pass, adopt, release, within the quota.
+"""The segments of this node: creates, opens, adopts and releases them in shared memory, within the quota.
 
-Owns the files in the tmpfs and one read-write descriptor of each. Knows nothing of snapshots beyond the content of a segment's own header.
-A trainer's life is judged by the flock that it holds on each of its segments, through a descriptor of which the daemon kept no copy.
+This module owns the files in the tmpfs and one read-write descriptor of each. It knows nothing of snapshots beyond the header of each
+segment. A trainer counts as alive while it holds its flock on a segment, through a descriptor of which the daemon has kept no copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ log = logging.getLogger("ckptd.slots")
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One segment and the daemon's own descriptor of it. `nbytes`: length of the file; `header`: as it was when last read."""
+    """A segment, and the daemon's own descriptor of its file.
+
+    `header` is the header as it was last read, and `nbytes` the length of the file. `pins` is the number of readers that keep the
+    descriptor open. `released` is True after `Slots.release`.
+    """
 
     name: str
     descriptor: Descriptor
@@ -43,14 +47,17 @@ class Slot:
 
     @property
     def fd(self) -> int:
-        """Return the descriptor's number. Raises NotFound once the slot is released and no longer pinned."""
+        """The number of the descriptor. Raises NotFound once the slot is released and no longer pinned."""
         if self.descriptor.closed:
             raise self.gone()
         return self.descriptor.fileno()
 
     @contextmanager
     def pinned(self) -> Iterator[int]:
-        """Keep the descriptor open while worker threads read from it, even if the slot is released meanwhile. Raises NotFound."""
+        """Context manager. While it is held, the descriptor stays open for worker threads, even if the slot is released meanwhile.
+
+        Yields the number of the descriptor. Raises NotFound if the slot has been released already.
+        """
         if self.released:
             raise self.gone()
         self.pins += 1
@@ -67,13 +74,13 @@ class Slot:
 
     @property
     def owner(self) -> tuple[str, int, int]:
-        """(job, attempt, rank)."""
+        """The rank that owns the slot, as (job, attempt, rank)."""
         return (self.header.job, self.header.attempt, self.header.rank)
 
     def refresh(self) -> SegmentHeader:
-        """Read the header again, since the trainer may have changed it.
+        """Read the header again, because the trainer may have changed it. Return the new header.
 
-        Raises NotFound if the slot has been released, IntegrityError if the header is damaged or another segment's.
+        Raises NotFound as `fd` does, and IntegrityError if the header is damaged or belongs to another segment.
         """
         header = read_header(self.fd)
         mine, its = self.header, header
@@ -93,23 +100,27 @@ class Slot:
 
 
 class Slots:
-    """All segments of one root, in the tmpfs directory `directory`, which is made with mode 0700.
+    """All segments of one root. Their files lie in one directory of the tmpfs `shm_dir`, which is made with mode 0700.
 
-    Where another user has taken that name, a directory beside it with a random suffix is used. It is locked for one daemon of the machine:
-    a daemon under another host name has another lock in the root, and would remove this one's segments.
+    If another user has taken the name `directory`, a directory beside it with a random suffix is used. The directory is locked for one
+    daemon of the machine. The lock in the root is not enough: a daemon under another host name has another lock there, and would remove
+    the segments of this daemon.
+
+    `path` is the directory, and `slots` maps the name of each segment to its slot. `used` and `quota` are in bytes. An argument
+    `quota` of 0 stands for nine tenths of the tmpfs.
     """
 
     def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int) -> None:
         self._fs = fs
         self.path, self._directory = _claim_directory(fs, shm_dir / directory)
         self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
-        self.slots: dict[str, Slot] = {}  # the event loop's alone
+        self.slots: dict[str, Slot] = {}  # used on the event loop only
         self.used = 0  # bytes
 
     def create(self, header: SegmentHeader, node: int = UNKNOWN) -> Slot:
-        """A new segment near to the NUMA node, which `add` is to take up; on any thread.
+        """Make a new segment near to the NUMA node `node`, and return its slot. Any thread may call this; the caller then calls `add`.
 
-        Raises QuotaExceeded or SharedMemoryFull, leaving nothing behind.
+        Raises QuotaExceeded, SharedMemoryFull or StorageError, or OSError if the file cannot be made. After an error no file is left.
         """
         size = header.file_length
         if self.used + size > self.quota:
@@ -140,13 +151,17 @@ class Slots:
         return Slot(name, Descriptor(fd), header, size)
 
     def add(self, slot: Slot) -> Slot:
+        """Register a slot, count its bytes as used, and return it."""
         self.slots[slot.name] = slot
         self.used += slot.nbytes
         return slot
 
     def open_again(self, slot: Slot, *, write: bool) -> int:
-        """A descriptor of an open file description of its own. Raises NotFound if the name is gone or another file's, StorageError if
-        something has run out."""
+        """Open the segment again, as a new open file description, and return the descriptor. The caller must close it.
+
+        Raises NotFound if the slot is released, or if its file has been removed or replaced. Raises StorageError if a resource of the
+        machine, such as descriptors, has run out.
+        """
         if slot.descriptor.closed:
             raise slot.gone()
         try:
@@ -162,12 +177,14 @@ class Slots:
         return fd
 
     def get(self, name: str) -> Slot:
+        """Return the slot of the segment `name`. Raises NotFound if there is none."""
         try:
             return self.slots[name]
         except KeyError:
             raise NotFound(f"there is no segment {name[:64]!r}") from None
 
     def of(self, job: str, attempt: int, rank: int) -> list[Slot]:
+        """Return the slots of one rank, in the order of their numbers."""
         found = [slot for slot in self.slots.values() if slot.owner == (job, attempt, rank)]
         return sorted(found, key=lambda slot: slot.header.slot)
 
@@ -193,13 +210,16 @@ class Slots:
         failpoint("slot.released")
 
     def is_held(self, slot: Slot) -> bool:
-        """Whether a trainer still holds its lock."""
+        """Return True if a trainer still holds its lock on the segment, or if the lock cannot be tested because a resource has run out.
+
+        Return False if the file has been removed or replaced.
+        """
         try:
             fd = self.open_again(slot, write=True)
         except NotFound:
             return False
         except StorageError:
-            return True  # for all that is known
+            return True  # the lock cannot be tested, so the trainer counts as alive
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -209,9 +229,10 @@ class Slots:
         return False
 
     def adopt(self) -> list[Slot]:
-        """Take up what an earlier daemon left; remove what is of another boot, half made or damaged. Strange names are left alone.
+        """Register the segments that an earlier daemon has left, and return all slots.
 
-        Raises StorageError if one cannot be opened for something that has run out.
+        Segments that are incomplete, damaged or from another boot are removed. Other files, segments of a newer ckptd and segments that
+        cannot be opened are left alone. Raises StorageError if a segment cannot be opened because a resource has run out.
         """
         for name in os.listdir(self._directory):
             if not names.is_segment_file(name):
@@ -220,7 +241,7 @@ class Slots:
                 fd = os.open(name, READ | os.O_RDWR, dir_fd=self._directory)
             except OSError as problem:
                 error = StorageError.of(f"open the segment {name}", problem)
-                if error.is_of_the_machine:  # what is sealed in it would be lost to those who recover
+                if error.is_of_the_machine:  # a recovery would not find a snapshot that is sealed in it
                     raise error from None
                 log.warning("%s: left alone", error)
                 continue
@@ -245,7 +266,7 @@ class Slots:
         return list(self.slots.values())
 
     def close(self) -> None:
-        """Let go of the descriptors; the files stay for the next daemon. An empty directory goes."""
+        """Close the descriptors. The files stay for the next daemon; the directory is removed if it is empty."""
         for slot in self.slots.values():
             slot.descriptor.close()
         if not self.slots:
@@ -258,14 +279,17 @@ class Slots:
 
 
 def _claim_directory(fs: FileSystem, plain: Path) -> tuple[Path, int]:
-    """Return the directory for segments and a descriptor that holds its lock. Raises StorageError, or Busy if another daemon holds it."""
+    """Return the directory for segments, and the descriptor that holds its lock. Make the directory if it is missing.
+
+    Raises Busy if another daemon holds the lock, and StorageError if the directory cannot be made or other users may enter it.
+    """
     try:
         status = os.lstat(plain)
     except OSError:
         pass
     else:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077:
-            raise StorageError(  # not passed over: segments may be in it
+            raise StorageError(  # no other directory is used instead, because this one may hold segments
                 f"{plain} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:o}; it must be ours alone (0700): remove it"
             )
     while True:
@@ -275,7 +299,7 @@ def _claim_directory(fs: FileSystem, plain: Path) -> tuple[Path, int]:
         except FileNotFoundError as error:
             if not plain.parent.is_dir():
                 raise StorageError.of(f"make {plain}", error) from None
-            continue  # the daemon before has just removed it
+            continue  # the previous daemon has just removed it
         except OSError as error:
             raise StorageError.of(f"make {plain}", error) from None
         try:
@@ -295,7 +319,7 @@ def _claim_directory(fs: FileSystem, plain: Path) -> tuple[Path, int]:
 
 
 def _is_at(path: Path, directory: int) -> bool:
-    """Return False if the directory was removed, by the daemon before, between opening and locking."""
+    """Return True if `path` is still the directory that was opened: the previous daemon may have removed it before it was locked."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(directory))
     except FileNotFoundError:

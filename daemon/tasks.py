@@ -1,7 +1,7 @@
-"""Watched tasks: an asyncio task that ends with an error is reported, never forgotten.
+"""Watched tasks: asyncio tasks whose errors are always logged and reported.
 
-`on_failure` names the function that is told, once for each daemon. `watched` replaces `loop.create_task` wherever nobody awaits the task's
-result. Without it, an error in a long-lived task would be noticed only by what the task does not do any more.
+`on_failure` sets the function that gets the errors, once for each daemon. `watched` replaces `loop.create_task` wherever no code awaits
+the task's result. Without it, an error in a long-lived task would be noticed only because the task's work is no longer done.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ log = logging.getLogger("ckptd.tasks")
 
 T = TypeVar("T")
 Failed = Callable[[BaseException], None]
-"""Called on the event loop with the error of a task that failed."""
+"""A function that is called on the event loop with the error of a task that failed."""
 
 
 def _log_only(error: BaseException) -> None:
-    """Do nothing more: a part that is used without a daemon, as in a test, has nothing to end."""
+    """Do nothing: the error is logged already, and code that is used without a daemon, as in a test, has nothing to end."""
 
 
 _failed: ContextVar[Failed] = ContextVar("ckptd.daemon.tasks", default=_log_only)
 
 
 def on_failure(failed: Failed) -> None:
-    """Have `failed` called for every watched task that the current task, or a task or callback that it starts, will start."""
+    """Set the function that is called with the error of each watched task that fails.
+
+    It applies to the watched tasks that the current task starts from now on, and for those that its own tasks and callbacks start.
+    """
     _failed.set(failed)
 
 
 def watched(work: Coroutine[Any, Any, T], name: str, failed: Failed | None = None) -> asyncio.Task[T]:
-    """Start a task and report its error. `name` says in the log what the task does, like "accepting connections".
+    """Start a task whose error is logged and reported. Return the task, which can be awaited as usual.
 
-    The error goes to `failed`, or else to the function that `on_failure` was given. An error that is not ckptd's own arrives as an
-    InternalError that names the task. Cancelling the task is not an error. The task can be awaited as usual.
+    name: the work of the task, for the log, for example "accepting connections". failed: the function that gets the error; None means the
+    one set by `on_failure`. An error that is not a CkptdError arrives as an InternalError that names the task. Cancelling the task is not
+    an error.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
     report = failed or _failed.get()

@@ -1,4 +1,4 @@
-"""Worker threads that go through the chunks of a slot, with a bounded number of page-aligned buffers."""
+"""Worker threads that process the chunks of a slot with a bounded number of page-aligned buffers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from ckptd.shared.plan import ChunkRange
 T = TypeVar("T")
 
 Buffers = Sequence[mmap.mmap]
-"""The buffers of one chunk in work; each holds a chunk of the daemon's chunk size, or a larger one that an earlier daemon made."""
+"""The buffers for one chunk. Each has room for a chunk of the daemon's chunk size, or for a larger one that an earlier daemon made."""
 
 
 class Workers:
-    """`threads` threads. At most `memory` bytes of buffers are in use, `buffers` for each chunk; one chunk is always possible."""
+    """A pool of `threads` worker threads. Each chunk that is processed takes `buffers` buffers.
+
+    The buffers in use take at most `memory` bytes, with two exceptions: one chunk can always be processed, and the larger chunks of a
+    slot that an earlier daemon made take larger buffers. `chunks_done` counts the chunks that have been processed.
+    """
 
     def __init__(self, name: str, threads: int, memory: int, chunk_size: int, buffers: int) -> None:
         self.threads = threads
@@ -32,12 +36,14 @@ class Workers:
         self._taken = 0
 
     async def run(self, function: Callable[[], T]) -> T:
+        """Run a call on one of the threads, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
     async def each(self, ranges: Sequence[ChunkRange], work: Callable[[int, Buffers], T]) -> list[T]:
-        """Do `work` on every chunk, as many at once as there are threads.
+        """Call `work` with the number and the buffers of each chunk, on all threads at once. Return the results in the order of the chunks.
 
-        The first failure ends the work; it is raised once all threads have stopped.
+        After a failure no other chunk is begun, and the error is raised once all threads have stopped. Raises IntegrityError if a chunk
+        has no result.
         """
         results: dict[int, T] = {}
         numbers, size = iter(range(len(ranges))), align(max((chunk.length for chunk in ranges), default=0))
@@ -60,13 +66,13 @@ class Workers:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-        if len(results) != len(ranges):  # every planned chunk is accounted for, or nothing is
+        if len(results) != len(ranges):  # a missing chunk fails all: every planned chunk must be accounted for
             raise IntegrityError(f"{len(results)} of {len(ranges)} chunks have a result")
         return [results[number] for number in range(len(ranges))]
 
     @asynccontextmanager
     async def _borrowed(self, size: int) -> AsyncIterator[Buffers]:
-        """Lend the buffers of one chunk, each of `size` bytes or more."""
+        """Context manager. Lends the buffers for one chunk, each of `size` bytes or more, and waits until the budget allows them."""
         async with self._tokens:
             if size > self._buffer_size:  # a slot that an earlier daemon made, with larger chunks
                 yield self._new(size)
@@ -78,7 +84,7 @@ class Workers:
             finally:
                 self._taken -= 1
                 self._free.append(buffers)
-                if self._taken == 0:  # idle: give the pages back, keep the address space
+                if self._taken == 0:  # idle: return the pages to the kernel, but keep the address space
                     for idle in self._free:
                         for buffer in idle:
                             buffer.madvise(mmap.MADV_DONTNEED)
@@ -87,4 +93,5 @@ class Workers:
         return [mmap.mmap(-1, size) for _ in range(self._buffers)]
 
     def close(self) -> None:
+        """Cancel the calls that have not begun. Do not wait for the others."""
         self.pool.shutdown(wait=False, cancel_futures=True)

@@ -1,9 +1,9 @@
-"""A blocking connection to the daemon: socket, session and descriptors. For the agent's client and for the command line.
+"""A blocking connection to the daemon that carries messages and descriptors; the agent and the command line use it.
 
-Nothing is sent before it is certain that the daemon belongs to this user or to root: a process of another user that listens at the
-expected path would otherwise get the tensors.
+Nothing is sent until the daemon is known to belong to this user or to root. Otherwise a process of another user that listens at the
+expected path would get the tensors.
 
-One thread may `send` while another `receive`s. Raises DaemonUnreachable when the other side is gone, or what its Error says.
+One thread may call `send` while another calls `receive`. Both raise DaemonUnreachable once the connection is lost.
 """
 
 from __future__ import annotations
@@ -24,26 +24,31 @@ from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import DaemonUnreachable, ProtocolError, from_wire
 from ckptd.shared.owners import check_peer, check_socket
 
-MAX_DESCRIPTORS = 64
+MAX_DESCRIPTORS = 64  # that one call of recvmsg can take
 _RECEIVE = 1 << 16
-_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between tries to connect
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two tries to connect
 _FD = array("i")
 _Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]
 
 
 class Channel:
-    """Connected and greeted; `welcome` holds what the daemon said."""
+    """A connection on which the daemon has answered the greeting. `welcome` is its answer, with the settings of the daemon."""
 
     def __init__(self, path: Path, timeout: float, *, later: float | None = None) -> None:
-        """Wait at most `timeout` seconds for the greeting, and `later` seconds for anything after it (None: for ever).
+        """Connect to the daemon's socket at `path`, and exchange the greeting.
 
-        Raises Forbidden, before anything is sent, if the daemon belongs to another user than this one and root.
+        timeout: seconds to wait for the connection, and again for each send or receive of the greeting. later: the seconds for each send
+        or receive after the greeting; None waits for ever.
+
+        Raises Forbidden, before anything is sent, if the daemon belongs to a user other than this one and root. Raises DaemonUnreachable
+        if no daemon listens or answers, and ProtocolError if the answer breaks the protocol. If the daemon answers with an Error, raises
+        the exception for it.
         """
         check_socket(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._session = s.Session(s.Role.AGENT)
         self._descriptors: deque[Descriptor] = deque()
-        self._received: deque[_Received] = deque()  # at most one, until its descriptors have owners
+        self._received: deque[_Received] = deque()  # at most one result of recvmsg, until each of its descriptors has an owner
         self._sending = threading.Lock()
         self._next_id = 0
         self._socket.settimeout(timeout)
@@ -71,23 +76,24 @@ class Channel:
         self._socket.settimeout(later)
 
     def _connect(self, path: Path, timeout: float) -> None:
-        """Connect, and try again until `timeout` while the daemon's queue of new connections is full. Raises OSError."""
+        """Connect. Retry for `timeout` seconds while the daemon's queue of new connections is full. Raises OSError."""
         deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
         while True:
             try:
                 return self._socket.connect(str(path))
-            except BlockingIOError:  # unix(7): connect does not wait for room in the queue when the socket has a timeout
+            except BlockingIOError:  # a socket with a timeout does not wait for room in the queue (connect(2), EAGAIN)
                 if time.monotonic() > deadline:
                     raise TimeoutError from None
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
 
     def new_id(self) -> int:
+        """Return the next request id: higher than every id before it on this connection."""
         self._next_id += 1
         return self._next_id
 
     def send(self, message: m.Request) -> None:
-        """Raises DaemonUnreachable, or ProtocolError if the message may not be sent now."""
+        """Send a request. Raises DaemonUnreachable if the connection is lost, ProtocolError if the session does not allow it now."""
         with self._sending:
             frame = self._session.send(message)
             try:
@@ -96,7 +102,7 @@ class Channel:
                 raise DaemonUnreachable(f"the daemon is gone: {error.strerror or error}") from None
 
     def wait(self) -> None:
-        """Until there is something to receive, or the connection is over."""
+        """Wait, without a timeout, until data arrives or the connection ends. Raises DaemonUnreachable if this end is closed."""
         waiting = select.poll()
         try:
             waiting.register(self._socket, select.POLLIN)
@@ -105,15 +111,19 @@ class Channel:
         waiting.poll()
 
     def receive(self, *, wait: bool = True) -> list[m.Message]:
-        """At least one message; with `wait` false none if none is there. Descriptors that came along wait in `take`."""
+        """Return the messages that have arrived, at least one. With `wait` false, return an empty list if none is complete.
+
+        Descriptors that came with the messages are kept for `take`. Raises DaemonUnreachable if the connection is lost or the daemon does
+        not answer in time. Raises ProtocolError if a message breaks the protocol, or if this process could not receive all descriptors.
+        """
         while True:
             space, wanted = (
                 socket.CMSG_SPACE(MAX_DESCRIPTORS * _FD.itemsize),
                 socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT),
             )
-            try:  # one call in C: if Ctrl-C came between receiving and keeping, descriptors would be lost
+            try:  # one call in C, because Ctrl-C between receiving and storing descriptors would leak them
                 self._received.extend(map(self._socket.recvmsg, (_RECEIVE,), (space,), (wanted,)))
-                # not recv_fds, which forgets the flags (cpython#107898)
+                # socket.recv_fds is not used, because it ignores its flags (cpython#107898)
             except BlockingIOError:
                 return []
             except TimeoutError:
@@ -131,14 +141,16 @@ class Channel:
                 return messages
 
     def take(self, count: int) -> list[Descriptor]:
-        """The oldest `count` descriptors; the caller closes them. Raises ProtocolError if fewer came."""
+        """Return the oldest `count` descriptors that were received. The caller must close them. Raises ProtocolError if there are fewer."""
         if len(self._descriptors) < count:
             raise ProtocolError(f"{count} descriptors were announced and {len(self._descriptors)} came")
         return [self._descriptors.popleft() for _ in range(count)]
 
     def end(self) -> None:
-        """End the connection, from any thread. The thread that receives hears so, and is to call `close`: if another thread closed the
-        socket, the receiving thread could wait for another file that has got its number."""
+        """End the connection. Any thread may call this; the receiving thread notices the end and must then call `close`.
+
+        No other thread may close the socket: the receiving thread could then wait for another file that has been given its number.
+        """
         self._session.close()
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -146,15 +158,17 @@ class Channel:
             pass
 
     def close(self) -> None:
-        """End the connection and close everything that it holds. For the thread that receives."""
+        """End the connection, and close the socket and all descriptors that were not taken. Only the receiving thread may call this."""
         self.end()
         self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: close this copy of the socket, and of descriptors that nobody has taken, without ending the parent's
-        connection."""
+        """Close the socket and all descriptors that were not taken, without ending the connection.
+
+        A forked child calls this: its parent keeps using the connection.
+        """
         owned = {descriptor.fileno() for descriptor in self._descriptors}
-        for _, control, _, _ in list(self._received):  # Ctrl-C came between
+        for _, control, _, _ in list(self._received):  # received, but Ctrl-C came before all descriptors had an owner
             for number in _numbers(control):
                 if number not in owned:
                     os.close(number)
@@ -165,7 +179,7 @@ class Channel:
 
 
 def _numbers(control: list[tuple[int, int, bytes]]) -> list[int]:
-    """Return the descriptors that came with a message, as the kernel numbered them."""
+    """Return the numbers of the descriptors in the control messages of one recvmsg."""
     found: list[int] = []
     for level, kind, data in control:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

@@ -1,7 +1,7 @@
-"""A file descriptor with one owner.
+"""A file descriptor that has one owner and is closed only once.
 
-A plain integer says nothing about who may close it. Closing it twice closes whatever file has got the number since, which may be another
-job's segment. Code that keeps a descriptor longer than one function keeps it as a `Descriptor`.
+A plain integer does not say which code may close it. A second close hits any file that has been given the number since, which may be
+another job's segment. Code that keeps a descriptor longer than one function keeps it as a `Descriptor`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import io
 
 
 class Descriptor(io.FileIO):
-    """An open descriptor. `Descriptor(fd)` takes it over; `fileno` raises ValueError once it is closed; a second `close` does nothing.
+    """An open file descriptor. `Descriptor(fd)` takes over the descriptor `fd`, and `close` closes it.
 
-    It is made in C, so that no signal handler can run between receiving a number and owning it.
+    After `close`, `fileno` raises ValueError, and a second `close` does nothing. Construction runs in C, so that no signal handler can
+    run between receiving a number and owning it.
     """
 
     def __del__(self) -> None:
-        """Close it with the object, without Python's warning: the owner of a slot may be gone without a word."""
+        """Close the descriptor without Python's ResourceWarning, because the owner of a slot may be deleted without closing it."""
         self.close()

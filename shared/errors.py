@@ -1,33 +1,33 @@
-"""Every error that ckptd raises: whose fault it is, and whether a retry helps.
+"""The errors that ckptd raises: each tells whose fault it is, and whether a retry can help.
 
     CkptdError
-    ├── CallerError               the caller's: change the call
-    │   ├── InvalidName           (also ValueError) a job, tag or path that cannot be
-    │   ├── InvalidRequest        (also ValueError) a step, size or option that cannot be
-    │   ├── UnsavableValue        (also TypeError) a value that could not be brought back; names its key
+    ├── CallerError               the caller's fault: change the call
+    │   ├── InvalidName           (also ValueError) a job or tag that is not allowed as a name
+    │   ├── InvalidRequest        (also ValueError) a step, size or option that is not allowed
+    │   ├── UnsavableValue        (also TypeError) a value that could not be restored; names its key
     │   ├── StructureMismatch     (also ValueError) state and checkpoint differ; names the key
     │   ├── AlreadyExists         the tag is taken
-    │   ├── NotFound              no such checkpoint, job or tensor
-    │   ├── QuotaExceeded         more shared memory than the daemon may give
-    │   └── InvalidConfig         a setting that cannot be
-    ├── MachineError              the machine's: make room, look at the disk
-    │   ├── StorageError          a write, sync or read failed; `errno` kept
-    │   ├── SharedMemoryFull      no room in the tmpfs
-    │   └── IntegrityError        bytes that do not match their checksum
-    │       └── NewerFormat       written by a newer ckptd
-    └── ServiceError              between agent and daemon
-        ├── DaemonUnreachable     retry helps once it runs
-        ├── ProtocolError         a peer that breaks PROTOCOL.md
-        ├── VersionMismatch       no common protocol version
-        ├── Forbidden             another user's daemon or socket
+    │   ├── NotFound              the checkpoint, job, segment or tensor does not exist
+    │   ├── QuotaExceeded         more shared memory is needed than the daemon may give
+    │   └── InvalidConfig         (also ValueError) a setting that is not allowed
+    ├── MachineError              the machine's fault: make room, or check the disk
+    │   ├── StorageError          a write, sync or read failed; `errno` is the system's error number
+    │   ├── SharedMemoryFull      the tmpfs has no room
+    │   └── IntegrityError        the data is damaged, as when bytes do not match their checksum
+    │       └── NewerFormat       the data was written by a newer ckptd
+    └── ServiceError              a problem between agent and daemon
+        ├── DaemonUnreachable     no daemon answers; a retry helps once one runs
+        ├── ProtocolError         the peer breaks PROTOCOL.md
+        ├── VersionMismatch       agent and daemon have no protocol version in common
+        ├── Forbidden             the daemon, its socket or the client belongs to another user
         ├── Fenced                a newer attempt of the job has begun
-        ├── Busy                  retry helps
-        ├── SnapshotFailed        what `Pending.wait` raises when the state asked for cannot come any more
-        │   └── StructureChanged  on some ranks only; every rank plans anew at the next snapshot
-        ├── RecoveryFailed        checkpoints exist and none could be loaded
+        ├── Busy                  the resource is in use now; a retry helps
+        ├── SnapshotFailed        the snapshot can no longer reach the state that `Pending.wait` waits for
+        │   └── StructureChanged  the structure changed on some ranks only; every rank plans again at the next snapshot
+        ├── RecoveryFailed        checkpoints exist, and none could be loaded
         └── InternalError         a bug in ckptd
 
-`code` is the word for it on the wire (PROTOCOL.md, section 4) and in `--json` output.
+`code` names the error in the protocol (PROTOCOL.md, section 4) and in `--json` output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import os
 
 
 class CkptdError(Exception):
-    """Base of all. `code`: its word on the wire; `retry`: whether the same call may succeed later."""
+    """The base of all errors of ckptd. `code` names the error in the protocol. `retry` is True if the same call may succeed later."""
 
     code = "internal"
     retry = False
@@ -87,7 +87,7 @@ _RUN_OUT = frozenset({_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM, _errno.ENOSPC
 
 
 class StorageError(MachineError):
-    """`errno` is the operating system's number, or 0 where none is known."""
+    """A failed write, sync or read. `errno` is the error number of the operating system, or 0 if none is known."""
 
     code = "storage"
     retry = True
@@ -98,12 +98,12 @@ class StorageError(MachineError):
 
     @property
     def is_of_the_machine(self) -> bool:
-        """Something has run out: it says nothing about the file that was asked for."""
+        """True if a resource of the machine has run out. The error then says nothing about the state of the file."""
         return self.errno in _RUN_OUT
 
     @classmethod
     def of(cls, action: str, error: OSError) -> StorageError:
-        """Translate at the seam: `action` reads like "write gpt/step-1"."""
+        """Return the StorageError for an OSError. `action` completes the sentence "cannot ...", for example "write gpt/step-1"."""
         number = error.errno or 0
         hint = {
             _errno.ENOENT: " (has the root been moved or deleted?)",
@@ -159,20 +159,23 @@ class Busy(ServiceError):
 
 
 class SnapshotFailed(ServiceError):
-    """`__cause__` is the reason, where there is one."""
+    """A snapshot that can no longer become sealed or durable. `__cause__` is the error behind it, or None."""
 
     code = "snapshot-failed"
 
 
 class StructureChanged(SnapshotFailed):
-    """On some ranks only: they cannot plan together with those that kept their plan."""
+    """A snapshot that failed because the structure of the state changed on some ranks only.
+
+    These ranks cannot plan together with the ranks that kept their plan.
+    """
 
     code = "structure-changed"
     retry = True
 
 
 class RecoveryFailed(ServiceError):
-    """`overwritten`: whether bytes had already been written into the caller's state."""
+    """A recovery that could load none of the checkpoints. `overwritten` is True if part of the caller's state has been overwritten."""
 
     code = "recovery-failed"
 
@@ -196,5 +199,5 @@ _ON_THE_WIRE: dict[str, type[CkptdError]] = {
 
 
 def from_wire(code: str, message: str) -> CkptdError:
-    """The exception for an Error message, or for what another rank says; a code from a newer daemon becomes a plain ServiceError."""
+    """Return the exception for an error that the daemon or another rank has sent. An unknown code gives a plain ServiceError."""
     return _ON_THE_WIRE.get(code, ServiceError)(message)

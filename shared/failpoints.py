@@ -1,9 +1,11 @@
-"""Named points where a test can make this process die, fail or stall.
+"""Failpoints: named points in the code where a test can make this process die, fail or stall.
 
-`CKPTD_FAILPOINTS="name=action[,name=action...]"`, read once at import; an action is `kill`, `error(EIO)`, `sleep(seconds)`,
-`hang` or `short_write`, and `@n` behind it means the n-th time the point is reached (`commit.renamed=kill@2`); without it every time.
-With nothing set a point costs one dictionary look-up. Names are registered here, so that a test can walk through all of them
-and a typo is an error.
+The environment variable `CKPTD_FAILPOINTS="name=action[,name=action...]"` is read once, at import. An action is `kill`, `error(EIO)` with
+any name from errno, `sleep(seconds)`, `hang` or `short_write`. With `@n` behind it, the action runs only the n-th time that the point is
+reached, as in `commit.renamed=kill@2`. Without `@n` it runs every time.
+
+A point that is not armed costs one dictionary look-up. All names are registered here, so that a test can go through all of them, and
+so that `arm` refuses a misspelt name.
 """
 
 from __future__ import annotations
@@ -83,6 +85,8 @@ _SPEC = re.compile(r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|s
 
 @dataclass(slots=True)
 class _Point:
+    """An armed failpoint. `nth` is the pass at which it acts, counted from 1; 0 means every pass. `reached` counts the passes so far."""
+
     act: Callable[[], bool]
     nth: int
     reached: int = 0
@@ -94,7 +98,7 @@ _lock = threading.Lock()
 
 def _kill() -> bool:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(3600)  # SIGKILL of oneself is not delivered at once to a multi-threaded process
+    time.sleep(3600)  # a multi-threaded process may run on for a moment after it has sent SIGKILL to itself
     return False
 
 
@@ -120,7 +124,7 @@ def _action(match: re.Match[str]) -> Callable[[], bool]:
 
 
 def arm(specification: str) -> None:
-    """Replace what is armed. Raises ValueError naming the entry that is no failpoint or no action."""
+    """Replace all armed failpoints by those of `specification`. Raises ValueError, with the entry, for an unknown name or action."""
     armed: dict[str, _Point] = {}
     for entry in filter(None, (e.strip() for e in specification.split(","))):
         name, _, action = entry.partition("=")
@@ -133,7 +137,10 @@ def arm(specification: str) -> None:
 
 
 def failpoint(name: str) -> bool:
-    """Pass the point `name`. True only if a short write was asked for; the caller then writes half and fails."""
+    """Run the action that is armed for the point `name`, if any. Raises OSError for the action `error`.
+
+    Return True only for the action `short_write`: the caller must then write half of its data and fail.
+    """
     point = _armed.get(name)
     if point is None:
         return False

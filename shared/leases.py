@@ -1,7 +1,9 @@
-"""Leases: a process that reads a checkpoint holds a shared lock on its manifest; a process that deletes it takes the exclusive one first.
+"""Leases: locks on the manifest that keep a checkpoint from being deleted while a process reads it.
 
-The kernel releases a lock when its holder dies, so that none is ever stale, and no clock is asked. `locks.py` says why a process that may
-only read the files cannot keep others from reading. Where a file system has no locks, a checkpoint may be deleted while it is read.
+A process that reads a checkpoint holds a shared lock on the manifest. A process that deletes the checkpoint first takes the exclusive
+lock. The kernel releases a lock when its holder dies, so no lease is ever stale, and no clock is needed. `locks.py` says why a process
+that may only read the files cannot keep others from reading. Where a file system has no locks, a checkpoint may be deleted while it is
+read.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ __all__ = ["deletion", "give_back", "holders", "lease"]
 
 
 def lease(storage: PosixStorage, job: str, tag: str) -> int:
-    """Return a descriptor that keeps the checkpoint from being deleted until `give_back` closes it.
+    """Return a descriptor of the manifest that keeps the checkpoint from being deleted until `give_back` closes it.
 
-    Raises NotFound; Busy if a deleter has the manifest locked for `locks.SECONDS`; IntegrityError, OSError.
+    Raises NotFound if there is no checkpoint, and IntegrityError if the manifest is not a regular file. Raises Busy if a deleter holds
+    its lock, or if the manifest is replaced again and again, for `locks.SECONDS`. Raises OSError if the manifest cannot be opened.
     """
     until = time.monotonic() + locks.SECONDS
     while True:
@@ -46,9 +49,10 @@ def lease(storage: PosixStorage, job: str, tag: str) -> int:
 
 @contextmanager
 def deletion(storage: PosixStorage, job: str, tag: str) -> Iterator[None]:
-    """Keep every reader from opening the checkpoint. Do nothing if it has no manifest.
+    """Context manager. While it is held, no reader can open the checkpoint. It does nothing if there is no manifest that can be read.
 
-    Raises Busy if another process reads or deletes it, or if its manifest may not be written; OSError.
+    Raises Busy if another process reads or deletes the checkpoint, or if this user may not write the manifest. Raises OSError if the
+    manifest cannot be opened or locked.
     """
     fd = _open_to_lock(storage, job, tag)
     if fd < 0:
@@ -63,10 +67,11 @@ def deletion(storage: PosixStorage, job: str, tag: str) -> Iterator[None]:
 
 
 def holders(storage: PosixStorage, job: str, tag: str) -> str:
-    """Name the processes that keep the checkpoint from being deleted. Return an empty string if none does. Raises Busy, OSError.
+    """Return the processes that keep the checkpoint from being deleted, as text. Return an empty string if none does.
 
-    This waits for another deleter, up to `locks.SECONDS`, and looks through the descriptors of all processes of the machine. The error of
-    `deletion` does neither, since a daemon waits for it.
+    This waits up to `locks.SECONDS` for another deleter, and looks through the descriptors of all processes of the machine. `deletion`
+    does neither when it names the processes in its error, because a daemon waits for it. Raises Busy if this user may not write the
+    manifest, OSError if it cannot be opened or locked.
     """
     fd = _open_to_lock(storage, job, tag)
     if fd < 0:
@@ -76,10 +81,10 @@ def holders(storage: PosixStorage, job: str, tag: str) -> str:
         while not locks.exclude(fd):
             if not os.fstat(fd).st_nlink:
                 return ""
-            if locks.share(fd) or time.monotonic() > until:  # no deleter has it, or one that takes too long
+            if locks.share(fd) or time.monotonic() > until:  # only readers hold the lock, or a deleter has held it for too long
                 locks.unlock(fd)
                 found = locks.holders(fd, search=True)
-                return "" if locks.exclude(fd) else found  # a reader may have ended meanwhile
+                return "" if locks.exclude(fd) else found  # the last reader may have ended during the search
             time.sleep(locks.RETRY_SECONDS)
         return ""
     finally:
@@ -87,7 +92,10 @@ def holders(storage: PosixStorage, job: str, tag: str) -> str:
 
 
 def _open_to_lock(storage: PosixStorage, job: str, tag: str) -> int:
-    """Open the manifest for an exclusive lock, which needs the right to write. Return -1 if no reader can open it. Raises Busy, OSError."""
+    """Open the manifest for writing, as an exclusive lock requires. Return -1 if there is no manifest that a reader can open.
+
+    Raises Busy if this user may not write the manifest, OSError if it cannot be opened for another reason.
+    """
     try:
         with storage.directory(job, tag) as directory:
             try:
@@ -97,7 +105,7 @@ def _open_to_lock(storage: PosixStorage, job: str, tag: str) -> int:
     except (FileNotFoundError, NotADirectoryError, IntegrityError):
         return -1
     except OSError as error:
-        if error.errno != errno.ELOOP:  # a link
+        if error.errno != errno.ELOOP:  # a symbolic link, which no reader follows
             raise
         return -1
     remedy = f"delete it as uid {owner}" if owner != os.geteuid() else "run `chmod u+w` on the manifest first"

@@ -1,7 +1,8 @@
-"""The life of a snapshot, as one table. Daemon and agent both move through it; an illegal step raises and changes nothing.
+"""The life cycle of a snapshot as one table of transitions, which daemon and agent both follow.
 
-The daemon's snapshot is FILLING when its slot is granted and goes on to RELEASED; the agent's `Pending` goes as far as DURABLE.
-`docs/reference/life-cycles.md` is drawn from here.
+A transition that is not in the table raises IllegalStep and changes nothing. The daemon's snapshot begins as FILLING, when a slot is
+granted, and goes on to RELEASED. The agent's `Pending` begins as NEW and goes no further than DURABLE.
+`docs/reference/life-cycles.md` is drawn from this table.
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ TRANSITIONS: dict[tuple[SnapshotState, Event], SnapshotState] = {
     (_S.NEW, _E.REFUSE): _S.SKIPPED,
     (_S.NEW, _E.FAIL): _S.FAILED,
     (_S.FILLING, _E.STAGE): _S.STAGED,
-    (_S.FILLING, _E.SEAL): _S.SEALED,  # the daemon does not see the staging
+    (_S.FILLING, _E.SEAL): _S.SEALED,  # in the daemon, which does not see the staging
     (_S.FILLING, _E.FAIL): _S.FAILED,
     (_S.STAGED, _E.SEAL): _S.SEALED,
     (_S.STAGED, _E.FAIL): _S.FAILED,
     (_S.SEALED, _E.WRITE): _S.WRITING,
-    (_S.SEALED, _E.COMMIT): _S.DURABLE,  # found committed after a restart
+    (_S.SEALED, _E.COMMIT): _S.DURABLE,  # in the agent, which does not see the writing; in the daemon, if found committed after a restart
     (_S.SEALED, _E.FAIL): _S.FAILED,
-    (_S.SEALED, _E.RELEASE): _S.RELEASED,  # memory only, and a newer one is sealed
+    (_S.SEALED, _E.RELEASE): _S.RELEASED,  # a snapshot kept in memory only, once a newer one is sealed
     (_S.WRITING, _E.WROTE): _S.WRITTEN,
     (_S.WRITING, _E.FAIL): _S.FAILED,
     (_S.WRITTEN, _E.COMMIT): _S.DURABLE,
     (_S.WRITTEN, _E.FAIL): _S.FAILED,
     (_S.DURABLE, _E.RELEASE): _S.RELEASED,
-    (_S.FAILED, _E.WRITE): _S.WRITING,  # the copy in memory stands: tried again when it is the last
+    (_S.FAILED, _E.WRITE): _S.WRITING,  # the copy in memory is kept, and is saved again if no newer one follows
     (_S.FAILED, _E.COMMIT): _S.DURABLE,
     (_S.FAILED, _E.RELEASE): _S.RELEASED,
 }
 
 
 class IllegalStep(Exception):
-    """A bug in ckptd: the table has no such step."""
+    """A transition that is not in the table. It is a bug in ckptd."""
 
 
 def step(state: SnapshotState, event: Event) -> SnapshotState:
-    """The state after `event`. Raises IllegalStep."""
+    """Return the state of a snapshot after `event`. Raises IllegalStep if the table has no transition for `state` and `event`."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:

@@ -1,7 +1,9 @@
-"""Shared and exclusive locks on open files, of a kind that a process which may only read a file cannot hold against its readers.
+"""Shared and exclusive file locks: a process that may only read a file cannot use them to keep others from reading it.
 
 A lock here is an open file description lock and a flock on the same descriptor. The kernel grants an exclusive open file description lock
-only on a descriptor that is open for writing. It grants any flock on any descriptor, so a refused flock stops a deleter and never a reader.
+only on a descriptor that is open for writing. It grants any flock on any descriptor. A refused flock therefore stops a deleter, but it
+stops a reader only where the file system has no open file description locks.
+
 Nothing here waits, except `wait_to_share`, which has a deadline. FORMAT.md, section 6, has the rules.
 """
 
@@ -18,19 +20,20 @@ from contextlib import suppress
 from ckptd.shared.errors import Busy
 
 SECONDS = 30.0
-"""How long a reader waits for a deleter. A deleter holds its lock for a few fsyncs, which take seconds on a slow disk."""
+"""Seconds that a reader waits for a deleter. A deleter holds its lock for a few fsyncs, which take seconds on a slow disk."""
 RETRY_SECONDS = 0.01
 _NO_LOCKS = frozenset({errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""The answers of kernels and file systems that have no open file description locks."""
+"""The error numbers of kernels and file systems that have no open file description locks."""
 _REFUSED = frozenset({errno.EAGAIN, errno.EACCES})
 _MOST_NAMED = 5
 _SEARCH_SECONDS = 5.0
 
 
 def share(fd: int) -> bool:
-    """Take the shared lock. Return False if another process has the exclusive one.
+    """Take the shared lock. Return False if another process holds the exclusive one.
 
-    Errors of the file system count as "no locks here", because a lock must not keep anyone from reading.
+    A refused flock counts only if the file system has no open file description locks. Any other error counts as "no locks here", because
+    a lock must not keep a process from reading.
     """
     granted = _description_lock(fd, fcntl.F_RDLCK)
     if granted is False:
@@ -39,9 +42,9 @@ def share(fd: int) -> bool:
 
 
 def exclude(fd: int) -> bool:
-    """Take the exclusive lock. Return False if another process has a lock of any kind. The descriptor must be open for writing.
+    """Take the exclusive lock. Return False if another process holds a shared or an exclusive one. `fd` must be open for writing.
 
-    Raises OSError where the file system has locks and fails to give this one: deleting without it would be a guess.
+    Raises OSError if the file system has open file description locks but fails to give this one: deleting without it would be a guess.
     """
     if _description_lock(fd, fcntl.F_WRLCK) is False:
         return False
@@ -52,8 +55,8 @@ def exclude(fd: int) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Release both locks, also where a forked child still has the descriptor."""
-    with suppress(OSError):  # this file system may have no such lock
+    """Release both locks, even if a forked child still has the descriptor."""
+    with suppress(OSError):  # this file system may have no open file description locks
         _set(fd, fcntl.F_UNLCK)
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -66,9 +69,10 @@ def release(fd: int) -> None:
 
 
 def wait_to_share(fd: int, name: str, until: float | None = None) -> bool:
-    """Take the shared lock, and wait for an exclusive one until the deadline. Return False if the file has been unlinked.
+    """Take the shared lock, and wait for it while another process holds the exclusive one. Return False if the file has been unlinked.
 
-    until: the deadline on the monotonic clock; `SECONDS` from now if it is not given. Raises Busy, with `name` in the sentence.
+    until: the deadline on the monotonic clock; None means `SECONDS` from now. Raises Busy after the deadline; `name` names the file in
+    the error.
     """
     until = time.monotonic() + SECONDS if until is None else until
     while not share(fd):
@@ -81,7 +85,10 @@ def wait_to_share(fd: int, name: str, until: float | None = None) -> bool:
 
 
 def _description_lock(fd: int, kind: int) -> bool | None:
-    """Return whether the kernel grants the open file description lock, or None if it has no such locks for this file."""
+    """Set the open file description lock. Return True if it is granted, False if it is refused, None if this file can have none.
+
+    For a shared lock, any other error counts as None. For an exclusive one, any other error is raised as OSError.
+    """
     try:
         _set(fd, kind)
     except OSError as error:
@@ -99,7 +106,7 @@ def _set(fd: int, kind: int) -> None:
 
 
 def _flock(fd: int, kind: int) -> bool | None:
-    """Return whether the kernel grants the flock, or None if it has none for this file."""
+    """Set the flock. Return True if it is granted, False if it is refused, None after any other error."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -113,10 +120,11 @@ def _flock(fd: int, kind: int) -> bool | None:
 
 
 def holders(fd: int, *, search: bool = False) -> str:
-    """Name the processes that have a lock on this file, as far as /proc shows them: number, command and user.
+    """Return the processes that hold a lock on this file, as text for an error: process number, command and user of each.
 
-    search: also look through the descriptors of all processes, which takes a moment. The kernel keeps no process number of an open file
-    description lock, and shows the descriptors of another user's processes to root alone.
+    search: if /proc/locks does not name every holder, look through the descriptors of all processes, too, which takes up to
+    `_SEARCH_SECONDS`. The kernel keeps no process number for an open file description lock, so only the search finds its holder. The
+    kernel shows the descriptors of another user's processes to root alone. If no process can be named, the text says so.
     """
     places = _places(fd)
     pids, unknown = _listed(places)
@@ -129,7 +137,11 @@ def holders(fd: int, *, search: bool = False) -> str:
 
 
 def _places(fd: int) -> set[str]:
-    """Return `device:inode` of the file as /proc/locks may write it. stat(2) has another device than the kernel's on btrfs and others."""
+    """Return the forms of `device:inode` under which /proc/locks may list the file.
+
+    On btrfs and some other file systems, stat(2) gives another device number than the one in /proc/locks. The forms with
+    the number in mountinfo are therefore added.
+    """
     found = os.fstat(fd)
     devices = {f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"}
     mount = next((line.split()[1] for line in _lines(f"/proc/self/fdinfo/{fd}") if line.startswith("mnt_id:")), "")
@@ -142,11 +154,11 @@ def _places(fd: int) -> set[str]:
 
 
 def _listed(places: set[str]) -> tuple[list[int], bool]:
-    """Return the processes that /proc/locks names for a file, and whether it lists a lock of it whose process it does not name."""
+    """Return the processes that /proc/locks names for the file, and True if it also lists a lock without a living process."""
     pids: list[int] = []
     unknown = False
     for pid in _locks(_lines("/proc/locks"), places):
-        if pid <= 0 or not os.path.exists(f"/proc/{pid}"):  # the process that took a flock may have ended before a child that shares it
+        if pid <= 0 or not os.path.exists(f"/proc/{pid}"):  # a child that shares a flock may outlive the process that took it
             unknown = True
         elif pid not in pids:
             pids.append(pid)
@@ -154,15 +166,15 @@ def _listed(places: set[str]) -> tuple[list[int], bool]:
 
 
 def _locks(lines: Iterator[str], places: set[str]) -> Iterator[int]:
-    """Yield the process number of each lock that is held on a file; -1 for an open file description lock."""
+    """Yield the process number of each lock on the file; -1 for an open file description lock. Requests that still wait are left out."""
     for line in lines:
-        fields = line.split()  # 1: OFDLCK ADVISORY READ -1 fe:00:1234 0 EOF
+        fields = line.split()  # for example 1: OFDLCK ADVISORY READ -1 fe:00:1234 0 EOF
         if len(fields) >= 6 and fields[1] != "->" and fields[5] in places:
             yield int(fields[4])
 
 
 def _searched(places: set[str]) -> Iterator[int]:
-    """Yield the processes with a descriptor that has a lock on the file."""
+    """Yield the processes that have a descriptor with a lock on the file, as far as they are found within `_SEARCH_SECONDS`."""
     until = time.monotonic() + _SEARCH_SECONDS
     for pid in sorted(int(name) for name in _names("/proc") if name.isdigit()):
         if time.monotonic() > until:
@@ -175,7 +187,7 @@ def _searched(places: set[str]) -> Iterator[int]:
 
 
 def _process(pid: int) -> str:
-    """Describe a process, or return an empty string if it has ended."""
+    """Return a process as text, for example "pid 4711 (python, uid 1000)". Return an empty string if it has ended."""
     status = dict(line.split(":", 1) for line in _lines(f"/proc/{pid}/status") if line.startswith(("Name:", "Uid:")))
     if not status:
         return ""

@@ -1,4 +1,7 @@
-"""The messages between agent and daemon, as frozen values (PROTOCOL.md, section 3). Bounds are checked while decoding."""
+"""The messages between agent and daemon as frozen structs, with encoder and decoder (PROTOCOL.md, section 3).
+
+The bounds of the fields are checked while a message is decoded.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,14 @@ Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """A message from a client. `id` is higher than every id before it on the connection."""
+
     id: Id
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """A message from the daemon. `re` is the id of the request that it answers, or 0 if it comes unasked."""
+
     re: Id
 
 
@@ -78,12 +85,14 @@ class Allocate(Request, frozen=True, kw_only=True, tag="allocate"):
 
 
 class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
-    """Comes with two descriptors for each segment: data, lock."""
+    """The reply to Allocate. Two descriptors come with each segment, in this order: one to map, and one to hold the trainer's flock on."""
 
     segments: list[HeldSegment]
 
 
 class Replan(Request, frozen=True, kw_only=True, tag="plan"):
+    """A request that announces that this rank plans the step again, and `why`. It comes before the rank exchanges plans with the others."""
+
     step: Step
     why: Annotated[str, msgspec.Meta(max_length=65536)] = ""
 
@@ -110,13 +119,18 @@ class Seal(Request, frozen=True, kw_only=True, tag="seal"):
 
 
 class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):
-    """`durable`: it is committed already."""
+    """The reply to Seal. `durable` is True if the snapshot is committed already."""
 
     durable: bool = False
 
 
 class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
-    """A slot that will not be sealed, if it is still granted for `step`; or, without a segment, a step that this rank cannot take."""
+    """A request that gives back a granted slot, or reports that this rank cannot take a step.
+
+    With `segment`, that slot will not be sealed. If `step` is given and the slot is no longer granted for it, nothing happens. Without
+    `segment`, the rank cannot take `step`. Either fails the step on all ranks, unless this rank has another slot for it. `reason` and
+    `code` describe the error that the ranks get.
+    """
 
     segment: Name = ""
     step: Step | None = None
@@ -133,7 +147,10 @@ class Find(Request, frozen=True, kw_only=True, tag="find"):
 
 
 class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """`source` is "memory" or "storage"; `tag` the directory's name, or what it would be."""
+    """A snapshot or checkpoint that may be recovered. `source` is "memory" or "storage".
+
+    `tag` is the name of the checkpoint's directory. For a snapshot in memory it is the name that the directory has or would have.
+    """
 
     attempt: AttemptNumber
     step: Step | None
@@ -152,20 +169,20 @@ class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):
-    """Comes with one read-only descriptor for each rank listed."""
+    """The reply to Fetch. One read-only descriptor comes with it for each rank of `ranks`, in the same order."""
 
     ranks: list[Rank]
 
 
 class Forget(Request, frozen=True, kw_only=True, tag="forget"):
-    """Checkpoints to delete, by their directories."""
+    """A request to delete checkpoints of a job. `tags` are the names of their directories."""
 
     job: Name
     tags: Annotated[list[Annotated[str, msgspec.Meta(max_length=160)]], msgspec.Meta(max_length=1000)]
 
 
 class Forgotten(Reply, frozen=True, kw_only=True, tag="forgotten"):
-    """`refused`: why, of each that is still there; all others are gone."""
+    """The reply to Forget. `refused` maps the tag of each checkpoint that is still there to the reason. All others are deleted."""
 
     refused: dict[str, str] = {}
 
@@ -179,6 +196,8 @@ class Done(Reply, frozen=True, kw_only=True, tag="done"):
 
 
 class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
+    """News of a snapshot, which comes unasked. `state` is "durable" or "failed"; `reason` and `code` say why the snapshot failed."""
+
     attempt: AttemptNumber
     step: Step
     state: str
@@ -201,11 +220,12 @@ _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Request | Reply) -> bytes:
+    """Return the msgpack payload for a message."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(payload: bytes) -> Message:
-    """Raises ProtocolError naming what is wrong with the field."""
+    """Return the message of a payload. Raises ProtocolError if it is not a valid message; the error names the field at fault."""
     try:
         return _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""Checks of ownership, which keep the other users of a node out: of sockets, of the directories that hold them, and of the root.
+"""Checks of ownership that keep the other users of a node away from sockets, from their directories and from the root.
 
-Root is trusted everywhere, because root can read and change everything anyway. Every other user is not.
+Root is trusted everywhere, because root can read and change everything anyway. No other user is trusted.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def is_trusted(uid: int) -> bool:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return the process number and the uid of the other side of a Unix socket, as the kernel recorded them (SO_PEERCRED)."""
+    """Return the process number and the uid of the peer of a Unix socket, as the kernel recorded them (SO_PEERCRED)."""
     pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid, uid
 
 
 def check_peer(connection: socket.socket, path: Path) -> None:
-    """Check that the process that listens at `path` belongs to this user or to root. Raises Forbidden.
+    """Check that the process that listens at `path` belongs to this user or to root. Raises Forbidden if it does not.
 
-    The kernel recorded that user when the process began to listen (unix(7), SO_PEERCRED); systemd listens as root for its sockets.
+    The kernel recorded the user when the process began to listen (unix(7), SO_PEERCRED). systemd listens as root for the sockets that it
+    passes to a daemon.
     """
     _, uid = peer_of(connection)
     if not is_trusted(uid):
@@ -45,13 +46,13 @@ def check_peer(connection: socket.socket, path: Path) -> None:
 
 
 def check_socket(path: Path) -> None:
-    """Check that no other user owns the socket at `path` or can replace it. Raises Forbidden; a missing socket is no error."""
+    """Check that no other user owns the socket at `path` or can replace it. Raises Forbidden if one does. A missing socket passes."""
     for place in dict.fromkeys((path, Path(os.path.realpath(path)))):
         check_socket_directory(place)
         try:
             uid = os.lstat(place).st_uid
         except OSError:
-            continue  # the connection fails with a better message
+            continue  # connecting to it will fail with a better message
         if not is_trusted(uid):
             raise Forbidden(
                 f"the socket {place} belongs to uid {uid}, not to uid {os.geteuid()} or root, and was not used: "
@@ -60,7 +61,10 @@ def check_socket(path: Path) -> None:
 
 
 def check_socket_directory(path: Path) -> None:
-    """Check the directory of the socket `path`, after its links were followed. Raises Forbidden if another user can replace the socket."""
+    """Check the directory of the socket `path`, with all links resolved. Raises Forbidden if another user can replace the socket in it.
+
+    A missing directory passes.
+    """
     directory = os.path.realpath(path.parent)
     try:
         status = os.stat(directory)
@@ -79,7 +83,7 @@ def check_socket_directory(path: Path) -> None:
 
 
 def is_usable_for_sockets(directory: Path) -> bool:
-    """Return True if `directory` exists, belongs to this user, and no other user may replace a socket in it."""
+    """Return True if `directory` exists and belongs to this user, and if no other user can replace a socket in it."""
     try:
         check_socket_directory(directory / "socket")
         return directory.is_dir() and directory.stat().st_uid == os.geteuid()
@@ -90,9 +94,10 @@ def is_usable_for_sockets(directory: Path) -> bool:
 def stranger(path: str | Path, directory: int | None = None, called: str | Path | None = None) -> str:
     """Return the reason why `path` cannot be trusted, or "" if it belongs to this user or root. Raises OSError.
 
-    `directory` is an open descriptor to which `path` is relative; `called` is the name for the sentence. Where `path` is a link, both the
-    link and its target count. A directory counts as this user's if files that this user makes in it get the same owner: some file systems
-    map owners, like NFS with all_squash.
+    directory: an open descriptor to which `path` is relative. called: the name of the path in the reason.
+
+    If `path` is a link, both the link and its target are checked. A directory of another uid counts as this user's if files that this
+    process makes in it get the same uid: some file systems map owners, for example NFS with all_squash.
     """
     for follow in (False, True):
         uid = os.stat(path, dir_fd=directory, follow_symlinks=follow).st_uid
@@ -102,7 +107,7 @@ def stranger(path: str | Path, directory: int | None = None, called: str | Path 
 
 
 def owns_new_files(path: str | Path, directory: int | None, uid: int) -> bool:
-    """Return True if a file that this process makes in the directory `path` belongs to `uid`."""
+    """Return True if a file that this process makes in the directory `path` belongs to `uid`. The file is removed at once."""
     name = f".ckptd-owner-{secrets.token_hex(8)}"
     try:
         place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
@@ -121,11 +126,11 @@ def owns_new_files(path: str | Path, directory: int | None, uid: int) -> bool:
         os.close(place)
 
 
-# -- directories of this user beside a well-known name that anybody can take
+# -- this user's directories at a well-known name, or beside it if another user has taken the name
 
 
 def is_own_directory(path: Path) -> bool:
-    """Return True if `path` is a directory, not a link, of this user, that nobody else may enter."""
+    """Return True if `path` is a directory of this user, is not a link, and gives no rights to other users."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -145,9 +150,9 @@ def own_directories(plain: Path) -> list[Path]:
 
 
 def own_directory(plain: Path) -> Path:
-    """Return the directory to use in place of `plain`, and make nothing.
+    """Return the path of the directory to use for the name `plain`, without making it.
 
-    This is a directory of this user that exists already; else `plain`, if that name is free; else `plain` with a new random suffix.
+    A directory of this user that exists already is taken first, then `plain` if that name is free, then `plain` with a new random suffix.
     """
     if is_own_directory(plain):
         return plain
@@ -157,7 +162,7 @@ def own_directory(plain: Path) -> Path:
 
 
 def make_own_directory(plain: Path) -> Path:
-    """Return the directory of `own_directory`, after making it if it is missing. Raises OSError."""
+    """Make the directory that `own_directory` names, with mode 0700, unless it exists. Return its path. Raises OSError."""
     for _ in range(_MOST_TRIES):  # another user may take the free name at the same moment
         path = own_directory(plain)
         try:

@@ -1,12 +1,14 @@
-"""One connection between agent and daemon, without I/O: bytes in, messages out, and one table that says what may come when.
+"""The protocol session of one connection, without I/O: one table says which message is allowed in which state.
 
-Theory of operation. A session is NEW until the daemon has welcomed the client, GREETED until a rank of a job begins, ATTACHED until it
-detaches. While a request that changes the state is under way the session is in between (GREETING, BEGINNING, LEAVING) and takes no other
-request of that kind; all others may overlap, each reply naming its request. Both roles run this same table: the agent checks what it is
-about to send, the daemon what it has got, and the other way round for replies. A step that is not in the table raises
-ProtocolError and changes nothing. After an Error with `re` = 0, or any ProtocolError, the connection is to be closed.
+A session is NEW until the daemon has welcomed the client. It is then GREETED until a rank of a job begins, and ATTACHED until that rank
+detaches. While Hello, Begin or Detach is under way, the session is in a state in between (GREETING, BEGINNING, LEAVING) and accepts no
+request. Otherwise requests may overlap, and each reply names its request.
 
-`docs/reference/life-cycles.md` is drawn from `REQUESTS` and `REPLIES`.
+Agent and daemon use the same table, and both check each message: one before it sends the message, the other when it has received it. A
+message that is not in the table raises ProtocolError and changes nothing. After a ProtocolError, or an Error with `re` = 0, the connection
+must be closed.
+
+`docs/reference/life-cycles.md` is drawn from `REQUESTS` and `ANSWERED`.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
     (SessionState.GREETED, m.Status): SessionState.GREETED,
     (SessionState.GREETED, m.Forget): SessionState.GREETED,
     (SessionState.GREETED, m.Begin): SessionState.BEGINNING,
-    (SessionState.ATTACHED, m.Begin): SessionState.BEGINNING,  # a rank that went back begins the next attempt
+    (SessionState.ATTACHED, m.Begin): SessionState.BEGINNING,  # a rank that has recovered an earlier step begins the next attempt
     **{
         (_A, request): _A
         for request in (m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch, m.Forget)
     },
     (_A, m.Detach): SessionState.LEAVING,
 }  # fmt: skip
-"""What a request does to the session."""
+"""The state after a request, by the state before it and the type of the request. A pair that is missing is not allowed."""
 
 REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Hello: m.Welcome,
@@ -66,7 +68,7 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Forget: m.Forgotten,
     m.Detach: m.Done,
 }
-"""What answers a request, unless an Error does."""
+"""The types of reply that may answer a request. An Error may answer any request."""
 
 ANSWERED: dict[tuple[SessionState, bool], SessionState] = {
     (SessionState.GREETING, True): SessionState.GREETED,
@@ -76,11 +78,14 @@ ANSWERED: dict[tuple[SessionState, bool], SessionState] = {
     (SessionState.LEAVING, True): SessionState.GREETED,
     (SessionState.LEAVING, False): SessionState.ATTACHED,
 }
-"""What the answer to a request that changes the state does: True for its reply, False for an Error."""
+"""The state after the answer to Hello, Begin or Detach, by the state before it. The key holds False if the answer is an Error."""
 
 
 class Session:
-    """Call `send` for what goes out and `receive` for what came in. `state` and `under_way` may be looked at."""
+    """The state of one connection. Call `send` for each message to be sent, and `receive` for all bytes that have arrived.
+
+    `state` is the state that the session is in. `under_way` maps the id of each request without an answer to the request.
+    """
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -93,13 +98,13 @@ class Session:
         return f"<Session {self.role.value} {self.state.value} under_way={len(self.under_way)}>"
 
     def send(self, message: m.Request | m.Reply) -> bytes:
-        """The frame for `message`. Raises ProtocolError if it may not be sent now."""
+        """Return the frame for `message`, and apply the message to the session. Raises ProtocolError if it may not be sent now."""
         frame = frames.encode(m.encode(message))
         self._apply(message, ours=True)
         return frame
 
     def receive(self, data: bytes) -> list[m.Message]:
-        """All messages that are complete now. Raises ProtocolError at the first that is broken or out of order."""
+        """Add received bytes, and return the messages that are complete now. Raises ProtocolError if one is broken or not allowed."""
         received = []
         for payload in self._decoder.feed(data):
             message = m.decode(payload)
@@ -108,6 +113,7 @@ class Session:
         return received
 
     def close(self) -> None:
+        """End the session. No request is under way any more, and none is accepted."""
         self.state = SessionState.CLOSED
         self.under_way.clear()
 
