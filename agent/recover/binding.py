@@ -1,7 +1,7 @@
-"""Put what was saved back into the caller's own state: compare first, write after.
+"""Brings a saved state back into the caller's own state: first compares the two, then writes.
 
-`Binding` walks the caller's state beside the saved tree. It writes nothing; it collects every difference, which tensors are to be filled
-in place, which are to be made, and what is to be done at the end. `Binding.finish` then does that, with the loaded tensors.
+`Binding` walks the caller's state beside the saved tree. It writes nothing. It collects every difference, the tensors to fill in place, the
+tensors to make, and the work for the end. `Binding.finish` then does that work with the loaded tensors.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from ckptd.shared.errors import StructureMismatch
 
 Resolve = Callable[[str], torch.Tensor]
 OnReshape = Callable[[str, list[Any]], Any]
-"""Given the key of a `per_rank` value and that of every rank it was saved on, this rank's."""
+"""Takes the key of a `per_rank` value and the list of the values of all ranks that saved it. Returns the value for this rank."""
 _KEEP = object()
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 _Value = Callable[[Resolve], Any]
-"""Makes the value for a place in the caller's state; `_KEEP` where the object there was changed itself."""
+"""Makes the value for a place in the caller's state, or returns `_KEEP` if the object in that place stays and is changed in place."""
 
 
 class Binding:
-    """`in_place`: name -> destination; `fresh`: names of tensors to make, with the device each belongs on; `unused`: keys of the checkpoint
-    that have no place in the state. Raises StructureMismatch."""
+    """A saved tree that fits the caller's state. Load its tensors, then call `finish`, or call `discard`. Raises StructureMismatch.
+
+    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. unused: one text for each key of the
+    checkpoint that has no place in the state; empty unless `strict`.
+    """
 
     def __init__(
         self, state: Any, tree: Any, saved: Saved, *, strict: bool, on_reshape: OnReshape | None = None, foreign: Foreign | None = None
@@ -63,13 +66,13 @@ class Binding:
         self._value = value
 
     def discard(self) -> None:
-        """It will not be finished: the state is as it was, also where a comparison had to make something."""
+        """Undo everything that the comparison had to make in the state. Called instead of `finish`."""
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def finish(self, resolve: Resolve) -> None:
-        """Everything but the tensors in place. `resolve` gives the loaded tensor of a fresh name."""
+        """Write everything but the tensors in place. `resolve` returns the loaded tensor of a name in `fresh`."""
         with torch.no_grad():
             self._value(resolve)
 
@@ -157,7 +160,7 @@ class Binding:
         if not isinstance(saved, list):
             return self._differs(path, saved, "a list")
         if not any(isinstance(item, _COMPARED) or expand_object(item, Names()) is not None for item in place):
-            return self._into(partial(place.__setitem__, slice(None)), saved, path)  # a history may be of any length
+            return self._into(partial(place.__setitem__, slice(None)), saved, path)  # plain values, like a history: any length fits
         if len(place) != len(saved):
             self._problems.append(f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}")
             return lambda resolve: _KEEP
@@ -183,7 +186,7 @@ class Binding:
         return make
 
     def _fresh(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> _Value:
-        """The saved value itself, its tensors made anew; `mark`: what is each rank's own is marked so again."""
+        """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it are marked as such again."""
         saved = own_part(saved, self._foreign)
         if has_own(saved):
             return self._with_own(saved, path, mark=mark)
@@ -212,7 +215,7 @@ class Binding:
         return lambda resolve: like(saved, [item(resolve) for item in items])
 
     def _stateful(self, place: Any, template: Any, saved: Any, path: str) -> _Value:
-        """Anything with load_state_dict: it gets all of the saved state, each tensor where its own of that name is, and sharded like it."""
+        """Bind an object with load_state_dict. It loads its whole saved state, each tensor placed and sharded like its own of that name."""
         packer = Packer(lambda value, _: expand_object(value, Names()))
         packer.pack(template, path)
         fresh = self._fresh(saved.tree if isinstance(saved, ObjectNode) else saved, path, mark=False)
@@ -245,7 +248,7 @@ class Binding:
             for raw, value in values.items():
                 if (made := value(resolve)) is not _KEEP:
                     own[raw] = made
-            found = {raw: own[raw] for raw in values}  # hooks and extra state; names are compared
+            found = {raw: own[raw] for raw in values}  # loaded as a whole, for hooks and extra state; the names are compared already
             if flat:
                 set_model_state_dict(place, found, options=StateDictOptions(strict=False))
             else:
@@ -297,7 +300,7 @@ class Binding:
         return put
 
     def _settings(self, saved: list[dict[str, Any]], own: list[list[Any]], path: str) -> list[dict[str, Any]]:
-        """For each of the optimizer's groups what its parameters were saved with, whatever groups they were in."""
+        """Return for each group of the optimizer the settings that its parameters were saved with, whatever groups they were in."""
         group_of = {name: group for group in saved for name in group["params"]}
         self._compare(list(group_of), [name for names in own for name in names], f"{path}.param_groups")
         found = []
@@ -313,16 +316,12 @@ class Binding:
         return found
 
     def _flattened_optimizer(self, place: torch.optim.Optimizer, root: torch.nn.Module, tree: dict[str, Any], path: str) -> _Value:
-        """FSDP1: DCP brings the state into its flat parameters."""
+        """Bind an optimizer over FSDP1's flat parameters. DCP converts its state."""
+        self._fresh(tree["param_groups"], f"{path}.param_groups")  # settings may be tensors, like a learning rate
         if not tree["state"]:
-
-            def leave_without(resolve: Resolve) -> Any:
-                without_state(place, tree["param_groups"], resolve)
-                return _KEEP
-
-            return leave_without
+            return self._into(lambda groups: without_state(place, groups), tree["param_groups"], f"{path}.param_groups")
         if not place.state:
-            self._undo.append(place.state.clear)  # DCP has it take a step with nothing to learn
+            self._undo.append(place.state.clear)  # DCP makes the optimizer take a fake step, which creates its state
         own = get_optimizer_state_dict(root, place)
         groups: list[dict[str, Any]] = own["param_groups"]  # type: ignore[assignment]
         settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
@@ -338,7 +337,7 @@ class Binding:
         return put
 
     def _optimizer_entry(self, place: torch.optim.Optimizer, parameter: torch.Tensor, entry: Any, path: str) -> dict[str, _Value]:
-        """In place where the optimizer has such a tensor already; else made where torch's own load_state_dict would put it."""
+        """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them."""
         if not isinstance(entry, dict):
             return {}
         mine = place.state.get(parameter, {})
@@ -361,7 +360,7 @@ class Binding:
         return values
 
     def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype) -> _Value:
-        """State of a sharded parameter that the optimizer does not have yet: sharded in the same way."""
+        """Make state that the optimizer does not have yet for a sharded parameter, sharded like the parameter."""
         made = self.in_place[saved.fqn] = torch.empty_like(parameter.detach(), dtype=dtype)
         return lambda resolve: made
 
@@ -384,8 +383,6 @@ def _expanded(tensor: torch.Tensor) -> bool:
 
 
 def _marked(value: _Value) -> _Value:
-    """What was given as `per_rank` stays so."""
-
     def put(resolve: Resolve) -> Any:
         made = value(resolve)
         return made if made is _KEEP else PerRank(made)

@@ -5,12 +5,9 @@ It also restores an optimizer that was saved before its first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from ckptd.agent.state.values import filled
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -34,11 +31,8 @@ def tell(place: torch.optim.Optimizer) -> None:
         place.load_state_dict(place.state_dict())
 
 
-def without_state(place: torch.optim.Optimizer, groups: list[dict[str, Any]], resolve: Callable[[str], torch.Tensor]) -> None:
-    """Remove the state of an optimizer that was saved before its first step, and restore the settings of its groups.
-
-    `resolve` returns the loaded tensor of a name.
-    """
+def without_state(place: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Remove the state of an optimizer that was saved before its first step, and restore the settings of its groups."""
     place.state.clear()
     for group, saved in zip(place.param_groups, groups, strict=False):
-        group.update({key: filled(value, resolve) for key, value in saved.items() if key != "params"})
+        group.update({key: value for key, value in saved.items() if key != "params"})

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.plan.layout import memory
@@ -600,3 +602,32 @@ def test_what_the_manifest_could_not_say_is_refused_at_once(agent: Agent, argume
         agent.snapshot({"w": torch.ones(1)}, step=1, **arguments).wait("durable")
     pending = agent.snapshot({"w": torch.ones(1)}, step=2, user_content={"é😀": deep_json(99)})
     assert pending.wait("durable", timeout=60).state == "durable"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of FSDP1, about itself
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_learning_rate_that_is_a_tensor_in_fsdp1(daemon: Daemon, tmp_path: pathlib.Path, stepped: bool, warm: bool) -> None:
+    def made(rate: float, step: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = FullyShardedDataParallel(
+            torch.nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=False, sharding_strategy=ShardingStrategy.NO_SHARD
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(rate), foreach=False)
+        if step:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for number, (model, optimizer) in enumerate((made(0.125, stepped), made(0.5, warm))):
+            agent = Agent("fsdp1", socket=daemon.home.socket)
+            if number == 0:
+                agent.snapshot({"model": model, "optim": optimizer}, step=1).wait("durable", timeout=60)
+            else:
+                assert agent.recover({"model": model, "optim": optimizer}) is not None
+                assert optimizer.param_groups[0]["lr"] == 0.125
+                assert bool(optimizer.state) is stepped
+            agent.close()
+    finally:
+        dist.destroy_process_group()
