@@ -94,8 +94,12 @@ class Claims:
         The claim is waited for only as long as that of a new attempt. If it fails, the next save tries again.
         """
         try:
-            if not job.attempt or await self._attempts.find_newest(job.name) >= job.attempt:
-                return
+            async with asyncio.timeout(self._seconds):
+                if not job.attempt or await self._attempts.find_newest(job.name) >= job.attempt:
+                    return
+        except TimeoutError:
+            log.warning("job %s attempt %d: it is not known whether it is claimed: the storage does not answer", job.name, job.attempt)
+            return
         except StorageError as error:  # one job that cannot be listed must not keep the daemon from serving the others
             log.warning("job %s attempt %d: it is not known whether it is claimed: %s", job.name, job.attempt, error)
             return

@@ -119,3 +119,11 @@ async def test_an_attempt_that_an_earlier_daemon_did_not_claim_is_claimed_at_the
     await made.adopt(JOB)
     await made.claimed(JOB, 2)
     assert storage.asked == claims
+
+
+async def test_a_start_does_not_wait_for_a_disk_that_hangs() -> None:
+    storage = Storage(1)
+    made = Made(storage)
+    async with asyncio.timeout(60):
+        await made.adopt(JOB)
+    assert storage.asked == []
