@@ -1,5 +1,8 @@
-"""What a training script uses: `snapshot` and `recover`, `per_rank` for values that are a rank's own, the `Agent` behind
-them, `Schedule` for when; `Checkpoint` reads without a daemon.
+"""The public API of a training script: `snapshot`, `recover`, `close`, and the classes that go with them.
+
+`per_rank` marks a value that differs from rank to rank. `Agent` is the object behind the functions, and `Schedule` decides when to
+snapshot. The retention policies, such as `LatestN`, decide which checkpoints to keep. `Checkpoint` reads a checkpoint without a daemon.
+`StorageWriter` and `StorageReader` serve `torch.distributed.checkpoint`.
 
 recovered = recover({"model": model, "optim": optimizer})
 for step in range(recovered.step + 1 if recovered else 0, steps):

@@ -1,8 +1,13 @@
-"""The agent: one per process and job. It captures the state, plans, and hands the snapshot over to the daemon.
+"""The `Agent` of one rank: it captures the state, plans its layout, and hands each snapshot over to the daemon.
 
-`snapshot` never raises for a failure to save, and never holds the training longer than its budget: the `Pending` has the error. `recover`
-is the opposite: it raises rather than lose history. Calls from several threads wait for each other. A call inside another call of the same
-thread, as from a signal handler, is refused. Ctrl-C may come at any time: the next call settles what it has interrupted.
+A process needs one agent for each job. A second agent of the same job begins the next attempt, and the first one can no longer save.
+
+`snapshot` never raises because a save failed: the `Pending` that it returns has the error. Each of its waits, for another thread's call,
+for a slot or for other ranks, is limited by the daemon's stall budget (10 s by default) plus a few seconds. `recover` does the opposite: it
+raises, because a training that continued without its saved state would lose history.
+
+Calls from several threads run one at a time. A call inside another call of the same thread, for example from a signal handler, is refused.
+Ctrl-C may interrupt a call at any instruction: the next call settles what the interrupted call has left.
 """
 
 from __future__ import annotations
@@ -38,22 +43,38 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 log = logging.getLogger("ckptd.agent")
 
 _UNKNOWN = 1 << 62
-"""Sent as the last step by a rank that Ctrl-C kept from beginning the next attempt, so that all ranks begin another one."""
+"""The last step that a rank reports if Ctrl-C interrupted it while it began the next attempt.
+
+It is higher than any step, so all ranks then begin another attempt.
+"""
 
 
 class Agent:
-    """Made lazily by `snapshot()` and `recover()` of this package; make one yourself to name job, socket or root.
+    """One rank of a job, connected to the daemon that saves and recovers its state.
 
-    job: name of the training run; else CKPTD_JOB, else "default" with a private daemon only.
-    socket: the daemon's; else CKPTD_SOCKET, else the default places, else a private daemon is started.
-    root: directory of the checkpoints, for a private daemon; else CKPTD_ROOT.
-    planner, load_planner: DCP's, of your own. The state is then what `dcp.save` and `dcp.load` take: a dict, of which what has a state_dict
-    is asked for it. Ranks plan at every snapshot. `recover` does what `dcp.load` does: `strict` and `on_reshape` are the planner's affair.
-    process_group: the ranks of this job, all on one node; else the default group, or one rank if there is none. Every rank makes its agent,
-    and calls `snapshot`, `recover` and `close`, like the others.
-    retention: what to keep of this job, one policy (`LatestN(5)`) or several, of which any keeps; else what the daemon's settings say. It
-    is saved with every snapshot, and counts until a newer one says otherwise.
-    Raises DaemonUnreachable, InvalidName, InvalidRequest, StorageError; SnapshotFailed if a rank does not come.
+    The functions `snapshot()` and `recover()` of this package make an agent when they first need one. Make an agent yourself to choose the
+    job, the socket or the root. Making one begins the next attempt of the job. Every rank makes its agent and calls `snapshot`, `recover`
+    and `close`, in the same order on all ranks. A forked child cannot use its parent's agent.
+
+    job: name of the training run. Default: CKPTD_JOB, or "default" if the daemon is a private one.
+    socket: path of the daemon's Unix socket. Default: CKPTD_SOCKET, then /run/ckptd/USER.sock, then $XDG_RUNTIME_DIR/ckptd.sock. If no
+        daemon is found there, a private daemon is started.
+    root: directory of the checkpoints. Default: CKPTD_ROOT. A private daemon needs one. A daemon with another root is not used.
+    planner: a DCP SavePlanner. The state must then be a dict, as for `dcp.save`: DCP saves the state_dict() of each value that has one. The
+        ranks plan at every snapshot. Default: ckptd plans, and plans again only if the structure of the state changes.
+    load_planner: a DCP LoadPlanner. `recover` then works like `dcp.load`: the planner decides what must match, and `strict` and
+        `on_reshape` are ignored. Default: DCP's DefaultLoadPlanner if `planner` is given, otherwise ckptd plans.
+    process_group: the ranks of this job, all on one node. Default: the default process group, or a single rank if torch.distributed is not
+        initialized.
+    retention: one policy, such as `LatestN(5)`, or several; a checkpoint is kept if any of them keeps it. Default: the daemon's settings.
+        The policies are saved with every snapshot, and hold until a newer snapshot brings others.
+
+    Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
+    group, and for ranks that differ in node, daemon, root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if
+    it belongs to another user, VersionMismatch if it has no protocol version in common with this process, and Busy if it is stopping or has
+    too many jobs or clients. Raises StorageError if the attempt cannot be claimed on storage, Fenced if another attempt of the job begins
+    at the same time, and SnapshotFailed if another rank does not make its agent within 120 s. If one rank cannot find its daemon or the
+    name of its job, or if rank 0 cannot claim the attempt, that error is raised on all ranks.
     """
 
     def __init__(
@@ -76,7 +97,7 @@ class Agent:
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
         self.schedules = 0
-        self._rng_room = 1 << 14  # bytes that random generators take, as far as known
+        self._rng_room = 1 << 14  # bytes to reserve for the states of the random generators: the most seen so far
         self._kept_plan = KeptPlan(self._link.client, self._link.ranks)
 
     @property
@@ -85,7 +106,7 @@ class Agent:
 
     @property
     def attempt(self) -> int:
-        """The number of this run of the job. A recovery to an older step begins the next attempt."""
+        """The number of the current attempt, from 1. A `recover` to a step behind the last captured one begins the next attempt."""
         return self._link.attempt
 
     @property
@@ -131,13 +152,26 @@ class Agent:
         user_content: Any = None,
         rng: bool = True,
     ) -> Pending:
-        """Copy `state` as it is now, and return; everything else happens in the daemon.
+        """Copy `state` as it is now into a slot, and return. The daemon saves the copy in the background.
 
-        state: any nesting of tensors, modules, optimizers, objects with a state_dict, and plain values.
-        step: 0 or more, higher than the last; tag: a name of its own, kept until deleted by hand.
-        persist: False keeps it in memory only, unless this process dies or closes while it is the newest.
-        on_busy: "wait" up to the daemon's stall budget (10 s) for a free slot, or "skip" without waiting.
-        metrics: numbers for the manifest; user_content: anything JSON can say; rng: capture random generators too.
+        Returns a `Pending`, which reports the progress of the snapshot and any error; a failed save never raises. The training may change
+        the state as soon as this returns. Copies from accelerators may still run then: later writes are ordered behind them, or the
+        snapshot fails. All ranks call this with the same `step`, `tag`, `persist` and `on_busy`. The `metrics` and `user_content` of rank 0
+        are kept.
+
+        state: any nesting of dicts, lists and tuples with tensors, modules, optimizers, objects with a state_dict, and plain values.
+        step: an integer from 0 to 10**18 - 1, higher than the last step of this attempt.
+        tag: a name for the checkpoint, unique within the attempt: 1 to 128 of the characters A-Z a-z 0-9 . _ -, the first a letter or
+            digit, and not beginning with "step-". Retention never deletes a checkpoint with a tag. Default: the checkpoint is named by its
+            step.
+        persist: False keeps the snapshot in memory only. It is then saved to storage only if this process dies or closes, or the daemon
+            stops, while it is the newest.
+        on_busy: what to do if no slot is free. "wait" waits up to the daemon's stall budget (10 s by default), and then skips the step.
+            "skip" skips the step at once.
+        metrics: numbers by name, stored in the manifest.
+        user_content: a value that JSON can express, at most 100 levels deep, stored in the manifest. Together with `metrics` it may take
+            up to 512 KiB.
+        rng: also capture the random generators of Python, NumPy (if it is imported), torch and the accelerators.
         """
         begun = time.perf_counter()
         link = self._link
@@ -153,7 +187,7 @@ class Agent:
                 except Exception as error:
                     log.exception("snapshot of step %s", step)
                     link.handovers.fail(pending, InternalError(f"snapshot of step {step}: {error!r}"))
-                link.handovers.settle(handover)  # after `fail`, so that the daemon hears the reason first
+                link.handovers.settle(handover)  # after `fail`: the daemon must know the reason before it gets the slot back
         except Nested as error:
             link.refuse(pending, error)
         except TimeoutError:
@@ -183,7 +217,7 @@ class Agent:
     def _hand_over(self, handover: Handover, state: Any, request: SnapshotRequest, deadline: float, rng: bool) -> None:
         link, encoded = self._link, request.encode()
         if self._kept_plan.valid and link.handovers.slots.fit(0):
-            handover.request(deadline)  # the structure has most likely not changed: the daemon answers while it is compared
+            handover.request(deadline)  # early: the structure rarely changes, and the daemon answers while it is compared
         captured = capture(state, rank=self.rank, habits=self._habits)
         found = self._kept_plan.reuse(captured)
 
@@ -191,7 +225,7 @@ class Agent:
             return document_offsets(layout, len(captured.state) + self._rng_room, len(encoded))[-1]
 
         if found is None or not link.handovers.slots.fit(needed(found[0])):
-            handover.check_not_refused()  # before the ranks plan: a step that is refused is refused on all of them
+            handover.check_not_refused()  # before the ranks plan, since a step that is refused is refused on all ranks
         layout, sources = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
         handover.reserve(needed(layout), deadline)
         documents = Documents(values_document(captured, rng=rng), encoded)
@@ -203,7 +237,7 @@ class Agent:
     def _hand_over_planned(
         self, handover: Handover, planner: SavePlanner, state: Any, request: SnapshotRequest, budget: float, rng: bool
     ) -> None:
-        """Hand over what the caller's DCP planner plans."""
+        """Hand over a state whose items are planned by the caller's DCP planner."""
         pending, deadline = handover.pending, time.monotonic() + max(budget, PLAN_SECONDS)
         topic = f"plan/{pending.attempt}/{pending.step}"
         planned = plan_save(planner, state, self._link.ranks, topic, deadline, lambda: pending.error)
@@ -215,9 +249,13 @@ class Agent:
         handover.seal_after(None, layout, documents)
 
     def hear(self, topic: str, say: Callable[[], bytes], *, late: bool = False) -> bytes | None:
-        """What `say` gives on rank 0, to all ranks; None if that is not known yet. `late`: whether it was so before; nobody waits then.
+        """Return the message of rank 0 on every rank. Used by `Schedule`.
 
-        Raises SnapshotFailed if the job's store does not answer, Busy inside another call of this thread.
+        `say` makes the message, and runs on rank 0 only. Another rank waits for the message up to the stall budget, and returns None if it
+        has not arrived by then. With `late`, that rank has waited for this message before, and does not wait again.
+
+        Raises SnapshotFailed if the job's store does not answer, InvalidRequest if the agent is closed, and Busy inside another call of
+        this thread.
         """
         with self._link.calls("hear"):
             self._link.ready()
@@ -226,10 +264,12 @@ class Agent:
     # -- slots
 
     def prepare(self, state: Any) -> None:
-        """Get slots for `state` and map their pages in the background, so that the first snapshot is as fast as later ones.
+        """Make slots for `state` and map their pages in the background, so that the first snapshot is as fast as later ones.
 
-        Called by itself after `recover`. An optimizer that has no state yet is counted with what its kind will have. Raises Busy inside
-        another call of this thread.
+        `recover` does this by itself. For an optimizer without state, the slots have room for the state that its kind will have.
+
+        Raises UnsavableValue if `state` holds a value that cannot be saved, InvalidRequest if the agent is closed, and Busy inside another
+        call of this thread.
         """
         with self._link.calls("prepare"):
             self._link.ready()
@@ -241,16 +281,25 @@ class Agent:
         capacity = self._kept_plan.estimate(captured) + documents + optimizer_bytes_to_come(state, self.world_size)
         self._link.handovers.slots.prepare(capacity)
 
-    # -- going back
+    # -- recovering
 
     def recover(self, state: Any, *, step: int | None = None, strict: bool = True, on_reshape: OnReshape | None = None) -> Recovered | None:
-        """Bring the newest complete state back into `state`, from memory or storage; None if nothing was ever saved.
+        """Load the newest snapshot that every rank can get into `state`, from memory or storage.
 
-        step: that step only. strict: False lets keys be missing on either side. on_reshape: on another number of ranks than it was saved
-        on, called with the key of each `per_rank` value and the list of what all ranks had; returns this rank's.
-        Everything is compared before the first byte is written. Raises StructureMismatch, NotFound (for a `step` that is not there),
-        RecoveryFailed, StorageError, DaemonUnreachable; SnapshotFailed if a rank does not come. One rank's error is an error on all.
-        Raises Busy inside another call of this thread, as in a signal handler that interrupts one.
+        Returns a `Recovered`, or None if the job has no checkpoint. The structure is compared before the first byte of `state` is written.
+        A damaged checkpoint is passed over, and the next older one is loaded instead. If the recovered step is behind the last captured
+        one, the next attempt begins. All ranks call this, and all get the same step.
+
+        step: recover this step only, from the highest attempt that has it. Default: the newest.
+        strict: False allows keys to be missing in the state or in the checkpoint. Shapes must agree all the same.
+        on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was saved on another number of ranks. `values` lists
+            the value of each of those ranks, in their order. It returns this rank's value. Without it, recovery raises StructureMismatch.
+
+        Raises StructureMismatch if state and checkpoint differ, NotFound if no checkpoint has the given `step`, and RecoveryFailed if
+        checkpoints exist and none could be loaded. Raises NewerFormat if a newer ckptd wrote the checkpoint, StorageError if storage could
+        not be read, and DaemonUnreachable. Raises SnapshotFailed if another rank does not reach the same point within 600 s. An error on
+        one rank is raised on all ranks. Raises InvalidRequest for an invalid `step`, for a `step` that differs between ranks, and after
+        `close`. Raises Busy inside another call of this thread, for example in a signal handler that interrupts `snapshot`.
         """
         link = self._link
         with link.calls("recover"):
@@ -269,13 +318,17 @@ class Agent:
                 log.warning("slots are made at the first snapshot, since this state cannot be saved as it is: %s", error)
         return recovered
 
-    # -- the end
+    # -- closing
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Make the newest snapshot durable, then free the slots.
+        """Make the newest snapshot durable, even one with `persist=False`, then free the slots. Does nothing if the agent is closed.
 
-        timeout: seconds to wait for the save. Raises SnapshotFailed if the snapshot could not be saved, DaemonUnreachable if that is not
-        known in time. The agent is closed in any case. After an error the daemon treats this process as dead: it saves the newest snapshot
-        unasked and keeps it in memory for a while. The same happens to a process that ends without `close`.
+        timeout: seconds to wait for the save, 600 by default. On several ranks the save begins once every step that this rank has sealed is
+            sealed by the other ranks too, or has failed.
+
+        Raises SnapshotFailed if the snapshot could not be saved, Fenced if a newer attempt of the job has begun, DaemonUnreachable if the
+        daemon does not answer in time, and Busy inside another call of this thread. The agent is then closed all the same, except after
+        Busy. After an error the daemon treats this process as dead: it saves the newest snapshot on its own, and keeps it in memory for a
+        while. A process that ends without `close` is treated in the same way.
         """
         self._link.close(timeout)

@@ -1,4 +1,7 @@
-"""The agent of this process, made when it is first needed, and the functions that use it."""
+"""The functions `snapshot`, `recover` and `close`, and the agent of this process that they use.
+
+The agent is made when it is first needed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,11 @@ _calls = CallLock()
 
 
 def default_agent(name: str = "Agent") -> Agent:
-    """Return the agent of this process. Raises as `Agent`; Busy where `name`, a public call, interrupts the making of one."""
+    """Return the agent of this process. Make one if there is none, or if it is closed.
+
+    `name` is the public call that needs the agent. Raises the errors of `Agent`, and Busy if this thread is already making the agent, since
+    the public call then comes from a signal handler.
+    """
     global _default
     with _calls(name):
         if _default is None or _default.closed:
@@ -38,7 +45,20 @@ def snapshot(
     user_content: Any = None,
     rng: bool = True,
 ) -> Pending:
-    """`Agent.snapshot` of this process's agent. Never raises for what goes wrong with saving: the `Pending` tells."""
+    """Copy `state` as it is now into a slot, and return. The daemon saves the copy in the background.
+
+    Calls `Agent.snapshot` of this process's agent, which is made if there is none. Returns a `Pending`, which reports the progress of the
+    snapshot and any error; a failed save never raises, and neither does a missing daemon.
+
+    state: any nesting of dicts, lists and tuples with tensors, modules, optimizers, objects with a state_dict, and plain values.
+    step: an integer from 0 to 10**18 - 1, higher than the last step of this attempt.
+    tag: a name for the checkpoint, which retention then never deletes. Default: the checkpoint is named by its step.
+    persist: False keeps the snapshot in memory only, unless the process dies or closes, or the daemon stops, while it is the newest.
+    on_busy: if no slot is free, "wait" up to the daemon's stall budget (10 s by default), or "skip" the step at once.
+    metrics: numbers by name, stored in the manifest.
+    user_content: a value that JSON can express, stored in the manifest.
+    rng: also capture the random generators of Python, NumPy (if it is imported), torch and the accelerators.
+    """
     try:
         agent = default_agent("snapshot")
     except CkptdError as error:
@@ -49,12 +69,26 @@ def snapshot(
 
 
 def recover(state: Any, *, step: int | None = None, strict: bool = True, on_reshape: OnReshape | None = None) -> Recovered | None:
-    """`Agent.recover` of this process's agent."""
+    """Load the newest snapshot that every rank can get into `state`, from memory or storage.
+
+    Calls `Agent.recover` of this process's agent, which is made if there is none. Returns a `Recovered`, or None if the job has no
+    checkpoint.
+
+    step: recover this step only. Default: the newest.
+    strict: False allows keys to be missing in the state or in the checkpoint.
+    on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was saved on another number of ranks. It returns this
+        rank's value. Without it, recovery raises StructureMismatch.
+
+    Raises the errors of `Agent` and of `Agent.recover`.
+    """
     return default_agent("recover").recover(state, step=step, strict=strict, on_reshape=on_reshape)
 
 
 def close(timeout: float = CLOSE_SECONDS) -> None:
-    """`Agent.close` of this process's agent, if it has one: the newest snapshot becomes durable, the slots are freed."""
+    """Make the newest snapshot durable, then free the slots. Does nothing if this process has no agent.
+
+    timeout: seconds to wait for the save, 600 by default. Raises the errors of `Agent.close`.
+    """
     global _default
     with _calls("close"):
         agent = _default
@@ -62,12 +96,12 @@ def close(timeout: float = CLOSE_SECONDS) -> None:
         try:
             agent.close(timeout)
         finally:
-            if agent.closed and _default is agent:  # not before: after Ctrl-C the next `close` goes on
+            if agent.closed and _default is agent:  # only if it is closed: after Ctrl-C the next `close` must find the agent, and finish
                 _default = None
 
 
 def _after_fork() -> None:
-    """Forget, in a forked child, the call that another thread of the parent was in: it will never leave."""
+    """Replace the lock in a forked child. A call of another thread of the parent may hold it, and would never leave."""
     global _calls
     _calls = CallLock()
 

@@ -1,4 +1,4 @@
-"""What `snapshot()` returns: where that snapshot is on its way, to be looked at or waited for from any thread."""
+"""`Pending`, the result of `snapshot()`: the progress of one snapshot, which any thread may read or wait for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ _RANK = {"staged": 0, "sealed": 1, "durable": 2}
 
 
 class Pending:
-    """One snapshot. `stall`: seconds that training was held; `error`: why it failed or was skipped, else None."""
+    """One snapshot on its way to storage. `snapshot()` returns it; any thread may read it or wait.
+
+    step, attempt: the step and the attempt of the snapshot.
+    persist: True if the snapshot is to be saved to storage, False if it is kept in memory only.
+    stall: seconds for which the call of `snapshot` held the training; 0.0 until that call returns.
+    error: the reason if the snapshot failed, was skipped, or was kept in memory only and can no longer become durable; otherwise None.
+    segment: the name of its slot's segment, "" until a slot is granted.
+    """
 
     def __init__(self, step: int, attempt: int = 0, *, persist: bool = True) -> None:
         self.step = step
@@ -36,26 +43,35 @@ class Pending:
         self.segment = ""
         self._state = SnapshotState.NEW
         self._was_sealed = False
-        self._over = False  # replaced in memory: it will not become durable
+        self._over = False  # True once a memory-only snapshot can no longer become durable
         self._lock = threading.RLock()
         self._waiters = Waiters()
 
     @property
     def state(self) -> str:
-        """ "staged", "sealed", "durable", "failed" or "skipped"."""
+        """The state of the snapshot: "staged", "sealed", "durable", "failed" or "skipped".
+
+        "staged": this rank's slot is not complete yet. "sealed": this rank's slot is complete, in memory. "durable": the checkpoint is
+        committed to storage, with the parts of all ranks. "failed" and "skipped": `error` has the reason.
+        """
         return _SHOWN[self._state]
 
     @property
     def done(self) -> bool:
-        """Nothing more will happen."""
+        """True if the state is final: "durable", "failed" or "skipped"."""
         return self._state in (SnapshotState.DURABLE, SnapshotState.FAILED, SnapshotState.SKIPPED)
 
     def wait(self, state: str = "durable", timeout: float | None = None) -> Pending:
-        """Until the snapshot is "staged", "sealed" (in memory, whole) or "durable" (committed to storage); returns itself.
+        """Wait until the snapshot has reached `state`, or a later one, and return this Pending.
 
-        Raises the reason if it cannot come to that any more, TimeoutError after `timeout` seconds. A snapshot with `persist=False` becomes
-        durable only if its trainer dies or closes while it is the newest. Raises Busy where it would have to wait inside another call of
-        this thread, as in a signal handler that interrupts `snapshot`: nothing goes on until the handler returns.
+        state: "staged" (a slot is granted), "sealed" (this rank's slot is complete, in memory) or "durable" (the checkpoint is committed to
+            storage, by all ranks). A snapshot with `persist=False` becomes durable only if its trainer dies or closes, or the daemon stops,
+            while it is the newest.
+        timeout: seconds to wait. Default: no limit.
+
+        Raises `error` if the snapshot can no longer reach that state; TimeoutError after `timeout` seconds; ValueError for an unknown
+        state. Raises Busy if it would have to wait inside another call of this thread, for example in a signal handler that interrupts
+        `snapshot`: the interrupted call cannot continue until the handler returns.
         """
         if state not in _RANK:
             raise ValueError(f"there is no state {state!r} to wait for: use 'staged', 'sealed' or 'durable'")
@@ -78,7 +94,7 @@ class Pending:
         why = f": {self.error}" if self.error else ""
         return f"<Pending step {self.step} of attempt {self.attempt} {self.state}{why}>"
 
-    # For the agent alone.
+    # For the agent only.
 
     @property
     def why(self) -> CkptdError:
@@ -89,7 +105,10 @@ class Pending:
         return self._state is not SnapshotState.NEW
 
     def move(self, event: Event) -> None:
-        """Raises the reason if it has failed meanwhile: another rank could not take it."""
+        """Apply an event to the state, and wake the waiting threads.
+
+        Raises the error of the snapshot if it has failed meanwhile, for example because another rank could not take the step.
+        """
         with self._lock:
             if self._state is SnapshotState.FAILED:
                 raise self.why
@@ -100,13 +119,16 @@ class Pending:
         self._waiters.notify()
 
     def seal(self) -> None:
-        """Go as far as sealed, from wherever Ctrl-C has stopped it after the slot's header had said so."""
+        """Move to "sealed" from any earlier state.
+
+        Needed if Ctrl-C came after the slot's header was sealed and before this state had followed.
+        """
         for before, event in ((SnapshotState.NEW, Event.GRANT), (SnapshotState.FILLING, Event.STAGE), (SnapshotState.STAGED, Event.SEAL)):
             if self._state is before:
                 self.move(event)
 
     def fail(self, error: CkptdError) -> None:
-        """From any state; the first reason counts."""
+        """Mark the snapshot as failed. Does nothing if its state is final, so the first error counts."""
         with self._lock:
             if self.done:
                 return
@@ -123,7 +145,7 @@ class Pending:
         self._waiters.notify()
 
     def supersede(self) -> None:
-        """Its slot is being filled again: a memory-only snapshot has had its time."""
+        """Record that a memory-only snapshot can no longer become durable, because its slot is filled again or the agent closes."""
         with self._lock:
             if not self.done:
                 self.error = SnapshotFailed(f"step {self.step} was kept in memory only, and a newer snapshot has replaced it there")

@@ -1,7 +1,8 @@
-"""When to snapshot: every so many steps, every so many seconds, or as often as pays.
+"""Decides after which steps to snapshot: every n steps, every n seconds, or as often as is worth the cost.
 
-Seconds become steps on rank 0 alone. All ranks know at which step they hear the next word from it: whether there is a snapshot now, whether
-it goes to storage, and at which step to ask again; about once for every halving of the time that is left. Between those nothing is asked.
+Rank 0 alone converts seconds to steps. Its decision, a `Word`, says whether a snapshot is due now, whether the snapshot goes to storage,
+and at which step all ranks ask again. That step lies about halfway to the next snapshot, so the ranks communicate about once for each
+halving of the time that is left. Between those steps they exchange nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from ckptd.shared.errors import CkptdError
 log = logging.getLogger("ckptd.agent")
 
 _AWAY_SECONDS = 60.0
-"""Until a store that has not answered is asked again."""
+"""Seconds until a store that has not answered is asked again."""
 _AGAIN_SECONDS = 30.0
-"""Between snapshots of which none has succeeded yet, so that it is not known what they cost."""
+"""Seconds between two snapshots in "auto" mode while their cost is unknown, because none has succeeded yet."""
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Seconds of training between two saves that hold it for `cost` seconds each, so that least is lost to saving and failing.
+    """Return the seconds of training between two saves that lose the least time to saves and failures.
 
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006), equation 37; its first term
-    is J. W. Young's of 1974.
+    `cost` is the time in seconds for which a save holds the training, and `mtbf` the mean seconds between two failures. The formula is
+    equation 37 of J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006). Its first
+    term is J. W. Young's of 1974.
     """
     if cost >= 2 * mtbf:
         return mtbf
@@ -42,7 +44,10 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 says at a step: snapshot now? to storage? when to ask again."""
+    """The decision of rank 0 at one step.
+
+    `due` is True if a snapshot is due now. `persist` is True if that snapshot goes to storage. `again` is the step at which to ask again.
+    """
 
     due: bool
     persist: bool
@@ -50,16 +55,23 @@ class Word(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pace:
-    """Of rank 0: makes steps of seconds. `interval` may change from call to call; None: a snapshot at once, to learn what it costs."""
+    """The pace of the snapshots, kept by rank 0: it converts the interval from seconds to steps.
+
+    Every `persist_every`-th snapshot that is due goes to storage.
+    """
 
     def __init__(self, persist_every: int) -> None:
         self._persist_every = persist_every
         self._taken = 0
         self._before: tuple[int, float] | None = None  # step and time of the last decision
-        self._last = (0, 0.0)  # of the last snapshot that was due, or of the first decision
+        self._last = (0, 0.0)  # step and time of the last snapshot that was due, or of the first decision
 
     def decide(self, step: int, now: float, interval: float | None, *, busy: bool = False) -> Word:
-        """`busy`: nothing is due as long as what was saved last is still under way."""
+        """Return the decision at `step`. `now` is the time in seconds, of a monotonic clock.
+
+        `interval` is the number of seconds between two snapshots, and may change from call to call. None makes a snapshot due at once, to
+        measure its cost. `busy` is True while the last save is still under way: then no snapshot is due.
+        """
         if self._before is None:
             self._before = self._last = step, now
             due, ahead = interval is None and not busy, 1
@@ -68,7 +80,8 @@ class Pace:
             per_step = max(waited / seen, (now - self._before[1]) / (step - self._before[0]), 1e-9)
             due = not busy and (interval is None or waited + per_step / 2 >= interval)
             left = 0.0 if interval is None else interval if due else interval - waited
-            ahead = int(max(1.0, min(left / per_step / 2, 2.0 * seen)))  # a few steps do not tell how long a thousand take
+            # Limited by the steps seen so far, since a few steps do not show how long a thousand will take.
+            ahead = int(max(1.0, min(left / per_step / 2, 2.0 * seen)))
             self._before = step, now
         if due:
             self._last, self._taken = (step, now), self._taken + 1
@@ -76,14 +89,23 @@ class Pace:
 
 
 class Schedule:
-    """`Schedule(every_steps=500)`, `Schedule(every_seconds=600)`, or `Schedule("auto", mtbf=6 * 3600)`.
+    """A schedule that decides after which steps to snapshot.
 
-    every_steps: at steps that are multiples of it. every_seconds: that long after the last, or after the first step that is asked about.
-    "auto": as often as least is lost to saving and failing, by what snapshots have held the training for and `mtbf`, the mean seconds
-    between two failures of the whole job; never while the one before is still being saved.
-    persist_every: each n-th of its snapshots goes to storage, the others stay in memory. agent: else the one of this process.
+    Make it in one of three ways: `Schedule(every_steps=500)`, `Schedule(every_seconds=600)`, or `Schedule("auto", mtbf=6 * 3600)`. Then
+    call `snapshot` or `due` after every step, on every rank, with a schedule that was made with the same arguments. The clock of rank 0
+    decides. A rank that does not get the decision within the stall budget misses that snapshot, and takes part again in the next one.
 
-    Every rank asks about every step that it has trained, with a schedule that was made alike; ranks always agree. Raises ValueError.
+    every_steps: an integer from 1. A snapshot is due at each step that is a multiple of it.
+    every_seconds: seconds, more than 0. A snapshot is due that long after the last one that was due. The first is due that long after the
+        first step that is asked about.
+    mode: "auto" chooses the interval that loses the least time to saves and failures. It takes the median of the time for which the last
+        five snapshots have held the training. The first snapshot is due at once. None is due while the last one that goes to storage is
+        still being saved.
+    mtbf: seconds, more than 0: the mean time between two failures of the whole job. Goes with "auto" only, which needs it.
+    persist_every: an integer from 1, by default 1. Each n-th snapshot that is due goes to storage; the others stay in memory.
+    agent: the `Agent` that takes the snapshots. Default: the agent of this process, which the function `snapshot` also uses.
+
+    Raises ValueError if the arguments are invalid, or do not choose exactly one of the three ways.
     """
 
     def __init__(
@@ -109,11 +131,11 @@ class Schedule:
         self._persist_every = _whole("persist_every", persist_every)
         self._given = agent
         self._calls = CallLock()
-        self._agent: Agent | None = None  # the one that `_word` and all below it are about
+        self._agent: Agent | None = None  # the agent that everything set in `_begin` belongs to
         self._begin(None)
 
     def _begin(self, agent: Agent | None) -> None:
-        """Ranks count anew in each attempt."""
+        """Start over, for another agent or the next attempt. The agent's count of schedules gives each one its own topics in the store."""
         if agent is not None and agent is not self._agent:
             agent.schedules += 1
             self._number = agent.schedules
@@ -133,15 +155,22 @@ class Schedule:
 
     @property
     def interval(self) -> float | None:
-        """Seconds between two snapshots; None if that goes by steps, or is not known yet. Of "auto", on rank 0."""
+        """The seconds between two snapshots; None with `every_steps`, or if the interval is not known yet.
+
+        With "auto", each rank has its own value, and that of rank 0 counts. It is known once a snapshot has been taken.
+        """
         if self._mtbf is None:
             return self._every_seconds
         return best_interval(statistics.median(self._stalls), self._mtbf) if self._stalls else None
 
     def due(self, step: int) -> bool:
-        """Return True if a snapshot is due after this step, the same on all ranks. Ask about every step.
+        """Return True if a snapshot is due after this step. Call this after every step, on every rank.
 
-        Raises Busy inside another call of this thread, as in a signal handler: what ranks have agreed on must not change under it.
+        All ranks get the same answer, except a rank that does not get the decision of rank 0 in time: it gets False. If there is no usable
+        agent, this returns True, so that `snapshot` reports the reason.
+
+        Raises Busy inside another call of this thread, for example in a signal handler: the decision must not change while the interrupted
+        call uses it.
         """
         with self._calls("due"):
             return self._due(step)
@@ -155,14 +184,18 @@ class Schedule:
         except Nested:
             raise
         except CkptdError:
-            self._word = Word(True, True, 0)  # so that the snapshot says what is wrong
+            self._word = Word(True, True, 0)  # so that `snapshot` reports the reason
             return True
         if step != self._about:
             self._word, self._about = self._ask(agent, step), step
         return self._word.due
 
     def snapshot(self, state: Any, *, step: int, **options: Any) -> Pending | None:
-        """`Agent.snapshot` of what is due after this step, with its `options`; None if nothing is."""
+        """Take a snapshot if one is due after this step. Return its `Pending`, or None if no snapshot is due.
+
+        `options` are those of `Agent.snapshot`, except `persist`, which the schedule decides. Like `Agent.snapshot`, this never raises
+        because a save failed. Inside another call of this thread, the returned `Pending` has failed with Busy.
+        """
         try:
             if not self.due(step):
                 return None
@@ -180,7 +213,7 @@ class Schedule:
     def _ask(self, agent: Agent, step: int) -> Word:
         nothing = Word(False, False, 0)
         if agent.closed:
-            return Word(True, True, 0)  # as above
+            return Word(True, True, 0)  # so that `snapshot` reports that the agent is closed
         if step < self._again or time.monotonic() < self._not_before:
             return nothing
         while True:
@@ -199,7 +232,9 @@ class Schedule:
             self._heard, self._again = self._heard + 1, word.again
             if said_at == step:
                 return word
-            if step < word.again:  # that snapshot is missed; else what has been said since is there already, or about to be said
+            # This rank is late: the decision is for an earlier step, and its snapshot is missed. If the ranks ask again at this step or
+            # earlier, the next decision is in the store already, or rank 0 is about to make it.
+            if step < word.again:
                 return nothing
 
     def _decide(self, step: int) -> bytes:

@@ -1,1 +1,1 @@
-"""One rank at its daemon: the life cycle of a snapshot from the request for a slot to the durable checkpoint."""
+"""The life cycle of one rank's snapshots at the daemon, from the request for a slot to the durable checkpoint."""

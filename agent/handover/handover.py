@@ -1,10 +1,13 @@
-"""The hand-over of a snapshot to the daemon: acquire a slot, fill it, then seal or abandon it. Every save of a rank goes this way.
+"""The hand-over of a snapshot to the daemon: acquire a slot, fill it, then seal or abandon it.
+
+Every save of a rank takes these steps:
 
     request -> reserve -> acquire -> copy or fill -> seal
                                                   -> abandon
 
-`Handovers.open` registers a hand-over before anything is sent, and `settle` ends its registration. Ctrl-C may come between any two
-instructions. `settle_interrupted` finds what is still registered: a slot whose header says sealed is handed over, any other is given back.
+`Handovers.open` registers a hand-over before any message is sent, and `settle` ends its registration. Ctrl-C may come between any two
+instructions. The next call then runs `settle_interrupted` on every hand-over that is still registered: a slot whose header says sealed is
+handed over, and any other slot is given back.
 """
 
 from __future__ import annotations
@@ -33,21 +36,20 @@ from ckptd.shared.lifecycle import Event
 from ckptd.shared.segment import SlotState
 
 _BATCH = 256 << 20
-"""Bytes that `fill` copies at once, when its sources are made for the copy."""
+"""Bytes of the sources that `fill` copies in one batch. A planner may make them for the copy, so they must not all exist at once."""
 
 
 class Handover:
-    """One snapshot on its way into a slot. Made by `Handovers.open`.
+    """One snapshot on its way into a slot. `Handovers.open` makes it.
 
-    Every method that raises leaves the snapshot failed or skipped for the caller to report with `Handovers.fail`, and the slot with
-    `Handovers.settle` to give back.
+    If a method raises, the caller must report the error with `Handovers.fail` and then call `Handovers.settle`, which gives the slot back.
     """
 
     def __init__(self, handovers: Handovers, pending: Pending, slot_request: SlotRequest) -> None:
         self.pending = pending
         self.slot_request = slot_request
         self.kept = ""
-        """The segment that is not given back when this is settled: its seal is under way, or the caller holds it."""
+        """The segment that `settle` does not give back, because its seal is under way or the caller holds it; "" if there is none."""
         self._all = handovers
         self._slot: MappedSlot | None = None
         self._held = False
@@ -57,32 +59,35 @@ class Handover:
 
     @property
     def slot(self) -> MappedSlot:
-        """The slot, once `acquire` has returned."""
+        """The slot. May be used only after `acquire` has returned."""
         assert self._slot is not None
         return self._slot
 
     def begin(self) -> None:
-        """Register the step, so that news from the daemon about it reach the Pending."""
+        """Register the step, so that the daemon's news about it reach the Pending."""
         self._all.pending[self.pending.attempt, self.pending.step] = self.pending
 
     def request(self, deadline: float) -> None:
-        """Send the request for a slot, unless it is under way. An early request is answered while the caller captures and plans."""
+        """Send the request for a slot, unless it is under way. The daemon answers an early request while the caller captures and plans."""
         self.slot_request.ask(deadline)
 
     def check_not_refused(self) -> None:
-        """Wait for the answer to an early request, if one was sent. Skip the step, and raise SnapshotFailed, if the daemon has no slot."""
+        """Wait for the answer to an early request, if one was sent. If the slot is refused, skip the step and raise SnapshotFailed."""
         if self.slot_request.asked and not self.slot_request.answer():
             self._skip(self.slot_request.why)
 
     def reserve(self, needed: int, deadline: float) -> None:
-        """Make sure that the slots have `needed` bytes, and that one is requested.
+        """Make sure that each slot has `needed` bytes, and that one slot is requested.
 
-        Larger slots replace the present ones, also those that another hand-over of this process has filled and not sealed: those are waited
-        for. Raises SnapshotFailed if that, or making the slots, takes longer than `deadline`; the step is then skipped. Raises StorageError
-        or QuotaExceeded if there is no shared memory.
+        Slots that are too small are replaced by larger ones. That would also replace a slot that another hand-over of this process has
+        filled and not sealed, so this first waits until such a slot is sealed. `deadline` is a time of the monotonic clock.
+
+        Raises SnapshotFailed if that seal does not come by the deadline, or if the larger slots are not made by then; in the second case
+        the step is skipped. Raises QuotaExceeded or SharedMemoryFull if shared memory does not suffice, StorageError if the slots cannot be
+        mapped, and DaemonUnreachable.
         """
         all_, slots = self._all, self._all.slots
-        all_.no_longer_filled(self.pending)  # if it was filled before, and is about to get a larger slot
+        all_.no_longer_filled(self.pending)  # else a step that was filled before, and needs a larger slot now, would wait for itself
         if not slots.fit(needed) and not all_.wait_until_sealed(deadline):
             raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its own in time")
         if not slots.ensure(needed, deadline):
@@ -93,7 +98,7 @@ class Handover:
             self.slot_request.ask(deadline)
 
     def acquire(self) -> MappedSlot:
-        """Wait for the slot. Skip the step, and raise SnapshotFailed, if the daemon has none before the deadline of the request."""
+        """Wait for the slot, and return it. If none is free by the deadline of the request, skip the step and raise SnapshotFailed."""
         if not self.slot_request.answer():
             self._skip(self.slot_request.why)
         self._slot = slot = self._all.slots.get(self.slot_request.take())
@@ -106,14 +111,15 @@ class Handover:
         raise self.pending.why
 
     def copy(self, sources: list[torch.Tensor], layout: Layout, modules: list[torch.nn.Module]) -> Transfer | None:
-        """Copy one source for each item of the layout. CPU sources may change when this returns.
+        """Copy one source for each item of the layout. Sources on the CPU may change as soon as this returns.
 
-        Returns the transfer of the sources on accelerators, for `seal_after`. `modules` are those whose next forward must wait for it.
+        Returns the transfer of the sources on accelerators, for `seal_after`, or None if there are none. If it is still running when
+        `load_state_dict` of one of the `modules` is called, the load is ordered behind it.
         """
         return self.slot.fill(sources, layout, self.pending.step, lambda to, of: self._all.sealer.carry(to, of, modules))
 
     def fill(self, layout: Layout, source: Callable[[int], torch.Tensor], *, singly: bool) -> None:
-        """Copy `source(number)` for the number of every item, and wait until all are copied.
+        """Copy `source(number)` for every item of the layout, by its number, and wait until all items are copied.
 
         singly: copy one item at a time, because `source` may return the same memory at every call.
         """
@@ -125,15 +131,15 @@ class Handover:
                 sealer.finish(transfer)
 
     def hold(self) -> None:
-        """Keep the filled slot after `settle`, for a `seal` or an `abandon` by a later call."""
+        """Keep the filled slot beyond `settle`, so that a later call can `seal` or `abandon` it."""
         self._all.filled.add(self.pending)
         self._held = True
         self.kept = self.slot.name
 
     def seal(self, layout: Layout, documents: Documents) -> None:
-        """Write the documents and the seal, and hand the slot over to the daemon. Also runs while another hand-over waits for a slot.
+        """Write the documents, seal the slot, and hand it over to the daemon. May run while another hand-over waits for a slot.
 
-        Raises QuotaExceeded if the documents do not fit.
+        Raises QuotaExceeded if the documents do not fit, and the error of the snapshot if it has failed meanwhile.
         """
         self.pending.move(Event.STAGE)
         self.slot.seal(layout, documents)
@@ -144,7 +150,10 @@ class Handover:
         self._all.no_longer_filled(self.pending)
 
     def seal_after(self, transfer: Transfer | None, layout: Layout, documents: Documents) -> None:
-        """Seal at once, or on another thread once the transfer is complete. The step counts as taken when this returns."""
+        """Seal the slot at once if `transfer` is None, otherwise on another thread once the transfer is complete.
+
+        The step counts as taken when this returns.
+        """
         if transfer is None:
             self.seal(layout, documents)
         self._all.last_step = self.pending.step
@@ -169,10 +178,10 @@ class Handover:
 
 
 class Handovers:
-    """The hand-overs of one rank, and what they share.
+    """The hand-overs of one rank, and the state that they share.
 
     `last_step` is the last step that this rank has taken in its attempt, or -1. `pending` has the snapshots that are not durable yet, by
-    attempt and step. `filled` has those whose slot is filled and held, and not sealed.
+    attempt and step. `filled` has the snapshots whose slot is filled and held, but not sealed.
     """
 
     def __init__(self, client: Client, world_size: int) -> None:
@@ -188,7 +197,7 @@ class Handovers:
         self._sealed = Waiters()
 
     def open(self, pending: Pending, tag: str | None) -> Handover:
-        """Register a hand-over. Nothing is sent yet. The caller ends it with `settle`."""
+        """Register a hand-over, and return it. No message is sent yet. The caller must end it with `settle`."""
         handover = Handover(self, pending, SlotRequest(self._client, pending.step, tag))
         self._open.append(handover)
         return handover
@@ -200,7 +209,7 @@ class Handovers:
         self._close(handover)
 
     def settle_interrupted(self) -> None:
-        """Settle every hand-over whose call was interrupted. Only the call that runs this may be under way.
+        """Settle every hand-over whose call was interrupted. No other call of this rank may be under way.
 
         A slot whose header says sealed is handed over. Any other slot is given back, and its step fails.
         """
@@ -211,7 +220,7 @@ class Handovers:
     def _settle_interrupted(self, handover: Handover) -> None:
         pending, sealed = handover.pending, bool(handover.kept)
         for slot in self._granted_to(handover):
-            self.sealer.settle(slot.name)  # the seal may be another thread's already
+            self.sealer.settle(slot.name)  # wait for another thread that may be sealing the slot
             if not sealed and self._is_sealed(slot, pending):
                 sealed = True
                 pending.segment = slot.name
@@ -234,7 +243,7 @@ class Handovers:
         return (header.state, header.step, header.attempt) == (SlotState.SEALED, pending.step, pending.attempt) and pending.error is None
 
     def _granted_to(self, handover: Handover) -> list[MappedSlot]:
-        """Return the slots that may be granted for this hand-over, without the one that is kept. After a lost answer, any slot may be."""
+        """Return the slots that may be granted for this hand-over, except the kept one. If an answer was lost, these are all slots."""
         names = self.slots.names if handover.slot_request.lost else handover.slot_request.taken
         found = [self.slots.find(name) for name in names if name != handover.kept]
         return [slot for slot in found if slot is not None]
@@ -245,18 +254,18 @@ class Handovers:
             self._open.remove(handover)
 
     def granted(self, pending: Pending, slot: MappedSlot) -> None:
-        """Record that the slot is this snapshot's. A memory-only snapshot that was in it is superseded."""
+        """Record that the slot is granted for this snapshot. A memory-only snapshot that was in the slot is superseded."""
         for old in [p for p in list(self.pending.values()) if p.segment == slot.name and not p.persist]:
             self.pending.pop((old.attempt, old.step), None)
             old.supersede()
         pending.segment = slot.name
-        self.sealer.settle(slot.name)  # a step that was given up may still be copied into it
+        self.sealer.settle(slot.name)  # wait for copies of a failed step, which may still write to the slot
         if not pending.granted:
             pending.move(Event.GRANT)
         failpoint("agent.granted")
 
     def fail(self, pending: Pending, error: CkptdError) -> None:
-        """Fail a snapshot on all ranks. Does nothing if it was skipped: the other ranks know that."""
+        """Fail a snapshot on all ranks. Does nothing if it was skipped, because the other ranks know of the skip."""
         if pending.state == "skipped":
             return
         pending.fail(error)
@@ -264,17 +273,21 @@ class Handovers:
         self.pass_over(pending, error)
 
     def pass_over(self, pending: Pending, reason: CkptdError) -> None:
-        """Tell the daemon that this rank will not seal the step. A step that one rank cannot save fails on all, so nobody waits for it."""
+        """Report to the daemon that this rank will not seal the step. The step then fails on all ranks, and no rank waits for it.
+
+        A rank that is alone reports nothing. The report is not repeated after a lost connection.
+        """
         known = self.pending.get((pending.attempt, pending.step))
         if known is pending:
             del self.pending[pending.attempt, pending.step]
-        taken = known is not pending and (known is not None or pending.step <= self.last_step)  # by an earlier call for the same step
+        # True if an earlier call has taken this step: the snapshot of that call must not fail.
+        taken = known is not pending and (known is not None or pending.step <= self.last_step)
         if self._world_size > 1 and not taken and pending.step >= 0 and not self._client.closed:
             why = str(reason)[:MAX_REASON]
             self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
 
     def wait_until_sealed(self, deadline: float) -> bool:
-        """Wait until no filled slot is held. Return False at the deadline."""
+        """Wait until no filled slot is unsealed, and return True. Return False at the deadline."""
         return self._sealed.wait_for(lambda: not self.filled, max(0.0, deadline - time.monotonic()))
 
     def no_longer_filled(self, pending: Pending) -> None:
@@ -282,23 +295,26 @@ class Handovers:
         self._sealed.notify()
 
     def wait_for_threads(self) -> None:
-        """Wait until other threads have sealed, and have made their slots."""
+        """Wait until no other thread is sealing a slot or making slots."""
         self.sealer.settle()
         self.slots.settle()
 
     def start_attempt(self) -> None:
-        """Forget the slots of the attempt before: the daemon has taken them back."""
+        """Forget the slots of the previous attempt, which the daemon has taken back."""
         self.slots.drop()
         self.returns.clear()
 
     def resume(self, held: set[str]) -> None:
-        """Take up work on a new connection. `held` are the segments that the daemon still has for this rank."""
+        """Resume on a new connection, and repeat the returned slots and the seals that the daemon has not settled.
+
+        `held` has the segments that the daemon still keeps for this rank. Other slots are forgotten.
+        """
         self.slots.keep(held)
         self.returns.send_again()
         self.seals.hand_over_again()
 
     def close(self) -> None:
-        """Let go of the slots, and fail what is not durable. May be called again, after Ctrl-C has interrupted it."""
+        """Release the slots, and fail every snapshot that is not durable. May be called again after Ctrl-C has interrupted it."""
         self.slots.drop()
         for pending in list(self.pending.values()):
             if pending.persist:

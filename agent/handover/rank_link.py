@@ -1,7 +1,7 @@
-"""One rank at the daemon of its node: its attempt, its connection, and the hand-overs that use them.
+"""The link of one rank to the daemon of its node: its attempt, its connection, and the hand-overs that use them.
 
-`Agent` and `StorageWriter` each have one. After a lost connection it resumes by itself. After a newer attempt of the job has begun,
-everything under way fails.
+Each `Agent` has a link. `StorageWriter` uses an agent's link of the same root, job and rank, or makes its own. A link resumes by itself
+after a lost connection. Once a newer attempt of the job has begun, every snapshot under way fails.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from ckptd.shared.failpoints import failpoint
 log = logging.getLogger("ckptd.agent")
 
 CLOSE_SECONDS = 600.0
+"""Seconds that `close` waits for the newest snapshot to become durable, by default."""
 SAVE_SECONDS = 600.0
-"""How long a save that its caller waits for anyway waits for a slot."""
+"""Seconds that a save through DCP may wait for a slot, since its caller waits for the save anyway. Also the timeout of `forget`."""
 AWAY_SECONDS = 60.0
-"""How long a caller that waits for a durable checkpoint waits for a lost daemon to come back."""
+"""Seconds to wait for a lost daemon to come back, for a caller that waits for a durable checkpoint."""
 
 
 class RankLink:
-    """One rank in one attempt of a job, connected to its daemon.
+    """The link of one rank, in one attempt of a job, to its daemon. Making it begins or joins an attempt.
 
-    `calls` lets in one public call at a time. `attempt` is the attempt that this rank is in. `saving` has the saves that DCP has planned,
-    from their first byte until they are durable or given up. `structure_changed` is called, on any thread, when the ranks must plan again.
+    `calls` lets in one public call at a time. `attempt` is the attempt that this rank is in. `saving` has the saves through DCP that are
+    not over yet. `structure_changed` is called, on any thread, when the ranks must plan again.
 
-    Raises DaemonUnreachable, InvalidName, InvalidRequest, StorageError; SnapshotFailed if a rank does not come.
+    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, StorageError and other errors of the daemon, and SnapshotFailed if a
+    rank does not come. `begin` in `attempt.py` says which errors are raised on all ranks.
     """
 
     def __init__(
@@ -58,10 +60,10 @@ class RankLink:
         self.attempt = 0
         self.saving: weakref.WeakSet[object] = weakref.WeakSet()
         self.interrupted = False
-        """True while the next attempt has begun and the slots and plans of the old one are not gone yet: Ctrl-C may come in between."""
+        """True from before the next attempt begins until the slots and plan of the old one are dropped. Ctrl-C may leave it True."""
         self._structure_changed = structure_changed
         self._closed = self._gone = False
-        self._nested: deque[Pending] = deque()  # snapshots inside another call: the other ranks are told when the outer call ends
+        self._nested: deque[Pending] = deque()  # snapshots refused inside another call, for `_tidy` to report to the other ranks
         self._pid = os.getpid()
         try:
             self.place = find_place(socket, root)
@@ -84,7 +86,7 @@ class RankLink:
 
     @property
     def usable(self) -> bool:
-        """True if this is neither closed nor behind a newer attempt."""
+        """True if this link is neither closed nor known to be behind a newer attempt."""
         return not self._closed and not self.client.closed
 
     @property
@@ -93,7 +95,7 @@ class RankLink:
 
     @property
     def stall_budget(self) -> float:
-        """Seconds that a snapshot may hold the training, as the daemon's settings say."""
+        """The seconds that a snapshot may hold the training, from the daemon's settings."""
         return self.client.welcome.stall_budget
 
     @property
@@ -108,7 +110,7 @@ class RankLink:
     # -- attempts
 
     def _begin(self, job: str | None) -> None:
-        """Begin the next attempt together with the other ranks. Steps start over, and the slots of the attempt before are gone."""
+        """Begin the next attempt together with the other ranks. Steps start over, and the slots of the previous attempt are gone."""
         try:
             self.job = job_name(job, private=self.client.welcome.private)
         except CkptdError as error:
@@ -120,7 +122,7 @@ class RankLink:
         failpoint("agent.begun")
 
     def begin_next(self) -> None:
-        """Begin the next attempt. The daemon takes the slots of this one back, and saves what it still owes of it."""
+        """Begin the next attempt. The daemon takes the slots of the current attempt back, and finishes the saves that it still owes."""
         self.interrupted = True
         self.handovers.wait_for_threads()
         self._begin(self.job)
@@ -129,12 +131,16 @@ class RankLink:
         self.interrupted = False
 
     def check_open(self) -> None:
-        """Raise InvalidRequest if this is closed."""
+        """Raise InvalidRequest if this link is closed."""
         if self._closed:
             raise InvalidRequest("this agent is closed; make another one")
 
     def ready(self) -> None:
-        """Check that this is open. A rank that is alone finishes beginning the attempt that Ctrl-C has interrupted."""
+        """Prepare this link for a call. Raises InvalidRequest if it is closed.
+
+        If Ctrl-C has interrupted the begin of the next attempt, a rank that is alone begins it now. On several ranks this raises
+        InvalidRequest instead, because all ranks must call `recover`.
+        """
         self.check_open()
         if self.interrupted:
             if self.world_size > 1:
@@ -142,7 +148,7 @@ class RankLink:
             self.begin_next()
 
     def open_step(self, step: int | None, tag: str | None) -> Handover:
-        """Open the hand-over of a step that DCP has planned, or of the next step. The step counts as taken from now on."""
+        """Open the hand-over of a step of a DCP save, and return it. `step` None is the next step. The step counts as taken from now on."""
         pending = Pending(self.last_step + 1 if step is None else step, self.attempt)
         handover = self.handovers.open(pending, tag)
         self.handovers.last_step = max(self.last_step, pending.step)
@@ -150,12 +156,15 @@ class RankLink:
         return handover
 
     def refuse(self, pending: Pending, error: CkptdError) -> None:
-        """Fail a snapshot that was made inside another call. The other ranks are told when the outer call ends."""
+        """Fail a snapshot that was made inside another call. The other ranks learn of it when the outer call ends."""
         pending.fail(error)
         self._nested.append(pending)
 
     def _tidy(self) -> None:
-        """Settle what interrupted and refused calls have left. Runs when a call enters and before it leaves."""
+        """Settle interrupted calls, and report refused snapshots to the other ranks. Runs when a call enters and before it leaves.
+
+        If this link is closed, only finish a `let_go` that was interrupted.
+        """
         if self._closed:
             if not self._gone and os.getpid() == self._pid:
                 self.let_go()
@@ -173,9 +182,9 @@ class RankLink:
         return all(job["attempt"] == self.attempt for job in json.loads(reply.report)["jobs"] if job["job"] == self.job)
 
     def forget(self, tags: list[str]) -> dict[str, str]:
-        """Delete checkpoints of this job by their tag directories. Return the reason for each one that stays.
+        """Delete checkpoints of this job, given the names of their directories.
 
-        Raises DaemonUnreachable, StorageError.
+        Returns the reason for each checkpoint that could not be deleted, keyed by that name. Raises DaemonUnreachable, StorageError.
         """
         reply, _ = self.client.call(lambda n: m.Forget(id=n, job=self.job, tags=tags), m.Forgotten, SAVE_SECONDS)
         return reply.refused
@@ -183,7 +192,7 @@ class RankLink:
     def wait_durable(self, pending: Pending) -> None:
         """Wait until the snapshot is committed.
 
-        Raises the reason if it cannot be, DaemonUnreachable after `AWAY_SECONDS` without a daemon.
+        Raises the error of the snapshot if it cannot be committed, and DaemonUnreachable after `AWAY_SECONDS` without a daemon.
         """
         while True:
             try:
@@ -218,10 +227,10 @@ class RankLink:
         )
         self.handovers.resume({segment.segment for segment in began.held})
 
-    # -- the end
+    # -- closing
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Make the newest snapshot durable, then free the slots. `Agent.close` has the whole contract."""
+        """Make the newest snapshot durable, then free the slots. See `Agent.close`."""
         with self.calls("close"):
             if self._closed:
                 return
@@ -235,7 +244,10 @@ class RankLink:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Close without telling the daemon, which takes this process for dead. May be called again, after Ctrl-C has interrupted it."""
+        """Close this link without a message to the daemon, which then treats this process as dead unless the rank has detached.
+
+        May be called again after Ctrl-C has interrupted it.
+        """
         self._closed = True
         self.handovers.sealer.close()
         self.client.close()
@@ -243,7 +255,7 @@ class RankLink:
         self._gone = True
 
     def _forget(self) -> None:
-        """Close this in a forked child, which must not use its parent's connection and locks."""
+        """Close this link in a forked child, which must not use its parent's connection and locks."""
         self._closed, self.calls = True, CallLock()
         self.client.forget()
         self.handovers.slots.forget()
@@ -253,7 +265,7 @@ _GONE = "the daemon is gone; what is sealed waits in shared memory for the next 
 
 
 def links() -> list[RankLink]:
-    """Return the links of this process that may be used."""
+    """Return the usable links of this process."""
     return [link for link in list(_links) if link.usable]
 
 

@@ -1,4 +1,4 @@
-"""Slots that were granted and will not be sealed: each is given back until the daemon has confirmed it, across lost connections."""
+"""Gives granted slots that will not be sealed back to the daemon, again after each lost connection until it confirms."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ckptd.shared.segment import SlotState
 log = logging.getLogger("ckptd.agent")
 
 MAX_REASON = 4096
-"""Characters of a reason that are sent to the daemon."""
+"""The most characters of a reason that are sent to the daemon."""
 
 
 class Returns:
-    """The slots that one rank gives back."""
+    """The slots that one rank gives back, remembered until the daemon confirms them."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._unconfirmed: dict[tuple[str, int | None], tuple[str, str]] = {}
-        """By segment and step: the reason and its error code."""
+        """The reason and its error code, by segment and step."""
 
     def give_back(self, slot: MappedSlot, step: int, error: BaseException | None) -> None:
-        """Mark the slot as free if it is being filled for `step`, and return it to the daemon with the reason."""
+        """Mark the slot as free if it still belongs to `step`, and return it to the daemon with `error` as the reason."""
         try:
             if slot.header.step == step and slot.header.state is not SlotState.FREE:
                 slot.clear()
@@ -34,18 +34,18 @@ class Returns:
         self.send(slot.name, step, error)
 
     def send(self, segment: str, step: int | None, error: BaseException | None = None) -> None:
-        """Return a segment that was granted for `step`."""
+        """Return to the daemon a segment that was granted for `step`, with `error` as the reason. Does not wait for the answer."""
         code = error.code if isinstance(error, CkptdError) else ""
         self._unconfirmed[segment, step] = ("" if error is None else str(error)[:MAX_REASON], code)
         self._post(segment, step)
 
     def send_again(self) -> None:
-        """Return every slot that the daemon has not confirmed. Called on a new connection."""
+        """Send again every return that the daemon has not confirmed. Called on a new connection."""
         for segment, step in tuple(self._unconfirmed):
             self._post(segment, step)
 
     def clear(self) -> None:
-        """Forget all unconfirmed slots, because their attempt is over and its segments are gone."""
+        """Forget all unconfirmed segments. Called when their attempt is over: its segments are gone."""
         self._unconfirmed.clear()
 
     def _post(self, segment: str, step: int | None) -> None:

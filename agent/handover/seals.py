@@ -1,4 +1,4 @@
-"""Tells the daemon of every seal, again after a lost connection, until the snapshot is durable or has failed."""
+"""Reports every seal to the daemon, again after each lost connection, until the snapshot is durable or has failed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from ckptd.shared.lifecycle import Event
 
 
 class Seals:
-    """`pending`: the snapshots on their way, by attempt and step. It is shared with `Handovers`, which adds to it."""
+    """The reports of one rank's seals to its daemon.
+
+    `pending` has the snapshots that are not durable yet, by attempt and step. `Handovers` shares it, and adds to it.
+    """
 
     def __init__(self, client: Client, pending: dict[tuple[int, int], Pending]) -> None:
         self._client, self._pending = client, pending
 
     def hand_over(self, pending: Pending) -> None:
-        """Tell the daemon of a seal, and do not wait for the save. If the daemon is away, `hand_over_again` tells it later."""
+        """Report a seal to the daemon, without waiting for the save. If the connection is lost, `hand_over_again` reports it later."""
         self._client.post(
             lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step),
             lambda reply: self._answered(pending, reply),
         )
 
     def hand_over_again(self) -> None:
-        """Tell the daemon, on a new connection, of every seal that has no answer yet."""
+        """Report every sealed snapshot that is not durable yet. Called on a new connection."""
         for pending in list(self._pending.values()):
             if pending.state == "sealed":
                 self.hand_over(pending)
@@ -35,7 +38,7 @@ class Seals:
             self.finish(pending, None)
 
     def finish(self, pending: Pending, error: CkptdError | None) -> None:
-        """Take note that a snapshot is durable, or why it has failed. The first word counts."""
+        """Record that a snapshot is durable, or that it has failed with `error`. The first outcome counts."""
         self._pending.pop((pending.attempt, pending.step), None)
         if pending.done:
             return

@@ -1,4 +1,4 @@
-"""What the caller and the environment say, checked: job, ranks, and the options of one `snapshot()`."""
+"""Checks what the caller and the environment give: the job, the process group, and the options of one `snapshot()`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 
 
 def job_name(job: str | None, *, private: bool) -> str:
+    """Return `job`, or else CKPTD_JOB, or else "default" if the daemon is a private one.
+
+    Raises InvalidName if the name cannot be a job's, and InvalidRequest if there is no name.
+    """
     name = job or os.environ.get("CKPTD_JOB")
     if name:
         return check_name("job", name)
@@ -30,7 +34,11 @@ def job_name(job: str | None, *, private: bool) -> str:
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
-    """Who this rank is among those of the process group (else the default one), and how it talks to them."""
+    """Return the `Ranks` of the process group, through which this rank agrees with the other ranks.
+
+    None as `process_group` means the default process group, or a single rank if torch.distributed is not initialized. Raises InvalidRequest
+    if this rank is not in the group, or if WORLD_SIZE is above 1 and torch.distributed is not initialized.
+    """
     if not dist.is_available() or not dist.is_initialized():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size > 1:
@@ -53,7 +61,7 @@ def make_request(
     user_content: Any,
     retention: Sequence[Policy] | None = None,
 ) -> SnapshotRequest:
-    """Check what the caller said. Raises InvalidRequest or InvalidName."""
+    """Return the request document of one snapshot, made from the checked options. Raises InvalidRequest, or InvalidName for the tag."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
         raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
     if on_busy not in ("wait", "skip"):
@@ -85,12 +93,12 @@ def make_request(
 
 
 def _as_json(user_content: Any) -> str:
-    """Return user_content as JSON text that every reader takes. Raises InvalidRequest."""
+    """Return user_content as JSON text that every reader accepts. Raises InvalidRequest if that is not possible."""
     try:
         text = json.dumps(user_content, allow_nan=False)
         read = msgspec.json.decode(text)
     except msgspec.DecodeError:
-        # json.dumps escapes these, and no strict reader takes them.
+        # json.dumps escapes half of a surrogate pair, and no strict reader accepts that.
         raise InvalidRequest("user_content has half of a surrogate pair in a text, which UTF-8 cannot say; leave it out") from None
     except RecursionError:
         read = None

@@ -1,4 +1,4 @@
-"""How ranks begin an attempt together: they must share a node and a daemon, and rank 0 claims the number for all."""
+"""Begins an attempt on all ranks together: they must share a node and a daemon, and rank 0 claims the number for all."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest
 from ckptd.shared.segment import this_boot
 
-BEGIN_SECONDS = 120.0  # that one rank may come later than another: processes start, import and read data at their own pace
+BEGIN_SECONDS = 120.0  # how long one rank waits for another: processes start, import and read data at their own pace
 
 
 def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, job: str = "") -> int:
-    """The attempt that all ranks of the job begin. Raises `error`, if this rank has one, or that of another rank, on all ranks."""
+    """Begin an attempt together with the other ranks of the job, and return its number.
+
+    A rank that cannot begin passes its `error` and no `client`. That error is raised on all ranks, and so are the errors of the claim by
+    rank 0: InvalidRequest if the ranks do not share node, daemon, root and job, and the errors of the daemon. Raises SnapshotFailed if a
+    rank does not come within `BEGIN_SECONDS`. After the claim the other ranks begin the attempt at the daemon, and an error there is raised
+    on that rank only.
+    """
 
     def claim(said: list[bytes]) -> list[bytes]:
         places = [msgspec.msgpack.decode(one, type=_Place) for one in said]
@@ -35,7 +41,11 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where one rank runs: the boot and the name of its node, its daemon's instance ("" from an old daemon) and root, and its job."""
+    """The place where one rank runs, and its job.
+
+    `boot` is the boot id of its node, and `node` its host name. `instance` identifies its daemon, and is "" from an old daemon. `root` is
+    the root of that daemon.
+    """
 
     boot: bytes
     node: str
@@ -45,7 +55,10 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _check_same(first: _Place, other: _Place, rank: int) -> None:
-    """Raise InvalidRequest unless `rank` and rank 0 can share an attempt. Containers of one node have the same boot."""
+    """Raise InvalidRequest unless `rank` and rank 0 can share an attempt.
+
+    Nodes are compared by boot id, because the containers of one node share it, while their host names may differ.
+    """
     if first.root != other.root:
         raise InvalidRequest(
             f"rank {rank} uses root {other.root}, rank 0 uses {first.root}: start all ranks with the same CKPTD_ROOT and one daemon"

@@ -1,7 +1,8 @@
-"""The agent's connection: requests from the training thread, replies and news on a thread of its own, a new connection when one is lost.
+"""The agent's connection to the daemon: it sends requests, receives replies, and reconnects when the connection is lost.
 
-Blocks no longer than it is told to. The thread sleeps in `poll`, so it takes no time from the training while there is nothing to hear.
-Whoever waits for a reply looks for it himself first: to hear of it from the thread takes two wake-ups.
+The training thread sends requests. A thread of the client's own receives messages and reconnects. It sleeps in `poll`, so it takes no time
+from the training while no message arrives. A caller that waits for a reply first tries to receive it itself: to get it through the other
+thread takes two wake-ups. No call blocks for longer than its timeout.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ log = logging.getLogger("ckptd.agent")
 R = TypeVar("R", bound=m.Reply)
 Make = Callable[[int], m.Request]
 CALL_SECONDS = 30.0
-"""How long the daemon has to answer a request that takes no time."""
-_FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0  # between attempts to connect again, doubling
+"""Seconds that the daemon has to answer a short request."""
+_FIRST_DELAY, _LONGEST_DELAY = 0.05, 2.0  # seconds between two tries to reconnect; doubled after each
 
 
 class Call:
-    """A request under way. `answered`, where given, is called on the client's thread instead of waking a waiter; nobody waits for an
-    `abandoned` one any more."""
+    """A request under way, and later its outcome.
+
+    answered: if given, no caller waits. It is called with the reply, on the thread that receives the reply, unless the connection is lost
+        first.
+    abandoned: True once the caller has stopped waiting.
+    done: set once `reply` or `error` is there. It is not set by a reply that goes to `answered` or that comes after `abandoned`.
+    descriptors: the open descriptors that came with the reply. They belong to the caller that takes the reply.
+    """
 
     def __init__(self, answered: Callable[[m.Reply], None] | None = None) -> None:
         self.answered = answered
@@ -45,8 +52,15 @@ class Call:
 
 
 class Client:
-    """`resume` runs after each new connection, `lost` once when this attempt is over; `news` gets every Progress, `late` every reply that
-    came after its caller had given up."""
+    """The connection of one rank to the daemon at `place`, maintained by a thread of its own.
+
+    `welcome` is the daemon's greeting on the present connection. The callbacks may run on any thread:
+
+    resume: called after each reconnection, to resume the attempt.
+    news: called with every Progress.
+    lost: called once with the error if `resume` finds that a newer attempt has begun. The client is then closed.
+    late: called with every reply whose caller has stopped waiting.
+    """
 
     def __init__(
         self,
@@ -60,13 +74,13 @@ class Client:
         self._place, self._resume, self._news, self._lost, self._late = place, resume, news, lost, late
         self._calls: dict[int, Call] = {}
         self._lock = threading.RLock()
-        self._posts: deque[tuple[Make, Call]] = deque()  # made inside a `_send` of the same thread, which sends them when it is done
-        self._hearing = threading.RLock()  # so that messages are taken in the order in which they came
-        self._unheard: CkptdError | None = None  # what a waiter's own look has ended the connection for
+        self._posts: deque[tuple[Make, Call]] = deque()  # made while their thread was inside `_send`, which sends them at its end
+        self._hearing = threading.RLock()  # held by the thread that receives, so that messages are handled in order
+        self._unheard: CkptdError | None = None  # the error that ended the connection while a waiting caller received
         self._closed = False
         self._up = Flag()
         self._down_since = 0.0
-        self._silent = False  # a call has timed out and nothing was heard since
+        self._silent = False  # a call has timed out, and no message has arrived since
         self._channel = place.connect()
         self.welcome = self._channel.welcome
         self._up.set()
@@ -76,37 +90,45 @@ class Client:
 
     @property
     def connected(self) -> bool:
+        """True if the connection is up, unless a call has timed out and no message has arrived since."""
         return self._up.is_set() and not self._silent
 
     @property
     def closed(self) -> bool:
-        """For good: nothing is sent or heard any more."""
+        """True once the client is closed for good: it sends and receives nothing any more."""
         return self._closed
 
     def wait_connected(self, budget: float) -> bool:
-        """Wait for a lost connection to come back, `budget` seconds since it was lost: an outage costs that once, not at every call."""
+        """Wait for a lost connection to come back. Return False if it is not back `budget` seconds after it was lost.
+
+        The time counts from the loss, so that an outage costs the training `budget` seconds once, and not at every call. Returns False at
+        once if a call has timed out and no message has arrived since.
+        """
         if self._silent:
             return False
         return self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
 
     def call(self, make: Make, kind: type[R], timeout: float | None) -> tuple[R, Sequence[Descriptor]]:
-        """Send what `make(id)` gives and wait for its reply; the caller owns the descriptors.
+        """Send the request that `make(id)` returns, and return its reply and descriptors. The caller must close the descriptors.
 
-        Raises what the daemon's Error says, or DaemonUnreachable.
+        `kind` is the type of the expected reply. `timeout` is in seconds; None waits without a limit. Raises the error that the daemon
+        answers with, DaemonUnreachable if it does not answer in time or the connection is lost, ProtocolError for another type of reply,
+        and Busy if this thread is already sending.
         """
         return self.finish(self.begin(make), kind, timeout)
 
     def begin(self, make: Make, call: Call | None = None) -> Call:
-        """Send what `make(id)` gives. `finish` waits for its reply; a call that nobody finishes is to be dropped.
+        """Send the request that `make(id)` returns, and return the call. The caller must then `finish`, `drop` or `abandon` it.
 
-        A caller that must not lose the reply to Ctrl-C makes the `call` itself, and keeps it from before it is sent.
+        A caller that must not lose the reply to Ctrl-C makes the `call` itself, and stores it before it is sent. Raises DaemonUnreachable
+        if the connection is lost, and Busy if this thread is already sending.
         """
         call = call or Call()
         self._send(make, call)
         return call
 
     def finish(self, call: Call, kind: type[R], timeout: float | None) -> tuple[R, Sequence[Descriptor]]:
-        """As `call`."""
+        """Wait for the reply to a call that `begin` has sent, and return it. Returns and raises the same as `call`."""
         try:
             self._look()
             answered = call.done.wait(timeout)
@@ -125,16 +147,16 @@ class Client:
         return call.reply, call.descriptors
 
     def _look(self) -> None:
-        """Take what is there; if the thread is about to, wait until it has.
+        """Receive and handle the messages that have arrived. If the client's thread is doing so, wait until it has finished.
 
-        After Ctrl-C part of a message may be lost, so the connection ends too: the next one tells what was missed.
+        After Ctrl-C part of a message may be lost. So the connection is ended, and `resume` makes up for the loss on the next one.
         """
         with self._hearing:
             channel = self._channel
             try:
                 self._hear(channel)
             except BaseException as error:
-                channel.end()  # the thread makes the next one
+                channel.end()  # the client's thread then reconnects
                 if not isinstance(error, CkptdError):
                     raise
                 self._unheard = error
@@ -144,31 +166,37 @@ class Client:
             self._got(message)
 
     def drop(self, call: Call) -> None:
-        """Nobody waits for it: what has been granted, now or later, is given back."""
+        """Stop waiting for a call. A slot that it is granted, now or later, is given back."""
         reply = self.abandon(call)
         if reply is not None:
             self.give_back(reply, call.descriptors)
 
     def abandon(self, call: Call) -> m.Reply | None:
-        """Return the reply if it is there, for the caller to give back; if it comes later, it is given back then."""
+        """Stop waiting for a call. Return its reply if it has arrived, for the caller to give back, or else None.
+
+        A reply that arrives later is given back on arrival.
+        """
         with self._lock:
             call.abandoned = True
             return call.reply
 
     def give_back(self, reply: m.Reply, descriptors: Sequence[Descriptor] = ()) -> None:
-        """Close the descriptors of a reply that nobody wants, and give back the slot that it grants."""
+        """Close the descriptors of an unwanted reply, and give back the slot that it grants."""
         for descriptor in descriptors:
             descriptor.close()
         self._late(reply)
 
     def post(self, make: Make, answered: Callable[[m.Reply], None]) -> None:
-        """Send without waiting. If the daemon is away nothing is sent and nothing raised: whoever takes up the session sends again."""
+        """Send a request without waiting for its reply. `answered` is called with the reply.
+
+        If the connection is lost, nothing is sent and nothing is raised: `resume` must send the request again.
+        """
         self._post(make, Call(answered))
         while self._posts and not self._inside():
             try:
                 self._post(*self._posts.popleft())
             except IndexError:
-                pass  # another thread has sent it
+                pass  # another thread has taken it
 
     def _post(self, make: Make, call: Call) -> None:
         try:
@@ -179,14 +207,14 @@ class Client:
             log.debug("not sent: %s", error)
 
     def _inside(self) -> bool:
-        """Return True if this thread is sending already: a signal handler, or a destructor, has come between."""
+        """Return True if this thread holds the lock already, because a signal handler or a destructor has interrupted it there."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _send(self, make: Make, call: Call) -> None:
         if self._inside():
             raise Nested("ckptd", "a request to the daemon")
         self._send_now(make, call)
-        while self._posts and call.answered is None:  # of a handler that has come between
+        while self._posts and call.answered is None:  # made by a signal handler during the send
             try:
                 self._post(*self._posts.popleft())
             except IndexError:
@@ -203,32 +231,33 @@ class Client:
             self._calls[number] = call
             try:
                 channel.send(make(number))
-            except ProtocolError as error:  # the connection is being made anew
+            except ProtocolError as error:  # the session is closed, or not resumed yet: the client is reconnecting
                 self._calls.pop(number, None)
                 raise DaemonUnreachable(f"the daemon is gone for the moment: {error}") from None
             except BaseException as error:
                 self._calls.pop(number, None)
-                if not isinstance(error, CkptdError):  # Ctrl-C may have left half of a frame
+                if not isinstance(error, CkptdError):  # Ctrl-C may have come after half of a frame
                     channel.end()
                 raise
 
     def close(self) -> None:
+        """Close the connection for good, and wait up to 5 s for the client's thread to end. Calls under way fail with DaemonUnreachable."""
         with self._lock:
             self._closed = True
             self._up.clear()
-            self._channel.end()  # the thread closes it
+            self._channel.end()  # the client's thread then closes the socket
         if threading.current_thread() is not self._thread:
             self._thread.join(5.0)
 
     def forget(self) -> None:
-        """In a forked child: close the copies of the descriptors, touch nothing else."""
+        """Close the copies of the descriptors in a forked child, and leave the connection to the parent."""
         self._closed = True
         self._channel.abandon()
         for call in tuple(self._calls.values()):
             for descriptor in call.descriptors:
                 descriptor.close()
 
-    # -- the thread
+    # -- the client's thread
 
     def _listen(self) -> None:
         while True:
@@ -238,7 +267,7 @@ class Client:
                     with self._hearing:
                         self._hear(self._channel)
             except Exception as error:
-                if not isinstance(error, (CkptdError, OSError)):  # a bug: without this thread every call would wait for ever
+                if not isinstance(error, (CkptdError, OSError)):  # a bug; the thread survives it, or every call would wait for ever
                     log.exception("what the daemon said could not be taken in")
                 gone = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
                 reason, self._unheard = self._unheard or gone, None
@@ -301,7 +330,7 @@ class Client:
                     channel.close()
                     return False
                 self._channel, self.welcome = channel, channel.welcome
-            # The new session is taken up on a thread of its own, since this one has to hear the replies.
+            # The session is resumed on a thread of its own, because this thread must receive the replies.
             threading.Thread(target=self._take_up, args=(channel,), name="ckptd-resume", daemon=True).start()
             return True
         return False
@@ -314,7 +343,7 @@ class Client:
             self.close()
         except CkptdError as error:
             log.warning("the daemon is back, but this rank could not take up its work: %s", error)
-            channel.end()  # and again
+            channel.end()  # the client's thread then reconnects once more
         else:
             self._up.set()
             log.info("the daemon is back after %.1f s", time.monotonic() - self._down_since)

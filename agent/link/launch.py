@@ -1,7 +1,7 @@
-"""Where the daemon is: a named socket, the system's, the user's own, or a private one that is started here.
+"""Finds the daemon by a named socket or at the default paths, or starts a private daemon for this user and root.
 
-A private daemon runs in its own session, outlives the trainer to finish its work, and leaves when nothing is left. It dies with the job's
-cgroup or container, as everything in it does.
+A private daemon runs in a session of its own, outlives the trainer to finish its work, and exits when no work is left. It dies with the
+job's cgroup or container, like every process in it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,25 @@ log = logging.getLogger("ckptd.agent")
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 30.0
-_started: list[subprocess.Popen[bytes]] = []  # kept, so that they can be reaped when they leave before this process does
+_started: list[subprocess.Popen[bytes]] = []  # private daemons, kept to reap those that exit before this process does
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`socket` where to connect; with `private`, a daemon for `root` is started there when none answers."""
+    """The place of a daemon: the path of its `socket`, and its `root`, or None for any root.
+
+    If `private` is True, the daemon is the private one of `root`, and `connect` starts it if it does not answer.
+    """
 
     socket: Path
     root: Path | None
     private: bool
 
     def connect(self) -> Channel:
-        """Raises DaemonUnreachable, Forbidden for a daemon of another user, or InvalidRequest if that daemon serves another root."""
+        """Return a new connection to the daemon.
+
+        Raises DaemonUnreachable, Forbidden if the daemon belongs to another user, and InvalidRequest if it serves another root.
+        """
         if self.private:
             assert self.root is not None
             channel = _connect_private(self.root)
@@ -50,9 +56,13 @@ class Place:
 
 
 def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[str] | None) -> Place:
-    """Choose the daemon from the arguments, then from CKPTD_SOCKET and CKPTD_ROOT.
+    """Return the place of the daemon to use.
 
-    Raises DaemonUnreachable if a named socket is not there, or none is known; InvalidRequest for a root that is a URL.
+    The socket and the root are the arguments, or else CKPTD_SOCKET and CKPTD_ROOT. Without a socket, this is a daemon at a default path
+    that serves the root, or else the private daemon of the root.
+
+    Raises DaemonUnreachable if a named socket does not exist, or if no daemon runs and no root is known. Raises InvalidRequest if the root
+    is a URL.
     """
     named = socket or os.environ.get("CKPTD_SOCKET")
     where = root or os.environ.get("CKPTD_ROOT")
@@ -79,9 +89,9 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
 
 
 def _serves(socket: Path, root: Path | None) -> bool:
-    """Return True if the daemon at a default place may be used for `root`; without a root, any daemon of this user may.
+    """Return True if the daemon at a default path may be used for `root`. Without a root, any daemon of this user may be used.
 
-    A daemon of another user is passed over with a warning, because nobody has named it.
+    A daemon of another user is passed over with a warning, because the caller has not named it.
     """
     try:
         channel = Channel(socket, CONNECT_SECONDS)
@@ -89,13 +99,13 @@ def _serves(socket: Path, root: Path | None) -> bool:
         log.warning("a default place for the daemon's socket is passed over: %s", error)
         return False
     except CkptdError:
-        return root is None  # its daemon may be starting again: the connection that follows reports the error
+        return root is None  # the daemon may be restarting; if not, the connection made next reports the error
     channel.close()
     return root is None or Path(channel.welcome.root) == root
 
 
 def _connect_private(root: Path) -> Channel:
-    """Connect to the private daemon of `root`, after starting it if none answers. Raises DaemonUnreachable, Forbidden."""
+    """Connect to the private daemon of `root`, and start it first if it does not answer. Raises DaemonUnreachable, Forbidden."""
     try:
         return _connect_to_any(root)
     except DaemonUnreachable:
@@ -107,11 +117,14 @@ def _connect_private(root: Path) -> Channel:
         except DaemonUnreachable:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.02)  # another rank's daemon is about to listen
+            time.sleep(0.02)  # a daemon that another rank has started is about to listen
 
 
 def _connect_to_any(root: Path) -> Channel:
-    """Connect at the first place of a private daemon that answers. Raises DaemonUnreachable of the best place if none does."""
+    """Connect at the first path where a private daemon of `root` answers.
+
+    Raises the DaemonUnreachable of the preferred path if none answers, and Forbidden if a daemon there belongs to another user.
+    """
     first, *others = names.private_sockets(root)
     try:
         return Channel(first, CONNECT_SECONDS)
@@ -126,7 +139,10 @@ def _connect_to_any(root: Path) -> Channel:
 
 
 def start_private(root: Path) -> None:
-    """Start a private daemon and wait until it is ready, or until another one turns out to serve the root. Raises DaemonUnreachable."""
+    """Start a private daemon, and wait until it is ready. Returns also if it exits because another daemon serves the root already.
+
+    Raises DaemonUnreachable if the daemon cannot be started, fails, or is not ready within `START_SECONDS`.
+    """
     socket = _private_socket(root)
     log_file = root / names.CONTROL / names.host() / "daemon.log"
     try:
@@ -168,20 +184,20 @@ def start_private(root: Path) -> None:
         return
     if not answered:
         raise DaemonUnreachable(f"the private daemon is not ready after {START_SECONDS:.0f} s; {log_file} says what it does")
-    if daemon.wait() != 11:  # 11: another one serves this root already; we go to that one
+    if daemon.wait() != 11:  # 11: another daemon serves this root already, and the caller connects to that one
         last = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["it left no word"]
         raise DaemonUnreachable(f"the private daemon did not start: {last[0].removeprefix('ckptd: ')} (all of it in {log_file})")
 
 
 def _private_socket(root: Path) -> Path:
-    """Return the path where the private daemon is to listen, after making its directory. Raises DaemonUnreachable."""
+    """Make the directory of the private daemon's socket, and return the path of the socket. Raises DaemonUnreachable."""
     for _ in range(8):  # another user may take the free name in /tmp at the same moment
         socket = names.private_socket(root)
         try:
             socket.parent.mkdir(mode=0o700, exist_ok=True)
             if owners.is_usable_for_sockets(socket.parent):
                 return socket
-        except FileExistsError:  # a file or a link
+        except FileExistsError:  # the name is taken by a file or a link
             continue
         except OSError as error:
             raise DaemonUnreachable(f"cannot make {socket.parent} for the private daemon's socket: {error.strerror}") from None
@@ -189,9 +205,10 @@ def _private_socket(root: Path) -> Path:
 
 
 def _open_log(root: Path, log_file: Path) -> int:
-    """Return a descriptor of the private daemon's log. Its directories are made if missing. Raises OSError.
+    """Return an open descriptor of the private daemon's log. Missing directories are made.
 
-    A directory or a log of another user is refused: its owner could read what the daemon logs, or have the daemon write elsewhere.
+    Raises OSError if that fails, or if a directory or the log belongs to another user: that user could read the log, or make the daemon
+    write elsewhere.
     """
     root.mkdir(parents=True, exist_ok=True)
     for directory in (root, log_file.parent.parent, log_file.parent):
@@ -202,7 +219,7 @@ def _open_log(root: Path, log_file: Path) -> int:
     try:
         fd = os.open(log_file, flags, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO that nobody reads
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, or a FIFO without a reader
             raise OSError(f"{log_file} is not a regular file: remove it") from None
         raise
     status = os.fstat(fd)

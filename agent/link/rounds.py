@@ -1,7 +1,8 @@
-"""Rounds over the job's own store: every rank says something, rank 0 decides, every rank hears its answer or the same error.
+"""Rounds between ranks over the job's store: each rank sends a value, rank 0 decides, and each rank gets an answer.
 
-No collective and no process group is used, so that it works while the trainer's groups are busy or broken. The store is a clone: a wait on
-the trainer's own client would hold up its other users. Every wait has a deadline, and one rank's failure is an error on all, as a value.
+An error of one rank, or of the decision, travels as a value and is raised on all ranks. Every wait has a deadline. No collective and no
+process group is used, so that rounds work while the trainer's groups are busy or broken. The store's client is a clone, because a wait on
+the trainer's own client would block its other users.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
 
-_PIECE = 4 << 20  # the store's server takes values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between looks; a `wait` that times out prints warnings, and cannot be called off
-SILENT_SECONDS = 5.0  # in which a store answers, or is not there: its client would wait for minutes, or for ever
+_PIECE = 4 << 20  # bytes; the store's server accepts values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between polls; the store's `wait` prints warnings on a timeout, and cannot be cancelled
+SILENT_SECONDS = 5.0  # the store must answer in this time; its own client would wait for minutes, or for ever
 _LOOK_SECONDS = 0.1
-_GRACE_SECONDS = 2.0  # before the deadline: for rank 0's word that somebody was late to reach the others
+_GRACE_SECONDS = 2.0  # rank 0 decides this long before the deadline, so that the other ranks learn in time which rank is late
 
 
 class Alone:
-    """A job of one rank: there is nobody to agree with."""
+    """The rounds of a job of one rank, which has no other ranks to agree with."""
 
     rank, world_size, operations = 0, 1, 0
     scope = ""
@@ -40,18 +41,22 @@ class Alone:
         seconds: float,
         unwanted: Callable[[], CkptdError | None] = lambda: None,
     ) -> bytes:
-        """As `Exchange.round`, at once."""
+        """Decide on this rank's value alone, and return the answer. Raises `mine` if it is an error."""
         if isinstance(mine, CkptdError):
             raise mine
         return decide([mine])[0] if self._answer is None else self._answer
 
     def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
-        """As `Exchange.hear`, at once."""
+        """Return the result of `say`."""
         return say()
 
 
 class Told(Alone):
-    """Ranks that somebody else has brought together: rank 0 claims an attempt (None), the others are told which."""
+    """The rounds of one rank in a save that DCP coordinates, without an exchange between the ranks.
+
+    The coordinator, rank 0, passes None as `attempt`, and claims one. The other ranks pass the attempt that it has claimed, and get it as
+    the answer of every round.
+    """
 
     def __init__(self, rank: int, world_size: int, attempt: int | None) -> None:
         self.rank, self.world_size = rank, world_size
@@ -59,16 +64,19 @@ class Told(Alone):
 
 
 class Exchange:
-    """`operations` counts what was asked of the store; topics are within `scope`, the job. Every rank must come to the same rounds, one
-    after the other; one that has come alone leaves no trace."""
+    """The rounds of one rank in a job of several. Every rank must take part in the same rounds, in the same order.
+
+    A rank that comes to a round alone leaves nothing in the store. `scope` is the name of the job, and keeps its topics apart from those of
+    other jobs. `operations` counts the requests to the store.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.scope = ""
         self.operations = 0
         self._store = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
-        self._asked_at: float | None = None  # since when the store owes an answer
-        self._done = Flag()  # whether the last round is over
+        self._asked_at: float | None = None  # when the request was made that the store has not answered yet
+        self._done = Flag()  # set when the thread of the last round has ended
         self._done.set()
 
     def round(
@@ -79,10 +87,13 @@ class Exchange:
         seconds: float,
         unwanted: Callable[[], CkptdError | None] = lambda: None,
     ) -> bytes:
-        """Every rank gives `mine`; `decide` runs on rank 0 alone, and gives one answer for each rank.
+        """Send `mine` to rank 0, and return its answer for this rank.
 
-        An error in the place of `mine`, or raised by `decide`, is raised on all ranks. Raises SnapshotFailed naming who was late after
-        `seconds`, or if the store does not answer; and what `unwanted` returns as soon as it does.
+        `decide` runs on rank 0 only. It gets the values of all ranks, in their order, and returns one answer for each of them. If `mine` is
+        an error on one rank, or if `decide` raises one, it is raised on all ranks.
+
+        Raises SnapshotFailed if a rank does not come within `seconds`, and names that rank. Raises SnapshotFailed also if the store does
+        not answer. As soon as `unwanted` returns an error, the round is no longer wanted, and that error is raised.
         """
         deadline = time.monotonic() + seconds
         answer = self._held(lambda over: self._round(f"{self.scope}/{topic}", mine, decide, deadline, over), unwanted)
@@ -90,9 +101,10 @@ class Exchange:
         return _decode(answer)
 
     def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
-        """What `say` gives on rank 0, which waits for nobody; None on others if it has not said it within `seconds`: ask again, later.
+        """Return the message of rank 0, which is the result of `say` there. Rank 0 does not wait for the other ranks.
 
-        Raises SnapshotFailed if the store does not answer.
+        Another rank returns None if the message has not arrived within `seconds`, and may call this again later. Raises SnapshotFailed if
+        the store does not answer.
         """
         return self._held(lambda over: self._hear(f"{self.scope}/{topic}", say, time.monotonic() + seconds, over))
 
@@ -109,8 +121,12 @@ class Exchange:
         work: Callable[[Callable[[], CkptdError | None]], bytes | None],
         unwanted: Callable[[], CkptdError | None] = lambda: None,
     ) -> bytes | None:
-        """`work` on a thread, since a store that is not there holds up whoever asks it."""
-        if not self._done.wait(_LOOK_SECONDS):  # one that was left by Ctrl-C ends in less
+        """Run `work` on a thread and return its result, because a store that does not answer blocks the thread that asks it.
+
+        `work` gets a function that returns an error as soon as the result is unwanted. Raises SnapshotFailed if the store does not answer
+        within `SILENT_SECONDS` or cannot be reached, and the errors of `work`.
+        """
+        if not self._done.wait(_LOOK_SECONDS):  # a thread that Ctrl-C has left behind ends sooner
             raise _silent()
         answers: list[bytes | BaseException | None] = []
         done, left = Flag(), Flag()
@@ -136,7 +152,7 @@ class Exchange:
             left.set()
             raise
         match answers[0]:
-            case RuntimeError() as error:  # torch's, of a server that is gone
+            case RuntimeError() as error:  # raised by torch if the store's server is gone
                 raise SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}") from None
             case BaseException() as error:
                 raise error
@@ -164,7 +180,7 @@ class Exchange:
         try:
             found = self._take(f"{topic}/to/{nonce}", deadline, unwanted)
         finally:
-            if found is None:  # who asks rank 0 later is not to be taken for this
+            if found is None:  # without this, rank 0 would take the request for one of a later round
                 self._remove(f"{topic}/from/{self.rank}", 1)
                 self._remove(f"{topic}/said/{nonce}", _count(said))
         if found is None:
@@ -179,7 +195,10 @@ class Exchange:
         deadline: float,
         unwanted: Callable[[], CkptdError | None],
     ) -> tuple[list[bytes], dict[int, str]]:
-        """An answer for each rank, and what those that have come want it under."""
+        """Return the encoded answers of all ranks, and by rank the nonce under which each rank that has come expects its answer.
+
+        A rank that fails or is late makes all answers the same error.
+        """
         asked: dict[int, str] = {}
         begun = time.monotonic()
         try:
@@ -199,7 +218,7 @@ class Exchange:
 
     def _put(self, key: str, value: bytes) -> None:
         count = _count(value)
-        for number in reversed(range(count)):  # the first says how many there are, and is waited for
+        for number in reversed(range(count)):  # the reader waits for the first piece, which holds their number
             head = count.to_bytes(4, "little") if number == 0 else b""
             with self._asking():
                 self._store.set(f"{key}/{number}", head + value[number * _PIECE : (number + 1) * _PIECE])  # type: ignore[arg-type]
@@ -210,7 +229,7 @@ class Exchange:
                 self._store.delete_key(f"{key}/{number}")
 
     def _take(self, key: str, deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
-        """The value, which is then gone from the store; None after the deadline."""
+        """Wait for a value, remove it from the store, and return it. Return None after the deadline. Raises the error of `unwanted`."""
         pause = _FIRST_LOOK
         while not self._there(f"{key}/0"):
             if (error := unwanted()) is not None:
@@ -248,7 +267,7 @@ def _silent() -> SnapshotFailed:
 
 
 def _count(value: bytes) -> int:
-    """Of pieces that the store can take."""
+    """Return the number of pieces that the value is stored in."""
     return -(-len(value) // _PIECE) or 1
 
 
@@ -259,7 +278,7 @@ def _encode(said: bytes | CkptdError) -> bytes:
 
 
 def _decode(data: bytes, rank: int | None = None) -> bytes:
-    """Raises what the other side has said; `rank` names who it was."""
+    """Return the value that another rank has sent, or raise its error. If `rank` is given, the error's message begins with it."""
     code, reason, value = msgspec.msgpack.decode(data, type=tuple[str, str, bytes])
     if code:
         raise from_wire(code, reason if rank is None else f"rank {rank}: {reason}")

@@ -1,6 +1,6 @@
-"""Requests for a slot. A request is sent early, so that the daemon wakes up and answers while the state is being captured.
+"""Requests to the daemon for a slot, sent early so that it wakes up and answers while the state is being captured.
 
-A request is sent again after a lost connection, and to a daemon that is stopping, until the deadline.
+Until its deadline, a request is sent again after a lost connection, and after a refusal by a daemon that is stopping.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from ckptd.agent.threads.call_lock import Nested
 from ckptd.shared import messages as m
 from ckptd.shared.errors import Busy, DaemonUnreachable
 
-GRACE_SECONDS = 2.0  # beyond its budget that a daemon may take to say that there is no slot
+GRACE_SECONDS = 2.0  # time after the deadline for the daemon to answer that no slot is free
 _AGAIN_SECONDS = 0.05
 
 
 class SlotRequest:
-    """One snapshot's question: `ask`, `answer`, `take`; then, whatever came of it, `drop`: what was granted and not taken is given back.
+    """The request of one snapshot for a slot. Call `ask`, `answer` and `take`, and then in any case `drop`.
 
-    `segment`: what is granted. `why`: why the step is skipped. `taken`: the segments that `take` has given out.
+    `segment` is the segment that is granted and not taken, or "". `why` is the reason if the step is skipped, or "". `taken` has the
+    segments that `take` has returned.
     """
 
     def __init__(self, client: Client, step: int, tag: str | None) -> None:
@@ -28,15 +29,16 @@ class SlotRequest:
         self._client, self._tag = client, tag
         self._begun = self._deadline = 0.0
         self._call: Call | None = None
-        self._calls: list[Call] = []  # each is here before it is sent, so that Ctrl-C cannot lose its answer
+        self._calls: list[Call] = []  # each is added before it is sent, so that Ctrl-C cannot lose its answer
         self.taken: list[str] = []
 
     @property
     def asked(self) -> bool:
+        """True once `ask` has been called."""
         return self._begun > 0
 
     def ask(self, deadline: float) -> None:
-        """Send the question, if it is not under way; also again, for what was granted is no more."""
+        """Send the request, unless it is under way. Call this again if the granted segment no longer exists: it is then forgotten."""
         self._deadline, self._begun = deadline, self._begun or time.monotonic()
         if self._call is None:
             self.segment = ""
@@ -45,7 +47,7 @@ class SlotRequest:
             except Nested:
                 raise
             except (DaemonUnreachable, Busy):
-                pass  # `answer` asks again
+                pass  # `answer` sends the request again
 
     def _send(self) -> Call:
         wait = self._left()
@@ -56,7 +58,10 @@ class SlotRequest:
         return max(0.0, self._deadline - time.monotonic())
 
     def answer(self) -> bool:
-        """Whether a segment is granted. Raises DaemonUnreachable, Busy, and what the daemon says."""
+        """Wait for the answer. Return True if a segment is granted, and False if the step is skipped.
+
+        Raises DaemonUnreachable or Busy if there is no answer by the deadline, and any other error that the daemon answers with.
+        """
         while not self.segment and not self.why:
             try:
                 call, self._call = self._call or self._send(), None
@@ -77,23 +82,23 @@ class SlotRequest:
         return bool(self.segment)
 
     def take(self) -> str:
-        """The segment. From now on it is the caller's to give back."""
+        """Return the granted segment. From now on the caller must give it back."""
         self.taken.append(self.segment)
         segment, self.segment = self.segment, ""
         return segment
 
     def drop(self) -> None:
-        """Give back what was granted and not taken, also what is granted later. May be called again."""
+        """Give back every slot that was granted and not taken, even if its grant arrives later. May be called again."""
         self.segment = ""
         while self._calls:
             call = self._calls[0]
             reply = self._client.abandon(call)
             if isinstance(reply, m.Granted) and reply.segment not in self.taken:
                 self._client.give_back(reply)
-            self._calls.remove(call)  # not before: Ctrl-C may come in between
+            self._calls.remove(call)  # only now: after Ctrl-C, another `drop` must find the call
         self._call = None
 
     @property
     def lost(self) -> bool:
-        """Return True if the daemon may have granted a slot without an answer having come: Ctrl-C and a lost connection can lose one."""
+        """True if the daemon may have granted a slot whose answer has not arrived, because of Ctrl-C or a lost connection."""
         return any(call.reply is None and (call.error is None or isinstance(call.error, DaemonUnreachable)) for call in self._calls)

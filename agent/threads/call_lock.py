@@ -17,11 +17,11 @@ from types import FrameType, TracebackType
 from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.errors import Busy
 
-_LOOK_SECONDS = 0.05  # between looks whether the call of another thread was interrupted before it could leave
+_LOOK_SECONDS = 0.05  # seconds between two checks for a call of another thread that was interrupted before it could leave
 
 
 class Nested(Busy):
-    """A public call was made from inside another one, in the same thread."""
+    """Raised when a public call is made inside another one, in the same thread."""
 
     def __init__(self, name: str, outer: str) -> None:
         super().__init__(
@@ -31,21 +31,27 @@ class Nested(Busy):
 
 
 class CallLock:
-    """`with lock("snapshot"):` lets one call in. `tidy`, if given, runs after a call has entered and again before it leaves.
+    """A lock for the public calls of one object, used as `with lock("snapshot"):`. It lets in one call at a time.
 
-    The lock remembers the frame of the call that is in. A call whose frame has left its thread's stack is over, although it could not say
-    so: Ctrl-C can come between any two instructions. The next call then takes the lock from it.
+    `tidy`, if given, runs after a call has entered and again before it leaves.
+
+    Ctrl-C can come between any two instructions, so a call may end without leaving the lock. Therefore the lock remembers the frame of the
+    call that is in. A call whose frame is no longer on its thread's stack is over, and the next call takes the lock from it.
     """
 
     def __init__(self, tidy: Callable[[], None] = lambda: None) -> None:
         self._tidy = tidy
         self._running: _Call | None = None
-        self._deciding = threading.RLock()  # a signal handler may decide in between: it finds nobody in, or is refused
+        self._deciding = threading.RLock()  # re-entrant: a signal handler may run inside `_take`, and either enters or is refused
         self._left = Waiters()
         _locks.add(self)
 
     def __call__(self, name: str, timeout: float = threading.TIMEOUT_MAX) -> _Call:
-        """Return a context manager. Entering it raises Nested, or TimeoutError after `timeout` seconds."""
+        """Return a context manager for the call `name`.
+
+        Entering it raises Nested if this thread is in another call, and TimeoutError after a wait of `timeout` seconds for another thread's
+        call.
+        """
         return _Call(self, name, timeout)
 
     @property
@@ -83,7 +89,7 @@ class CallLock:
 
 
 class _Call:
-    """A public call that runs or waits to run. `frame` is the frame of the function that has the `with` statement."""
+    """A public call that runs or waits to run. `frame` is the frame of the function with the `with` statement."""
 
     def __init__(self, lock: CallLock, name: str, timeout: float) -> None:
         self.name, self.timeout = name, timeout
@@ -100,7 +106,7 @@ class _Call:
         self.frame = None
 
     def over(self) -> bool:
-        """Return True if the function that entered is not on its thread's stack any more."""
+        """Return True if the function that entered is no longer on its thread's stack."""
         frame = sys._current_frames().get(self.thread)
         while frame is not None:
             if frame is self.frame:
@@ -115,7 +121,7 @@ def call_around() -> str:
 
 
 def _after_fork() -> None:
-    """Forget, in a forked child, the calls that the parent is in. Their frames are on the child's stack, but they are not its own."""
+    """Forget the parent's calls in a forked child. Their frames are on the child's stack, but the calls are not its own."""
     global _locks
     _locks = weakref.WeakSet()
 

@@ -1,4 +1,4 @@
-"""Waiting for another thread, in a way that Ctrl-C and signal handlers cannot break.
+"""A flag and a list of waiters, to wait for another thread in a way that Ctrl-C and signal handlers cannot break.
 
 `threading.Event` and `threading.Condition` take their lock in Python code. An exception that a signal handler raises there leaves the lock
 held, and the next thread that needs it waits for ever. The classes here hold no lock while Python code runs.
@@ -12,19 +12,19 @@ from collections.abc import Callable
 
 
 class Waiters:
-    """The threads that wait until a condition holds. `notify` makes all of them look again."""
+    """The threads that wait until a condition is true. `notify` makes all of them check their condition again."""
 
     def __init__(self) -> None:
-        self._asleep: set[threading.Lock] = set()  # each is held by its waiter; an interrupted one may stay, which does no harm
+        self._asleep: set[threading.Lock] = set()  # a lock held by each waiter; that of an interrupted waiter may stay, and is harmless
 
     def wait_for(self, condition: Callable[[], object], timeout: float | None = None) -> bool:
-        """Wait until `condition()` is true. Return False if it is not after `timeout` seconds."""
+        """Wait until `condition()` is true, and return True. Return False after `timeout` seconds; None waits without a limit."""
         if condition():
             return True
         deadline = None if timeout is None else time.monotonic() + timeout
         own = threading.Lock()
         own.acquire()
-        self._asleep.add(own)  # before the next look, so that no change is missed
+        self._asleep.add(own)  # before the condition is checked again, so that no change is missed
         try:
             while not condition():
                 left = -1.0 if deadline is None else min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
@@ -35,16 +35,16 @@ class Waiters:
             self._asleep.discard(own)
 
     def notify(self) -> None:
-        """Wake all waiters. To be called after the change that they wait for."""
+        """Wake all waiters. Call this after the change that they wait for."""
         for lock in tuple(self._asleep):
             try:
                 lock.release()
             except RuntimeError:
-                pass  # it has been woken, and has not looked yet
+                pass  # the waiter is awake already, and has not checked its condition yet
 
 
 class Flag:
-    """An event that is set or not, as `threading.Event`."""
+    """An event that is set or not, like `threading.Event`."""
 
     def __init__(self) -> None:
         self._set = False
@@ -61,5 +61,5 @@ class Flag:
         self._set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the flag is set. Return False if it is not after `timeout` seconds."""
+        """Wait until the flag is set, and return True. Return False after `timeout` seconds; None waits without a limit."""
         return self._waiters.wait_for(self.is_set, timeout)
