@@ -48,14 +48,14 @@ def _connect(socket: Path | None) -> Channel:
     usual = names.default_sockets()
     if root := os.environ.get("CKPTD_ROOT"):
         usual = [*names.private_sockets(Path(os.path.abspath(root))), *usual]
-    refused: Forbidden | None = None
+    problem: Forbidden | DaemonUnreachable | None = None
     for place in [place for place in usual if place.exists()]:
         try:
             return Channel(place, TIMEOUT, later=TIMEOUT)
-        except Forbidden as error:  # another user's daemon, or an imitation of one: the next place may have ours
-            refused = refused or error
+        except (Forbidden, DaemonUnreachable) as error:  # another user's daemon or a dead one: the next place may have ours
+            problem = problem or error
     tried = " and ".join(map(str, usual))
-    raise refused or DaemonUnreachable(
+    raise problem or DaemonUnreachable(
         f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH"
     )
 

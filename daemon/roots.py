@@ -85,4 +85,7 @@ def lock(directory: int, root: Path) -> int:
     except BlockingIOError:
         os.close(fd)
         raise Busy(f"another ckptd already serves {root}: use that one, or stop it first") from None
+    except OSError as error:
+        os.close(fd)
+        raise StorageError.of(f"lock {root}, which keeps a second daemon out of it", error) from None
     return fd

@@ -130,7 +130,10 @@ class Slots:
             )
         name = names.new_segment_file()
         failpoint("slot.creating")
-        fd = self._fs.create(name, self._directory, mode=0o600)
+        try:
+            fd = self._fs.create(name, self._directory, mode=0o600)
+        except OSError as error:
+            raise self._failure(error, size) from None
         try:
             with near(node):
                 self._fs.allocate(fd, size)
@@ -141,14 +144,17 @@ class Slots:
             self._fs.unlink(name, self._directory)
             if not isinstance(error, OSError):
                 raise
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                free = psutil.disk_usage(str(self.path)).free
-                raise SharedMemoryFull(
-                    f"no room for a slot of {_size(size)} in {self.path.parent}: {_size(free)} are free; "
-                    "make it larger (docker: --shm-size) or set shm_dir to another tmpfs"
-                ) from None
-            raise StorageError.of(f"make a segment in {self.path}", error) from None
+            raise self._failure(error, size) from None
         return Slot(name, Descriptor(fd), header, size)
+
+    def _failure(self, error: OSError, size: int) -> SharedMemoryFull | StorageError:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            return StorageError.of(f"make a segment in {self.path}", error)
+        free = psutil.disk_usage(str(self.path)).free
+        return SharedMemoryFull(
+            f"no room for a slot of {_size(size)} in {self.path.parent}: {_size(free)} are free; "
+            "make it larger (docker: --shm-size) or set shm_dir to another tmpfs"
+        )
 
     def add(self, slot: Slot) -> Slot:
         """Register a slot, count its bytes as used, and return it."""
@@ -310,6 +316,9 @@ def _claim_directory(fs: FileSystem, plain: Path) -> tuple[Path, int]:
                 f"another ckptd on this machine, perhaps in a container with another host name, has its memory for a root of this name in "
                 f"{path}: use that one, stop it first, or set shm_dir to another tmpfs"
             ) from None
+        except OSError as error:
+            os.close(directory)
+            raise StorageError.of(f"lock {path}", error) from None
         if _is_at(path, directory):
             break
         os.close(directory)

@@ -24,7 +24,8 @@ from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import DaemonUnreachable, ProtocolError, from_wire
 from ckptd.shared.owners import check_peer, check_socket
 
-MAX_DESCRIPTORS = 64  # that one call of recvmsg can take
+MAX_DESCRIPTORS = 253
+"""The most descriptors that the kernel passes with one message (SCM_MAX_FD of unix(7)). A Fetched reply has one for each local rank."""
 _RECEIVE = 1 << 16
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two tries to connect
 _FD = array("i")

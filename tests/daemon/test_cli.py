@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Agent, Checkpoint, StorageWriter
 from ckptd.daemon import report
+from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import PosixStorage
@@ -52,6 +54,23 @@ def full(daemon: Daemon) -> Any:
 def test_a_daemon_takes_no_core_from_the_training(daemon: Daemon) -> None:
     process = psutil.Process(daemon.process.pid)
     assert {os.sched_getscheduler(thread.id) for thread in process.threads()} == {os.SCHED_BATCH}
+
+
+def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
+    """The private socket of a root is tried first; the user's own comes after it."""
+    runtime = place.path / "run"
+    environment = {"CKPTD_ROOT": str(place.root), "XDG_RUNTIME_DIR": str(runtime)}
+    runtime.mkdir(mode=0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        private, usual = names.private_sockets(place.root)[0], names.default_sockets()[-1]
+    for path in (private, usual):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(private))
+    place.socket = usual
+    with running(place):
+        assert "is ready" in ckptd("status", environment=environment).stdout
 
 
 def test_a_crash_in_native_code_leaves_a_traceback(daemon: Daemon) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import stat
@@ -123,6 +125,19 @@ def test_one_daemon_has_the_lock(root: Path) -> None:
             roots.lock(directory, root)
         os.close(held)
         os.close(roots.lock(directory, root))
+
+
+def test_a_root_without_locks_is_refused_in_one_sentence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    prepare(root)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with PosixStorage(root).directory(names.CONTROL, names.host()) as directory:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(StorageError, match=f"cannot lock {root}, which keeps a second daemon out of it: No locks available"):
+            roots.lock(directory, root)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def become_user() -> None:

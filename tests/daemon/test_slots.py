@@ -287,6 +287,29 @@ def test_a_full_tmpfs_leaves_nothing_behind(shm: Shm, number: int) -> None:
     assert slots.used == SIZE
 
 
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, SharedMemoryFull), (errno.EMFILE, StorageError)])
+def test_a_segment_whose_file_cannot_be_made(shm: Shm, number: int, kind: type[Exception]) -> None:
+    class Full(PosixFileSystem):
+        def create(self, *_: Any, **__: Any) -> int:
+            raise OSError(number, os.strerror(number))
+
+    slots = shm.open(fs=Full())
+    with pytest.raises(kind, match="no room for a slot|cannot make a segment in"):
+        slots.create(header())
+    assert (shm.files(), slots.slots) == ([], {})
+
+
+def test_a_tmpfs_without_locks_is_refused_in_one_sentence(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(fd: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    before = open_descriptors()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StorageError, match=f"cannot lock {shm.path}.*: No locks available"):
+        shm.open()
+    assert open_descriptors() == before
+
+
 def test_other_errors_leave_nothing_behind(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = shm.open()
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 100)
