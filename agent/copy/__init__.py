@@ -1,1 +1,1 @@
-"""Slots in this process: mapped, populated, and filled by batched copies from CPU and accelerators."""
+"""Maps slots into the trainer, faults in their pages, and copies tensors into them from the CPU and from accelerators."""

@@ -1,9 +1,11 @@
-"""The order between copies from accelerators and what the training does next: a snapshot is never torn and never stale.
+"""Orders copies from accelerators before later writes to their sources, so that a snapshot is never torn and never stale.
 
-Every source is either held back at once (the caller's stream waits for its copy) or, where it belongs to an optimizer, as late as that
-optimizer's next step: until then nothing writes to it, and the copy overlaps with forward and backward. That nothing did is checked, by the
-tensors' version counters: if something else has written, the snapshot fails, and from then on everything is held back at once.
-Only streams wait, never the CPU.
+Writes to the tensors of an optimizer are held back late: only that optimizer's next step waits for their copies. Until then nothing writes
+to these tensors, and the copies overlap with forward and backward. Writes to all other sources are held back at once: the caller's stream
+waits for their copies. The training waits on its streams only, never on the CPU.
+
+The version counters of the tensors show whether anything else wrote to a late source. If so, the snapshot fails, and from then on writes to
+every source are held back at once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ log = logging.getLogger("ckptd.agent")
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Copies under way. `sources` are kept alive until they are done; `versions`: of those that are held back late."""
+    """Copies that are under way.
+
+    marks: a point behind each group of copies, with its lane. sources: the tensors that are copied, kept alive until the copies are done.
+    late: the marks that the next step of an optimizer waits for. versions: the late sources, with their version counters from when their
+    copies were enqueued. torn: True if a source may have changed while it was copied.
+    """
 
     marks: list[tuple[Lane, Mark]] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -36,13 +43,17 @@ class Transfer:
     torn: bool = False
 
     def wait(self) -> None:
-        """Until every copy is done."""
+        """Wait on the CPU until every copy is done."""
         for _, mark in self.marks:
             mark.synchronize()
 
 
 class Fences:
-    """One per agent. `start` a transfer, `finish` it on another thread; the hooks do the rest. `close` takes them away."""
+    """The ordering between one agent's copies and its training.
+
+    Call `start` on the training thread, and later `finish` on any thread. In between, hooks make optimizer steps and loads of state dicts
+    wait for late copies. `close` removes the hooks.
+    """
 
     def __init__(self, lane_of: Callable[[torch.device], Lane] = StreamLane, is_capturing: Callable[[], bool] = capturing) -> None:
         self._lane_of, self._capturing = lane_of, is_capturing
@@ -56,7 +67,11 @@ class Fences:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def start(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], modules: Sequence[torch.nn.Module]) -> Transfer:
-        """Enqueue the copies, and whatever must be held back at once. Returns when all is enqueued."""
+        """Enqueue the copies of `sources` into `targets` and return the transfer, once everything is enqueued.
+
+        The caller's stream waits for the copies that hold back writes at once. `modules` are the modules in the state: loading a state dict
+        into one of them waits for the late copies.
+        """
         transfer = Transfer(sources=list(sources))
         owned = self._owned() if self._may_wait else {}
         by_device: dict[torch.device, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -67,7 +82,7 @@ class Fences:
             for device, (at_once, late_ones) in by_device.items():
                 self._enqueue(transfer, self._lane(device), targets, at_once, late_ones)
         except BaseException:
-            for lane in self._lanes.values():  # nothing may be written into the slot any more
+            for lane in self._lanes.values():  # no copy may still write into the slot when the caller gives it back
                 lane.mark().synchronize()
             raise
         if transfer.late:
@@ -82,7 +97,7 @@ class Fences:
     def _enqueue(transfer: Transfer, lane: Lane, targets: Sequence[torch.Tensor], at_once: list[int], late: list[int]) -> None:
         sources = transfer.sources
         lane.begin()
-        for numbers in (at_once, late):  # what holds the training comes first, so that it holds it shortly
+        for numbers in (at_once, late):  # the training waits for the first group at once, so that group is copied first
             if numbers:
                 lane.copy([targets[n] for n in numbers], [sources[n] for n in numbers])
                 transfer.marks.append((lane, lane.mark()))
@@ -93,7 +108,10 @@ class Fences:
                     transfer.versions += [(sources[n], sources[n]._version) for n in numbers]
 
     def finish(self, transfer: Transfer) -> None:
-        """Wait until every copy is done. Raises SnapshotFailed if a source may have changed under its copy. Not on the training thread."""
+        """Wait on the CPU until every copy is done. Raises SnapshotFailed if a source may have changed while it was copied.
+
+        After that error, later transfers hold back writes to every source at once.
+        """
         transfer.wait()
         with self._lock:
             self._check(transfer)
@@ -109,7 +127,7 @@ class Fences:
             )
 
     def drain(self) -> None:
-        """Wait until every lane has done all that was enqueued in it."""
+        """Wait on the CPU until every copy that was enqueued in any lane is done."""
         for lane in list(self._lanes.values()):
             lane.mark().synchronize()
 
@@ -124,7 +142,10 @@ class Fences:
         return self._lanes[device]
 
     def _owned(self) -> set[int]:
-        """Storages, by address, that only the step of an optimizer writes to."""
+        """Return the addresses of the storages that only an optimizer's step writes to.
+
+        Optimizers that may step inside a graph are left out, because the replay of a graph calls no hook.
+        """
         found: set[int] = set()
         for optimizer in self._optimizers:
             if optimizer not in self._graphed and not any(group.get("capturable") for group in optimizer.param_groups):
@@ -136,12 +157,16 @@ class Fences:
     # -- hooks
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Any optimizer that steps is known from now on; one that steps inside a graph will step again without telling."""
+        """Register the optimizer, and make its step wait for the late copies.
+
+        An optimizer whose step is captured into a graph will step again at each replay without this hook, so its tensors are never late.
+        """
         self._optimizers.add(optimizer)
         if self._capturing():
             self._graphed.add(optimizer)
             with self._lock:
-                for transfer in self._under_way:  # a stream that is being captured cannot wait, and the graph may run before they are done
+                # A stream that is being captured cannot wait, and the graph may be replayed before the copies are done.
+                for transfer in self._under_way:
                     transfer.torn = True
         else:
             self._hold_back()
@@ -150,7 +175,7 @@ class Fences:
         self._hold_back()
 
     def _hold_back(self) -> None:
-        """From any thread: the caller's stream goes on behind all copies that are still under way."""
+        """Make the current streams of this thread wait for all late copies that are still under way. May run on any thread."""
         if self._under_way:
             with self._lock:
                 for transfer in self._under_way:
@@ -159,7 +184,10 @@ class Fences:
                         lane.hold_back(mark)
 
     def _check(self, transfer: Transfer) -> None:
-        """Whether anything has written before it was held back for the first time. Once: afterwards writes are in order."""
+        """Mark the transfer as torn if a late source was written to before it was held back for the first time.
+
+        Later calls find nothing to check: writes after that first time are ordered behind the copies.
+        """
         changed = any(source._version != version for source, version in transfer.versions)
         transfer.versions.clear()
         transfer.torn = transfer.torn or changed

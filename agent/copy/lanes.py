@@ -1,8 +1,8 @@
-"""Copies from one accelerator into slots, on a stream of their own beside the training's. Generic over `torch.accelerator`.
+"""Copies from an accelerator into slots on a stream beside the training's, and page-locks the memory of slots.
 
-A lane is begun behind what the training has enqueued so far; nothing here blocks the CPU. Small tensors that lie side by side in the slot
-are first gathered on the device, since every copy across the bus costs microseconds to enqueue. Page-locking a slot's memory is
-here too: without it the copies are several times slower and may hold the CPU.
+Works with any device type of `torch.accelerator`. A lane begins behind everything that the training has enqueued so far, and enqueuing
+copies in it does not block the CPU. Every copy across the bus takes microseconds to enqueue, so small tensors that lie side by side in the
+slot are first gathered on the device. Without page-locked memory the copies are several times slower and may block the CPU.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 log = logging.getLogger("ckptd.agent")
 
-SMALL = 256 << 10  # bytes; at 25 GB/s as long on the bus as a copy takes to enqueue
-GATHERED = 16 << 20  # bytes gathered on the device at once
+SMALL = 256 << 10  # bytes; at 25 GB/s they cross the bus in the time that it takes to enqueue a copy
+GATHERED = 16 << 20  # bytes that are gathered on the device at once, at most
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every device's context
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 
 class Mark(Protocol):
-    """A place in a lane that is reached once everything before it is done: `torch.Event`."""
+    """A point in a lane that is reached once everything before it is done. `torch.Event` is one."""
 
     def query(self) -> bool: ...
 
@@ -31,18 +31,22 @@ class Mark(Protocol):
 
 
 class Lane(Protocol):
+    """A queue of copies from one device that runs beside the caller's stream. Call `begin`, then `copy`, `mark` and `hold_back`."""
+
     def begin(self) -> None:
-        """What is copied from now on is as of now."""
+        """Make later copies wait for everything that the caller has enqueued so far, so that they copy its results."""
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None: ...
 
     def mark(self) -> Mark: ...
 
     def hold_back(self, mark: Mark) -> None:
-        """What the caller enqueues from now on comes after `mark`; the CPU goes on."""
+        """Make everything that the caller enqueues from now on wait for `mark`. Does not block the CPU."""
 
 
 class StreamLane:
+    """A lane on a stream of its own, for any device type of `torch.accelerator`."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device)
@@ -61,7 +65,8 @@ class StreamLane:
     def _gather(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         first, length = targets[0].data_ptr(), sum(target.nbytes for target in targets)
         try:
-            buffer = torch.empty(length, dtype=torch.uint8, device=self._device)  # freed to this stream, which has used it alone
+            # May be freed before the copies are done: no other stream uses the memory, and the allocator reuses it in stream order.
+            buffer = torch.empty(length, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -87,12 +92,16 @@ class StreamLane:
 
 
 def capturing() -> bool:
-    """Whether the caller's stream is being captured into a graph."""
+    """Return True if the caller's stream is being captured into a graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def runs(targets: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Numbers of targets that go together: small ones that lie side by side, in order; every other one alone."""
+    """Return the numbers of the targets in groups that are copied together.
+
+    Small targets that follow each other and lie side by side form a group of at most `GATHERED` bytes. Any other target is alone in its
+    group.
+    """
     found: list[list[int]] = []
     end, gathered = -1, GATHERED
     for number, target in enumerate(targets):
@@ -108,9 +117,10 @@ def runs(targets: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def lock_pages(address: int, length: int) -> bool:
-    """Let the accelerator read and write this memory by itself; False, with a reason in the log, where that is refused or unknown.
+    """Page-lock `length` bytes at `address`, so that the accelerator can read and write them by itself. Return True if they are locked.
 
-    To be called by the process that uses it, on any thread. https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
+    The log has the reason if the driver refuses, or if ckptd cannot lock pages for this device type. Must be called by the process that
+    uses the memory, on any thread. https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None or not length:

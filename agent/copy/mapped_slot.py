@@ -1,7 +1,7 @@
-"""Slots as the trainer sees them: mapped, populated off the training thread, and filled by batched copies.
+"""Fills and seals a slot that is mapped into the trainer: batched copies, then the documents, then the sealed header.
 
-The trainer alone writes headers and data. A header says FILLING before the first byte changes and SEALED after the last, so that a death at
-any instant leaves either the old snapshot, or the new one, or none that could be mistaken for one.
+Only the trainer writes the header and the data. The header says FILLING before the first byte changes, and SEALED after the last one. If
+the trainer dies at any instant, the slot has the old snapshot, the new snapshot, or nothing that could be mistaken for a snapshot.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ckptd.shared.segment import SegmentHeader, SlotState, read_header, write_do
 log = logging.getLogger("ckptd.agent")
 
 Carry = Callable[[list[torch.Tensor], list[torch.Tensor]], Transfer]
-"""Begins copies from accelerators: targets, sources."""
-MADV_POPULATE_WRITE = 23  # linux/mman.h, 5.14
+"""A function that enqueues copies from accelerators. Takes the targets and the sources, and returns the transfer."""
+MADV_POPULATE_WRITE = 23  # from linux/mman.h, since Linux 5.14
 _PIECE = 64 << 20
 _COPYABLE = frozenset({
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -39,18 +39,25 @@ _COPYABLE = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """What is written behind the tensors: `values` first, since it is the last region."""
+    """The encoded values document and request of a snapshot, which are written behind its tensors.
+
+    The values come first, because they are the last region of the packed slot. Then come the plan document, which the layout has, and the
+    request.
+    """
 
     values: bytes
     request: bytes
 
     def offsets(self, layout: Layout) -> tuple[int, int, int, int]:
-        """Where values, plan and request begin, and where the last ends."""
+        """Return where values, plan and request begin and where the request ends, in bytes from the start of the slot's data."""
         return document_offsets(layout, len(self.values), len(self.request))
 
 
 def document_offsets(layout: Layout, values_length: int, request_length: int) -> tuple[int, int, int, int]:
-    """See `Documents.offsets`. The last is what a slot needs in bytes of data, without slack."""
+    """Return where values, plan and request begin and where the request ends, in bytes from the start of the slot's data.
+
+    The end is the capacity that the slot needs, without slack.
+    """
     values = align_region(layout.data_length)
     plan = align_region(values + values_length)
     request = align_region(plan + len(layout.document))
@@ -59,7 +66,11 @@ def document_offsets(layout: Layout, values_length: int, request_length: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """The places of a layout's items in a slot. `elsewhere`: numbers of the items that are on accelerators."""
+    """The items of a layout as tensors over the memory of a slot.
+
+    signature: the layout's. targets: one tensor for each item. as_integers: True if torch cannot copy the dtype of some item. elsewhere:
+    numbers of the items whose sources are on accelerators.
+    """
 
     signature: bytes
     targets: list[torch.Tensor]
@@ -71,15 +82,18 @@ _NO_VIEWS = _Views(b"", [], False, [])
 
 
 class MappedSlot:
-    """One segment, mapped. Construction takes the lock that tells the daemon that this process lives.
+    """A slot whose segment is mapped into this process.
 
-    Raises IntegrityError if the segment has been damaged or cut short, OSError if it cannot be mapped: the descriptors stay the caller's.
+    Construction takes the lock that shows the daemon that this process is alive. Call `populate` once, off the training thread. For each
+    snapshot call `fill`, or `begin` and then `copy`, and at last `seal`. Call `forget` at the end.
+
+    Raises IntegrityError if the segment is damaged or cut short, OSError if it cannot be mapped. The descriptors then stay the caller's.
     """
 
     def __init__(self, name: str, data: Descriptor, lock: Descriptor) -> None:
         self.name = name
         self._data, self._lock = data, lock
-        fcntl.flock(lock, fcntl.LOCK_EX)  # at most a daemon's test is in the way, for an instant
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an instant at most, while a daemon tests whether the lock is held
         self.header: SegmentHeader = read_header(self._fd)
         try:
             mapped = map_segment(self._fd, self.header.file_length)
@@ -94,7 +108,7 @@ class MappedSlot:
 
     @property
     def _fd(self) -> int:
-        """Raises ValueError once the descriptors are closed."""
+        """The number of the segment's data descriptor. Raises ValueError once that is closed."""
         return self._data.fileno()
 
     @property
@@ -102,8 +116,11 @@ class MappedSlot:
         return self.header.capacity
 
     def populate(self) -> None:
-        """Fault in every page, so that the first copy is as fast as later ones. Other threads run meanwhile."""
-        held = self._bytes  # keeps the mapping, should the slot be forgotten meanwhile
+        """Fault in and page-lock all memory of the slot, so that the first copy is as fast as later ones. Other threads run meanwhile.
+
+        A failure is logged. The slot can still be used, and copies into it are slower.
+        """
+        held = self._bytes  # keeps the memory mapped if another thread calls `forget` meanwhile
         if not held.numel():
             return
         start, length = held.data_ptr() - self.header.data_offset, self.header.file_length
@@ -116,20 +133,24 @@ class MappedSlot:
                 self._locked_at = start
 
     def fill(self, sources: list[torch.Tensor], layout: Layout, step: int, carry: Carry) -> Transfer | None:
-        """Copy all sources; when this returns they may change. What is on accelerators `carry` takes: it is there once that is finished."""
+        """Begin to fill the slot, and copy all sources into it. The sources may change when this returns.
+
+        Sources on the CPU are copied at once. `carry` enqueues the copies of those on accelerators, ordered before later writes. Return the
+        transfer of these copies, or None if there are none. The slot is complete once that transfer is finished.
+        """
         self.begin(step)
         transfer = self.copy(sources, layout, range(len(layout.plan.items)), carry)
         failpoint("agent.copied")
         return transfer
 
     def begin(self, step: int) -> None:
-        """Say that it is being filled, before the first byte changes."""
+        """Write a header that says that the slot is being filled. Call this before the first byte changes."""
         write_header(self._fd, header := self.header.next(SlotState.FILLING, step=step))
         self.header = header
         failpoint("agent.filling")
 
     def copy(self, sources: list[torch.Tensor], layout: Layout, numbers: range, carry: Carry) -> Transfer | None:
-        """As `fill`, for those items of the plan that have these numbers."""
+        """Copy one source for each of these item numbers of the plan, as `fill` does for all items. Call `begin` first."""
         views, transfer = self._views_of(layout), None
         targets = views.targets[numbers.start : numbers.stop]
         if views.as_integers:
@@ -153,7 +174,7 @@ class MappedSlot:
         return transfer
 
     def seal(self, layout: Layout, documents: Documents) -> None:
-        """Write the documents, then the header that says so. Raises QuotaExceeded if they do not fit any more."""
+        """Write the documents, then the header that says that the slot is sealed. Raises QuotaExceeded if the documents do not fit."""
         header = self.header
         values, plan, request, end = documents.offsets(layout)
         if end > header.capacity:
@@ -170,12 +191,12 @@ class MappedSlot:
         failpoint("agent.sealed")
 
     def refresh(self) -> SegmentHeader:
-        """Read the header again: Ctrl-C may have come after it was written and before it was kept here."""
+        """Read the header from the segment and return it. Ctrl-C may have come after it was written and before it was stored here."""
         self.header = header = read_header(self._fd)
         return header
 
     def clear(self) -> None:
-        """Say that nothing is in it: after a copy that failed."""
+        """Write a header that says that the slot is free. For use after a failed copy."""
         free = self.header.next(SlotState.FREE, step=None)
         write_header(self._fd, free)
         self.header = free
@@ -184,7 +205,7 @@ class MappedSlot:
         if self._views.signature != layout.signature:
             targets = [self._view(item) for item in layout.plan.items]
             elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
-            # kept all at once: Ctrl-C may come between any two instructions
+            # A single assignment, because Ctrl-C may come between any two instructions.
             self._views = _Views(layout.signature, targets, not _COPYABLE.issuperset(target.dtype for target in targets), elsewhere)
         return self._views
 
@@ -193,7 +214,10 @@ class MappedSlot:
         return flat.as_strided(item.sizes, item.stride) if item.stride is not None else flat.view(item.sizes)
 
     def forget(self) -> None:
-        """Let go of the mapping's views and of the lock. The pages go when the last view does. No copy may be under way."""
+        """Release the views of the memory, the page lock and both descriptors. No copy may be under way.
+
+        The memory is unmapped when the last view of it is gone.
+        """
         with self._locking:
             self._forgotten = True
             if self._locked_at:
@@ -204,13 +228,13 @@ class MappedSlot:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """Close both descriptors. Closing them again does nothing."""
+        """Close both descriptors. May be called again."""
         self._data.close()
         self._lock.close()
 
 
 def batches(layout: Layout, most: int) -> Iterator[range]:
-    """Yield ranges of item numbers, each as many as make `most` bytes."""
+    """Yield consecutive ranges of item numbers. Each ends with the item that makes it `most` bytes or more; the last has the rest."""
     first, nbytes = 0, 0
     for number, item in enumerate(layout.plan.items):
         nbytes += item.length
@@ -221,12 +245,11 @@ def batches(layout: Layout, most: int) -> Iterator[range]:
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """One batched call."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def _integers(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Dtypes that torch cannot copy (sub-byte, some floats) go as integers of their size."""
+    """Return both lists, with tensors whose dtype torch cannot copy (sub-byte, some floats) viewed as integers of the same size."""
     pairs = [(t, s) if t.dtype in _COPYABLE else (as_integer(t), as_integer(s)) for t, s in zip(targets, sources, strict=True)]
     return [target for target, _ in pairs], [source for _, source in pairs]

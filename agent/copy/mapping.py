@@ -1,6 +1,6 @@
-"""Segments mapped into this process without a descriptor of their own.
+"""Maps segments into this process without keeping a descriptor for the mapping.
 
-`mmap.mmap` keeps a duplicate of the descriptor, which a forked child inherits and which would keep the pages of an unlinked segment.
+`mmap.mmap` keeps a duplicate of the descriptor. A forked child would inherit it, and would keep the pages of an unlinked segment in memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _forking = threading.RLock()
-"""Held while a segment is mapped and while this process forks. A fork between `mmap` and MADV_DONTFORK would copy the mapping."""
+"""Held while a segment is mapped and while this process forks. A fork between `mmap` and MADV_DONTFORK would give the child the mapping."""
 
 
 def map_segment(fd: int, length: int) -> Any:
     """Map `length` bytes of a segment, shared and writable, and return a ctypes array over them.
 
-    The memory is unmapped when the last reference to the array is gone: views by `torch.frombuffer` hold one. A forked child does not
-    inherit the mapping. Raises IntegrityError if the segment is shorter than `length`, OSError if it cannot be mapped.
+    The memory is unmapped when the last reference to the array is gone. A tensor made by `torch.frombuffer` holds a reference. A forked
+    child does not inherit the mapping. Raises IntegrityError if the segment is shorter than `length`, OSError if it cannot be mapped.
     """
     if os.fstat(fd).st_size < length:
         raise IntegrityError("the segment has been cut short by another process")
@@ -47,13 +47,13 @@ def map_segment(fd: int, length: int) -> Any:
 
 
 def _unmap(owner: int, address: int, length: int) -> None:
-    """Do nothing in a forked child: it never had this mapping, and may have mapped memory of its own at the same address."""
+    """Unmap the memory, but not in a forked child: it never had this mapping, and may have mapped other memory at the same address."""
     if os.getpid() == owner:
         _libc.munmap(address, length)
 
 
 def populate(address: int, length: int, advice: int) -> int:
-    """Call madvise, with other threads running meanwhile. Return 0 or the errno."""
+    """Call madvise(2) with this advice for a range of memory, while other threads run. Return 0 or the errno."""
     return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
 
 

@@ -1,4 +1,4 @@
-"""On which NUMA node this rank's slots should be: its accelerator's, else the one that its CPUs are on."""
+"""Finds the NUMA node on which this rank's slots should be: that of its accelerator, else that of its CPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICES = Path("/sys/bus/pci/devices")
 
 
 def home_node(system: Path = SYSTEM, devices: Path = DEVICES) -> int:
-    """UNKNOWN where there is one node, or no telling."""
+    """Return the NUMA node for this rank's slots, or UNKNOWN if the machine has only one node or the right one cannot be determined."""
     if len(nodes(system)) < 2:
         return UNKNOWN
     found = _accelerator_node(devices)
@@ -22,12 +22,12 @@ def home_node(system: Path = SYSTEM, devices: Path = DEVICES) -> int:
 
 
 def _accelerator_node(devices: Path) -> int:
-    """By the PCI address of the current device."""
+    """Return the NUMA node of the current CUDA device, found by its PCI address, or UNKNOWN."""
     if not torch.cuda.is_available():
         return UNKNOWN
     properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         return int((devices / address / "numa_node").read_text())
-    except (AttributeError, OSError, ValueError):  # a torch before 2.8 does not tell
+    except (AttributeError, OSError, ValueError):  # AttributeError: torch before 2.8 does not have the PCI address
         return UNKNOWN

@@ -1,7 +1,7 @@
-"""The slots of this rank, made ready off the training thread: asked for, mapped, and every page faulted in by the trainer itself.
+"""Requests the slots of this rank, maps them, and faults in their pages, all off the training thread.
 
-Pages that another process faulted in cost this one a minor fault each at the first copy: 3.3 times its time. A new segment costs the kernel
-the zeroing of all its pages, which must not hold the training.
+The trainer faults in every page itself. A page that only another process has faulted in costs the trainer a minor fault at the first copy,
+which then takes 3.3 times as long. The kernel has to zero all pages of a new segment, and the training must not wait for that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ _SLACK = 1 << 16
 
 
 class MappedSlots:
-    """The slots that may be used now. `prepare` and `ensure` get others when they are too small."""
+    """The slots of this rank that may be used now, by the name of their segment.
+
+    `prepare` and `ensure` replace all of them by larger ones when they are too small.
+    """
 
     def __init__(self, client: Client, settle: Callable[[], None]) -> None:
-        """`settle` returns once no copy into a slot is under way: called before they are replaced."""
+        """Start without slots. `settle` is called before slots are replaced, and returns once no copy into a slot is under way."""
         self._client, self._settle = client, settle
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
@@ -40,7 +43,7 @@ class MappedSlots:
         return segment in self._slots
 
     def fit(self, needed: int) -> bool:
-        """Return True if there are slots for `needed` bytes, and no others are being made."""
+        """Return True if there are slots, each of `needed` bytes or more, and no others are being allocated."""
         return (self._preparing is None or self._preparing.allocated.is_set()) and self._room() >= needed
 
     def get(self, segment: str) -> MappedSlot:
@@ -49,16 +52,21 @@ class MappedSlots:
         return self._slots[segment]
 
     def prepare(self, capacity: int) -> None:
-        """Make slots of `capacity` bytes in the background, unless the present ones are that large.
+        """Begin to make slots of `capacity` bytes in the background, unless the present slots are large enough.
 
-        Does nothing if an earlier request has not been answered within the stall budget.
+        Waits first for slots that are being allocated already. Does nothing if they are not there within the daemon's stall budget, which
+        counts from their request.
         """
         self._start()
         if (self._preparing is None or self._preparing.wait(self._client.welcome.stall_budget)) and self._room() < capacity:
             self._begin(capacity)
 
     def ensure(self, needed: int, deadline: float) -> bool:
-        """Wait for slots of `needed` bytes until `deadline`. Return False if they take longer; they are then made in the background."""
+        """Wait for slots of `needed` bytes. Return False if they take longer than `deadline`: they are then made in the background.
+
+        deadline: on the monotonic clock. If slots were already being allocated, the time since their request shortens the wait. Raises the
+        CkptdError with which the allocation failed.
+        """
         if self.fit(needed):
             return True
         self._start()
@@ -75,27 +83,27 @@ class MappedSlots:
         return min((slot.capacity for slot in self._slots.values()), default=-1)
 
     def _begin(self, needed: int) -> Preparation:
-        """Some room to spare, since plain values may grow from step to step."""
+        """Begin to make slots with room to spare, since plain values may grow from step to step."""
         self._settle()
         self._preparing = preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots)
-        preparing.start()  # not before it is known: no thread may replace slots behind the back of a call that Ctrl-C has ended
+        preparing.start()  # only once it is stored: after Ctrl-C, no thread may replace slots that later calls do not know of
         return preparing
 
     def keep(self, segments: set[str]) -> None:
-        """Keep the slots that the daemon still knows, and forget the others."""
+        """Keep the slots whose segments the daemon still has, and forget the others. `segments` are the daemon's."""
         for name in [name for name in self._slots if name not in segments]:
             log.warning("a slot is gone from shared memory: what was only there is lost")
             self._slots.pop(name).close_descriptors()
 
     def settle(self) -> None:
-        """Wait until no slots are being made."""
+        """Wait until no slots are being allocated or faulted in."""
         if self._preparing is not None:
             self._start()
             self._preparing.join()
             self._preparing = None
 
     def _start(self) -> None:
-        """Start the preparation that Ctrl-C has kept from starting, if there is one."""
+        """Make sure that the present preparation, if any, is started: Ctrl-C may have come before its start."""
         if self._preparing is not None:
             self._preparing.start()
 
@@ -112,7 +120,7 @@ class MappedSlots:
         self._slots.clear()
 
     def forget(self) -> None:
-        """Close, in a forked child, the copies of descriptors."""
+        """Close the descriptors that a forked child has inherited. Runs in the child."""
         for slot in list(self._slots.values()):
             slot.close_descriptors()
         if self._preparing is not None:
@@ -120,7 +128,11 @@ class MappedSlots:
 
 
 class Preparation:
-    """Replaces what is in `slots` by new ones of `capacity` bytes. `allocated` is set once they may be used, or `error` says why not."""
+    """The replacement of all slots in `slots` by new ones of `capacity` bytes, on a thread of its own.
+
+    Call `start`, then `wait` or `join`. `allocated` is set once the new slots may be used, or once the allocation has failed. After a
+    failure `error` is the reason and `slots` is empty. Otherwise `error` is None.
+    """
 
     def __init__(self, client: Client, capacity: int, slots: dict[str, MappedSlot]) -> None:
         self.allocated = Flag()
@@ -132,22 +144,25 @@ class Preparation:
         self._descriptors: Sequence[Descriptor] = ()
 
     def start(self) -> None:
-        """Begin, on a thread. May be called again: only one thread works.
+        """Start the work on a new thread. May be called again: only one thread does the work.
 
-        `threading.Thread.start` waits for its thread in Python code, where Ctrl-C can leave both stuck.
+        `threading.Thread.start` is not used, because it waits for its thread in Python code, where Ctrl-C can leave both threads stuck.
         """
         if not self._started.locked():
             _thread.start_new_thread(self._run, ())
 
     def wait(self, budget: float) -> bool:
-        """Wait for the slots until `budget` seconds after the request: a slow start costs that once. Return True if they are there."""
+        """Wait until `allocated` is set, but not longer than `budget` seconds after the request. Return True if it is set.
+
+        The budget counts from the request, so that a slow allocation holds the training for that long only once.
+        """
         return self.allocated.wait(max(0.0, self._begun + budget - time.monotonic()))
 
     def join(self) -> None:
         self._over.wait()
 
     def forget(self) -> None:
-        """Close, in a forked child, the copies of descriptors of slots that are being made."""
+        """Close the descriptors of slots that are being made, which a forked child has inherited. Runs in the child."""
         for slot in list(self._made):
             slot.close_descriptors()
         for descriptor in self._descriptors:
@@ -173,7 +188,7 @@ class Preparation:
             log.warning("slots could not be made: %s", self.error)
             for slot in self._slots.values():
                 slot.forget()
-            self._slots.clear()  # the daemon may have given them up to make room
+            self._slots.clear()  # the daemon may have freed them to make room
         self.allocated.set()
         for slot in made:
             slot.populate()
@@ -192,7 +207,7 @@ class Preparation:
             for slot in made:
                 slot.forget()
             for descriptor in self._descriptors:
-                descriptor.close()  # a lock that stays would keep the segment
+                descriptor.close()  # a lock that stays open would make the daemon keep the segment
             raise
         self._slots.clear()
         self._slots.update({slot.name: slot for slot in made})

@@ -1,1 +1,1 @@
-"""StorageWriter, StorageReader and planners of torch.distributed.checkpoint."""
+"""Connects ckptd to torch.distributed.checkpoint (DCP): `StorageWriter`, `StorageReader`, and the caller's planners."""

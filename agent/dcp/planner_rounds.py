@@ -1,7 +1,7 @@
-"""Snapshots and recoveries that DCP planners of the caller plan: DCP's order of calls, over the job's own store.
+"""Runs the caller's DCP planners for snapshots and recoveries, in DCP's order of calls, over the job's own store.
 
-A state is what `dcp.save` and `dcp.load` take: a dict; what in its top level has a state_dict is asked for it, and loads it. Plans travel
-as plain values that torch.save has written, and are read with `weights_only`.
+The state is a dict, as `dcp.save` and `dcp.load` take it. A top-level value that has a state_dict is saved as its state dict, and loads it
+at a recovery. Plans travel as plain values that torch.save has written, and are read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CLASSES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedSave:
-    """This rank's share of a save: its items, their layout, and on rank 0 the metadata."""
+    """This rank's share of a save: its items, and their layout. `metadata` is that of the whole save on rank 0, and None elsewhere."""
 
     resolved: Resolved
     layout: Layout
@@ -54,7 +54,12 @@ class PlannedSave:
 def plan_save(
     planner: SavePlanner, state: Any, ranks: Ranks, topic: str, deadline: float, unwanted: Callable[[], CkptdError | None]
 ) -> PlannedSave:
-    """With the other ranks, by `deadline`. What a planner raises on one rank is an InvalidRequest on all, unless it is a CkptdError."""
+    """Plan a save together with the other ranks, and return this rank's share.
+
+    topic: the name of this save in the job's store. deadline: on the monotonic clock. unwanted: returns an error once the save is not
+    wanted any more, and that error is raised. An error that a planner raises on one rank is raised on all ranks, as InvalidRequest unless
+    it is a CkptdError. Raises SnapshotFailed if a rank is late.
+    """
     made: list[Metadata] = []
     resolved: Resolved | None = None
     token = secrets.token_bytes(32)
@@ -93,7 +98,10 @@ def _set_up(planner: SavePlanner, state: dict[str, Any], is_coordinator: bool) -
 
 
 def stateful_dicts(state: Any, rank: int) -> dict[str, Any]:
-    """What DCP hands to a planner; a `per_rank` value has the rank in its key. Raises InvalidRequest."""
+    """Return the dict that DCP would hand to a planner, with state dicts in place of the objects that have one.
+
+    The key of a `per_rank` value gets `@` and the rank appended. Raises InvalidRequest if the state is not a dict.
+    """
     if not isinstance(state, dict):
         raise InvalidRequest(f"with a planner the state is {type(state).__name__}; expected a dict, as for dcp.save")
     made = {}
@@ -105,7 +113,7 @@ def stateful_dicts(state: Any, rank: int) -> dict[str, Any]:
 
 
 class PlannedLoad:
-    """One recovery: `begin`, `read`, `finish`."""
+    """A recovery that the caller's load planner plans. Call `begin`, then `read`, then `finish`."""
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
@@ -115,7 +123,11 @@ class PlannedLoad:
         self._plan: LoadPlan | None = None
 
     def begin(self, state: Any, metadata: Metadata, ranks: Ranks, topic: str, seconds: float) -> None:
-        """Compare `state`, with the other ranks; writes nothing. Raises StructureMismatch on all for what a planner does not find."""
+        """Plan the load into `state` together with the other ranks, and write nothing.
+
+        metadata: the checkpoint's. topic: the name of this load in the job's store. seconds: how long to wait for the other ranks. Raises
+        StructureMismatch on all ranks if a planner does not find a key or a shape that it needs.
+        """
         self._state, self._rank = state, ranks.rank
 
         def local() -> bytes:
@@ -123,7 +135,7 @@ class PlannedLoad:
             self._planner.set_up_planner(self._dicts, metadata, ranks.rank == 0)
             try:
                 return _encode(self._planner.create_local_plan())
-            except (RuntimeError, ValueError) as error:  # what DCP's planner raises for keys and shapes
+            except (RuntimeError, ValueError) as error:  # DCP's planner raises these for keys and shapes
                 raise StructureMismatch(f"{error}; nothing was written") from None
 
         def decide(said: list[bytes]) -> list[bytes]:
@@ -133,12 +145,12 @@ class PlannedLoad:
         self._plan = self._planner.finish_plan(_decode(heard, LoadPlan))
 
     def read(self, opened: Opened) -> None:
-        """Every byte, most of them into the state itself. Raises IntegrityError, OSError."""
+        """Read every byte of the plan, most of them straight into the state. Raises as `read_plan`."""
         assert self._plan is not None
         read_plan(opened, self._plan, self._planner)
 
     def finish(self) -> None:
-        """What is no tensor in place."""
+        """Write everything into the state that `read` has not written in place. Objects load their state dicts."""
         for key, value in self._state.items():
             own = isinstance(value, PerRank)
             found, place = self._dicts[f"{key}@{self._rank}" if own else key], value.value if own else value
@@ -179,7 +191,7 @@ def _named(work: Callable[[], T]) -> T:
         return work()
     except CkptdError:
         raise
-    except Exception as error:  # the planner's own
+    except Exception as error:  # raised by the planner
         raise InvalidRequest(f"the planner has failed: {type(error).__name__}: {error}") from error
 
 
@@ -202,7 +214,10 @@ def _decode(data: bytes, kind: type) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """DCP's own classes as the name and the fields: how enums are pickled differs between releases of Python."""
+    """Return `value` with each of DCP's objects replaced by a dict of its class name and its fields.
+
+    Pickled objects would not do, because releases of Python pickle enums in different ways.
+    """
     kind = type(value)
     if kind in _CLASSES.values():
         fields = [value.value] if isinstance(value, enum.Enum) else [_plain(getattr(value, f.name)) for f in dataclasses.fields(value)]

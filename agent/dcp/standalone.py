@@ -1,7 +1,7 @@
-"""A checkpoint outside every root, written by the process that has the state: each rank its part, the coordinator the manifest.
+"""Writes a checkpoint into a directory without a daemon: each rank writes its part, and the coordinator the manifest.
 
-The format is the daemon's. Chunks are filled by the calling thread, item after item, and encoded and written by others; memory is a few
-chunks and one item.
+The format is the daemon's. The calling thread fills chunks, item after item, and other threads encode and write them. This takes the memory
+of a few chunks and one item.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _TRIES = 10
 
 
 class StandalonePart:
-    """One rank's part: `write`, then `finish`; or `discard`. The directory is made. Raises OSError."""
+    """One rank's part of a checkpoint that is saved without a daemon. Construction makes the checkpoint's directory.
+
+    Call `write`, then `finish`, and `close` once the manifest is committed. After a failure call `discard`. Every method may raise OSError.
+    """
 
     def __init__(self, storage: StandaloneStorage, rank: int, world_size: int, codec: Codec, threads: int | None, spread: Spread) -> None:
         storage.ensure()
@@ -51,13 +54,13 @@ class StandalonePart:
         self._writer = PartWriter(self._storage.fs, self._directory, self.nonce, self._codec, self._spread, self._hold)
 
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
-        """The regions of the packed slot. `room`: bytes that the documents will take, about."""
+        """Write the regions of the packed slot, chunk by chunk. `room` is about how many bytes the documents will take."""
         ranges = chunk_ranges(layout.plan.regions, DEFAULT_CHUNK)
         self._create(self._index(layout), ranges, room)
         self._chunks = self._write(ranges, stream(layout, resolved))
 
     def _create(self, index: PartIndex, ranges: list[ChunkRange], room: int) -> None:
-        """Create the files and lock the part. Another save may sweep the part before it is locked; then it is created again."""
+        """Create the files and lock the part. If another save sweeps the part before it is locked, the part is created again."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 self._writer.create(index, ranges, room)
@@ -78,7 +81,10 @@ class StandalonePart:
             self._held = -1
 
     def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> PartEntry:
-        """The values document, index and trailer; then it is durable. `layout`: as it was, but for its metadata."""
+        """Write the values document, the index and the trailer. Return the entry of the part, which is now durable.
+
+        layout: that of `write`, except that it may now have the metadata.
+        """
         region = Region(align_region(layout.data_length), len(values), 1)
         last = self._write(chunk_ranges([region], DEFAULT_CHUNK), iter([memoryview(values)]))
         index = self._index(layout, request.encode(), (region.offset, region.length))
@@ -92,13 +98,13 @@ class StandalonePart:
         )  # fmt: skip
 
     def discard(self, why: str) -> None:
-        """It will not be committed: its file goes. Nothing in a forked child, whose it is not."""
+        """Delete the files of a part that will not be committed. Does nothing in a forked child, which does not own the part."""
         if self._directory >= 0 and os.getpid() == self._pid:
             self._writer.discard()
             self.close()
 
     def close(self) -> None:
-        """Release the part's lock: from now on it is swept unless a manifest names it."""
+        """Release the lock of the part. From now on another save may sweep the part, unless a manifest names it."""
         self._let_go()
         self._storage.fs.close(self._directory)
         self._directory = -1
@@ -139,14 +145,14 @@ class StandalonePart:
 def _submit(pool: ThreadPoolExecutor, work: Callable[..., Chunk], *arguments: Any) -> Future[Chunk]:
     try:
         return pool.submit(work, *arguments)
-    except RuntimeError:  # the interpreter ends, and this save is what it waits for
+    except RuntimeError:  # the interpreter is shutting down and waits for this save: no pool takes work any more
         done: Future[Chunk] = Future()
         done.set_result(work(*arguments))
         return done
 
 
 class _Pieces:
-    """Bytes that come in pieces of any length, taken in others."""
+    """Bytes that arrive in pieces of any length, and are taken in lengths that the caller chooses."""
 
     def __init__(self, pieces: Iterator[memoryview]) -> None:
         self._pieces, self._left = pieces, memoryview(b"")
@@ -171,9 +177,11 @@ def commit(
     overwrite: bool,
     nonce: bytes,
 ) -> None:
-    """Publish the manifest, and with `overwrite` in the place of another one. `nonce`: of the coordinator's part, which it has locked.
+    """Commit the checkpoint: publish its manifest, which replaces an existing one only if `overwrite` is True.
 
-    Raises FileExistsError, OSError; after an OSError the manifest may be there nevertheless.
+    layout: the coordinator's, with the metadata. parts: in the order of ranks. nonce: of the coordinator's part, which is locked.
+
+    Raises FileExistsError, OSError. After an OSError the manifest may be there nevertheless.
     """
     manifest = Manifest.of(
         layout.plan, request, parts, job=storage.job, attempt=storage.attempt, step=None, tag=storage.tag, seq=1, codec=codec
@@ -182,7 +190,7 @@ def commit(
 
 
 def is_named(storage: StandaloneStorage, file: str) -> bool:
-    """Whether the checkpoint there has this part, for all that is known."""
+    """Return True if the manifest names this part, or if that cannot be determined, so that the part must not be deleted."""
     try:
         return any(part.file == file for part in storage.read_manifest().parts)
     except NotFound:

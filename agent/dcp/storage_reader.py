@@ -1,4 +1,4 @@
-"""`StorageReader` for `torch.distributed.checkpoint`: dcp.load(state, storage_reader=StorageReader(path)). Needs no daemon."""
+"""Implements DCP's StorageReader: `dcp.load(state, storage_reader=StorageReader(path))`. Needs no daemon."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from ckptd.shared.names import MANIFEST
 
 
 class StorageReader(dcp.StorageReader):
-    """Reads what `StorageWriter` or `snapshot` have saved, for any DCP planner; everything is verified before the planner gets it.
+    """A DCP storage reader for checkpoints that `StorageWriter` or `snapshot` has saved. Works with any DCP planner.
 
-    path: as for `StorageWriter`, or any directory that holds a checkpoint; may come as DCP's `checkpoint_id` instead.
-    weights_only: False lets DCP's planner unpickle what could run code; only for files that nobody else can write.
+    Everything is verified before the planner gets it.
+
+    path: as for `StorageWriter`, or any directory that holds a checkpoint. A `checkpoint_id` given to DCP replaces it.
+    weights_only: False lets DCP's planner unpickle values, which can run code. Use it only for files that nobody else can write.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, weights_only: bool = True) -> None:
@@ -31,7 +33,7 @@ class StorageReader(dcp.StorageReader):
         self._path = None if path is None else Path(os.path.abspath(path))
         self._opened: Opened | None = None
         self.load_id = secrets.token_hex(8)
-        """Of the last load that has begun; `StorageMeta` of its metadata has it."""
+        """The random id of the last load that has begun. The `StorageMeta` in the metadata of that load has it too."""
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -44,7 +46,7 @@ class StorageReader(dcp.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of a file system."""
+        """Return True if this is a path in a file system, and not a URL."""
         return "://" not in os.fspath(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -54,9 +56,10 @@ class StorageReader(dcp.StorageReader):
             self._path = Path(os.path.abspath(checkpoint_id))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Open the checkpoint; with `rank`, that which this rank has saved alone (`use_collectives=False`).
+        """Open the checkpoint and return its metadata.
 
-        Raises NotFound, IntegrityError, StorageError.
+        rank: opens the checkpoint that this rank has saved alone, with `use_collectives=False`. DCP passes it after a first call without it
+        has failed. Raises NotFound, IntegrityError, StorageError.
         """
         path, rank = self._where(), kwargs.get("rank")
         self.close()
@@ -72,7 +75,7 @@ class StorageReader(dcp.StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._opened is None:  # the planner was given metadata that was read elsewhere
+        if self._opened is None:  # the metadata was read elsewhere, and this reader has opened nothing yet
             self.read_metadata()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -82,7 +85,7 @@ class StorageReader(dcp.StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Only the chunks that hold what the plan wants.
+        """Read the items of the plan, from only the chunks that hold them, and close the checkpoint.
 
         Raises NotFound, StructureMismatch, IntegrityError, StorageError; UnsavableValue for bytes that only pickled code could bring back.
         """

@@ -1,7 +1,7 @@
-"""`StorageWriter` for `torch.distributed.checkpoint`, also an `AsyncStager`: dcp.save(state, storage_writer=StorageWriter(path)).
+"""Implements DCP's StorageWriter and AsyncStager: `dcp.save(state, storage_writer=StorageWriter(path))`.
 
-Under the root of a daemon of this node, as `<root>/<job>/<tag>`, a save goes through slots in shared memory, and the daemon commits it. At
-any other path this process writes the same format right into that directory.
+A save to `<root>/<job>/<tag>`, under the root of a daemon of this node, goes through slots in shared memory, and the daemon commits it. At
+any other path, or if the ranks do not all save together, this process writes the same format directly into that directory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,19 @@ from ckptd.shared.storage import StandaloneStorage
 
 log = logging.getLogger("ckptd.agent")
 
-_PART = HIDDEN + "part"  # the name of no item: what carries a rank's part to the coordinator
-_ROOM = 1 << 16  # bytes in a slot for documents that are small; and for each item of all ranks, beside its name six times
-_ROOM_OF_ITEM = 200
+_PART = HIDDEN + "part"  # names the result that carries a rank's part to the coordinator; no item can have this name
+_ROOM = 1 << 16  # bytes of a slot for the documents, before those that each item needs are added
+_ROOM_OF_ITEM = 200  # bytes of the coordinator's slot for each item of any rank, in addition to six times the length of its name
 
 
 @dataclass(slots=True)
 class _Save:
-    """One save on its way. Each thread has its own: `async_save` runs each on another."""
+    """The state of one save on this rank. Each thread has its own, because `async_save` runs each save on another thread.
+
+    coordinates: True if this rank commits: the coordinator, or every rank with `use_collectives=False`. room: bytes that the metadata needs
+    in the coordinator's slot. ticket: set on the coordinator once it has decided; None on other ranks. holding: the claim and the locks to
+    release when the save is over. pid: the process that owns the save.
+    """
 
     rank: int = 0
     coordinates: bool = True
@@ -60,7 +65,7 @@ class _Save:
     pid: int = field(default_factory=os.getpid)
 
     def drop(self, why: str = "another rank could not save its part") -> None:
-        """What is not committed is discarded. Nothing in a forked child, whose it is not."""
+        """Discard the part unless it is committed, and end the save. Does nothing in a forked child, which does not own the save."""
         if os.getpid() != self.pid:
             return
         part, self.part, self.resolved = self.part, None, None
@@ -75,17 +80,23 @@ class _Save:
 
 
 class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
-    """Saves what any DCP planner plans, with `dcp.save` and `dcp.async_save` (in a thread or a process).
+    """A DCP storage writer that saves to ckptd, for `dcp.save` and `dcp.async_save` (in a thread or a process), with any DCP planner.
 
-    path: `<root>/<job>/<tag>`, or any directory outside; may come as DCP's `checkpoint_id` instead. A tag `step-<number>` is that step.
-    overwrite: True takes the place of what is there; under a root in a new attempt; the older one goes then, unless it is pinned or read.
-    codec, threads, files_per_rank, bytes_per_file (0: no limit): of a save outside every root; under a root the daemon's count. socket: the
-    daemon's; else as for `Agent`.
-    weights_only: False takes values that only pickled code can bring back, if your planner pickles them.
+    path: `<root>/<job>/<tag>` under the root of a daemon, or any directory outside. A `checkpoint_id` given to DCP replaces it. A tag
+    `step-<number>` saves that step.
+    overwrite: True replaces the checkpoint at the path. Under a root the new one is saved in a new attempt, and the older one is deleted
+    after that, unless it is pinned or being read.
+    codec, threads, files_per_rank, bytes_per_file (0: no limit): for saves without the daemon. The daemon saves by its own settings.
+    socket: the daemon's. Without it, the daemon is found as for `Agent`.
+    weights_only: False also saves values that only pickled code can bring back, if the planner pickles them.
 
-    A save that returns is durable. Every item is accounted for: what fails on one rank fails the save, and leaves no checkpoint. Ranks that
-    do not all save together (`no_dist`, `use_collectives=False`, a smaller process group) write by themselves, without the daemon; with
-    `use_collectives=False` each its own checkpoint, in `<path>/rank-<rank>`.
+    A save is durable when `dcp.save` returns, or when the future of `dcp.async_save` is done. Every item is accounted for: a failure on one
+    rank fails the whole save and leaves no checkpoint.
+
+    Ranks that do not all save together (`no_dist`, `use_collectives=False`, a smaller process group) write by themselves, without the
+    daemon. With `use_collectives=False` each rank writes a checkpoint of its own, in `<path>/rank-<rank>`.
+
+    Raises InvalidConfig for an unknown codec, or a number of files or bytes that is out of range.
     """
 
     def __init__(
@@ -108,10 +119,10 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         self._path = None if path is None else _absolute(path)
         self._local = threading.local()
         self.save_id = secrets.token_hex(8)
-        """Of the last save that has begun; `StorageMeta` of its metadata has it."""
+        """The random id of the last save that has begun. The `StorageMeta` in the metadata of that save has it too."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """As it was made, for a process that saves in the background."""
+        """Return the writer without the saves that are under way, for a process that saves in the background."""
         return {key: value for key, value in self.__dict__.items() if key != "_local"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -136,21 +147,21 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path of a file system."""
+        """Return True if this is a path in a file system, and not a URL."""
         return "://" not in os.fspath(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """A copy on the CPU, for a save on another thread or in another process."""
+        """Return a copy of the state on the CPU, for a save on another thread or in another process."""
         self.close()
         return super().stage(state_dict)
 
     # -- DCP's calls, in their order
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins. What a failed one has left is discarded."""
+        """Begin a new save, and discard the remains of a failed one. `checkpoint_id`, if given, replaces the path."""
         self.close()
         self.save_id = secrets.token_hex(8)
         if checkpoint_id:
@@ -167,8 +178,10 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Decide where this save goes. Raises AlreadyExists, InvalidName, StorageError, and what the daemon says; nothing is written
-        yet."""
+        """Decide where this save goes, and send each rank its ticket. No data is written yet.
+
+        Runs on the coordinator. Raises AlreadyExists, InvalidName, InvalidRequest, StorageError, and the daemon's errors.
+        """
         save, path, together = self._save, self._where(), len(plans)
         if not save.use_collectives:
             path = path / f"rank-{save.rank:05d}"
@@ -200,7 +213,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             raise StorageError.of(f"save {path}", error) from None
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's part. On the coordinator it is finished by `finish`, which has the metadata."""
+        """Write this rank's part. The coordinator's part is completed by `finish`, which has the metadata."""
         save = self._save
         ticket = save.ticket or receive(str(self._where()), save.rank)
         try:
@@ -225,7 +238,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             save.part = save.resolved = None
             if isinstance(part, SlotPart):
                 part.close()
-            else:  # this rank does not learn when the coordinator commits: its part stays locked until this writer's next save or end
+            else:  # this rank does not learn of the commit, so its part stays locked until this writer saves again or is deleted
                 save.holding.callback(part.close)
         written = [WriteResult(resolved.writes[row.key].index, row.nbytes, row.sizes) for row in resolved.rows]
         return [*written, WriteResult(MetadataIndex(_PART), 0, (ticket.rank, entry))]
@@ -237,7 +250,11 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         return StandalonePart(storage, ticket.rank, ticket.world_size, codecs.encoder(self.codec), self.threads, self.spread)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """The commit, on the coordinator, once every rank has its part: durable when it returns."""
+        """Commit the checkpoint, once every rank has written its part. It is durable when this returns.
+
+        Runs on the coordinator. Raises AlreadyExists if another save has committed there meanwhile; InvalidRequest if an item or a part is
+        missing; StorageError; and the daemon's errors.
+        """
         save = self._save
         assert save.ticket is not None
         try:
@@ -267,7 +284,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             return
         storage = StandaloneStorage(Path(ticket.path))
         entries = [entry for _, entry in sorted(parts.items()) if entry is not None]
-        save.part = None  # from now on the manifest says what becomes of it
+        save.part = None  # a manifest may name the part from now on, so that `drop` must not discard it
         try:
             commit(storage, layout, entries, _request(ticket), self.codec, overwrite=self.overwrite, nonce=part.nonce)
         except BaseException:
@@ -284,7 +301,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             log.warning("%s: what an earlier save has left is still there: %s", ticket.path, error)
 
     def close(self) -> None:
-        """What a failed save has left is discarded. Slots are kept for the next save, and freed at the end of the process."""
+        """Discard the remains of a failed save. Slots are kept for the next save, and freed when the process exits."""
         if hasattr(self._local, "save"):
             self._save.drop()
 

@@ -1,6 +1,7 @@
-"""A rank's share of a save that DCP has planned, in a slot of the daemon's; and which daemon, job and step a path means.
+"""Finds the daemon, job and step that a path names, and writes a rank's part of a DCP save into a slot of that daemon.
 
-Who coordinates claims the attempt and tells the others. What this process has begun is kept for the next save, and given back at its end.
+The coordinator claims the attempt, and sends it to the other ranks. A process keeps the links to daemons that it has made for a save, uses
+them for the next save, and closes them when it exits.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ EXIT_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 _STEP = re.compile(r"step-([0-9]{1,18})")
 _calls = CallLock()
-_own: dict[tuple[str, str], RankLink] = {}  # by root and job; of what `StorageWriter` has begun itself
+_own: dict[tuple[str, str], RankLink] = {}  # by root and job; the links that `StorageWriter` has made itself
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What `<root>/<job>/<tag>` means to the daemon at `socket` (None: the private one of `root`). `step`: of a tag that is
-    `step-<number>`; `tag` is None then."""
+    """The checkpoint that `<root>/<job>/<tag>` names at the daemon of `root`.
+
+    socket: the daemon's, or None for the private daemon of `root`. tag: a tag of the caller's own, or None if the tag is `step-<number>`.
+    step: that number, or None if there is a tag.
+    """
 
     socket: str | None
     root: str
@@ -56,9 +60,10 @@ class Target:
 
     @classmethod
     def of(cls, path: Path, socket: str | None) -> Target | None:
-        """None where no daemon of this node keeps its checkpoints, or not at this depth.
+        """Return the target of a path, or None if the path is not `<root>/<job>/<tag>` under the root of a daemon of this node.
 
-        Raises DaemonUnreachable for a socket that is named and not there, InvalidName for a tag that cannot be.
+        Raises InvalidName for a job or a tag that cannot be a name; DaemonUnreachable if a named socket, or the private daemon of the root,
+        does not answer; and the other errors of a connection.
         """
         path = path.parent.resolve() / path.name
         found = _daemon(path, socket)
@@ -74,7 +79,7 @@ class Target:
 
 
 def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
-    """Socket and root of the daemon under whose root `path` is a tag."""
+    """Return socket and root of the daemon under whose root `path` is a tag, or None. The socket of a private daemon is None."""
     for known in links():
         root = Path(known.root)
         if socket in (None, str(known.place.socket)) and _is_tag(path, root):
@@ -86,13 +91,13 @@ def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
             raise
         return None
     if place.private and place.root is not None and not _is_tag(path, place.root):
-        return None  # none is started for nothing
+        return None  # a private daemon would be started for nothing
     try:
         channel = place.connect()
     except DaemonUnreachable:
         if socket or os.environ.get("CKPTD_SOCKET") or place.private:
             raise
-        return None  # what one has left at a usual place
+        return None  # a socket file that a dead daemon has left at a default place
     channel.close()
     root = Path(channel.welcome.root)
     if not _is_tag(path, root):
@@ -107,8 +112,10 @@ def _is_tag(path: Path, root: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the coordinator has got from the daemon for one save. `step`: None for the next, of a rank with nobody to agree with; `boot`:
-    of its node."""
+    """The attempt and the step that the coordinator has claimed for one save.
+
+    step: None if the only rank takes its next step, which it chooses when it writes. boot: the boot id of the coordinator's node.
+    """
 
     target: Target
     attempt: int
@@ -117,10 +124,12 @@ class Claim:
 
 
 def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, Callable[[], None]]:
-    """The attempt and step of the next save, for all ranks; on the coordinator. And what to call once it is over.
+    """Claim the attempt and the step of a save for all ranks. Return the claim, and a function to call once the save is over.
 
-    A step that is behind the last, and a tag that is to be written over, begin a new attempt. Raises AlreadyExists, InvalidRequest, and
-    what the daemon says.
+    Runs on the coordinator. A step that does not follow the last one begins a new attempt, and so does a tag that is overwritten. With
+    `overwrite`, and before a new attempt, this waits up to `SAVE_SECONDS` for other saves of this process.
+
+    Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one is that of the caller's Agent; the daemon's errors.
     """
     bare = StandaloneStorage(target.path)
     if bare.has_manifest():
@@ -141,7 +150,7 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
                 )
             if not held.saving or not (overwrite or anew) or time.monotonic() > until:
                 return _claimed(target, _begin(target, 0, world_size, None) if anew else held, world_size)
-        time.sleep(_LOOK_SECONDS)  # what is being saved on other threads may be what is to be written over, and a new attempt would end it
+        time.sleep(_LOOK_SECONDS)  # a save on another thread may be the one to overwrite, and a new attempt would end it
 
 
 def _claimed(target: Target, held: RankLink, world_size: int) -> tuple[Claim, Callable[[], None]]:
@@ -153,22 +162,25 @@ def _claimed(target: Target, held: RankLink, world_size: int) -> tuple[Claim, Ca
 
 
 class _Token:
-    """Stands for a save in `RankLink.saving`, which forgets it when nobody has it any more: Ctrl-C may have ended that save."""
+    """A mark for a save in `RankLink.saving`. That set holds it weakly, so a save that Ctrl-C has ended leaves the set by itself."""
 
 
 def _current(target: Target, world_size: int) -> RankLink:
-    """What this process is in the newest attempt, or begins. An Agent of the caller's whose time is over hears so from the daemon."""
+    """Return rank 0's link in the newest attempt that this process knows, or begin an attempt.
+
+    The link of an Agent of the caller is returned even after another process has begun a newer attempt: the daemon then refuses the save.
+    """
     held = _find(target, 0, world_size, None)
     if held is None:
         return _begin(target, 0, world_size, None)
-    if held in _own.values() and not held.is_current():  # another process has saved to this job since
+    if held in _own.values() and not held.is_current():  # another process has begun a newer attempt of this job
         held.let_go()
         return _begin(target, 0, world_size, None)
     return held
 
 
 def attach(claimed: Claim, rank: int, world_size: int) -> RankLink:
-    """This rank, at the daemon. Raises InvalidRequest on another node."""
+    """Return the link of this rank in the claimed attempt, or make one. Raises InvalidRequest if this rank is not on rank 0's node."""
     if claimed.boot != this_boot():
         raise InvalidRequest(f"ranks 0 and {rank} are not on one node: a job's ranks share one node and daemon; save outside its root")
     with _calls("save"):
@@ -197,20 +209,20 @@ def _begin(target: Target, rank: int, world_size: int, attempt: int | None) -> R
 def _leave(link: RankLink) -> None:
     try:
         link.close(EXIT_SECONDS)
-    except CkptdError as error:  # nothing that was acknowledged is lost by it
+    except CkptdError as error:  # saves that were acknowledged are not lost
         log.debug("a link is closed without its last save: %s", error)
 
 
 @atexit.register
 def leave_all() -> None:
-    """What this process has begun for DCP ends in order: everything that was acknowledged is durable, and the slots are freed."""
+    """Close the links that this process has made for DCP: make everything acknowledged durable, and free the slots. Runs at exit."""
     with _calls("leave_all"):
         while _own:
             _leave(_own.popitem()[1])
 
 
 class SlotPart:
-    """This rank's part of a save, in a slot. Call `write`, then `finish`, then `wait` or `close`; or `discard` after a failure."""
+    """This rank's part of a save, in a slot. Call `write`, then `finish`, then `wait` or `close`. After a failure call `discard`."""
 
     def __init__(self, claimed: Claim, rank: int, world_size: int) -> None:
         self._link = attach(claimed, rank, world_size)
@@ -227,7 +239,7 @@ class SlotPart:
         return self._handover.pending
 
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
-        """Fill a slot that has `room` bytes for the documents. A second call fills a larger slot.
+        """Copy the items of the layout into a slot that has `room` bytes for the documents. A second call fills a larger slot.
 
         Raises SnapshotFailed if there is no slot within `SAVE_SECONDS`, and the errors of the planner. The step then fails on all ranks.
         """
@@ -249,12 +261,12 @@ class SlotPart:
                 handovers.fail(handover.pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
                 handovers.settle(handover)
                 raise
-            self._handover = handover  # before it is held: `discard` must find a slot that nothing else would give back
+            self._handover = handover  # before `hold`, because a held slot is given back by `discard` alone, which needs this
             handover.hold()
             handovers.settle(handover)
 
     def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> None:
-        """Seal the slot. `layout` is the one that was written, now with the metadata."""
+        """Seal the slot. If the documents do not fit, fill a larger one first. `layout` is the one written, now with the metadata."""
         assert self._handover is not None
         assert self._layout is not None
         assert self._resolved is not None
@@ -266,7 +278,7 @@ class SlotPart:
         self._resolved = None
 
     def wait(self) -> None:
-        """Wait until the step is durable on all ranks. Raises the reason if it cannot be."""
+        """Wait until the step is durable on all ranks, and end this save. Raises the reason if the step cannot become durable."""
         try:
             self._link.wait_durable(self._pending)
         finally:
@@ -283,7 +295,7 @@ class SlotPart:
             log.warning("older saves of %s are still there: %s", target.path, error)
 
     def close(self) -> None:
-        """End this save here: the daemon has the slot, and will save or release it."""
+        """End this save in this process. The daemon has the slot, and will save or release it."""
         self._link.saving.discard(self)
 
     def discard(self, why: str) -> None:
@@ -298,7 +310,7 @@ class SlotPart:
 
 def _after_fork() -> None:
     global _calls
-    _calls = CallLock()  # whoever held it is not in the child
+    _calls = CallLock()  # the thread that held the old lock is not in the child
     _own.clear()
 
 

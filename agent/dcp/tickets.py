@@ -1,4 +1,4 @@
-"""Tickets: the coordinator's decision on one save, passed to each rank over the job's store.
+"""Passes the coordinator's decision on one save, a ticket, to each rank over the job's store.
 
 DCP sends a plan to each rank, but a planner that caches plans replaces it by the plan of an earlier save. So a ticket does not travel in a
 plan.
@@ -18,9 +18,10 @@ from ckptd.shared.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What one rank needs for one save. `claimed` is the daemon's claim, or None if the ranks write by themselves.
+    """The coordinator's decision for one rank and one save.
 
-    `global_plan` is 32 random bytes, the same on all ranks of this save and on no other save.
+    claimed: the claim for a save through a daemon, or None if the ranks write the checkpoint themselves. global_plan: 32 random bytes that
+    all ranks of this save share, and no other save has.
     """
 
     path: str
@@ -35,13 +36,13 @@ def send(tickets: list[Ticket]) -> None:
     if len(tickets) > 1:
         store = _store()
         for ticket in tickets[1:]:
-            store.set(_key(ticket.path, ticket.rank), msgspec.msgpack.encode(ticket))  # type: ignore[arg-type]  # bytes are taken too
+            store.set(_key(ticket.path, ticket.rank), msgspec.msgpack.encode(ticket))  # type: ignore[arg-type]  # the store takes bytes too
 
 
 def receive(path: str, rank: int) -> Ticket:
-    """Take this rank's ticket, after DCP has sent out the plans.
+    """Return this rank's ticket, and remove it from the store. Runs after DCP has sent out the plans.
 
-    Raises InvalidRequest if there is none, because the coordinator saves to another path.
+    Raises InvalidRequest if there is no ticket, because the coordinator saves to another path.
     """
     if dist.is_initialized():
         store, key = _store(), _key(path, rank)
@@ -53,7 +54,7 @@ def receive(path: str, rank: int) -> Ticket:
 
 
 def _store() -> Store:
-    """Return a connection of its own to the store of the default process group: other threads may be waiting on theirs."""
+    """Return a new connection to the store of the default process group. A thread that waits on an existing connection blocks it."""
     group = dist.group.WORLD
     assert group is not None
     return PrefixStore("ckptd-tickets", _get_process_group_store(group).clone())  # type: ignore[attr-defined]

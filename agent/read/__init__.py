@@ -1,1 +1,1 @@
-"""Reads checkpoints and sealed slots: whole, by tensor or by slice, verified as it reads."""
+"""Reads checkpoints and sealed slots, whole, by tensor or by slice, and verifies every byte that it reads."""

@@ -1,4 +1,4 @@
-"""Read a checkpoint without a daemon, on any machine: whole, or one tensor by name."""
+"""Reads a checkpoint without a daemon, on any machine: the whole state, or one tensor by name."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ _OLDER = "Checkpoint.open(path, step or tag)"
 
 
 class Checkpoint:
-    """An open, committed checkpoint; made by `open`. Verifies everything that it reads, from any number of threads at once.
+    """An open, committed checkpoint, made by `Checkpoint.open`.
 
-    While it is open, nobody deletes it. Close it, or use it in a `with`.
+    Everything that it reads is verified. Any number of threads may read at once. ckptd does not delete a checkpoint that is open: close it,
+    or use it in a `with` statement.
+
+    step: of the checkpoint, or None if it was saved without one. attempt: the run of the job that saved it. tag: the name of its directory.
+    metrics, user_content: as they were saved. manifest: the whole manifest.
     """
 
     def __init__(self, storage: PosixStorage, job: str, manifest: Manifest) -> None:
@@ -41,11 +45,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], which: str | int = "newest") -> Checkpoint:
-        """A checkpoint of the job directory `path`: the "newest" that is sound, a step (of its highest attempt), or a tag. Or the one in
-        the directory `path` itself, wherever it lies.
+        """Open a checkpoint for reading.
 
-        Raises NotFound; IntegrityError if the checkpoint asked for is damaged (the "newest" passes over damaged ones); StorageError; and
-        NewerFormat rather than pass over a checkpoint that a newer ckptd wrote.
+        path: the directory of a job. With "newest" also a directory anywhere that holds one checkpoint, or `<root>/<job>/<tag>`.
+        which: "newest" for the newest sound checkpoint of the job, a step, a tag, or the name of a tag's directory. If several attempts
+        have the step or the tag, the highest attempt counts.
+
+        Raises NotFound; StorageError; IntegrityError if the requested checkpoint is damaged; NewerFormat if a newer ckptd wrote it.
+        "newest" passes over damaged checkpoints, but never over one that a newer ckptd wrote.
         """
         where = Path(os.path.abspath(path))
         storage, job = PosixStorage(where.parent), where.name
@@ -72,7 +79,7 @@ class Checkpoint:
             except IntegrityError as error:
                 if which in (tag, *parsed[:2]):
                     raise
-                if isinstance(error, NewerFormat):  # with a tag of its own, its step is unknown: it may be the newest
+                if isinstance(error, NewerFormat):  # a user's tag does not name the step: it may be the newest
                     unreadable.append(((parsed[2], math.inf if parsed[1] is None else parsed[1]), newer(error, f"{job}/{tag}", _OLDER)))
         if which == "newest" and unreadable:
             order, problem = max(unreadable, key=lambda found: found[0])
@@ -115,11 +122,11 @@ class Checkpoint:
         return self._opened.user_content
 
     def keys(self) -> list[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return self._opened.saved.names()
 
     def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """dtype and shape of a tensor. Raises NotFound."""
+        """Return the dtype and shape of a tensor. Raises NotFound."""
         described = self._opened.saved.describe(name)
         return dtype_of(described.dtype), torch.Size(described.size)
 
@@ -131,13 +138,14 @@ class Checkpoint:
         dtype: torch.dtype | None = None,
         slices: Sequence[Index] | None = None,
     ) -> torch.Tensor:
-        """One tensor, or `tensor[slices]` of it, reading only the chunks that hold it.
+        """Return one tensor, or its slice `tensor[slices]`. Only the chunks that hold it are read.
 
-        slices: numbers and slices, as in indexing, for the first dimensions; what is missing means all. If they cut a stored shard into
-        more than 16,384 pieces, chunks between those are read too.
+        device, dtype: of the returned tensor. Without a dtype it has the saved one.
+        slices: numbers and slices for the first dimensions, as in indexing. Dimensions without one are read whole. If the slices cut a
+        stored shard into more than 16,384 pieces, the chunks between these pieces are read too.
 
-        Raises NotFound, InvalidRequest for slices that the tensor does not have, IntegrityError, StorageError. A chunk holds many small
-        tensors and is decoded at every call: for most of a checkpoint, `load` is faster.
+        Raises NotFound; InvalidRequest for slices that the tensor does not have; IntegrityError; StorageError. A chunk holds many small
+        tensors and is decoded at every call, so `load` is faster for most of a checkpoint.
         """
         described = self._opened.saved.describe(name)
         try:
@@ -153,10 +161,13 @@ class Checkpoint:
         return made
 
     def load(self) -> Any:
-        """The whole state as a fresh tree on the CPU: objects as their state dicts, shared storage shared again.
+        """Return the whole state as a new tree on the CPU. Objects come as their state dicts, and shared storage is shared again.
 
-        Of several ranks, tensors come whole, keys are those of all, and a `per_rank` value is the list of what each had. Raises
-        IntegrityError, StorageError.
+        A checkpoint of several ranks gives whole tensors, and the keys of all ranks. A `per_rank` value is the list of the values of all
+        ranks that had one, or the value itself if only one rank had it.
+
+        Raises IntegrityError, StorageError; NotFound for an enum whose class is not imported; UnsavableValue for a value that only pickled
+        code could bring back.
         """
         try:
             documents = [self._opened.document(rank) for rank in range(self.manifest.world_size)]
@@ -166,7 +177,7 @@ class Checkpoint:
         return values.filled(bare(merge([document["state"] for document in documents])), made.__getitem__)
 
     def verify(self) -> int:
-        """Read every byte against its checksum; returns how many raw bytes there are. Raises IntegrityError, StorageError."""
+        """Read every byte and compare it with its checksum. Return the number of raw bytes. Raises IntegrityError, StorageError."""
         try:
             return self._opened.verify()
         except OSError as error:

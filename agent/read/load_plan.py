@@ -1,4 +1,4 @@
-"""A DCP `LoadPlan` executed on an open checkpoint: tensors where its planner resolves them, then what is no tensor, as bytes."""
+"""Executes a DCP `LoadPlan` on an open checkpoint: the tensors first, then all other values as bytes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ckptd.shared.errors import UnsavableValue
 
 
 def read_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, *, weights_only: bool = True) -> None:
-    """Everything is verified before the planner gets it.
+    """Read the items of `plan`. Tensors go to the destinations that `planner` resolves, and all other values to its `load_bytes`.
 
-    Raises NotFound, StructureMismatch, IntegrityError, OSError; UnsavableValue for bytes that only pickled code could bring back.
+    The planner gets verified bytes only. weights_only: refuse bytes that only pickled code could bring back.
+
+    Raises NotFound, StructureMismatch, IntegrityError, OSError; UnsavableValue for bytes that are refused.
     """
     execute(opened.saved, [read for read in plan.items if read.type is not LoadItemType.BYTE_IO], planner)
     wanted = [read for read in plan.items if read.type is LoadItemType.BYTE_IO]
@@ -23,9 +25,9 @@ def read_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, *, weights_o
     for read in wanted:
         data = blobs[read.storage_index.fqn]
         if weights_only and may_unpickle(planner, data) and not loads_as_weights(data):
-            # Refused by default: whoever trusts the writer of the file must say so himself, and this tells him how.
+            # Refused by default: only the caller knows whether the writer of the file can be trusted. The error says how to allow it.
             raise UnsavableValue(
                 f"{read.storage_index.fqn}: it can only be loaded by running pickled code; say "
-                "weights_only=False to StorageReader if nobody else could have written it"  # reason: a refusal's text; nothing is unpickled
+                "weights_only=False to StorageReader if nobody else could have written it"
             )
         planner.load_bytes(read, io.BytesIO(data))

@@ -1,7 +1,8 @@
-"""Tensors out of parts or slots: a DCP LoadPlan over any number of chunk sources.
+"""Loads tensors from parts or sealed slots, into given destinations or as new tensors.
 
-`Saved` is what a set of sources holds together, by name; `load` fills destinations in place, `materialize` makes fresh tensors. They get
-verified bytes only, and dtypes and shapes are as planned before the first byte is read.
+`Saved` holds the contents of any number of chunk sources, by name. `load` fills destinations in place, `materialize` makes new tensors, and
+`execute` reads the items of a DCP planner. Destinations get verified bytes only. `load` checks all names and shapes before it reads the
+first byte. `execute` checks those of an item before it writes to the item's destination.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import BLOB, HIDDEN, ITEM_SIZES, Alias, Item
 from ckptd.shared.scatter import Target, scatter
 
-_BATCH = 512 << 20  # bytes that are read into temporaries at once, where they cannot go straight to their destination
+_BATCH = 512 << 20  # bytes of temporaries that are filled at once, for data that cannot be read straight into its destination
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One stored shard: its source, and the item that holds its bytes."""
+    """A stored shard of a tensor, or a blob: its source, and the item of that source's plan that describes it."""
 
     source: ChunkSource
     item: Item
@@ -46,14 +47,17 @@ class Shard:
 
 @dataclass(slots=True)
 class Saved:
-    """All that a checkpoint or a snapshot in memory holds: shards and aliases by name."""
+    """The contents of a checkpoint, or of a snapshot in memory, by name.
+
+    shards: the stored shards of each tensor. aliases: tensors inside the storage of another tensor, each with the shard that holds it.
+    """
 
     shards: dict[str, list[Shard]] = field(default_factory=dict)
     aliases: dict[str, tuple[Shard, Alias]] = field(default_factory=dict)
     blobs: dict[str, Shard] = field(default_factory=dict)
-    """Of a save that DCP has planned: what is no tensor, as torch.save or a planner of the caller's has written it."""
+    """The values that are no tensors, in a save that DCP has planned: bytes that torch.save or the caller's planner has written."""
     _whole: set[str] = field(default_factory=set)
-    """Names of the tensors whose shards `check_whole` has found to be the whole tensor."""
+    """Names of the tensors whose shards have been found to make up the whole tensor."""
 
     @classmethod
     def of(cls, sources: Sequence[ChunkSource]) -> Saved:
@@ -81,7 +85,7 @@ class Saved:
         return (name in self.shards or name in self.aliases) and not name.startswith(HIDDEN)
 
     def describe(self, name: str) -> Alias | Item:
-        """dtype and size of a tensor. Raises NotFound."""
+        """Return the alias of a tensor, or the item of its first shard. Either has the tensor's dtype and size. Raises NotFound."""
         if name in self.aliases:
             return self.aliases[name][1]
         if name in self.shards and not name.startswith(HIDDEN):
@@ -89,7 +93,7 @@ class Saved:
         raise NotFound(f"no tensor {name!r}; there are {len(self.names())}, like {', '.join(sorted(self.names())[:3])}")
 
     def metadata(self) -> Metadata:
-        """DCP's, of every tensor that a name leads to."""
+        """Return DCP's metadata of every stored tensor, alias and blob."""
         entries: dict[str, Any] = {}
         for name, shards in self.shards.items():
             item = shards[0].item
@@ -102,7 +106,7 @@ class Saved:
         return Metadata(state_dict_metadata=entries)
 
     def read_blobs(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Raises NotFound, IntegrityError, OSError."""
+        """Return the bytes of blobs, by name, verified. Raises NotFound, IntegrityError, OSError."""
         found: dict[str, bytearray] = {}
         targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
         for name in names:
@@ -133,9 +137,10 @@ class Saved:
 
 
 def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None) -> int:
-    """Fill `destinations`, by name, in place: any device, and any dtype that torch converts to. Returns raw bytes read.
+    """Fill the tensors in `destinations`, by name, in place. Return the number of raw bytes read.
 
-    Raises StructureMismatch for a shape that differs, NotFound for a name that is not there, IntegrityError or OSError.
+    A destination may be on any device, and have any dtype that torch converts to. Raises StructureMismatch if a shape differs, NotFound for
+    an unknown name, IntegrityError, OSError.
     """
     for name, tensor in destinations.items():
         saved.check_whole(name)
@@ -149,7 +154,10 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
 
 
 def execute(saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, threads: int | None = None) -> int:
-    """Read what DCP's planner wants of tensors, into where it resolves them. Returns raw bytes read. Raises as `load`."""
+    """Read the tensors of a planner's items into the destinations that it resolves. Return the number of raw bytes read.
+
+    Reads batch by batch, so that an error may come after earlier batches are written. Raises as `load`.
+    """
     total, batch, size_of_batch = 0, _Batch(planner), 0
     for read in reads:
         size_of_batch += batch.add(saved, read)
@@ -160,7 +168,10 @@ def execute(saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, th
 
 
 class _Batch:
-    """Read items that are fetched together: targets by source, and what is to be done once they are filled."""
+    """Read items that are fetched together. Call `add` for each of them, then `run`.
+
+    Holds the targets to fill, by source, and the copies and commits to make once the targets are filled.
+    """
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
@@ -170,10 +181,10 @@ class _Batch:
         self._own = not _is_default(planner)
 
     def add(self, saved: Saved, read: ReadItem) -> int:
-        """Returns the bytes of temporaries that it takes."""
+        """Add a read item. Return the bytes of new temporaries that it needs. Raises NotFound, StructureMismatch, IntegrityError."""
         shard, alias = _stored(saved, read)
         item = shard.item
-        if self._own:  # it is asked for each tensor when it is copied, and may give the same memory every time
+        if self._own:  # this planner may return the same memory every time, so it resolves a tensor only when that is copied
             raw, fresh = self._temporary(shard)
             self._copies.append((read, None, _stored_piece(raw, shard, alias, read)))
             return item.length if fresh else 0
@@ -189,7 +200,7 @@ class _Batch:
         return item.length if fresh else 0
 
     def _target(self, read: ReadItem) -> torch.Tensor:
-        """Where the planner wants it. Raises StructureMismatch."""
+        """Return the tensor that the planner resolves for an item. Raises StructureMismatch if its shape is wrong or it has no memory."""
         target = self._planner.resolve_tensor(read).detach()
         if tuple(target.shape) != tuple(read.lengths):
             raise StructureMismatch(
@@ -224,7 +235,7 @@ class _Batch:
 
 
 def _is_default(planner: LoadPlanner) -> bool:
-    """Whether it resolves tensors as DCP's own does: to where they belong in the state."""
+    """Return True if the planner resolves tensors as DCP's default planner does: to their places in the state."""
     own, default = type(planner), DefaultLoadPlanner
     return isinstance(planner, default) and all(
         getattr(own, name) is getattr(default, name) for name in ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
@@ -239,8 +250,11 @@ def _stored_piece(raw: torch.Tensor, shard: Shard, alias: Alias | None, read: Re
 
 
 def _stored(saved: Saved, read: ReadItem) -> tuple[Shard, Alias | None]:
-    """Where the item that is to be read is stored. Raises NotFound, StructureMismatch for a piece that it does not have, IntegrityError
-    for a tensor that is not whole."""
+    """Return the shard that holds a read item, and the alias if the item names one.
+
+    Raises NotFound if nothing is stored at its name and offset, StructureMismatch if it reaches beyond the shard, IntegrityError if the
+    tensor is not whole.
+    """
     name, offset = read.storage_index.fqn, tuple(read.storage_index.offset or ())
     saved.describe(name)
     if name in saved.aliases:
@@ -261,7 +275,10 @@ def _stored(saved: Saved, read: ReadItem) -> tuple[Shard, Alias | None]:
 
 
 def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = None) -> dict[str, torch.Tensor]:
-    """Fresh CPU tensors with the dtype, shape, strides and shared storage that they were saved with. Raises IntegrityError, OSError."""
+    """Return new CPU tensors, by name, with the dtype, shape, strides and shared storage that they were saved with.
+
+    A tensor that was saved in several shards comes back whole and contiguous. Raises NotFound, IntegrityError, OSError.
+    """
     made: dict[str, torch.Tensor] = {}
     raws: dict[str, torch.Tensor] = {}
     targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
@@ -297,12 +314,12 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
 
 
 def view_item(raw: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The stored shard as a tensor over its bytes."""
+    """Return a stored shard as a tensor over its bytes in `raw`."""
     return raw.view(dtype_of(shard.item.dtype)).as_strided(shard.item.sizes, shard.stride)
 
 
 def view_alias(raw: torch.Tensor, alias: Alias) -> torch.Tensor:
-    """A tensor inside its base's bytes, sharing their storage."""
+    """Return an alias as a tensor that shares the storage of `raw`, the bytes of its base. Raises IntegrityError if it does not fit."""
     dtype = dtype_of(alias.dtype)
     offset, rest = divmod(alias.offset, ITEM_SIZES[alias.dtype])
     if rest:
@@ -314,7 +331,7 @@ def view_alias(raw: torch.Tensor, alias: Alias) -> torch.Tensor:
 
 
 def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`copy_`, also for dtypes that torch can only move as integers."""
+    """Copy `source` into `target`, also if they have a one-byte dtype that torch can only copy as integers."""
     if target.dtype == source.dtype and target.dtype.itemsize == 1 and target.dtype is not torch.bool:
         target, source = as_integer(target), as_integer(source)
     target.copy_(source)

@@ -1,4 +1,7 @@
-"""A slice of a saved tensor, from the chunks that hold it, and of very many pieces of a shard also from those between them."""
+"""Reads a slice of a saved tensor from the chunks that hold it.
+
+If the slice cuts a stored shard into very many pieces, the chunks between these pieces are read too.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,16 @@ from ckptd.shared.scatter import Target, scatter
 
 Index = SupportsIndex | slice
 _SPANS = 16_384
-"""Byte ranges that one stored shard is read in at most: beyond that they take longer than the bytes between them."""
+"""The most byte ranges that one stored shard is read in. Reading more ranges takes longer than reading the bytes between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Bytes in a source that are a box of a tensor: its first element at `offset` (bytes), `origin` where the box begins in the tensor."""
+    """A stored box of a tensor: a shard, or an alias.
+
+    offset: of the box's first element in the packed slot of `source`, in bytes. stride: in elements. origin: the index in the tensor at
+    which the box begins. sizes: of the box, in elements.
+    """
 
     source: ChunkSource
     offset: int
@@ -38,9 +45,10 @@ class _Block:
 def read_slice(
     saved: Saved, name: str, index: Sequence[Index], *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """What `tensor[index]` would be, on `device` and in `dtype`. An `index` shorter than the tensor's dimensions means all of the rest.
+    """Return `tensor[index]` of a saved tensor, on `device` and in `dtype`, or in the saved dtype if that is None.
 
-    Raises NotFound, InvalidRequest for an index that the tensor does not have, IntegrityError, OSError.
+    Dimensions beyond the length of `index` are read whole. Raises NotFound; InvalidRequest for an index that the tensor does not have;
+    IntegrityError; OSError.
     """
     described = saved.describe(name)
     saved.check_whole(name)
@@ -63,7 +71,7 @@ def read_slice(
 
 
 def _inside(wanted: range, begin: int, size: int) -> range:
-    """Which of the wanted indices, by their place among them, lie from `begin` on in `size` elements."""
+    """Return the positions in `wanted` of the indices that lie in the `size` elements from `begin` on."""
     first = max(0, -((wanted.start - begin) // wanted.step))
     return range(first, max(first, min(len(wanted), -((wanted.start - begin - size) // wanted.step))))
 
@@ -75,13 +83,17 @@ def _blocks(saved: Saved, name: str) -> Iterator[_Block]:
         offset = shard.item.offset + alias.offset
         yield _Block(shard.source, offset, dtype_of(alias.dtype), alias.stride, (0,) * len(alias.size), alias.size)
         return
-    for shard in {(s.item.offsets, s.item.sizes): s for s in saved.shards[name]}.values():  # a replica may be stored twice
+    for shard in {(s.item.offsets, s.item.sizes): s for s in saved.shards[name]}.values():  # replicas of a shard are read once
         item = shard.item
         yield _Block(shard.source, item.offset, dtype_of(item.dtype), shard.stride, item.offsets, item.sizes)
 
 
 def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
-    """Where the bytes of a box go, and the box as a view of them: in ranges without gaps, unless there would be too many."""
+    """Return the targets that read a box of the block, and the box as a view of the buffer that the targets fill.
+
+    box: the wanted indices of each dimension, relative to the block. Each target is a byte range without gaps, unless that would take more
+    than `_SPANS` targets.
+    """
     sizes = [len(wanted) for wanted in box]
     steps = [wanted.step * stride for wanted, stride in zip(box, block.stride, strict=True)]
     first = sum(wanted.start * stride for wanted, stride in zip(box, block.stride, strict=True))
@@ -89,7 +101,7 @@ def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
     outer: list[int] = []
 
     def span() -> int:
-        """Elements from the first to the last of what one range holds."""
+        """Return the number of elements that one range holds, from its first to its last, gaps included."""
         return 1 + sum((sizes[n] - 1) * steps[n] for n in order)
 
     while order and span() > math.prod(sizes[n] for n in order) and math.prod(sizes[n] for n in [*outer, order[0]]) <= _SPANS:
@@ -109,7 +121,7 @@ def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
 
 
 def _ranges(name: str, index: Sequence[Index], size: tuple[int, ...]) -> list[range]:
-    """Of each dimension the indices that are wanted."""
+    """Return the wanted indices of each dimension. Raises InvalidRequest for an index that the tensor does not have."""
     if len(index) > len(size):
         raise InvalidRequest(f"{name} has {len(size)} dimensions, and {len(index)} slices were given")
     ranges = []

@@ -1,4 +1,4 @@
-"""Where a snapshot comes back from: sealed slots in memory, or the parts of a checkpoint. Both are verified as they are read."""
+"""Opens the sources of a snapshot: sealed slots in memory, or the parts of a checkpoint. Both are verified as they are read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ from ckptd.shared.storage import PosixStorage, StandaloneStorage
 
 
 class SlotSource:
-    """A sealed slot, read through a descriptor of its own and checked against what the daemon found when it was sealed."""
+    """A sealed slot as a `ChunkSource`. Reads through a descriptor, and checks against the checksums that the daemon made after the seal.
+
+    Raises IntegrityError if the slot is damaged, has been filled again, or has no checksums yet. The descriptor stays the caller's.
+    """
 
     def __init__(self, fd: int, attempt: int, step: int) -> None:
         self._fd = fd
@@ -63,7 +66,14 @@ class SlotSource:
 
 @dataclass(slots=True)
 class Opened:
-    """A snapshot that is ready to be loaded. `close()` it, so that others may delete it; else that is when nobody has it any more."""
+    """An open snapshot that is ready to be loaded.
+
+    While it is open, the checkpoint cannot be deleted. `close` ends that; otherwise it ends when the object is garbage-collected.
+
+    tag: the name of the checkpoint's directory. sources: one for each rank, in their order. saved: their contents. descriptors, leased:
+    closed by `close`; those in `leased` hold locks. manifest: None for a snapshot in memory. owner: the process that opened the snapshot.
+    plain: the values that `metadata` has found, by DCP's names for them.
+    """
 
     tag: str
     sources: Sequence[ChunkSource]
@@ -77,7 +87,7 @@ class Opened:
     plain: dict[str, Any] = field(default_factory=dict)
 
     def values(self, rank: int = 0) -> bytes:
-        """The values document of a rank, verified. Raises IntegrityError, OSError."""
+        """Return the encoded values document of a rank, verified. Raises IntegrityError, OSError."""
         source = self.sources[rank]
         offset, length = source.values
         document = bytearray(length)
@@ -85,8 +95,11 @@ class Opened:
         return bytes(document)
 
     def document(self, rank: int = 0) -> dict[str, Any]:
-        """The values document of a rank, decoded, blobs and all. Raises IntegrityError, OSError; NotFound for an enum whose class is not
-        imported, UnsavableValue for what only pickled code could bring back."""
+        """Return the values document of a rank, decoded, with its blobs loaded.
+
+        Raises IntegrityError, OSError; NotFound for an enum whose class is not imported; UnsavableValue for a blob that only pickled code
+        could bring back.
+        """
         found: dict[str, Any] = decode(self.values(rank))
         references = tensor_names(found["state"]) if self.saved.blobs else []
         blobs = self.saved.read_blobs([name for name in references if name in self.saved.blobs])
@@ -95,8 +108,11 @@ class Opened:
         return found
 
     def metadata(self, documents: Sequence[dict[str, Any]] = ()) -> Metadata:
-        """DCP's: tensors, values and planner data. Of a snapshot that DCP has not planned values are blobs as well, by the names that DCP
-        would give them. `documents`: of every rank, if they are known. Raises as `document`."""
+        """Return DCP's metadata: tensors, values and planner data.
+
+        If DCP has not planned the snapshot, its values count as blobs, under the names that DCP would give them. After this call `blobs`
+        returns them. documents: the decoded values documents of all ranks, if the caller has them. Raises as `document`.
+        """
         metadata, first = self.saved.metadata(), documents[0] if documents else decode(self.values())
         if "planner_data" in first:
             metadata.planner_data = first["planner_data"]
@@ -112,7 +128,7 @@ class Opened:
         return metadata
 
     def blobs(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Values as torch.save writes them. Raises NotFound, IntegrityError, OSError."""
+        """Return values by name, as bytes that torch.save or the caller's planner has written. Raises NotFound, IntegrityError, OSError."""
         found = self.saved.read_blobs([name for name in names if name not in self.plain])
         for name in set(names) & self.plain.keys():
             buffer = io.BytesIO()
@@ -121,13 +137,18 @@ class Opened:
         return found
 
     def verify(self, sources: Sequence[ChunkSource] | None = None) -> int:
-        """Check that every tensor is whole, then read every chunk, of all sources or of some; returns raw bytes. Raises IntegrityError,
-        OSError."""
+        """Check that every tensor is whole, then read and verify every chunk of `sources`, or of all sources if it is None.
+
+        Return the number of raw bytes. Raises IntegrityError, OSError.
+        """
         self.saved.check_all_whole()
         return sum(verify(source) for source in (self.sources if sources is None else sources))
 
     def close(self) -> None:
-        """Close everything that is still open. Each descriptor leaves its list before it is closed, so that none is closed twice."""
+        """Close all descriptors, and release the locks unless this is a forked child. May be called again.
+
+        Each descriptor leaves its list before it is closed, so that none is closed twice.
+        """
         while self.leased:
             (give_back if self.owner == os.getpid() else os.close)(self.leased.pop())
         while self.descriptors:
@@ -142,15 +163,18 @@ class Opened:
 
 
 def load_blob(name: str, data: bytes) -> Any:
-    """What torch.save has written. Raises UnsavableValue if that takes pickled code."""
+    """Return the value that torch.save has written as `data`. Raises UnsavableValue if only pickled code could bring it back."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    except Exception:  # whatever it is
+    except Exception:  # torch.load raises errors of many types
         raise UnsavableValue(f"{name}: it can only be loaded by running pickled code, which ckptd does not do") from None
 
 
 def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag: str) -> Opened:
-    """Takes over the descriptors, also when it raises IntegrityError."""
+    """Open the sealed slots of all ranks as one snapshot. Takes over the descriptors, also if it raises IntegrityError.
+
+    descriptors: one for the slot of each rank, in their order. The slots must hold this attempt and step.
+    """
     try:
         sources = [SlotSource(descriptor.fileno(), attempt, step) for descriptor in descriptors]
         saved = Saved.of(sources)
@@ -164,16 +188,20 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
 
 
 def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
-    """Raises NotFound, also for a checkpoint that is deleted meanwhile; Busy for one that a deleter has locked; IntegrityError, OSError."""
+    """Open a checkpoint, under a lease that keeps it from being deleted. `manifest` is that of the checkpoint, if the caller has read it.
+
+    If the checkpoint is overwritten meanwhile, the new one is opened. Raises NotFound, also if the checkpoint is deleted meanwhile; Busy if
+    a deleter has it locked; IntegrityError, OSError.
+    """
     manifest = manifest or storage.read_manifest(job, tag)
     while True:
         try:
             return _opened(storage, job, tag, manifest)
         except IntegrityError:
-            again = storage.read_manifest(job, tag)  # manifests go before parts
+            again = storage.read_manifest(job, tag)  # NotFound if it was deleted, since the manifest is deleted first
             if again.parts == manifest.parts:
                 raise
-            manifest = again  # it was written over
+            manifest = again  # the checkpoint was overwritten
 
 
 def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Opened:
@@ -187,7 +215,7 @@ def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Op
             reader = storage.open_part(job, tag, part.file, part.index_sha256)
             readers.append(reader)
             (leased if isinstance(storage, StandaloneStorage) else descriptors).append(reader.fileno())
-            reader.check_codecs()  # now, and not when half of the state is overwritten
+            reader.check_codecs()  # now, because later half of the caller's state may be overwritten
             index = reader.index
             whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
             if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
@@ -203,15 +231,19 @@ def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Op
 
 
 def newer(error: NewerFormat, where: str, how: str) -> NewerFormat:
-    """Return the error for a checkpoint that a newer ckptd wrote, with its name and the way out. `how` names an older checkpoint."""
+    """Return the error for a checkpoint that a newer ckptd wrote.
+
+    where: the name of the checkpoint. how: the call or argument by which the caller can choose an older checkpoint.
+    """
     said = str(error) if str(error).startswith(where) else f"{where}: {error}"
     return NewerFormat(f"{said}; it is not damaged: upgrade this ckptd, or name an older checkpoint with {how}")
 
 
 def locate(path: Path) -> tuple[PosixStorage, str, str]:
-    """Storage, job and tag of the checkpoint in a directory, or of `<root>/<job>/<tag>`: of the tag's highest attempt.
+    """Return the storage, the job and the tag directory of the checkpoint that `path` names.
 
-    Raises NotFound, OSError.
+    `path` is a directory that holds a checkpoint, or `<root>/<job>/<tag>`, which means the highest attempt of that tag. Raises NotFound if
+    there is no checkpoint or if `path` names two; OSError.
     """
     standalone = StandaloneStorage(path)
     storage, job = PosixStorage(path.parent.parent), path.parent.name
@@ -230,7 +262,10 @@ def locate(path: Path) -> tuple[PosixStorage, str, str]:
 
 
 def attempts_of(path: Path) -> dict[int, str]:
-    """Directories that are committed, by attempt, of `<root>/<job>/<tag>`: a tag of the user's own, or `step-<number>`, however long."""
+    """Return the committed tag directories of `<root>/<job>/<tag>`, by attempt. The dict is empty if the root cannot be listed.
+
+    The tag is one of the user's own, or `step-<number>` with any number of digits.
+    """
     storage, job, name = PosixStorage(path.parent.parent), path.parent.name, path.name
     wanted = name
     if (digits := name.removeprefix("step-")) != name and digits.isascii() and digits.isdigit():

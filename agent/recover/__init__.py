@@ -1,1 +1,1 @@
-"""Chooses the snapshot that comes back, and writes it into the caller's state."""
+"""Chooses the snapshot to recover, and writes it into the caller's state."""

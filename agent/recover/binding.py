@@ -186,7 +186,7 @@ class Binding:
         return make
 
     def _fresh(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> _Value:
-        """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it are marked as such again."""
+        """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it get their mark again."""
         saved = own_part(saved, self._foreign)
         if has_own(saved):
             return self._with_own(saved, path, mark=mark)

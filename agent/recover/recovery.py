@@ -1,7 +1,7 @@
-"""Which snapshot comes back, from which tier, and its way into the caller's state.
+"""Chooses the snapshot to recover and the tier to read it from, and loads it into the caller's state.
 
-Candidates that all ranks can get are tried best first: highest (attempt, step), memory before storage. Structure is compared
-before the first byte is written; damage found later goes on to the next candidate, which overwrites every item. RNG states are set last.
+The candidates that all ranks can get are tried best first: highest (attempt, step), memory before storage. The structure is compared before
+the first byte is written. If damage is found later, the next candidate is tried, and overwrites every item. RNG states are set last.
 """
 
 from __future__ import annotations
@@ -41,14 +41,17 @@ from ckptd.shared.storage import PosixStorage
 
 log = logging.getLogger("ckptd.agent")
 
-FIND_SECONDS = 120.0  # a root with many checkpoints on a slow mount
-RANKS_SECONDS = 600.0  # that one rank may come to the same point, or be done with its loading, after another
+FIND_SECONDS = 120.0  # long enough for a root with many checkpoints on a slow mount
+RANKS_SECONDS = 600.0  # how long one rank waits for another to reach the same point, or to finish loading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What came back. `step`: -1 if that checkpoint has none; `source`: "memory" or "storage"; `passed_over`: newer ones that were damaged,
-    and why; `seconds`: how long it took."""
+    """The snapshot that a recovery has brought back.
+
+    step: -1 if it was saved without one. tag: the name of its directory. source: "memory" or "storage". seconds: how long the recovery
+    took. passed_over: one text for each newer checkpoint that was damaged, with the reason.
+    """
 
     step: int
     attempt: int
@@ -61,8 +64,11 @@ class Recovered:
 
 
 class Recovery:
-    """One call of `Agent.recover`, on all ranks: each step of it is taken by every rank, and then every rank hears what came of it on all,
-    so that all come to the same decisions. `topic` is this call's own."""
+    """One call of `Agent.recover`, made on all ranks together.
+
+    All ranks go through the same phases and exchange the result of each phase, so that they all make the same decisions. `topic` is the
+    name of this call in the job's store.
+    """
 
     def __init__(
         self,
@@ -78,10 +84,13 @@ class Recovery:
         self._client, self._ranks, self._job, self._topic = client, ranks, job, topic
         self._strict, self._on_reshape, self._planner = strict, on_reshape, planner
         self.last_step = -1
-        """The highest that any rank has captured in this attempt; known once `run` has begun."""
+        """The highest step that any rank has captured in this attempt, or -1. Known once `run` has heard from all ranks."""
 
     def run(self, state: Any, *, step: int | None, last_step: int) -> Recovered | None:
-        """See `Agent.recover`."""
+        """Recover `state`, and return the snapshot that came back, or None. `Agent.recover` has the whole contract.
+
+        last_step: the last step that this rank has captured in this attempt.
+        """
         begun = time.monotonic()
         said = self._all("find", lambda: self._find(step, last_step))
         self.last_step = max(found["last_step"] for found in said)
@@ -141,13 +150,13 @@ class Recovery:
         }
 
     def _check_unused(self, said: list[dict[str, Any]]) -> None:
-        """What is in the checkpoint must have a place on some rank."""
+        """Raise StructureMismatch if `strict` is on and a key of the checkpoint has no place on any rank."""
         nowhere = [key for key in said[0]["unused"] if all(key in found["unused"] for found in said)]
         if nowhere and self._strict:
             raise mismatch(nowhere)
 
     def _all(self, topic: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What came of `work` on each rank. One rank's error is an error on all."""
+        """Do the work, wait for the other ranks, and return the results of all ranks. An error on one rank is raised on all ranks."""
         failure: Exception | None = None
         mine: bytes | CkptdError
         try:
@@ -173,9 +182,10 @@ def _damage(said: list[dict[str, Any]]) -> str:
 
 
 class _Attempt:
-    """One candidate on its way into the state of this rank: `open`, `bind`, `load`, `finish`, `close`.
+    """The loading of one candidate into the state of this rank.
 
-    All ranks have done one before any does the next: in `bind` and `finish` FSDP1 has them wait for each other.
+    Call `open`, `bind`, `load` and `finish`, and `close` in any case. All ranks return from one call before any rank makes the next one,
+    because FSDP1 makes the ranks wait for each other in `bind` and `finish`. The ranks exchange the dicts that these calls return.
     """
 
     def __init__(
@@ -191,23 +201,24 @@ class _Attempt:
         self._writing = False
 
     def open(self) -> dict[str, Any]:
-        """See whether it is sound, as far as that is cheap."""
+        """Open the candidate, and check it as far as that is cheap. Return the damage that was found."""
         try:
             opened = self._opened = self._open()
             opened.saved.check_all_whole()
-            if self._candidate.source == "memory":  # cheap there, each rank its share, and then nothing is overwritten in vain
+            # Verifying memory is cheap, and each rank does a share. Damage is then found before anything is overwritten.
+            if self._candidate.source == "memory":
                 opened.verify(opened.sources[self._ranks.rank :: self._ranks.world_size])
             failpoint("agent.recover.opened")
         except (IntegrityError, NotFound, OSError) as error:
             return {"damaged": self._damage(error)}
         try:
             self._documents = [opened.document(rank) for rank in range(len(opened.sources))]
-        except (IntegrityError, OSError) as error:  # but not NotFound: a class that is not imported
+        except (IntegrityError, OSError) as error:  # NotFound is raised instead: a class that is not imported is no damage
             return {"damaged": self._damage(error)}
         return {"damaged": ""}
 
     def _damage(self, error: Exception) -> str:
-        """Return what is wrong with the checkpoint.
+        """Return a description of the damage to the checkpoint.
 
         Raises StorageError if the machine could not read it, and NewerFormat if a newer ckptd wrote it: going back to an older checkpoint
         would lose one that may be sound.
@@ -222,7 +233,10 @@ class _Attempt:
         return str(error)
 
     def bind(self, state: Any) -> dict[str, Any]:
-        """Compare, and write nothing. Raises StructureMismatch."""
+        """Compare the checkpoint with `state`, and write nothing. Return the keys that have no place in `state`.
+
+        Raises StructureMismatch.
+        """
         assert self._opened is not None
         documents = self._documents
         own = self._own_document()
@@ -233,7 +247,7 @@ class _Attempt:
         return {"unused": self._binding.unused}
 
     def _own_document(self) -> int | None:
-        """Which of the documents is this rank's, with its random generators; None on another number of ranks."""
+        """Return the index of this rank's values document, and take the RNG states from it. Return None on another number of ranks."""
         documents = self._documents
         if len(documents) == self._ranks.world_size:
             self._rng = documents[self._ranks.rank].get("rng")
@@ -255,7 +269,7 @@ class _Attempt:
         return open_storage(PosixStorage(Path(self._client.welcome.root)), self._job, candidate.tag)
 
     def load(self) -> dict[str, Any]:
-        """Read every byte, most of them into the state itself."""
+        """Read and verify every byte, most of them straight into the state. Return the damage that was found."""
         assert self._opened is not None
         assert self._binding is not None
         binding, saved = self._binding, self._opened.saved
@@ -269,7 +283,7 @@ class _Attempt:
         return {"damaged": "", "writing": True}
 
     def finish(self) -> dict[str, Any]:
-        """What is not written in place: plain values, and what objects load by themselves."""
+        """Write everything that `load` has not: plain values, states that objects load by themselves, and last the RNG states."""
         binding = self._binding
         assert binding is not None
 
@@ -301,7 +315,7 @@ class _Attempt:
 
 
 class _PlannedAttempt(_Attempt):
-    """The same, planned by a LoadPlanner of the caller's."""
+    """The loading of one candidate, planned by the caller's LoadPlanner."""
 
     def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, planned: PlannedLoad, topic: str) -> None:
         super().__init__(client, ranks, job, candidate, strict=False, on_reshape=None)

@@ -1,4 +1,4 @@
-"""What `on_reshape` has made, put into what the caller's state has in that place."""
+"""Puts a value that `on_reshape` has returned into its place in the caller's state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ckptd.agent.state.values import PerRank
 
 
 def put_into(place: Any, made: Any) -> Any:
-    """Tensors of the same shape and objects with `load_state_dict` are changed themselves, in containers too; whatever else is replaced.
+    """Put `made` into `place`, and return the object that then belongs there: `place` itself if it was changed in place.
 
-    Returns what then belongs in the place: `place` itself if that was changed.
+    Tensors of the same shape and dtype, objects with `load_state_dict`, dicts, and lists of the same length are changed in place. The same
+    holds for everything inside these containers. Anything else is replaced.
     """
     if isinstance(place, PerRank):
         place = place.value
