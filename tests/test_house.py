@@ -203,6 +203,28 @@ def test_nothing_imports_the_command_line() -> None:
     assert importers == ["__main__.py"]
 
 
+# -- the code map
+
+
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a file's docstring, on one line."""
+    summary = " ".join((ast.get_docstring(tree(path)) or "").split("\n\n")[0].split())
+    found = re.match(r"(.+?[.!?])(?=\s+[A-Z`]|$)", summary)
+    assert found is not None, f"{path}: the docstring does not begin with a sentence"
+    return found[1]
+
+
+def test_the_code_map_has_every_file_and_its_first_sentence() -> None:
+    text = (ROOT / "docs" / "explanation" / "code-map.md").read_text()
+    listed = dict(re.findall(r"^\| `(\w+/[\w/]+\.py)` \| (.+) \|$", text, re.MULTILINE))
+    files = {str(path.relative_to(ROOT)): path for path in FILES if path.name != "__init__.py"}
+    assert listed == {name: first_sentence(path).replace("|", r"\|") for name, path in files.items()}
+    for path in (path for path in FILES if path.name == "__init__.py"):
+        assert first_sentence(path) in text, f"the code map lacks the first sentence of {path.relative_to(ROOT)}"
+    named = set(re.findall(r"`((?:agent|daemon|shared)/[\w/]+\.py)`", text))
+    assert named == set(listed)
+
+
 # -- names
 
 

@@ -477,7 +477,7 @@ def attempt(case: Case) -> str:
                 if case.kind == "locks" and life == 1:
                     orders.send("lock")  # also the newest, and nobody else has it: the victim is gone
                     orders.recv()
-        if case.taken is not None and _status(case.taken) != before:
+        if case.taken is not None and before is not None and _status(case.taken) != before:
             problems.append(f"{case.taken} was replaced")
         orders.send("got")
         problems += orders.recv() if orders.poll(SECONDS) else ["the thief hangs"]
@@ -488,11 +488,15 @@ def attempt(case: Case) -> str:
         process.join()
 
 
+def _is_thiefs(path: Path) -> bool:
+    """Return True for a directory of the thief. It could not take the name if the file system has no second names across it."""
+    return path.is_dir() and not path.is_symlink() and path.lstat().st_uid == THIEF
+
+
 def _used(case: Case) -> list[str]:
     """Return everything of the thief's that somebody has changed."""
     found = []
-    mine = [path for path in (case.thiefs, case.taken) if path is not None and path.is_dir() and not path.is_symlink()]
-    for top in mine:
+    for top in (path for path in (case.thiefs, case.taken) if path is not None and _is_thiefs(path)):
         found += [f"{path} was made there" for path in top.rglob("*") if path.lstat().st_uid != THIEF]
     if case.thiefs.exists() and (case.thiefs / "file").read_text() != "the thief's":
         found.append("the thief's file was written")
