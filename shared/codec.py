@@ -87,7 +87,7 @@ class Zstd:
 
 
 CODECS: dict[str, type[Raw] | type[Zstd]] = {codec.name: codec for codec in (Raw, Zstd)}
-"""Every codec, by its name in the settings. `parse` makes one from the text after the colon, or returns None. `usage` says what it takes."""
+"""Every codec, by its name in the settings. `parse` makes one from the text after the colon, or returns None. `usage` is for errors."""
 _DECODERS: dict[int, Codec] = {codec.number: codec() for codec in CODECS.values()}
 
 

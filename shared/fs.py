@@ -1,7 +1,7 @@
-"""The one seam to the operating system: every call that durability depends on.
+"""The seam to the operating system: every file system call that durability depends on.
 
-Paths are single names relative to an open directory, and links are never followed. A test puts a `FileSystem` of its own here to lose
-what was not synced. Calls raise OSError as they are; callers translate once, at their own edge.
+Paths are single names relative to an open directory, and links are never followed. A test puts its own `FileSystem` here, to lose what
+was not synced. Calls raise OSError; the callers translate it, once.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _RENAME_NOREPLACE = 1  # linux/fs.h
 
 
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""To open what others may have put there: no link is followed, and a FIFO does not block."""
+"""Flags for opening a file that other users may have made: no link is followed, and a FIFO does not block."""
 
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers that say that blocks, inodes or the quota are used up."""
+"""Error numbers that mean that no blocks, no inodes or no quota are left."""
 
 
 class FileSystem(Protocol):
-    """What ckptd needs of a POSIX file system. `directory` is an open descriptor of one."""
+    """The calls of a POSIX file system that ckptd needs. `directory` is an open descriptor of a directory."""
 
     def open_directory(self, name: str, directory: int | None = None) -> int: ...
     def make_directory(self, name: str, directory: int) -> bool: ...
@@ -53,13 +53,13 @@ class FileSystem(Protocol):
 
 
 class PosixFileSystem:
-    """The real one."""
+    """The file system of the operating system."""
 
     def open_directory(self, name: str, directory: int | None = None) -> int:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
 
     def make_directory(self, name: str, directory: int) -> bool:
-        """True if it was not there before; the caller then syncs `directory`."""
+        """Make a directory. Return False if it exists. The caller syncs `directory`."""
         try:
             os.mkdir(name, dir_fd=directory)
         except FileExistsError:
@@ -67,7 +67,7 @@ class PosixFileSystem:
         return True
 
     def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
-        """A new file, for reading and writing. With `direct`, O_DIRECT where the file system has it."""
+        """Create a file and open it for reading and writing; with O_DIRECT if `direct` is True and the file system supports it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         if direct:
             try:
@@ -86,7 +86,7 @@ class PosixFileSystem:
         os.posix_fallocate(fd, 0, length)
 
     def write(self, fd: int, data: Buffer, offset: int) -> None:
-        """All of `data`, or OSError."""
+        """Write all of `data`, or raise OSError."""
         view = memoryview(data)
         while view:
             written = os.pwrite(fd, view, offset)
@@ -108,14 +108,14 @@ class PosixFileSystem:
         try:
             os.fsync(directory)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # some file systems cannot, and need not; EIO is never ignored
+            if error.errno != errno.EINVAL:  # EINVAL: a file system that has no such sync and needs none
                 raise
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None:
-        """Within one directory. Without `replace`, FileExistsError if `new` is there."""
+        """Rename a file within a directory. Raises FileExistsError if `new` exists and `replace` is False."""
         if replace:
             os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
             return
@@ -145,7 +145,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def _renameat2(*arguments: int | bytes) -> int:
     try:
         return int(_libc.renameat2(*arguments))
-    except AttributeError:  # a libc before glibc 2.28 / musl 1.2.?
+    except AttributeError:  # the libc is older than glibc 2.28
         ctypes.set_errno(errno.ENOSYS)
         return -1
 
@@ -160,9 +160,9 @@ def opened_directory(fs: FileSystem, name: str, directory: int | None = None) ->
 
 
 def make_directories(fs: FileSystem, path: Path) -> None:
-    """Make `path`, and what lacks of its parents, durably. Raises OSError.
+    """Make the directory `path` and its missing parents durably. Raises OSError.
 
-    An empty directory is taken for one whose maker may have died before it was durable.
+    An empty directory that exists is synced again, because its maker may have died before it was durable.
     """
     missing = [path]
     while not missing[-1].parent.exists():
@@ -180,11 +180,11 @@ def make_directories(fs: FileSystem, path: Path) -> None:
 
 
 def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None, by: str = "") -> None:
-    """Make `data` appear whole and durable under `name`: tmp, fsync, rename, fsync directory.
+    """Make `data` appear whole and durable under `name`: write a temporary file, fsync it, rename it, fsync the directory.
 
-    A `.tmp` left by a death is in nobody's way: the next publication removes it first. Where several may publish one name at once, `by`
-    tells them apart. `points` is the prefix of the failpoints to pass. Raises FileExistsError without `replace` if the name is taken, else
-    OSError.
+    A temporary file that a dead process has left is removed first. If several processes may publish one name at once, `by` keeps their
+    temporary files apart. `points` is the prefix of the failpoints to pass. Raises FileExistsError if the name is taken and `replace` is
+    False, else OSError.
     """
     temporary = f"{name}.{by}{TMP_SUFFIX}" if by else name + TMP_SUFFIX
     try:
@@ -216,9 +216,9 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
 
 
 def open_regular(name: str, directory: int, flags: int = READ) -> int:
-    """A file that others may have put there: no link is followed, and a FIFO holds nobody up.
+    """Open a file that another user may have made. No link is followed, and a FIFO does not block.
 
-    Raises OSError, or IntegrityError for what is no regular file.
+    Raises OSError, or IntegrityError if it is no regular file.
     """
     fd = os.open(name, flags, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -228,7 +228,10 @@ def open_regular(name: str, directory: int, flags: int = READ) -> int:
 
 
 def read_small(name: str, directory: int, limit: int) -> bytes:
-    """A whole file of at most `limit` bytes. Raises OSError (EFBIG beyond the limit), IntegrityError for what is no regular file."""
+    """Return the content of a file of at most `limit` bytes.
+
+    Raises OSError (EFBIG if the file is longer), IntegrityError if it is no regular file.
+    """
     with open(open_regular(name, directory), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -237,7 +240,7 @@ def read_small(name: str, directory: int, limit: int) -> bytes:
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from `offset`; returns how many bytes there were, fewer only at the end of the file."""
+    """Fill `buffer` from `offset`. Return the number of bytes read, which is smaller than the buffer only at the end of the file."""
     done = 0
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)

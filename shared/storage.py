@@ -1,8 +1,8 @@
-"""Where checkpoints are kept: a small protocol, and its POSIX form.
+"""Stores checkpoints: the protocol of a storage, and its implementation on a POSIX file system.
 
-Names are (job, tag directory, file), checked by `names.py` before they come here. Every step is made relative to directory descriptors and
-never follows a link below the root. What is acknowledged here is durable: files are synced before their directories, and a directory's
-parent before anything inside it counts. Raises OSError; callers translate.
+Names are (job, tag directory, file), and are checked by `names.py` before they come here. Every call is relative to directory descriptors
+and follows no link below the root. A call that returns is durable: files are synced before their directories, and the parent of a directory
+before anything in it counts. Calls raise OSError; the callers translate it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
 
 _SWEPT_AT_ONCE = 64
-"""How many parts are locked at once, each with an open descriptor."""
+"""The most parts that a sweep locks at once. Each takes an open descriptor."""
 
 
 class Storage(Protocol):
-    """What the daemon and the readers ask of a place for checkpoints."""
+    """The operations of a storage that the daemon and the readers use."""
 
     def jobs(self) -> list[str]: ...
     def tags(self, job: str) -> list[str]: ...
@@ -45,16 +45,16 @@ class Storage(Protocol):
 
 
 class PosixStorage:
-    """A directory tree. `root` must exist; it alone may be a link."""
+    """Checkpoints in a directory tree below `root`, which must exist. Only the root itself may be a link."""
 
     def __init__(self, root: Path, fs: FileSystem | None = None) -> None:
         self.root = root
         self.fs = fs or PosixFileSystem()
-        self._durable: set[tuple[str, ...]] = set()  # directories of whose names in their parents this process is sure
+        self._durable: set[tuple[str, ...]] = set()  # directories whose names this process knows to be durable
 
     @contextmanager
     def directory(self, *parts: str) -> Iterator[int]:
-        """An open descriptor of `root/part/part`. Raises FileNotFoundError, NotADirectoryError."""
+        """Yield an open descriptor of the directory `root/part/part`. Raises FileNotFoundError, NotADirectoryError."""
         fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for part in parts:
@@ -66,7 +66,7 @@ class PosixStorage:
             self.fs.close(fd)
 
     def ensure(self, *parts: str) -> None:
-        """Make `root/part/part` durably. Whoever made what is there already may have died before it was."""
+        """Make the directory `root/part/part` durably. One that exists is synced too: its maker may have died before it was durable."""
         for depth, part in enumerate(parts):
             path = parts[: depth + 1]
             with self.directory(*parts[:depth]) as parent:
@@ -79,12 +79,12 @@ class PosixStorage:
             return sorted(os.listdir(fd))
 
     def jobs(self) -> list[str]:
-        """Names of all jobs that have a directory."""
+        """Return the names of all jobs that have a directory."""
         with self.directory() as fd, os.scandir(fd) as entries:
             return sorted(e.name for e in entries if names.is_name(e.name) and e.is_dir(follow_symlinks=False))
 
     def tags(self, job: str) -> list[str]:
-        """Tag directories of a job, committed or not; empty if the job has none. Raises OSError if the root cannot be listed."""
+        """Return the tag directories of a job, committed or not. Raises OSError if the root cannot be listed."""
         with self.directory():
             pass
         try:
@@ -100,7 +100,7 @@ class PosixStorage:
             return []
 
     def read_manifest(self, job: str, tag: str) -> Manifest:
-        """Raises NotFound where nothing is committed, IntegrityError for a manifest that is damaged or another checkpoint's."""
+        """Return the manifest. Raises NotFound if nothing is committed, IntegrityError if it is damaged or of another checkpoint."""
         manifest = self._read_manifest(job, tag, f"no checkpoint {job}/{tag} in {self.root}", f"{job}/{tag}")
         check_manifest_place(manifest, job, tag)
         return manifest
@@ -115,7 +115,7 @@ class PosixStorage:
             raise type(error)(f"{name}: {error}") from None
 
     def has_manifest(self, job: str, tag: str) -> bool:
-        """Whether anything is committed there, sound or not. Raises OSError."""
+        """Return True if there is a manifest, intact or damaged. Raises OSError."""
         try:
             with self.directory(job, tag) as fd:
                 os.stat(names.MANIFEST, dir_fd=fd, follow_symlinks=False)
@@ -124,7 +124,7 @@ class PosixStorage:
         return True
 
     def open_part(self, job: str, tag: str, file: str, index_sha256: str | None = None) -> PartReader:
-        """The caller closes `reader.fileno()`. Raises IntegrityError for a missing or damaged part."""
+        """Open a part. The caller closes `reader.fileno()`. Raises IntegrityError if the part is missing or damaged."""
         name = f"{job}/{tag}/{file}"
         try:
             fd = self._open_beside(job, tag, file)
@@ -141,7 +141,7 @@ class PosixStorage:
             return open_regular(file, directory)
 
     def read_newest(self, job: str) -> str | None:
-        """What the hint says, unverified; None without one."""
+        """Return the tag directory that the hint `newest` names, unverified, or None if there is no such hint."""
         try:
             with self.directory(job) as fd:
                 name = read_small(names.NEWEST, fd, 300).decode("ascii", "replace").removesuffix("\n")
@@ -153,7 +153,7 @@ class PosixStorage:
         self.ensure(job, tag)
 
     def publish_manifest(self, job: str, tag: str, data: bytes) -> None:
-        """The commit. Raises FileExistsError if the tag has a manifest already."""
+        """Commit: publish the manifest. Raises FileExistsError if the tag has one already."""
         with self.directory(job, tag) as fd:
             publish(self.fs, names.MANIFEST, fd, data, replace=False, points="commit")
 
@@ -162,30 +162,30 @@ class PosixStorage:
             publish(self.fs, names.NEWEST, fd, f"{tag}\n".encode(), replace=True)
 
     def remove_newest(self, job: str) -> None:
-        """Of a job that has no checkpoint any more."""
+        """Remove the hint `newest` of a job that has no checkpoint any more."""
         with self.directory(job) as fd:
             self._unlink(names.NEWEST, fd)
             self.fs.sync_directory(fd)
 
     def pins(self, job: str) -> set[str]:
-        """Tag directories that are not to be deleted."""
+        """Return the tag directories that are pinned."""
         try:
             return {name for name in self._list(names.CONTROL, names.PINS, job) if names.parse_tag_directory(name)}
         except FileNotFoundError:
             return set()
 
     def pin(self, job: str, tag: str) -> None:
-        """Durably; the caller holds a lease."""
+        """Pin a checkpoint durably. The caller holds a lease on it."""
         self.ensure(names.CONTROL, names.PINS, job)
         with self.directory(names.CONTROL, names.PINS, job) as fd:
             try:
                 self.fs.close(self.fs.create(tag, fd))
             except FileExistsError:
-                pass  # by someone who may have died before it was durable
+                pass  # the process that pinned it may have died before the pin was durable
             self.fs.sync_directory(fd)
 
     def unpin(self, job: str, tag: str) -> None:
-        """Whether or not it is pinned."""
+        """Remove the pin of a checkpoint, if it has one."""
         try:
             with self.directory(names.CONTROL, names.PINS, job) as fd:
                 self._unlink(tag, fd)
@@ -224,19 +224,19 @@ class PosixStorage:
                 try:
                     self.fs.remove_directory(tag, fd)
                 except (FileNotFoundError, NotADirectoryError):
-                    pass  # by someone who may have died before it was durable
+                    pass  # the process that removed it may have died before that was durable
                 self.fs.sync_directory(fd)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            return False  # somebody's own file lies in it: leave it alone
+            return False  # a file in it is not ckptd's
         return True
 
 
 class StandaloneStorage(PosixStorage):
-    """A directory that is one checkpoint by itself, outside every root: whatever the job and the tag, it is in there."""
+    """A directory that holds one checkpoint by itself, outside every root. Every job and tag means this directory."""
 
     job, tag, attempt = "standalone", "standalone.a0001", 1
 
@@ -252,7 +252,7 @@ class StandaloneStorage(PosixStorage):
         return super().has_manifest(job, tag)
 
     def read_manifest(self, job: str = job, tag: str = tag) -> Manifest:
-        """Whatever job and tag it was made for: a checkpoint may have been moved or copied here."""
+        """Return the manifest, whatever job and tag it names: the checkpoint may have been moved or copied here."""
         return self._read_manifest(job, tag, f"no checkpoint in {self.root}", str(self.root))
 
     def commit(self, data: bytes, *, overwrite: bool, nonce: str | None = None) -> None:
@@ -359,7 +359,7 @@ class StandaloneStorage(PosixStorage):
 
 
 def check_manifest_place(manifest: Manifest, job: str, tag: str) -> None:
-    """Raises IntegrityError for a manifest that lies where another one belongs."""
+    """Raise IntegrityError if the manifest lies in the directory of another checkpoint."""
     parsed = names.parse_tag_directory(tag)
     if parsed is None or (manifest.tag, manifest.attempt) != (tag, parsed[2]) or (parsed[1] is not None and manifest.step != parsed[1]):
         raise IntegrityError(f"{job}/{tag}: the manifest there is that of {manifest.job}/{manifest.tag}")
