@@ -13,7 +13,11 @@ from ckptd.daemon.config import FIELDS
 from tests.support import diagrams
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "shared").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/crash/RUNS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "shared").glob("*.md")),
+]
 
 
 def test_life_cycles_are_drawn_from_the_tables() -> None:
