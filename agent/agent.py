@@ -27,6 +27,7 @@ from ckptd.agent.dcp.planner_rounds import plan_save
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
 from ckptd.agent.link.arguments import make_request, ranks_of
+from ckptd.agent.link.attempt import begin
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout
@@ -88,11 +89,14 @@ class Agent:
         process_group: torch.distributed.ProcessGroup | None = None,
         retention: Policy | Iterable[Policy] | None = None,
     ) -> None:
+        ranks = ranks_of(process_group)
         try:
             self._retention = None if retention is None else checked(retention)
         except (ValueError, TypeError) as error:
-            raise InvalidRequest(str(error)) from None
-        self._link = RankLink(ranks_of(process_group), job, socket=socket, root=root, structure_changed=self._structure_changed)
+            refusal = InvalidRequest(str(error))
+            begin(ranks, refusal)  # raises it on all ranks: the others are waiting for this one
+            raise refusal from None
+        self._link = RankLink(ranks, job, socket=socket, root=root, structure_changed=self._structure_changed)
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()

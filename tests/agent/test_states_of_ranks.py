@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptd.agent import Agent, Checkpoint, CkptdError, per_rank
+from ckptd.agent import Agent, Checkpoint, CkptdError, LatestN, per_rank
 from ckptd.agent.recover import recovery
 from ckptd.agent.state.values import PerRank
 from tests.support.daemons import Daemon
@@ -254,6 +254,15 @@ def stages(socket: Path) -> str:
     return refused(socket, "stages", [{"model": model}] * 4)
 
 
+def retain(socket: Path, bad: int) -> str:
+    """Make an agent, with a retention that is none on one rank."""
+    try:
+        Agent("retention", socket=socket, retention=[] if dist.get_rank() == bad else LatestN(1)).close()
+    except (CkptdError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Any:
     with Ranks(2) as made:
@@ -294,6 +303,13 @@ def test_ranks_that_do_not_agree_whether_to_persist(ranks: Ranks, daemon: Daemon
         said = r"step 1 has persist=(True on rank 0, and not on rank 1|False on rank 1, and not on rank 0): give the same on all"
         assert re.fullmatch(said, why)
     assert ranks.call(save_as, daemon.home.socket, "persist", [True, True]) == ["", ""]
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_ranks_bad_retention_is_told_to_all(ranks: Ranks, daemon: Daemon, bad: int) -> None:
+    for why in ranks.call(retain, daemon.home.socket, bad):
+        assert "InvalidRequest: " in why
+        assert "retention has 0 policies" in why
 
 
 def test_ranks_that_want_other_steps_back(ranks: Ranks, daemon: Daemon) -> None:
