@@ -93,9 +93,11 @@ class Saved:
         raise NotFound(f"no tensor {name!r}; there are {len(self.names())}, like {', '.join(sorted(self.names())[:3])}")
 
     def metadata(self) -> Metadata:
-        """Return DCP's metadata of every stored tensor, alias and blob."""
+        """Return DCP's metadata of every tensor and blob that can be asked for."""
         entries: dict[str, Any] = {}
         for name, shards in self.shards.items():
+            if name.startswith(HIDDEN):
+                continue
             item = shards[0].item
             chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in shards]
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(item.dtype)), torch.Size(item.size), chunks)

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.targets import leave_all
@@ -207,6 +208,18 @@ def test_a_snapshot_is_loaded_by_dcp(daemon: Daemon) -> None:
     loaded = blank()
     dcp.load(loaded, storage_reader=StorageReader(daemon.home.root / "gpt" / "step-3"))
     assert same(loaded, state(5))
+
+
+def test_tensors_that_overlap_are_loaded_without_a_template(daemon: Daemon) -> None:
+    """The storage that both lie in is an item of its own, which has no name of the user's."""
+    agent = Agent("job", socket=daemon.home.socket)
+    base = torch.arange(15.0)
+    agent.snapshot({"a": base[:10], "b": base[5:]}, step=1, rng=False).wait("durable", timeout=60)
+    agent.close()
+    found: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(found, StorageReader(daemon.home.root / "job" / "step-1"), planner=planner, no_dist=True)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": base[:10].tolist(), "b": base[5:].tolist()}
 
 
 def test_an_agent_of_this_process_is_used(daemon: Daemon) -> None:
