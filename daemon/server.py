@@ -314,10 +314,10 @@ class Connection:
         return m.Segments(re=request_id, segments=[_held(slot) for slot in slots]), opened
 
     def _notify(self, message: m.Progress) -> None:
-        """Send the message, keep it while Begin is under way, or else drop it. An error here would keep the caller from freeing slots."""
+        """Send the message, or keep it until the rank has begun. An error here would keep the caller from freeing slots."""
         if self._session.state in (s.SessionState.ATTACHED, s.SessionState.LEAVING):
             self.send(message)
-        elif self._session.state is s.SessionState.BEGINNING:
+        elif self._session.state in (s.SessionState.BEGINNING, s.SessionState.GREETED):  # GREETED: its Begin has failed
             self._untold.append(message)
 
     # -- sending

@@ -62,6 +62,20 @@ def test_a_rank_that_hangs_up_while_its_attempt_begins_is_not_connected(place: H
         until(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the connection")
 
 
+def test_news_that_comes_after_a_failed_begin_is_kept_until_the_next(place: Home) -> None:
+    """A rank that goes back still waits for the snapshot that it left."""
+    with running(place, failpoints="persist.intended=sleep(1)@1,attempt.claiming=error(EIO)@2") as daemon:
+        agent = Agent("gpt", socket=place.socket)
+        pending = agent.snapshot({"x": torch.ones(3)}, step=1)
+        with pytest.raises(errors.StorageError, match="cannot claim an attempt"):
+            agent._link.begin_next()
+        until(lambda: daemon.status()["counters"]["persisted"] == 1, "checkpoint")
+        assert pending.state == "sealed"
+        agent._link.begin_next()
+        pending.wait("durable", timeout=60)
+        agent.close()
+
+
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
