@@ -75,7 +75,7 @@ class Agent:
     it belongs to another user, VersionMismatch if it has no protocol version in common with this process, and Busy if it is stopping or has
     too many jobs or clients. Raises StorageError if the attempt cannot be claimed on storage, Fenced if another attempt of the job begins
     at the same time, and SnapshotFailed if another rank does not make its agent within 120 s. If one rank cannot find its daemon or the
-    name of its job, or if rank 0 cannot claim the attempt, that error is raised on all ranks.
+    name of its job, or has an invalid `retention`, or if rank 0 cannot claim the attempt, that error is raised on all ranks.
     """
 
     def __init__(

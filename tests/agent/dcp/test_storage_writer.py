@@ -230,6 +230,10 @@ def test_an_agent_of_this_process_is_used(daemon: Daemon) -> None:
     agent.snapshot(state(3), step=12).wait("durable", timeout=60)
     going_back = StorageWriter(daemon.home.root / "gpt" / "step-3", socket=daemon.home.socket)
     assert "recover() to go back" in refused(dcp.save, state(), storage_writer=going_back)
+    again = StorageWriter(daemon.home.root / "gpt" / "best", socket=daemon.home.socket, overwrite=True)
+    assert "tag 'best' is taken in attempt 1 of this process's own Agent, which cannot be overwritten" in refused(
+        dcp.save, state(), storage_writer=again
+    )
     agent.close()
     assert directories(daemon.home.root / "gpt") == ["best.a0001", "step-00000010.a0001", "step-00000012.a0001"]
 
