@@ -229,7 +229,7 @@ def test_extension_codes() -> None:
     codes: list[int] = []
     for row in rows(section(FORMAT, 3), "| code | what |"):
         codes += [int(code) for code in row[0].split(",")]
-    source = ast.parse((SHARED.parent / "agent" / "values.py").read_text())
+    source = ast.parse((SHARED.parent / "agent" / "state" / "values.py").read_text())
     ranges = [
         [ast.literal_eval(argument) for argument in node.value.args]
         for node in ast.walk(source)
@@ -253,7 +253,7 @@ def test_keys_of_documents() -> None:
     assert sorted(index) == sorted(part.PartIndex.__struct_fields__)
     chunk = next(row[1] for row in rows(three, "| index key | value |") if row[0] == "`chunks`")
     assert len(re.findall(r"\[(.*?)\]", chunk)[0].split(", ")) == len(part.Chunk.__struct_fields__)
-    request = next(line for line in three.split("\n\n") if line.startswith("**SnapshotRequest document**"))
+    request = next(line for line in three.split("\n\n") if line.startswith("**Request document**"))
     assert code_names(request) == list(SnapshotRequest.__struct_fields__)
     members = [key for row in rows(section(FORMAT, 4), "| member | value |") for key in code_names(row[0])]
     assert sorted(members) == sorted([*Manifest.__struct_fields__, "sha256"])
