@@ -1,7 +1,6 @@
 """Gives slots to ranks: makes their segments, and decides once per step, for all ranks, whether the step gets slots or is skipped.
 
-Keeps the record of which slots are busy and which are outgrown. Knows slots and owners, and nothing of saves. A call that raises CkptdError
-has changed nothing.
+Keeps the record of which slots are busy and which are outgrown. Knows slots and owners, and nothing of saves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Takes the requests of ranks: begins attempts, grants slots, records seals, and starts the save once all ranks have sealed.
 
-Runs on the event loop only. Every decision is made on the values of the catalog. A method that raises CkptdError has changed nothing; the
-client gets the error.
+Runs on the event loop only. Every decision is made on the values of the catalog. A CkptdError is sent to the client; PROTOCOL.md, section 4,
+says what a request that failed may have changed.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):
 class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
     """A request that gives back a granted slot, or reports that this rank cannot take a step.
 
-    With `segment`, that slot will not be sealed. If `step` is given and the slot is no longer granted for it, nothing happens. Without
-    `segment`, the rank cannot take `step`. Either fails the step on all ranks, unless this rank has another slot for it. `reason` and
-    `code` describe the error that the ranks get.
+    With `segment`, that slot will not be sealed, and the step fails on all ranks unless this rank has another slot for it. If `step` is
+    given and the slot is no longer granted for it, nothing happens. Without `segment`, the rank cannot take `step`, which then fails on all
+    ranks unless this rank has sealed it. `reason` and `code` describe the error that the ranks get.
     """
 
     segment: Name = ""
