@@ -1,7 +1,7 @@
 """Takes the requests of ranks: begins attempts, grants slots, records seals, and starts the save once all ranks have sealed.
 
-Runs on the event loop only. Every decision is made on the values of the catalog. A CkptdError is sent to the client; PROTOCOL.md, section 4,
-says what a request that failed may have changed.
+Runs on the event loop only. Every decision is made on the values of the catalog. A CkptdError goes to the client; what a failed
+request may have changed is in section 4 of PROTOCOL.md.
 """
 
 from __future__ import annotations
