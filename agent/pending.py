@@ -144,10 +144,10 @@ class Pending:
             log.warning("snapshot of step %d skipped: %s", self.step, reason)
         self._waiters.notify()
 
-    def supersede(self) -> None:
+    def supersede(self, why: str = "a newer snapshot has replaced it there") -> None:
         """Record that a memory-only snapshot can no longer become durable, because its slot is filled again or the agent closes."""
         with self._lock:
             if not self.done:
-                self.error = SnapshotFailed(f"step {self.step} was kept in memory only, and a newer snapshot has replaced it there")
+                self.error = SnapshotFailed(f"step {self.step} was kept in memory only, and {why}")
                 self._over = True
         self._waiters.notify()

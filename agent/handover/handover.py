@@ -320,4 +320,4 @@ class Handovers:
             if pending.persist:
                 self.seals.finish(pending, SnapshotFailed("the agent was closed first"))
             else:
-                pending.supersede()
+                pending.supersede("the agent was closed")

@@ -244,8 +244,11 @@ def test_a_memory_only_snapshot_is_superseded_in_its_slot() -> None:
 
 def test_closing_fails_what_is_not_durable() -> None:
     world = World(granted("a"))
+    memory_only = world.all.open(Pending(0, 1, persist=False), None)
+    memory_only.begin()
     handover = world.filled(1)
     world.all.slots._slots.clear()
     world.all.close()
     assert str(handover.pending.error) == "the agent was closed first"
-    assert world.all.pending == {}
+    assert str(memory_only.pending.error) == "step 0 was kept in memory only, and the agent was closed"
+    assert list(world.all.pending) == [(1, 0)]
