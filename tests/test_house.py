@@ -156,7 +156,7 @@ ROOMS = (
 
 
 def test_rooms_of_the_agent_are_in_order() -> None:
-    """Each room imports lower ones only, so that whoever opens one knows where its calls go."""
+    """Each room imports lower rooms only, so that a reader knows where its calls go."""
     here = ROOT / "agent"
     assert {path.stem for path in here.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"} == set(ROOMS)
     for path in in_package("agent"):

@@ -142,14 +142,14 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
             taken = PosixStorage(Path(target.root)).has_manifest(target.job, directory)
             if taken and not overwrite:
                 raise AlreadyExists(f"Checkpoint already exists: {target.job}/{directory}; choose another name, or say overwrite=True")
-            anew = taken or (target.step is not None and target.step <= held.last_step)
-            if anew and held not in _own.values():
+            begins_next = taken or (target.step is not None and target.step <= held.last_step)
+            if begins_next and held not in _own.values():
                 whose = f"attempt {held.attempt} of this process's own Agent"
                 if target.step is None:
                     raise InvalidRequest(f"tag {target.tag!r} is taken in {whose}, which cannot be overwritten: choose another tag")
                 raise InvalidRequest(f"step {target.step} does not follow step {held.last_step}, the last of {whose}: recover() to go back")
-            if not held.saving or not (overwrite or anew) or time.monotonic() > until:
-                return _claimed(target, _begin(target, 0, world_size, None) if anew else held, world_size)
+            if not held.saving or not (overwrite or begins_next) or time.monotonic() > until:
+                return _claimed(target, _begin(target, 0, world_size, None) if begins_next else held, world_size)
         time.sleep(_LOOK_SECONDS)  # a save on another thread may be the one to overwrite, and a new attempt would end it
 
 

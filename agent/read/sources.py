@@ -215,7 +215,7 @@ def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Op
             reader = storage.open_part(job, tag, part.file, part.index_sha256)
             readers.append(reader)
             (leased if isinstance(storage, StandaloneStorage) else descriptors).append(reader.fileno())
-            reader.check_codecs()  # now, because later half of the caller's state may be overwritten
+            reader.check_codecs()  # an error that is found later would leave half of the state overwritten
             index = reader.index
             whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
             if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
