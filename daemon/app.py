@@ -48,9 +48,7 @@ class App:
         return self._serving is not None and self._serving.ready
 
     async def run(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
-        async with opened(self._config, self._fs, failed=self._end, changed=self._changed) as parts:
+        async with opened(self._config, self._fs, failed=self._end, changed=self._changed, locked=self._handle_signals) as parts:
             listener, ours = listen(self._config.socket)
             try:
                 self._serving = Serving(parts, self._stop, self._started, self._ready_fd)
@@ -61,6 +59,11 @@ class App:
                     self._config.socket.unlink(missing_ok=True)
         if self._fatal is not None:
             raise self._fatal
+
+    def _handle_signals(self) -> None:
+        """Handle SIGTERM and SIGINT from now on. Before this call nothing is owed, and the default action ends a start that hangs."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
         if self._stop.is_set():

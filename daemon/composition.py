@@ -49,12 +49,18 @@ class Parts:
 
 @asynccontextmanager
 async def opened(
-    config: Config, fs: FileSystem, *, failed: Callable[[BaseException], None], changed: Callable[[], None]
+    config: Config,
+    fs: FileSystem,
+    *,
+    failed: Callable[[BaseException], None],
+    changed: Callable[[], None],
+    locked: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Parts]:
     """Lock the root, build the parts, and recover; yield the parts; release everything at the end.
 
     `failed` is called with the error of a background task or of the journal, after which the daemon must end. `changed` is called when a
-    save or the work for a dead trainer has ended. Raises Busy if another daemon has the root, StorageError, InvalidConfig, NewerFormat.
+    save or the work for a dead trainer has ended. `locked` is called once the root is locked and the journal is replayed, before anything
+    is recovered. Raises Busy if another daemon has the root, StorageError, InvalidConfig, NewerFormat.
     """
     with ExitStack() as held:
         storage = PosixStorage(config.root, fs)
@@ -74,6 +80,7 @@ async def opened(
             journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal)
             journal.on_broken = failed
             tasks.on_failure(failed)
+            locked()
             catalog, claims = Catalog(), Claims(Attempts(storage, calls))
             owners: dict[tuple[str, int, int], Owner] = {}
             admission = Admission(slots, owners, config.chunk_size, pipeline.run)

@@ -24,7 +24,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import PosixStorage
-from tests.support.daemons import Daemon, Home, running
+from tests.support.daemons import Daemon, Home, running, until
 
 NOTHING: dict[str, str] = {}
 
@@ -71,6 +71,17 @@ def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
     place.socket = usual
     with running(place):
         assert "is ready" in ckptd("status", environment=environment).stdout
+
+
+def test_a_start_that_hangs_can_be_ended_by_sigterm(place: Home) -> None:
+    """Nothing is owed yet, so the signal keeps its default action."""
+    daemon = Daemon(place, failpoints="start.locked=hang", forked=True)
+    try:
+        until(lambda: list(place.root.glob("**/lock")), "lock of the root")
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.died() == -signal.SIGTERM
+    finally:
+        daemon.kill()
 
 
 def test_a_crash_in_native_code_leaves_a_traceback(daemon: Daemon) -> None:
