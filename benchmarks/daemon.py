@@ -17,7 +17,6 @@ import psutil
 
 from ckptd.daemon import records as r
 from ckptd.daemon.journal import Journal
-from ckptd.shared import names
 from ckptd.shared.fs import PosixFileSystem
 from tests.support.daemons import Daemon, Home, home
 
@@ -26,7 +25,7 @@ MOST_RSS, MOST_SECONDS = 60e6, 0.5
 
 def fill(place: Home, records: int) -> None:
     """A journal as of so many saves that were staged, committed and forgotten."""
-    directory = os.open(place.root / names.CONTROL / names.host() / names.JOURNAL, os.O_RDONLY)
+    directory = os.open(place.journal, os.O_RDONLY)
     with ThreadPoolExecutor(1) as pool:
         journal = Journal.open(PosixFileSystem(), directory, pool)
         journal.start(["job"])

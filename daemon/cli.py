@@ -23,6 +23,7 @@ from ckptd.daemon import report
 from ckptd.shared import __version__, names
 from ckptd.shared import errors as e
 from ckptd.shared.retention import parse
+from ckptd.shared.storage.locate import find_job_or_checkpoint
 
 EXIT_CODES: dict[type[e.CkptdError], int] = {
     e.InvalidConfig: 2,
@@ -86,6 +87,7 @@ def main() -> None:
 @main.command()
 @click.option("--root", help="Directory for the checkpoints of all jobs; made if missing.")
 @click.option("--socket", help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.")
+@click.option("--state-dir", help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.")
 @click.option("--codec", help="How chunks are stored: raw, zstd or zstd:LEVEL (1-19). Default: zstd.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
 @click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
@@ -252,8 +254,8 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
     manifest = report.manifest_at(path)
     for damaged in report.damaged_newer(path, manifest):
         click.echo(f"ckptd: passed over: {damaged}", err=True)
-    storage, job, tag = report.place(path)
-    title = report.title(storage, job, tag or manifest.tag)
+    repository, job, tag = find_job_or_checkpoint(path)
+    title = report.title(repository, job, tag or manifest.tag)
     click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, title, keys=keys))
 
 

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from ckptd.daemon import recovery, roots, tasks
+from ckptd.daemon import recovery, tasks
 from ckptd.daemon.admission import Admission, Owner
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job
@@ -19,6 +18,7 @@ from ckptd.daemon.claims import Claims
 from ckptd.daemon.config import Config
 from ckptd.daemon.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.journal import Journal
+from ckptd.daemon.journal_place import journal_directory
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.saver import Saver
@@ -28,7 +28,8 @@ from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.repository import Repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Parts:
     """The parts of one daemon. `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks after dead trainers."""
 
     config: Config
-    storage: PosixStorage
+    repository: Repository
     calls: StorageCalls
     pipeline: Pipeline
     slots: Slots
@@ -63,12 +64,10 @@ async def opened(
     is recovered. Raises Busy if another daemon has the root, StorageError, InvalidConfig, NewerFormat.
     """
     with ExitStack() as held:
-        storage = PosixStorage(config.root, fs)
-        control = roots.prepare(config.root, storage)
-        with storage.directory(names.CONTROL, names.host()) as directory:
-            held.callback(os.close, roots.lock(directory, config.root))
+        repository = open_root(config.root, fs)
+        held.callback(repository.storage.serve(names.host()).close)
         failpoint("start.locked")
-        pipeline = Pipeline(fs, config.threads, config.memory_budget, config.chunk_size, config.spread)
+        pipeline = Pipeline(config.threads, config.memory_budget, config.chunk_size, config.spread)
         held.callback(pipeline.close)
         calls = StorageCalls(config.storage_timeout)
         held.callback(calls.close)
@@ -76,12 +75,12 @@ async def opened(
         held.callback(journal_thread.shutdown, wait=False)
         slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota)
         held.callback(slots.close)
-        with storage.directory(*control) as directory:
+        with journal_directory(fs, config.state_dir, config.root, repository) as directory:
             journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal)
             journal.on_broken = failed
             tasks.on_failure(failed)
             locked()
-            catalog, claims = Catalog(), Claims(Attempts(storage, calls))
+            catalog, claims = Catalog(), Claims(Attempts(repository, calls))
             owners: dict[tuple[str, int, int], Owner] = {}
             admission = Admission(slots, owners, config.chunk_size, pipeline.run)
             steps = Steps(catalog, owners, admission, config.rank_timeout, config.stall_budget + PLAN_GRACE_SECONDS)
@@ -93,13 +92,13 @@ async def opened(
                 changed()
 
             saver = Saver(
-                config, catalog, slots, journal, storage, pipeline, calls,
+                config, catalog, slots, journal, repository, pipeline, calls,
                 counters=steps.counters, claimed=claims.claimed, tell=steps.tell, settled=settled,
             )  # fmt: skip
             engine = Engine(catalog, slots, journal, claims, pipeline, owners, admission, steps, saver)
             orphans = Orphans(engine, config.memory_ttl, changed)
-            await recovery.recover(storage, calls, claims, journal, catalog, slots, saver, orphans)
+            await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)
             try:
-                yield Parts(config, storage, calls, pipeline, slots, catalog, journal, engine, saver, orphans)
+                yield Parts(config, repository, calls, pipeline, slots, catalog, journal, engine, saver, orphans)
             finally:
                 await journal.close()

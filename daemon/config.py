@@ -20,6 +20,7 @@ from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
+from ckptd.shared.state_directory import default_state_dir
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
@@ -33,6 +34,8 @@ class Config:
     """Directory of the checkpoints of all jobs, as an absolute path. It is created if it is missing."""
     socket: Path
     """Unix socket that the daemon listens on, as an absolute path of at most 107 bytes."""
+    state_dir: Path = dataclasses.field(default_factory=default_state_dir)
+    """Directory on a local disk for the journals of all roots. It should outlive the daemon: keep it on a volume in a container."""
     codec: str = "zstd"
     """Encoding of stored chunks: `raw`, `zstd` or `zstd:LEVEL`."""
     slots: int = 2
@@ -83,6 +86,7 @@ class Config:
             self.socket,
             "an absolute path of at most 107 bytes",
         )
+        _require(self.state_dir.is_absolute(), "state_dir", self.state_dir, "an absolute path")
         _require(self.shm_dir.is_absolute(), "shm_dir", self.shm_dir, "an absolute path")
         _require(2 <= self.slots <= 8, "slots", self.slots, "2 to 8")
         _require(self.keep_last >= 0, "keep_last", self.keep_last, "0 (all) or more")
@@ -135,6 +139,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     if "socket" not in values:
         raise InvalidConfig("no socket: name one with --socket PATH, CKPTD_SOCKET or socket = in the config file")
     values["socket"] = Path(os.path.abspath(values["socket"]))
+    if "state_dir" in values:
+        values["state_dir"] = Path(os.path.abspath(values["state_dir"]))
     return Config(**values)
 
 

@@ -16,12 +16,12 @@ from ckptd.daemon.catalog import Job, StoredCheckpoint
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.retention import policies_of, to_retire
 from ckptd.daemon.storage_calls import StorageCalls
-from ckptd.shared import leases, names
+from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.retention import Policy
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.repository import Repository
 
 log = logging.getLogger("ckptd.deleter")
 
@@ -36,12 +36,12 @@ class Deleter:
         self,
         policies: Sequence[Policy],
         journal: Journal,
-        storage: PosixStorage,
+        repository: Repository,
         calls: StorageCalls,
         locks: Mapping[str, asyncio.Lock],
         counters: Counter[str],
     ) -> None:
-        self._policies, self._journal, self._storage, self._calls = tuple(policies), journal, storage, calls
+        self._policies, self._journal, self._repository, self._calls = tuple(policies), journal, repository, calls
         self._locks, self._counters = locks, counters
 
     # -- at the start
@@ -63,7 +63,7 @@ class Deleter:
         if not await self.point_newest(job):
             return
         try:
-            pinned = await self._calls.run(lambda: self._storage.pins(job.name))
+            pinned = await self._calls.run(lambda: self._repository.pins(job.name))
         except (OSError, StorageError) as error:
             self._failed(job, error)
             return
@@ -95,9 +95,9 @@ class Deleter:
         """Make `newest` name the newest checkpoint, if there is one. Return False if that failed; the failure is logged and counted."""
         try:
             newest = job.newest_checkpoint()
-            if newest is not None and await self._calls.run(lambda: self._storage.read_newest(job.name)) != newest.tag:
+            if newest is not None and await self._calls.run(lambda: self._repository.read_newest(job.name)) != newest.tag:
                 failpoint("newest.publishing")
-                await self._calls.run(lambda: self._storage.publish_newest(job.name, newest.tag))
+                await self._calls.run(lambda: self._repository.publish_newest(job.name, newest.tag))
                 failpoint("newest.published")
         except (OSError, StorageError) as error:
             self._failed(job, error)
@@ -118,7 +118,7 @@ class Deleter:
         async with self._locks[job.name]:
             known = job.checkpoints.get(tag)
             if known is None and (tag in job.damaged or tag in job.newer):
-                files = await self._calls.run(lambda: self._storage.files(job.name, tag))
+                files = await self._calls.run(lambda: self._repository.files(job.name, tag))
                 parts = sorted({part for file in files if (part := names.part_of(file))})
                 known = StoredCheckpoint(job.name, tag, 0, None, 0, 0, tuple(parts), False)
             if known is None:
@@ -141,22 +141,22 @@ class Deleter:
             job.retiring.discard(old.tag)
 
     async def _retire(self, job: Job, old: StoredCheckpoint) -> str:
-        storage, run = self._storage, self._calls.run
+        repository, run = self._repository, self._calls.run
         try:
-            async with self._calls.entered(leases.deletion(storage, job.name, old.tag)):
-                if old.tag in await run(lambda: storage.pins(job.name)):
+            async with self._calls.entered(repository.exclude(job.name, old.tag)):
+                if old.tag in await run(lambda: repository.pins(job.name)):
                     return f"checkpoint {job.name}/{old.tag} is pinned"
                 job.retiring.add(old.tag)
                 await self._journal.append(r.Retiring(job=job.name, tag=old.tag, files=list(old.files)))
                 failpoint("retire.intended")
-                if await run(lambda: storage.read_newest(job.name)) == old.tag:
+                if await run(lambda: repository.read_newest(job.name)) == old.tag:
                     await self._leave_newest(job)
-                await run(lambda: storage.delete_files(job.name, old.tag, [names.MANIFEST]))
+                await run(lambda: repository.delete_files(job.name, old.tag, [names.MANIFEST]))
         except Busy as error:
             return str(error)
         failpoint("retire.uncommitted")
-        await run(lambda: storage.delete_files(job.name, old.tag, list(old.files)))
-        await run(lambda: storage.delete_tag(job.name, old.tag))
+        await run(lambda: repository.delete_files(job.name, old.tag, list(old.files)))
+        await run(lambda: repository.delete_tag(job.name, old.tag))
         failpoint("retire.swept")
         await self._journal.append(r.Retired(job=job.name, tag=old.tag))
         job.checkpoints.pop(old.tag, None)
@@ -172,9 +172,9 @@ class Deleter:
         other = job.newest_checkpoint()
         if other is not None:
             try:
-                await self._calls.run(lambda: self._storage.publish_newest(job.name, other.tag))
+                await self._calls.run(lambda: self._repository.publish_newest(job.name, other.tag))
                 return
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-        await self._calls.run(lambda: self._storage.remove_newest(job.name))
+        await self._calls.run(lambda: self._repository.remove_newest(job.name))

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import fcntl
 import importlib.util
-import mmap
 import os
 import resource
 import shutil
 import socket
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +21,13 @@ from typing import Any
 
 from ckptd.daemon import limits
 from ckptd.daemon.config import Config
-from ckptd.shared import locks, owners
+from ckptd.shared import owners
 from ckptd.shared.errors import Forbidden
+from ckptd.shared.storage import posix_probe
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
+VOLATILE = {TMPFS: "a tmpfs, which a reboot empties", 0x794C7630: "an overlay, which usually ends with its container"}
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 LEAST_FREE = 1 << 30  # bytes; a root with less free space gets a warning
 LEAST_INODES = 10_000
@@ -53,6 +52,7 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     yield check_shared_memory(config.shm_dir, config.slots, config.shm_quota)
     if with_root:
         yield from check_root(config.root)
+    yield check_state_dir(config.state_dir)
     yield check_socket_directory(config.socket.parent)
     yield from check_kernel()
     yield check_event_loop(importlib.util.find_spec("uvloop") is not None)
@@ -126,88 +126,54 @@ def check_root(root: Path) -> Iterator[Check]:
         place = place.parent
     called = str(root) if place == root else f"{place} (where {root} will be made)"
     try:
-        status, space = place.stat(), os.statvfs(place)
-        probe = Path(tempfile.mkdtemp(prefix=".ckptd-doctor-", dir=place))
+        found = posix_probe.probe(place)
     except OSError as error:
         yield Check("root", FAILED, f"{called} cannot be written: {error.strerror}", {"path": str(place)})
         return
-    try:
-        free, inodes = space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None
-        values = {"path": str(place), "exists": place == root, "free_bytes": free, "free_inodes": inodes}
-        values |= {"uid": status.st_uid, "mode": f"{status.st_mode & 0o7777:o}"}
-        few = free < LEAST_FREE or (inodes is not None and inodes < LEAST_INODES)
-        count = "no limit of" if inodes is None else f"{inodes:,d}"
-        yield Check("root", WARNING if few else OK, f"{called} can be written; {_size(free)} and {count} inodes are free", values)
-        yield _check_owner(place, status)
-        for name, act, advice in (
-            ("O_DIRECT", _direct, "checkpoints are written through the page cache instead"),
-            ("fsync of a directory", _sync_directory, "a power cut may lose a checkpoint's name on this file system"),
-            ("flock", _flock, "two daemons, or a reader and retention, would not see each other on this file system"),
-            ("OFD locks", _ofd_lock, "locks of single descriptors do not work on this file system"),
-        ):
-            yield _probed(name, act, probe, called, advice)
-    finally:
-        shutil.rmtree(probe, ignore_errors=True)
+    values = {"path": str(place), "exists": place == root, "free_bytes": found.free, "free_inodes": found.inodes}
+    values |= {"uid": found.uid, "mode": f"{found.mode:o}"}
+    few = found.free < LEAST_FREE or (found.inodes is not None and found.inodes < LEAST_INODES)
+    count = "no limit of" if found.inodes is None else f"{found.inodes:,d}"
+    yield Check("root", WARNING if few else OK, f"{called} can be written; {_size(found.free)} and {count} inodes are free", values)
+    yield _check_owner(place, found)
+    for name, level, advice in (
+        ("O_DIRECT", WARNING, "checkpoints are written through the page cache instead"),
+        ("fsync of a directory", FAILED, "a power cut may lose a checkpoint's name on this file system"),
+        ("flock", FAILED, "two daemons, or a reader and retention, would not see each other on this file system"),
+        ("OFD locks", WARNING, "locks of single descriptors do not work on this file system"),
+    ):
+        if why := found.failures.get(name):
+            yield Check(name, level, f"does not work in {called} ({why}): {advice}")
+        else:
+            yield Check(name, OK, f"works in {called}")
 
 
-def _check_owner(place: Path, status: os.stat_result) -> Check:
+def _check_owner(place: Path, found: posix_probe.Probe) -> Check:
     mask = os.umask(0o077)
     os.umask(mask)
     mode, values = 0o666 & ~mask, {"umask": f"{mask:03o}", "file_mode": f"{0o666 & ~mask:03o}"}
-    text = (
-        f"{place} belongs to uid {status.st_uid} with mode {status.st_mode & 0o7777:04o}; new files get mode {mode:04o} (umask {mask:03o})"
-    )
-    if (reason := owners.stranger(place)) and os.geteuid() != 0:
-        return Check("permissions", FAILED, f"{reason}, who could replace checkpoints there: use a directory of your own", values)
-    if status.st_mode & stat.S_IWOTH:
+    text = f"{place} belongs to uid {found.uid} with mode {found.mode:04o}; new files get mode {mode:04o} (umask {mask:03o})"
+    if found.stranger and os.geteuid() != 0:
+        return Check("permissions", FAILED, f"{found.stranger}, who could replace checkpoints there: use a directory of your own", values)
+    if found.mode & stat.S_IWOTH:
         return Check("permissions", WARNING, f"{text}: every user may write there; chmod o-w {place}", values)
-    if mode & 0o004 and status.st_mode & stat.S_IXOTH:
+    if mode & 0o004 and found.mode & stat.S_IXOTH:
         return Check("permissions", WARNING, f"{text}: every user can read checkpoints; use umask 027 or 077 if they are secret", values)
     return Check("permissions", OK, text, values)
 
 
-def _probed(name: str, act: Callable[[Path], None], probe: Path, called: str, advice: str) -> Check:
-    try:
-        act(probe)
-    except OSError as error:
-        level = WARNING if name in ("O_DIRECT", "OFD locks") else FAILED
-        return Check(name, level, f"does not work in {called} ({error.strerror}): {advice}")
-    return Check(name, OK, f"works in {called}")
-
-
-def _direct(probe: Path) -> None:
-    fd = os.open(probe / "direct", os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-    try:
-        with mmap.mmap(-1, 4096) as page:
-            os.pwrite(fd, page, 0)
-    finally:
-        os.close(fd)
-
-
-def _sync_directory(probe: Path) -> None:
-    fd = os.open(probe, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _flock(probe: Path) -> None:
-    with (probe / "flock").open("w") as one, (probe / "flock").open("w") as other:
-        fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        raise OSError(0, "a second lock was granted")
-
-
-def _ofd_lock(probe: Path) -> None:
-    with (probe / "ofd").open("w") as one, (probe / "ofd").open("w") as other:
-        if not locks.exclude(one.fileno()):
-            raise OSError(0, "a lock was refused that nobody has")
-        if locks.share(other.fileno()):
-            raise OSError(0, "a second lock was granted")
+def check_state_dir(path: Path) -> Check:
+    """Check that the journal can be written in the directory, or in the nearest parent that exists, and that a reboot does not empty it."""
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    kind, values = _file_system(there), {"path": str(path), "exists": there == path}
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Check("state directory", FAILED, f"{there} cannot be written by this user; set state_dir to a directory of yours", values)
+    if kind in VOLATILE:
+        return Check(
+            "state directory", WARNING,
+            f"{path} is on {VOLATILE[kind]}: if it is lost, files of interrupted saves stay in the root; set state_dir to a volume", values,
+        )  # fmt: skip
+    return Check("state directory", OK, f"the journal is kept in {path}", values)
 
 
 def check_socket_directory(path: Path) -> Check:

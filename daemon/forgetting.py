@@ -20,14 +20,16 @@ from ckptd.daemon.composition import opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.retention import to_retire
 from ckptd.daemon.service import Service
-from ckptd.shared import leases, names
 from ckptd.shared import messages as m
+from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, InvalidRequest, from_wire
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.retention import Policy
-from ckptd.shared.storage import PosixStorage, StandaloneStorage
+from ckptd.shared.storage.locate import find_job_or_checkpoint
+from ckptd.shared.storage.repository import Repository
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 log = logging.getLogger("ckptd.forgetting")
 
@@ -42,38 +44,38 @@ def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_r
     StorageError; Busy if a daemon serves the root and its socket cannot be found; DaemonUnreachable or Forbidden if `socket` is named and
     cannot be used.
     """
-    storage, job, tag = _place(path)
+    repository, job, tag = _place(path)
     if (tag is None) == (not policies):
         raise InvalidRequest(
             f"{path} is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one, like {path}/TAG"
             if tag is None
             else f"{path} is one checkpoint: --keep is for a job, {path.parent}"
         )
-    pinned, rows = storage.pins(job), []
-    for name, nbytes in _chosen(storage, job, tag, policies):
+    pinned, rows = repository.pins(job), []
+    for name, nbytes in _chosen(repository, job, tag, policies):
         row: dict[str, Any] = {"job": job, "tag": name, "bytes": nbytes, "deleted": False, "error": None}
-        row["error"] = f"checkpoint {job}/{name} is pinned" if name in pinned else _reader(storage, job, name)
+        row["error"] = f"checkpoint {job}/{name} is pinned" if name in pinned else _reader(repository, job, name)
         rows.append(row)
     free = [row for row in rows if row["error"] is None]
     refused: dict[str, str] = {}
     if free and not dry_run:
-        refused = _delete(storage.root, job, [row["tag"] for row in free], socket)
+        refused = _delete(Path(repository.where()), job, [row["tag"] for row in free], socket)
     for row in rows:
         row["error"] = refused.get(row["tag"], row["error"])
         row["deleted"] = not dry_run and row["error"] is None
         yield row
 
 
-def _place(path: Path) -> tuple[PosixStorage, str, str | None]:
-    storage, job, tag = report.place(path)
-    if isinstance(storage, StandaloneStorage):
+def _place(path: Path) -> tuple[Repository, str, str | None]:
+    repository, job, tag = find_job_or_checkpoint(path)
+    if isinstance(repository, StandaloneCheckpoint):
         raise InvalidRequest(f"{path} is a checkpoint by itself, outside every root, which nobody deletes but you")
-    return storage, job, tag
+    return repository, job, tag
 
 
-def _chosen(storage: PosixStorage, job: str, tag: str | None, policies: Sequence[Policy]) -> Iterator[tuple[str, int]]:
+def _chosen(repository: Repository, job: str, tag: str | None, policies: Sequence[Policy]) -> Iterator[tuple[str, int]]:
     """Yield each tag to delete, with the bytes of its checkpoint, or 0 if its manifest cannot be read."""
-    found = dict(report.manifests(storage, job))
+    found = dict(report.manifests(repository, job))
     if tag is not None:
         manifest = found.get(tag)
         yield tag, manifest.nbytes if isinstance(manifest, Manifest) else 0
@@ -87,10 +89,10 @@ def _chosen(storage: PosixStorage, job: str, tag: str | None, policies: Sequence
         yield checkpoint.tag, checkpoint.nbytes
 
 
-def _reader(storage: PosixStorage, job: str, tag: str) -> str | None:
+def _reader(repository: Repository, job: str, tag: str) -> str | None:
     """Return the reason why the checkpoint cannot be deleted now, with the processes that read it, or None if it can."""
     try:
-        found = leases.holders(storage, job, tag)
+        found = repository.readers(job, tag)
     except Busy as error:
         return str(error)
     return f"checkpoint {job}/{tag} is being read, or deleted, by {found}" if found else None
@@ -173,14 +175,14 @@ def pin(path: Path, *, remove: bool) -> tuple[str, str]:
     Return job and tag. Raises InvalidRequest if the checkpoint is outside every root; NotFound, Busy, IntegrityError, StorageError,
     OSError.
     """
-    storage, job, named = _place(path)
+    repository, job, named = _place(path)
     tag = named or report.manifest_at(path).tag
     if remove:
-        storage.unpin(job, tag)
+        repository.unpin(job, tag)
         return job, tag
-    held = leases.lease(storage, job, tag)
+    lease = repository.lease(job, tag)
     try:
-        storage.pin(job, tag)
+        repository.pin(job, tag)
     finally:
-        leases.give_back(held)
+        lease.close()
     return job, tag

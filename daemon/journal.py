@@ -139,7 +139,7 @@ class Journal:
             if number >= _NEVER_GIVEN:
                 raise IntegrityError("no journal file was ever given such a number")
             self._number = number
-            data = read_small(name, self._directory, jf.FILE_SIZE)
+            data = read_small(self._fs, name, self._directory, jf.FILE_SIZE)
             scan = jf.scan(data, number)
             for record in scan.records:
                 state = self._apply(state, record)

@@ -14,7 +14,7 @@ import stat
 from ckptd.daemon import journal_file as jf
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
-from ckptd.shared.fs import NO_ROOM, READ, FileSystem, open_regular
+from ckptd.shared.fs import NO_ROOM, FileSystem
 from ckptd.shared.names import TMP_SUFFIX
 
 log = logging.getLogger("ckptd.journal")
@@ -30,7 +30,7 @@ class JournalDirectory:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all journal files in ascending order."""
-        return sorted(n for name in os.listdir(self._directory) if (n := names.parse_journal_file(name)) is not None)
+        return sorted(n for name, _ in self._fs.entries(self._directory) if (n := names.parse_journal_file(name)) is not None)
 
     # -- the spare file, and files that are not needed any more
 
@@ -45,7 +45,7 @@ class JournalDirectory:
         second name, because it might be in use under that name.
         """
         try:
-            found = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+            found = self._fs.stat(name, self._directory)
         except FileNotFoundError:
             return False
         owners = (os.geteuid(), os.fstat(self._directory).st_uid)
@@ -73,7 +73,7 @@ class JournalDirectory:
     def drop_before(self, number: int) -> None:
         """Drop all journal files with lower numbers. File `number` must hold the whole state durably."""
         dropped = False
-        for old in os.listdir(self._directory):
+        for old, _ in self._fs.entries(self._directory):
             parsed = names.parse_journal_file(old.removesuffix(TMP_SUFFIX))
             if parsed is not None and parsed < number:
                 dropped = self.drop(old) or dropped
@@ -130,7 +130,7 @@ class JournalDirectory:
 
     def write_over(self, name: str, data: bytes) -> int:
         """Overwrite a whole file in place with `data` and then zeros, durably. Return its descriptor."""
-        fd = open_regular(name, self._directory, os.O_RDWR | READ)
+        fd = self._fs.open(name, self._directory, write=True)
         return self._fill(fd, data.ljust(jf.FILE_SIZE, b"\0"), allocate=False)
 
     def _fill(self, fd: int, data: bytes, *, allocate: bool) -> int:

@@ -2,7 +2,7 @@
 
 The work runs on worker threads. The buffers take at most `memory_budget` bytes, however many parts are being written: a chunk takes one
 buffer to be checked, and two to be written. The pipeline owns the files of a part, through `shared/part_writer.py`, from their creation
-to their sync. It journals nothing and knows no catalog.
+until they are durable. It journals nothing and knows no catalog.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from crc32c import crc32c
 from ckptd.daemon.workers import Buffers, Workers
 from ckptd.shared.codec import Codec
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.fs import FileSystem, read_exactly
+from ckptd.shared.fs import read_exactly
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import ONE_FILE, PartWriter, Spread
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
 from ckptd.shared.segment import SegmentHeader, read_document
 from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.protocol import Sink
 
 T = TypeVar("T")
 
@@ -100,8 +101,8 @@ class Pipeline:
     `bytes_read` and `bytes_written` count the raw and the stored bytes of all parts written so far.
     """
 
-    def __init__(self, fs: FileSystem, threads: int, memory_budget: int, chunk_size: int, spread: Spread = ONE_FILE) -> None:
-        self._fs, self._spread = fs, spread
+    def __init__(self, threads: int, memory_budget: int, chunk_size: int, spread: Spread = ONE_FILE) -> None:
+        self._spread = spread
         self._memory = Workers("ckptd-memory", threads, memory_budget // 4, chunk_size, 1)
         self._writers = Workers("ckptd-write", threads, memory_budget * 3 // 4, chunk_size, 2)
         self.bytes_read = self.bytes_written = 0
@@ -126,11 +127,13 @@ class Pipeline:
 
         return await self._memory.each(slot.ranges, work)
 
-    async def write_part(self, slot: SealedSlot, checks: list[int], codec: Codec, directory: int, tag: str, nonce: bytes) -> PartEntry:
-        """Write one part durably into `directory`, and return its entry for the manifest.
+    async def write_part(
+        self, slot: SealedSlot, checks: list[int], codec: Codec, create_file: Callable[[str, int], Sink], tag: str, nonce: bytes
+    ) -> PartEntry:
+        """Write one part durably, and return its entry for the manifest. `create_file` creates a file from its name and expected size.
 
-        Its files are created, filled and synced, and then the directory is synced. After a failure the files are removed. Raises
-        IntegrityError if a chunk in memory no longer has its checksum in `checks`, OSError if the part cannot be written.
+        After a failure the files are removed. Raises IntegrityError if a chunk in memory no longer has its checksum in `checks`, OSError if
+        the part cannot be written.
         """
         header = slot.header
         assert header.step is not None
@@ -139,7 +142,7 @@ class Pipeline:
             signature=header.signature, plan=slot.plan_document, request=slot.request.encode(),
             values=(header.values.offset, header.values.length), chunk_size=header.chunk_size, chunks=[],
         )  # fmt: skip
-        writer = PartWriter(self._fs, directory, nonce, codec, self._spread)
+        writer = PartWriter(create_file, nonce, codec, self._spread)
 
         def work(number: int, buffers: Buffers) -> Chunk:
             chunk = slot.ranges[number]

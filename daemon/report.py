@@ -15,10 +15,11 @@ from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, IntegrityError, NotFound, StorageError, from_wire
-from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
-from ckptd.shared.storage import PosixStorage, StandaloneStorage
+from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_root, tags_of
+from ckptd.shared.storage.repository import Repository
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 TIMEOUT = 10.0
 SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipped", "failed": "failed"}
@@ -90,76 +91,16 @@ def status_text(status: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
 
 
-def _storage(root: Path) -> PosixStorage:
-    if not root.is_dir():
-        raise NotFound(f"{root} is not there, or is no directory")
-    return PosixStorage(root)
-
-
-def place(path: Path) -> tuple[PosixStorage, str, str | None]:
-    """Return storage, job and tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
-
-    The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt counts. Raises NotFound, StorageError.
-    """
-    path = Path(os.path.abspath(path))
-    if _is_checkpoint(path):
-        if _fits(path):
-            return _storage(path.parent.parent), path.parent.name, path.name
-        return StandaloneStorage(path), StandaloneStorage.job, StandaloneStorage.tag
-    if path.is_dir():
-        return _storage(path.parent), path.name, None
-    storage, job = _storage(path.parent.parent), path.parent.name
-    same = [p for tag in _tags(storage, job) if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)]
-    if not same:
-        raise NotFound(f"no checkpoint {path.name!r} of job {job!r} in {storage.root}; `ckptd ls {path.parent}` lists what is there")
-    tag, _, attempt = max(same, key=lambda p: p[2])
-    return storage, job, names.tag_directory(None, tag, attempt)
-
-
-def _tags(storage: PosixStorage, job: str) -> list[str]:
-    try:
-        return storage.tags(job)
-    except NotADirectoryError:
-        return []
-    except OSError as error:
-        raise StorageError.of(f"list {storage.root / job}", error) from None
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Return True if the directory has a manifest, and is neither a root nor the directory of a job."""
-    return (
-        os.path.lexists(path / names.MANIFEST) and not (path / names.CONTROL).is_dir() and not _tags(PosixStorage(path.parent), path.name)
-    )
-
-
-def _fits(path: Path) -> bool:
-    """Return True if the path of a checkpoint is DIR/JOB/TAG, and False if it is a checkpoint by itself.
-
-    In a root the name alone decides. Elsewhere, as in a copy of a root, the manifest must be that of this job and tag.
-    """
-    if names.parse_tag_directory(path.name) is None:
-        return False
-    if (path.parent.parent / names.CONTROL).is_dir():
-        return True
-    try:
-        _storage(path.parent.parent).read_manifest(path.parent.name, path.name)
-    except IntegrityError:
-        return False
-    except (NotFound, OSError):
-        pass
-    return True
-
-
-def title(storage: PosixStorage, job: str, tag: str) -> str:
+def title(repository: Repository, job: str, tag: str) -> str:
     """Return the name of a checkpoint in messages: JOB/TAG, or its path if it is a checkpoint by itself."""
-    return str(storage.root) if isinstance(storage, StandaloneStorage) else f"{job}/{tag}"
+    return repository.where() if isinstance(repository, StandaloneCheckpoint) else f"{job}/{tag}"
 
 
-def manifests(storage: PosixStorage, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
+def manifests(repository: Repository, job: str) -> Iterator[tuple[str, Manifest | IntegrityError]]:
     """Yield each tag of the job that has a manifest, with the manifest, or with the error if it is damaged."""
-    for tag in _tags(storage, job):
+    for tag in tags_of(repository, job):
         try:
-            yield tag, storage.read_manifest(job, tag)
+            yield tag, repository.read_manifest(job, tag)
         except NotFound:
             continue  # no manifest: no checkpoint
         except IntegrityError as error:
@@ -172,30 +113,30 @@ def listing(path: Path) -> list[dict[str, Any]]:
     The order is by job and (attempt, step). Damaged checkpoints come first in their job.
     """
     path = Path(os.path.abspath(path))
-    if _is_checkpoint(path):
-        storage, job, tag = place(path)
+    if has_checkpoint(path):
+        repository, job, tag = find_job_or_checkpoint(path)
         if tag is None:
             raise NotFound(f"{path} holds no checkpoint any more")
         manifest: Manifest | IntegrityError
         try:
-            manifest = storage.read_manifest(job, tag)
+            manifest = repository.read_manifest(job, tag)
         except IntegrityError as error:
             manifest = error
         except OSError as error:
             raise StorageError.of(f"read {path}", error) from None
-        return [_row(job, path.name, manifest, newest=tag == storage.read_newest(job), pinned=tag in storage.pins(job))]
-    is_root = (path / names.CONTROL).is_dir()
-    storage = _storage(path if is_root else path.parent)
-    if not is_root and not path.is_dir():
+        return [_row(job, path.name, manifest, newest=tag == repository.read_newest(job), pinned=tag in repository.pins(job))]
+    whole = is_root(path)
+    repository = existing_root(path if whole else path.parent)
+    if not whole and not path.is_dir():
         raise NotFound(f"{path} is not there, or is no directory")
-    jobs = storage.jobs() if is_root else [path.name]
+    jobs = repository.jobs() if whole else [path.name]
     rows = []
     for job in jobs:
-        newest, pinned = storage.read_newest(job), storage.pins(job)
-        found = list(manifests(storage, job))
+        newest, pinned = repository.read_newest(job), repository.pins(job)
+        found = list(manifests(repository, job))
         for tag, manifest in sorted(found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)):
             rows.append(_row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned))
-    if not rows and not is_root and storage.read_newest(jobs[0]) is None and not _tags(storage, jobs[0]):
+    if not rows and not whole and repository.read_newest(jobs[0]) is None and not tags_of(repository, jobs[0]):
         raise NotFound(f"{path} holds no checkpoints, and is no root of ckptd")
     return rows
 
@@ -232,13 +173,13 @@ def manifest_at(path: Path) -> Manifest:
 
     Raises NotFound if there is no such manifest, IntegrityError if that of DIR/JOB/TAG is damaged, StorageError.
     """
-    storage, job, tag = place(path)
+    repository, job, tag = find_job_or_checkpoint(path)
     if tag is not None:
         try:
-            return storage.read_manifest(job, tag)
+            return repository.read_manifest(job, tag)
         except OSError as error:
-            raise StorageError.of(f"read {title(storage, job, tag)}", error) from None
-    sound = [manifest for _, manifest in manifests(storage, job) if isinstance(manifest, Manifest)]
+            raise StorageError.of(f"read {title(repository, job, tag)}", error) from None
+    sound = [manifest for _, manifest in manifests(repository, job) if isinstance(manifest, Manifest)]
     if not sound:
         raise NotFound(f"{path} holds no checkpoint; `ckptd ls {path.parent}` lists what there is")
     return max(sound, key=lambda manifest: manifest.order)
@@ -246,12 +187,12 @@ def manifest_at(path: Path) -> Manifest:
 
 def damaged_newer(path: Path, manifest: Manifest) -> list[str]:
     """Return the error of each damaged checkpoint of DIR/JOB that is newer than `manifest`. Return [] if the path names one checkpoint."""
-    storage, job, tag = place(path)
+    repository, job, tag = find_job_or_checkpoint(path)
     if tag is not None:
         return []
     return [
         printable(str(error))
-        for name, error in manifests(storage, job)
+        for name, error in manifests(repository, job)
         if isinstance(error, IntegrityError) and _order(name) > manifest.order[:2]
     ]
 
@@ -300,25 +241,25 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises NotFound if there is no checkpoint, Busy if a checkpoint is being deleted.
     """
-    storage, job, tag = place(path)
-    tags = [tag] if tag is not None else [name for name, _ in manifests(storage, job)]
+    repository, job, tag = find_job_or_checkpoint(path)
+    tags = [tag] if tag is not None else [name for name, _ in manifests(repository, job)]
     if not tags:
         raise NotFound(f"{path} holds no checkpoint")
     for name in tags:
         begun = time.monotonic()
-        called = title(storage, job, name)
-        directory = storage.root.name if isinstance(storage, StandaloneStorage) else name
+        called = title(repository, job, name)
+        directory = repository.path.name if isinstance(repository, StandaloneCheckpoint) else name
         result: dict[str, Any] = {"job": job, "tag": directory, "name": called, "ok": False, "bytes": 0, "error": None}
         try:
-            held = lease(storage, job, name)
+            lease = repository.lease(job, name)
             try:
                 shards = Shards()  # of all parts together, since a tensor may lie in several
-                for part in storage.read_manifest(job, name).parts:
-                    result["bytes"] += _verify_part(storage, job, name, part, shards)
+                for part in repository.read_manifest(job, name).parts:
+                    result["bytes"] += _verify_part(repository, job, name, part, shards)
                 with _named(called):
                     shards.check()
             finally:
-                give_back(held)
+                lease.close()
             result["ok"] = True
         except NotFound:
             if tag is not None:
@@ -343,9 +284,9 @@ def _named(name: str) -> Iterator[None]:
         raise type(error)(f"{name}: {error}") from None
 
 
-def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry, shards: Shards) -> int:
+def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, shards: Shards) -> int:
     """Read every byte of a part, and add its shards to `shards`. Return the part's bytes on storage. Raises IntegrityError, OSError."""
-    reader = storage.open_part(job, tag, part.file, part.index_sha256)
+    reader = repository.open_part(job, tag, part.file, part.index_sha256)
     try:
         found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
         if found != (part.raw_bytes, part.items, part.bytes, part.files):
@@ -353,7 +294,7 @@ def _verify_part(storage: PosixStorage, job: str, tag: str, part: PartEntry, sha
         with _named(reader.name):
             shards.add(reader.plan)
     finally:
-        os.close(reader.fileno())
+        reader.close()
     return part.bytes
 
 

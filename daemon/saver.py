@@ -33,11 +33,9 @@ from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.plan import Plan
 from ckptd.shared.segment import read_check, write_check
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.repository import Repository
 
 log = logging.getLogger("ckptd.saver")
-
-MANIFEST_TMP = names.MANIFEST + names.TMP_SUFFIX
 
 
 class Saver:
@@ -53,7 +51,7 @@ class Saver:
         catalog: Catalog,
         slots: Slots,
         journal: Journal,
-        storage: PosixStorage,
+        repository: Repository,
         pipeline: Pipeline,
         calls: StorageCalls,
         *,
@@ -67,13 +65,13 @@ class Saver:
         settled: called when slots of a job may have become free, which is after a commit and at the end of each save.
         """
         self._config, self._catalog, self._slots = config, catalog, slots
-        self._journal, self._storage, self._pipeline, self._calls = journal, storage, pipeline, calls
+        self._journal, self._repository, self._pipeline, self._calls = journal, repository, pipeline, calls
         self._claimed, self._tell, self._settled = claimed, tell, settled
         self._codec = codec.encoder(config.codec)
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self.counters = counters
-        self.deleter = Deleter(config.retention, journal, storage, calls, self._locks, counters)
+        self.deleter = Deleter(config.retention, journal, repository, calls, self._locks, counters)
         self.persist_seconds = 0.0
 
     @property
@@ -186,9 +184,8 @@ class Saver:
             await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
             failpoint("persist.intended")
             try:
-                await self._calls.run(lambda: self._storage.make_tag(snapshot.job, snapshot.tag))
-                async with self._calls.entered(self._storage.directory(snapshot.job, snapshot.tag)) as directory:
-                    entry = await self._pipeline.write_part(sealed, checks, self._codec, directory, snapshot.tag, nonce)
+                create_file = self._repository.part_files(snapshot.job, snapshot.tag)
+                entry = await self._pipeline.write_part(sealed, checks, self._codec, create_file, snapshot.tag, nonce)
             except OSError as error:
                 if tried == 2 or error.errno != errno.EIO:
                     raise
@@ -218,7 +215,7 @@ class Saver:
         )  # fmt: skip
         failpoint("commit.starting")
         try:
-            await self._calls.run(lambda: self._storage.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
+            await self._calls.run(lambda: self._repository.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
         except FileExistsError:
             raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
         failpoint("commit.durable")
@@ -264,13 +261,13 @@ class Saver:
         if not staged:
             return
         try:
-            keep = {part.file for part in (await self._calls.run(lambda: self._storage.read_manifest(job, tag))).parts}
+            keep = {part.file for part in (await self._calls.run(lambda: self._repository.read_manifest(job, tag))).parts}
         except NotFound:
             keep = set()
         except CkptdError:
             log.error("%s has a manifest that cannot be read: nothing in it is deleted", place)
             return
-        await self._calls.run(lambda: self._storage.delete_files(job, tag, [MANIFEST_TMP, *(file for file in staged if file not in keep)]))
+        await self._calls.run(lambda: self._repository.delete_unfinished(job, tag, [file for file in staged if file not in keep]))
         if not keep:
-            await self._calls.run(lambda: self._storage.delete_tag(job, tag))
+            await self._calls.run(lambda: self._repository.delete_tag(job, tag))
         await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))

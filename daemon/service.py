@@ -37,7 +37,7 @@ class Service:
         job = parts.catalog.job(job_name)
         in_memory = parts.engine.memory_candidates(job_name)
         try:
-            await recovery.scan_job(parts.storage, job, parts.calls)
+            await recovery.scan_job(parts.repository, job, parts.calls)
             stored = job.live_checkpoints()
         except StorageError as error:
             newest = job.newest_in_memory()
@@ -62,10 +62,10 @@ class Service:
     async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
         """Delete these checkpoints from storage and from memory. Return the reason for each one that stays. Raises StorageError."""
         parts = self._parts
-        if job_name not in parts.catalog.jobs and job_name not in await parts.calls.read("list the jobs", parts.storage.jobs):
+        if job_name not in parts.catalog.jobs and job_name not in await parts.calls.read("list the jobs", parts.repository.jobs):
             return dict.fromkeys(tags, f"there is no job {job_name!r} in {parts.config.root}")
         job, refused = parts.catalog.job(job_name), {}
-        await recovery.scan_job(parts.storage, job, parts.calls)
+        await recovery.scan_job(parts.repository, job, parts.calls)
         for tag in tags:
             try:
                 why = await parts.orphans.let_go(job, tag) or await parts.saver.deleter.forget(job, tag)

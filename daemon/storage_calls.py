@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from typing import TypeVar
 
+import aiofiles.os
+
 from ckptd.shared.errors import StorageError
 
 T = TypeVar("T")
@@ -50,7 +52,8 @@ class StorageCalls:
 
         A read may use this, too, if its caller has a deadline of its own.
         """
-        return await asyncio.get_running_loop().run_in_executor(self.pool, call)
+        result: T = await aiofiles.os.wrap(call)(executor=self.pool)
+        return result
 
     async def read(self, action: str, call: Callable[[], T]) -> T:
         """Run `call`, which changes nothing, and return its result. `action` reads like "list /ckpts/gpt".

@@ -62,7 +62,7 @@ class Vitals:
                 self.disk_free = None
             return
         self._measuring = time.monotonic()
-        call = asyncio.get_running_loop().run_in_executor(self._parts.calls.pool, _free, str(self._parts.config.root))
+        call = asyncio.get_running_loop().run_in_executor(self._parts.calls.pool, self._parts.repository.storage.free)
         call.add_done_callback(self._measured)
 
     def _measured(self, call: asyncio.Future[int | None]) -> None:
@@ -75,13 +75,5 @@ def rss_bytes() -> int | None:
     """Return the bytes of memory that this process uses, or None if no descriptor is left to read them."""
     try:
         return int(psutil.Process().memory_info().rss)
-    except OSError:
-        return None
-
-
-def _free(root: str) -> int | None:
-    """Return the bytes that are free under the root, or None if the root is gone."""
-    try:
-        return int(psutil.disk_usage(root).free)
     except OSError:
         return None

@@ -8,6 +8,8 @@ from ckptd.shared.errors import IntegrityError, NewerFormat
 
 ALIGN = 4096
 VERSION = 1
+NEWER = VERSION + 1
+"""The version of a file that this version of ckptd, and every earlier one, refuses to read."""
 PREAMBLE = struct.Struct("<8sHHI")
 
 
@@ -16,8 +18,8 @@ def align(length: int) -> int:
     return -(-length // ALIGN) * ALIGN
 
 
-def preamble(magic: bytes, features: int = 0) -> bytes:
-    return PREAMBLE.pack(magic, VERSION, 0, features)
+def preamble(magic: bytes, features: int = 0, version: int = VERSION) -> bytes:
+    return PREAMBLE.pack(magic, version, 0, features)
 
 
 def check_preamble(data: bytes | memoryview, magic: bytes, what: str, known: int = 0) -> None:

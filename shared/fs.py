@@ -1,7 +1,7 @@
-"""The seam to the operating system: every file system call that durability depends on.
+"""The seam to the operating system: every file system call that durability depends on, and every read and listing of a root.
 
 Paths are single names relative to an open directory, and links are never followed. A test puts its own `FileSystem` here, to lose what
-was not synced. Calls raise OSError; the callers translate it, once.
+was not synced, or to let a call fail. Calls raise OSError; the callers translate it, once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ class FileSystem(Protocol):
     """The calls of a POSIX file system that ckptd needs. `directory` is an open descriptor of a directory."""
 
     def open_directory(self, name: str, directory: int | None = None) -> int: ...
+    def entries(self, directory: int) -> list[tuple[str, bool]]: ...
+    def stat(self, name: str, directory: int) -> os.stat_result: ...
     def make_directory(self, name: str, directory: int) -> bool: ...
+    def open(self, name: str, directory: int, *, write: bool = False) -> int: ...
+    def size(self, fd: int) -> int: ...
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int: ...
     def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int: ...
     def allocate(self, fd: int, length: int) -> None: ...
     def write(self, fd: int, data: Buffer, offset: int) -> None: ...
@@ -58,6 +63,15 @@ class PosixFileSystem:
     def open_directory(self, name: str, directory: int | None = None) -> int:
         return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
 
+    def entries(self, directory: int) -> list[tuple[str, bool]]:
+        """Return the names in a directory, sorted, each with True if it is a directory and not a link."""
+        with os.scandir(directory) as entries:
+            return sorted((entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+
+    def stat(self, name: str, directory: int) -> os.stat_result:
+        """Return the status of a file, or of the link itself if the name is a link."""
+        return os.stat(name, dir_fd=directory, follow_symlinks=False)
+
     def make_directory(self, name: str, directory: int) -> bool:
         """Make a directory. Return False if it exists. The caller syncs `directory`."""
         try:
@@ -65,6 +79,24 @@ class PosixFileSystem:
         except FileExistsError:
             return False
         return True
+
+    def open(self, name: str, directory: int, *, write: bool = False) -> int:
+        """Open a file that another user may have made, for reading or for both. A FIFO does not block.
+
+        Raises IntegrityError if it is no regular file.
+        """
+        fd = os.open(name, (os.O_RDWR if write else 0) | READ, dir_fd=directory)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise IntegrityError(f"{name} is no regular file")
+        return fd
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` from `offset`. Return the number of bytes read, which is smaller than the buffer only at the end of the file."""
+        return read_exactly(fd, buffer, offset)
 
     def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
         """Create a file and open it for reading and writing; with O_DIRECT if `direct` is True and the file system supports it."""
@@ -215,28 +247,20 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
     fs.sync_directory(directory)
 
 
-def open_regular(name: str, directory: int, flags: int = READ) -> int:
-    """Open a file that another user may have made. No link is followed, and a FIFO does not block.
-
-    Raises OSError, or IntegrityError if it is no regular file.
-    """
-    fd = os.open(name, flags, dir_fd=directory)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise IntegrityError(f"{name} is no regular file")
-    return fd
-
-
-def read_small(name: str, directory: int, limit: int) -> bytes:
+def read_small(fs: FileSystem, name: str, directory: int, limit: int) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
     Raises OSError (EFBIG if the file is longer), IntegrityError if it is no regular file.
     """
-    with open(open_regular(name, directory), "rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit} bytes", name)
-    return data
+    fd = fs.open(name, directory)
+    try:
+        size = fs.size(fd)
+        if size > limit:
+            raise OSError(errno.EFBIG, f"larger than {limit} bytes", name)
+        data = bytearray(size)
+        return bytes(data[: fs.read(fd, memoryview(data), 0)])
+    finally:
+        fs.close(fd)
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int) -> int:

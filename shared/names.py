@@ -19,6 +19,7 @@ from ckptd.shared.owners import is_usable_for_sockets, own_directories, own_dire
 
 MANIFEST = "manifest.json"
 NEWEST = "newest"
+IDENTITY = "id"
 CONTROL = ".ckptd"
 LOCK = "lock"
 JOURNAL = "journal"
@@ -31,6 +32,7 @@ TMP_SUFFIX = ".tmp"
 _MOST_OF_A_SOCKET = 96
 """The longest path of a private socket in $XDG_RUNTIME_DIR, in bytes. A socket address holds 107 bytes (unix(7)). The rest is for a suffix,
 such as the process number that `ckptd forget` appends."""
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})")
 _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
@@ -120,6 +122,11 @@ def is_standalone_file(name: str) -> bool:
     return part_of(name) is not None or _UNDER_WAY.fullmatch(name) is not None
 
 
+def is_identity(text: str) -> bool:
+    """Return True if `text` is the identity of a root: 32 hexadecimal digits."""
+    return _IDENTITY.fullmatch(text) is not None
+
+
 def attempt_file(attempt: int) -> str:
     return f"a{attempt:04d}"
 
@@ -154,6 +161,21 @@ def parse_journal_file(name: str) -> int | None:
 def host() -> str:
     """Return the name of this host, made valid as a file name: each character that is not allowed in one becomes `_`."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()).lstrip("._-")[:128] or "localhost"
+
+
+def control(host: str) -> str:
+    """Return the prefix of the objects below a root that belong to the daemon of this host."""
+    return f"{CONTROL}/{host}"
+
+
+def attempts(job: str) -> str:
+    """Return the prefix of the claims of a job's attempts."""
+    return f"{CONTROL}/{ATTEMPTS}/{job}"
+
+
+def pins(job: str) -> str:
+    """Return the prefix of the pins of a job."""
+    return f"{CONTROL}/{PINS}/{job}"
 
 
 def root_digest(root: Path) -> str:

@@ -1,14 +1,13 @@
 """The format of part files: header, index and trailer, and a reader that verifies all it reads (FORMAT.md, section 3).
 
-`Chunk` and `PartIndex` are plain values. Only `PartReader` does I/O. It uses `pread`, so that many threads may read from it at once.
-`part_writer.py` writes part files.
+`Chunk` and `PartIndex` are plain values. Only `PartReader` does I/O, on sources that many threads may read at once. `part_writer.py` writes
+part files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +19,9 @@ from crc32c import crc32c
 from ckptd.shared import codec, names
 from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.fs import read_exactly
 from ckptd.shared.plan import MAX_CHUNK, MAX_CHUNKS, MAX_DOCUMENT, MIN_CHUNK, ChunkRange, Plan, Size, chunk_ranges, signature, with_values
 from ckptd.shared.segment import NO_STEP
+from ckptd.shared.storage.protocol import Source
 
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
 TRAILER_SIZE = 64
@@ -119,19 +118,21 @@ class ChunkSource(Protocol):
 
 
 class PartReader:
-    """A reader of one part, given the open descriptor of its part file.
+    """A reader of one part, given its part file as an open source, which `close` closes.
 
     The constructor verifies header, trailer, index and plan, and the length and header of each data file. It does not verify the chunks.
     `index_sha256` is the digest of the index that the manifest holds, or None if it is not to be compared. `open_file` opens a file by its
-    name in the directory of the part. A data file is opened each time that a chunk is read from it, and closed afterwards. Without
+    name beside the part. A data file is opened each time that a chunk is read from it, and closed afterwards. Without
     `open_file`, data files count as missing.
 
     Raises IntegrityError or NewerFormat, with `name` in the error text, or OSError.
     """
 
-    def __init__(self, fd: int, name: str, index_sha256: str | None = None, open_file: Callable[[str], int] | None = None) -> None:
+    def __init__(
+        self, source: Source, name: str, index_sha256: str | None = None, open_file: Callable[[str], Source] | None = None
+    ) -> None:
         self.name = name
-        self._fd = fd
+        self._source = source
         self._open_file = open_file
         try:
             self.index = self._read_index(index_sha256)
@@ -157,52 +158,46 @@ class PartReader:
             except IntegrityError as error:
                 raise type(error)(f"{self.name}: {error}") from None
 
-    def fileno(self) -> int:
-        return self._fd
+    def close(self) -> None:
+        self._source.close()
 
     @property
     def nbytes(self) -> int:
         """The size of the part on storage in bytes, data files included."""
-        return os.fstat(self._fd).st_size + sum(self.index.files)
+        return self._source.size + sum(self.index.files)
 
     @contextmanager
-    def _file(self, number: int) -> Iterator[int]:
+    def _file(self, number: int) -> Iterator[Source]:
         if number == 0:
-            yield self._fd
+            yield self._source
             return
         name = names.part_file(self.index.rank, self._nonce, number)
         try:
             if self._open_file is None:
                 raise FileNotFoundError
-            fd = self._open_file(name)
+            source = self._open_file(name)
         except FileNotFoundError:
             raise IntegrityError(f"its data file {name} is missing") from None
         try:
-            yield fd
+            yield source
         finally:
-            os.close(fd)
+            source.close()
 
     def _check_data_file(self, number: int) -> None:
-        with self._file(number) as fd:
-            if os.fstat(fd).st_size != self.index.files[number - 1]:
+        with self._file(number) as source:
+            if source.size != self.index.files[number - 1]:
                 raise IntegrityError(f"its data file {number} is not as long as the index says")
-            if self._pread(ALIGN, 0, fd) != encode_header(self.index, self._nonce, number):
+            if _read(source, ALIGN, 0) != encode_header(self.index, self._nonce, number):
                 raise IntegrityError(f"its data file {number} belongs to another part")
 
-    def _pread(self, length: int, offset: int, fd: int | None = None) -> bytes:
-        buffer = bytearray(length)
-        if read_exactly(self._fd if fd is None else fd, memoryview(buffer), offset) < length:
-            raise IntegrityError("the file is cut short")
-        return bytes(buffer)
-
     def _read_index(self, index_sha256: str | None) -> PartIndex:
-        size = os.fstat(self._fd).st_size
-        header = self._pread(ALIGN, 0)
+        size = self._source.size
+        header = _read(self._source, ALIGN, 0)
         check_preamble(header, PART_MAGIC, "part header", known=SEVERAL_FILES)
         if _CRC.unpack_from(header, _HEADER.size)[0] != crc32c(header[: _HEADER.size]):
             raise IntegrityError("part header does not match its checksum")
         check_zero(header[_HEADER.size + 4 :], "part header")
-        trailer = self._pread(TRAILER_SIZE, size - TRAILER_SIZE)
+        trailer = _read(self._source, TRAILER_SIZE, size - TRAILER_SIZE)
         check_preamble(trailer, END_MAGIC, "part trailer")
         if _CRC.unpack_from(trailer, _TRAILER.size)[0] != crc32c(trailer[: _TRAILER.size]):
             raise IntegrityError("part trailer does not match its checksum")
@@ -210,7 +205,7 @@ class PartReader:
         check_zero(zero, "part trailer")
         if whole != size or length > MAX_DOCUMENT or offset % ALIGN or offset + align(length + TRAILER_SIZE) != size:
             raise IntegrityError("part trailer names an index that cannot be")
-        end = self._pread(size - offset - TRAILER_SIZE, offset)
+        end = _read(self._source, size - offset - TRAILER_SIZE, offset)
         data = end[:length]
         check_zero(end[length:], "index")
         if crc32c(data) != index_crc or (index_sha256 is not None and hashlib.sha256(data).hexdigest() != index_sha256):
@@ -249,8 +244,8 @@ class PartReader:
         length = align(chunk.stored_length)
         stored = memoryview(bytearray(length))
         try:
-            with self._file(file) as fd:
-                short = read_exactly(fd, stored, chunk.offset) < length
+            with self._file(file) as source:
+                short = source.read(stored, chunk.offset) < length
         except IntegrityError as error:
             raise type(error)(f"{self.name}: {error}") from None
         if short:
@@ -264,3 +259,10 @@ class PartReader:
             raise type(error)(f"{where}: {error}") from None
         if crc32c(raw) != chunk.raw_crc:
             raise IntegrityError(f"{where} decodes to other bytes than were saved")
+
+
+def _read(source: Source, length: int, offset: int) -> bytes:
+    buffer = bytearray(length)
+    if offset < 0 or source.read(memoryview(buffer), offset) < length:
+        raise IntegrityError("the file is cut short")
+    return bytes(buffer)

@@ -20,10 +20,10 @@ from ckptd.shared.binary import ALIGN, align
 from ckptd.shared.codec import RAW, Codec
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import FileSystem
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header, end_bound
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange
+from ckptd.shared.storage.protocol import Sink
 
 MOST_FILES = 64
 """The most files that a part can be spread over at once."""
@@ -65,19 +65,20 @@ class _File:
     """One file of a part that is being written.
 
     number: 0 for the part file, otherwise the number of the data file.
-    fd: the open descriptor, or -1 after the file was closed.
     reserved: an upper bound for the bytes that follow the last chunk.
-    end: the offset of the next chunk.
+    end: the length of the file once all calls that use it have written their chunks.
     writing: the number of calls that still use the file.
-    full: True if the file gets no more chunks, and is to be closed when no call uses it any more.
+    full: True if the file gets no more chunks, and is to be finished when no call uses it any more.
+    finished: True once the file is durable.
     """
 
     number: int
-    fd: int
+    sink: Sink
     reserved: int
     end: int = ALIGN
     writing: int = 0
     full: bool = False
+    finished: bool = False
 
     @property
     def used(self) -> int:
@@ -87,23 +88,20 @@ class _File:
 class PartWriter:
     """A writer of one part. Call `create`, then `chunk` for every chunk of the packed slot, then `finish`, or `discard` at any time.
 
-    A data file that is full is synced and closed as soon as its last chunk is written, to keep the number of open files small. `created` is
-    called with the name of the part file as soon as that exists, so that the caller can lock the part.
+    `create_file` creates a file from its name and its expected size in bytes. A data file that is full is finished as soon as its last
+    chunk is written, to keep the number of open files small.
 
     Every method except `discard` raises OSError if a file cannot be created, written or synced.
     """
 
     def __init__(
         self,
-        fs: FileSystem,
-        directory: int,
+        create_file: Callable[[str, int], Sink],
         nonce: bytes,
         codec: Codec,
         spread: Spread = ONE_FILE,
-        created: Callable[[str], None] | None = None,
     ) -> None:
-        self._created = created
-        self._fs, self._directory, self._nonce, self._codec, self._spread = fs, directory, nonce, codec, spread
+        self._create_file, self._nonce, self._codec, self._spread = create_file, nonce, codec, spread
         self._files: list[_File] = []
         self._filling: list[_File] = []
         self._placed: dict[int, int] = {}
@@ -128,16 +126,11 @@ class PartWriter:
         It gets room for `room` bytes of chunks and `reserved` bytes after them, but never more than `bytes_per_file`.
         """
         number = len(self._files)
-        fd = self._fs.create(self._name(number), self._directory, direct=True)
-        file = _File(number, fd, reserved)
+        room += ALIGN + reserved
+        sink = self._create_file(self._name(number), min(room, self._spread.bytes_per_file or room))
+        file = _File(number, sink, reserved)
         self._files.append(file)
         self._filling.append(file)
-        if number == 0 and self._created is not None:
-            self._created(self._name(0))
-        room += file.used
-        self._fs.allocate(fd, min(room, self._spread.bytes_per_file or room))
-        if number > 0:
-            self._write_header(file, [0])
         failpoint("persist.created")
         return file
 
@@ -158,16 +151,16 @@ class PartWriter:
             stored[:length] = encoded
         padded = align(length)
         buffer[length:padded] = bytes(padded - length)
-        file, offset = self._place(chunk, padded)
+        file = self._place(chunk, padded)
         if failpoint("persist.writing"):
-            self._fs.write(file.fd, buffer[: padded // 2 // ALIGN * ALIGN], offset)
+            file.sink.append(buffer[: padded // 2 // ALIGN * ALIGN])
             raise OSError(errno.EIO, "short write")
-        self._fs.write(file.fd, buffer[:padded], offset)
+        offset = file.sink.append(buffer[:padded])
         self._done_with(file)
         return Chunk(chunk.offset, chunk.length, offset, length, number, chunk.element_size, crc, crc32c(buffer[:length]))
 
-    def _place(self, chunk: ChunkRange, length: int) -> tuple[_File, int]:
-        """Return the file and the offset for a chunk that takes `length` bytes with its padding.
+    def _place(self, chunk: ChunkRange, length: int) -> _File:
+        """Return the file for a chunk that takes `length` bytes with its padding.
 
         This is the shortest of the files that are being filled. If that file would grow longer than `bytes_per_file`, a new file takes its
         place.
@@ -181,27 +174,30 @@ class PartWriter:
                 if over.number > 0:  # the first file stays open for the index
                     over.full, full = True, over
                     over.writing += 1
-            offset, file.end = file.end, file.end + length
+            file.end += length
             file.writing += 1
             self._placed[chunk.offset] = file.number
             self._left -= align(chunk.length)
         if full is not None:
             self._done_with(full)
-        return file, offset
+        return file
 
     def _done_with(self, file: _File) -> None:
         with self._lock:
             file.writing -= 1
             over = file.full and file.writing == 0
         if over:
-            self._close(file)
+            self._finish_data_file(file)
 
-    def _close(self, file: _File) -> None:
-        """Make a complete file durable: cut off the room that it did not use, sync it and close it."""
-        self._fs.truncate(file.fd, file.end)
-        self._fs.sync(file.fd)
-        fd, file.fd = file.fd, -1
-        self._fs.close(fd)
+    def _finish_data_file(self, file: _File) -> None:
+        self._finish(file, [0])  # a header says that there are data files, not how many
+
+    def _finish(self, file: _File, lengths: list[int]) -> None:
+        """Make a complete file durable, with a header for a part whose data files have these lengths."""
+        header = encode_header(msgspec.structs.replace(self._index, files=lengths), self._nonce, file.number)
+        with _aligned(header) as head:
+            file.sink.finish(head)
+        file.finished = True
 
     def finish(self, index: PartIndex, chunks: list[Chunk], *, items: int) -> PartEntry:
         """Write header, index and trailer of the part file, and make the part durable. Return its entry for the manifest.
@@ -214,41 +210,30 @@ class PartWriter:
         lengths = [file.end for file in others]
         index = msgspec.structs.replace(index, chunks=chunks, files=lengths, placed=placed if others else [])
         document = index.encode()
-        self._write_header(first, lengths)
         failpoint("persist.index")
         end = encode_end(first.end, document)
-        self._write_aligned(first.fd, end, first.end)
+        with _aligned(end) as data:
+            first.sink.append(data)
         first.end += len(end)
         failpoint("persist.syncing")
-        for file in self._files:
-            if file.fd >= 0:
-                self._close(file)
-        self._fs.sync_directory(self._directory)
+        for file in others:
+            if not file.finished:
+                self._finish_data_file(file)
+        self._finish(first, lengths)
         failpoint("persist.synced")
         return PartEntry(
             rank=index.rank, file=self._name(0), bytes=sum(file.end for file in self._files), raw_bytes=sum(c.raw_length for c in chunks),
             items=items, index_sha256=hashlib.sha256(document).hexdigest(), files=len(self._files),
         )  # fmt: skip
 
-    def _write_header(self, file: _File, lengths: list[int]) -> None:
-        header = encode_header(msgspec.structs.replace(self._index, files=lengths), self._nonce, file.number)
-        self._write_aligned(file.fd, header, 0)
-
-    def _write_aligned(self, fd: int, data: bytes, offset: int) -> None:
-        with mmap.mmap(-1, len(data)) as buffer:  # O_DIRECT needs page-aligned memory
-            buffer[:] = data
-            self._fs.write(fd, buffer, offset)
-
     def discard(self) -> None:
-        """Close and delete the files that were created. Errors are ignored."""
+        """Delete the files that were created. Errors are ignored."""
         for file in self._files:
-            fd, file.fd = file.fd, -1
-            try:
-                if fd >= 0:
-                    self._fs.close(fd)
-            except OSError:
-                pass  # the file is deleted even if closing it reports an error
-            try:
-                self._fs.unlink(self._name(file.number), self._directory)
-            except OSError:
-                pass  # left to a later sweep: by the daemon, from its journal, or by the next save into the directory
+            file.sink.discard()
+
+
+def _aligned(data: bytes) -> mmap.mmap:
+    """Return a copy of `data` in page-aligned memory, as a sink requires."""
+    buffer = mmap.mmap(-1, len(data))
+    buffer[:] = data
+    return buffer

@@ -194,13 +194,53 @@ def test_levels_of_imports(package: str) -> None:
     assert found[way[0]] == len(way) <= MOST_LEVELS[package]
 
 
-MOST_LEVELS = {"agent": 15, "daemon": 12, "shared": 8}
+MOST_LEVELS = {"agent": 15, "daemon": 12, "shared": 9}
 
 
 def test_nothing_imports_the_command_line() -> None:
     """Its imports inside functions are left out above; they can close no circle if nobody imports it."""
     importers = [path.name for path in FILES if any(under(name, "ckptd.daemon.cli") for name in imports(path))]
     assert importers == ["__main__.py"]
+
+
+# -- the storage seam
+
+FILE_CALLS = {
+    "os.open", "os.listdir", "os.scandir", "os.stat", "os.lstat", "os.mkdir", "os.makedirs", "os.unlink", "os.rename", "os.link",
+    "os.rmdir", "os.statvfs", "fcntl.flock", "fcntl.fcntl", "shutil.rmtree", "opened_directory", "make_directories", "publish",
+}  # fmt: skip
+FILE_METHODS = {"open_directory", "directory", "iterdir", "glob", "rglob", "mkdir", "unlink", "rmdir", "touch", "read_bytes", "write_bytes"}
+TOUCH_FILES = {
+    "agent/copy/mapped_slot.py": "locks the segment that it maps",
+    "agent/link/launch.py": "the log of a private daemon",
+    "daemon/app.py": "removes its socket",
+    "daemon/journal_directory.py": "the journal, on the local disk",
+    "daemon/journal_place.py": "the directory of the journal, on the local disk",
+    "daemon/limits.py": "/proc",
+    "daemon/listener.py": "the socket",
+    "daemon/slots.py": "segments in shared memory",
+    "shared/fs.py": "is the seam to the operating system",
+    "shared/numa.py": "/sys",
+    "shared/owners.py": "checks owners of any path",
+}
+"""The modules outside `shared/storage/` that use files, and which files. None of these files is part of a checkpoint."""
+
+
+def test_only_the_storage_package_uses_the_files_of_a_root() -> None:
+    found = set()
+    for path in (path for path in FILES if "storage" not in path.relative_to(ROOT).parts):
+        for name, call in _calls(path):
+            if name in FILE_CALLS or (isinstance(call.func, ast.Attribute) and call.func.attr in FILE_METHODS):
+                found.add(str(path.relative_to(ROOT)))
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+                assert not ast.unparse(node.left).endswith("config.root"), f"{path}: {ast.unparse(node)} is a file of the root"
+    assert found == set(TOUCH_FILES)
+
+
+def test_only_the_storage_package_knows_its_implementations() -> None:
+    known = {str(path.relative_to(ROOT)) for path in FILES for name in imports(path) if name.startswith("ckptd.shared.storage.posix")}
+    assert {name for name in known if not name.startswith("shared/storage/")} == {"daemon/doctor.py"}  # it probes a directory
 
 
 # -- the code map

@@ -20,13 +20,13 @@ from ckptd.shared import names
 from ckptd.shared.binary import align
 from ckptd.shared.codec import Codec
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.locks import release
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange, Region, align_region, chunk_ranges
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage import StandaloneStorage
+from ckptd.shared.storage.protocol import Closable, Sink
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 _MOST_THREADS = 8
 _TRIES = 10
@@ -38,20 +38,33 @@ class StandalonePart:
     Call `write`, then `finish`, and `close` once the manifest is committed. After a failure call `discard`. Every method may raise OSError.
     """
 
-    def __init__(self, storage: StandaloneStorage, rank: int, world_size: int, codec: Codec, threads: int | None, spread: Spread) -> None:
-        storage.ensure()
-        self._storage, self._rank, self._world_size = storage, rank, world_size
+    def __init__(
+        self, checkpoint: StandaloneCheckpoint, rank: int, world_size: int, codec: Codec, threads: int | None, spread: Spread
+    ) -> None:
+        checkpoint.make()
+        self._checkpoint, self._rank, self._world_size = checkpoint, rank, world_size
         self._threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._chunks: list[Chunk] = []
         self._pid = os.getpid()
-        self._directory = storage.fs.open_directory(str(storage.root.resolve()))
         self._codec, self._spread = codec, spread
-        self._held = -1
+        self._lease: Closable | None = None
+        self._closed = False
         self._begin()
 
     def _begin(self) -> None:
         self.nonce = names.new_nonce()
-        self._writer = PartWriter(self._storage.fs, self._directory, self.nonce, self._codec, self._spread, self._hold)
+        self._writer = PartWriter(self._create_file, self.nonce, self._codec, self._spread)
+
+    def _create_file(self, file: str, size: int) -> Sink:
+        """Create a file of the part. The first one is the part file: take the lease that keeps the whole part from being swept."""
+        sink = self._checkpoint.part_files(self._checkpoint.job, self._checkpoint.tag)(file, size)
+        if self._lease is None:
+            try:
+                self._lease = self._checkpoint.hold(file)
+            except BaseException:
+                sink.discard()
+                raise
+        return sink
 
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
         """Write the regions of the packed slot, chunk by chunk. `room` is about how many bytes the documents will take."""
@@ -67,18 +80,15 @@ class StandalonePart:
                 return
             except FileNotFoundError:
                 self._writer.discard()
-                self._let_go()
+                self._end_lease()
                 if not tries_left:
                     raise
                 self._begin()
 
-    def _hold(self, file: str) -> None:
-        self._held = self._storage.hold(file)
-
-    def _let_go(self) -> None:
-        if self._held >= 0:
-            release(self._held)
-            self._held = -1
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
 
     def finish(self, layout: Layout, values: bytes, request: SnapshotRequest) -> PartEntry:
         """Write the values document, the index and the trailer. Return the entry of the part, which is now durable.
@@ -92,22 +102,21 @@ class StandalonePart:
 
     def _index(self, layout: Layout, request: bytes = b"", values: tuple[int, int] = (0, 0)) -> PartIndex:
         return PartIndex(
-            job=self._storage.job, attempt=self._storage.attempt, step=None, rank=self._rank, world_size=self._world_size,
-            tag=self._storage.tag, signature=layout.signature, plan=layout.document, request=request, values=values,
+            job=self._checkpoint.job, attempt=self._checkpoint.attempt, step=None, rank=self._rank, world_size=self._world_size,
+            tag=self._checkpoint.tag, signature=layout.signature, plan=layout.document, request=request, values=values,
             chunk_size=DEFAULT_CHUNK, chunks=[],
         )  # fmt: skip
 
     def discard(self, why: str) -> None:
         """Delete the files of a part that will not be committed. Does nothing in a forked child, which does not own the part."""
-        if self._directory >= 0 and os.getpid() == self._pid:
+        if not self._closed and os.getpid() == self._pid:
             self._writer.discard()
             self.close()
 
     def close(self) -> None:
         """Release the lock of the part. From now on another save may sweep the part, unless a manifest names it."""
-        self._let_go()
-        self._storage.fs.close(self._directory)
-        self._directory = -1
+        self._end_lease()
+        self._closed = True
 
     def _write(self, ranges: list[ChunkRange], pieces: Iterator[memoryview]) -> list[Chunk]:
         free: queue.SimpleQueue[tuple[mmap.mmap, mmap.mmap]] = queue.SimpleQueue()
@@ -168,7 +177,7 @@ class _Pieces:
 
 
 def commit(
-    storage: StandaloneStorage,
+    checkpoint: StandaloneCheckpoint,
     layout: Layout,
     parts: list[PartEntry],
     request: SnapshotRequest,
@@ -184,15 +193,15 @@ def commit(
     Raises FileExistsError, OSError. After an OSError the manifest may be there nevertheless.
     """
     manifest = Manifest.of(
-        layout.plan, request, parts, job=storage.job, attempt=storage.attempt, step=None, tag=storage.tag, seq=1, codec=codec
+        layout.plan, request, parts, job=checkpoint.job, attempt=checkpoint.attempt, step=None, tag=checkpoint.tag, seq=1, codec=codec
     )
-    storage.commit(manifest.encode(), overwrite=overwrite, nonce=nonce.hex())
+    checkpoint.commit(manifest.encode(), overwrite=overwrite, nonce=nonce.hex())
 
 
-def is_named(storage: StandaloneStorage, file: str) -> bool:
+def is_named(checkpoint: StandaloneCheckpoint, file: str) -> bool:
     """Return True if the manifest names this part, or if that cannot be determined, so that the part must not be deleted."""
     try:
-        return any(part.file == file for part in storage.read_manifest().parts)
+        return any(part.file == file for part in checkpoint.read_manifest().parts)
     except NotFound:
         return False
     except (OSError, IntegrityError):

@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from ckptd.agent.read.load_plan import read_plan
-from ckptd.agent.read.sources import Opened, locate, open_storage
+from ckptd.agent.read.sources import Opened, open_checkpoint
 from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.names import MANIFEST
+from ckptd.shared.storage.locate import find_checkpoint
 
 
 class StorageReader(dcp.StorageReader):
@@ -66,7 +67,7 @@ class StorageReader(dcp.StorageReader):
         if rank is not None and os.path.lexists(path / MANIFEST):
             raise IntegrityError(f"the checkpoint in {path} cannot be read, and it is not one that each rank has saved for itself")
         try:
-            opened = self._opened = open_storage(*locate(path if rank is None else path / f"rank-{rank:05d}"))
+            opened = self._opened = open_checkpoint(*find_checkpoint(path if rank is None else path / f"rank-{rank:05d}"))
             metadata = opened.metadata()
         except OSError as error:
             raise StorageError.of(f"read {path}", error) from None

@@ -28,14 +28,14 @@ from ckptd.agent.dcp.standalone import StandalonePart, commit, is_named
 from ckptd.agent.dcp.targets import SlotPart, Target, claim
 from ckptd.agent.dcp.tickets import Ticket, receive, send
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
-from ckptd.agent.read.sources import attempts_of
 from ckptd.shared import codec as codecs
 from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import HIDDEN
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage import StandaloneStorage
+from ckptd.shared.storage.locate import attempts_of
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 log = logging.getLogger("ckptd.agent")
 
@@ -201,14 +201,14 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         return plans
 
     def _begin_alone(self, path: Path) -> None:
-        storage = StandaloneStorage(path)
+        checkpoint = StandaloneCheckpoint(path)
         try:
             if beside := attempts_of(path):
                 raise AlreadyExists(f"Checkpoint already exists: {path.parent / beside[max(beside)]}; only its daemon may save beside it")
-            storage.ensure()
-            if not self.overwrite and storage.has_manifest():
+            checkpoint.make()
+            if not self.overwrite and checkpoint.has_manifest():
                 raise AlreadyExists(f"Checkpoint already exists in {path}; choose another directory, or say overwrite=True")
-            self._save.holding.enter_context(storage.saving())
+            self._save.holding.enter_context(checkpoint.saving())
         except OSError as error:
             raise StorageError.of(f"save {path}", error) from None
 
@@ -246,8 +246,9 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
     def _part(self, ticket: Ticket) -> SlotPart | StandalonePart:
         if ticket.claimed is not None:
             return SlotPart(ticket.claimed, ticket.rank, ticket.world_size)
-        storage = StandaloneStorage(Path(ticket.path))
-        return StandalonePart(storage, ticket.rank, ticket.world_size, codecs.encoder(self.codec), self.threads, self.spread)
+        return StandalonePart(
+            StandaloneCheckpoint(Path(ticket.path)), ticket.rank, ticket.world_size, codecs.encoder(self.codec), self.threads, self.spread
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint, once every rank has written its part. It is durable when this returns.
@@ -282,13 +283,13 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             if self.overwrite:
                 part.forget_older()
             return
-        storage = StandaloneStorage(Path(ticket.path))
+        checkpoint = StandaloneCheckpoint(Path(ticket.path))
         entries = [entry for _, entry in sorted(parts.items()) if entry is not None]
         save.part = None  # a manifest may name the part from now on, so that `drop` must not discard it
         try:
-            commit(storage, layout, entries, _request(ticket), self.codec, overwrite=self.overwrite, nonce=part.nonce)
+            commit(checkpoint, layout, entries, _request(ticket), self.codec, overwrite=self.overwrite, nonce=part.nonce)
         except BaseException:
-            if is_named(storage, entries[ticket.rank].file):
+            if is_named(checkpoint, entries[ticket.rank].file):
                 part.close()
             else:
                 part.discard("")
@@ -296,7 +297,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         part.close()
         save.holding.close()
         try:
-            storage.sweep()
+            checkpoint.sweep()
         except (OSError, IntegrityError) as error:
             log.warning("%s: what an earlier save has left is still there: %s", ticket.path, error)
 

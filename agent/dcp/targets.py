@@ -23,13 +23,13 @@ from ckptd.agent.link.rounds import Told
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
-from ckptd.agent.read.sources import attempts_of
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.segment import this_boot
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage import PosixStorage, StandaloneStorage
+from ckptd.shared.storage.locate import attempts_of, job_and_tag, open_root
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 log = logging.getLogger("ckptd.agent")
 
@@ -70,19 +70,20 @@ class Target:
         if found is None:
             return None
         place, root = found
-        parts = path.relative_to(root.resolve()).parts
-        job = names.check_name("job", parts[0])
-        step = _STEP.fullmatch(parts[1])
+        named = job_and_tag(path, root)
+        assert named is not None
+        job, tag = names.check_name("job", named[0]), named[1]
+        step = _STEP.fullmatch(tag)
         if step is not None:
             return cls(place, str(root), job, None, int(step[1]))
-        return cls(place, str(root), job, names.check_user_tag(parts[1]), None)
+        return cls(place, str(root), job, names.check_user_tag(tag), None)
 
 
 def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
     """Return socket and root of the daemon under whose root `path` is a tag, or None. The socket of a private daemon is None."""
     for known in links():
         root = Path(known.root)
-        if socket in (None, str(known.place.socket)) and _is_tag(path, root):
+        if socket in (None, str(known.place.socket)) and job_and_tag(path, root):
             return None if known.place.private else str(known.place.socket), root
     try:
         place = find_place(socket, None)
@@ -90,7 +91,7 @@ def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
         if socket or os.environ.get("CKPTD_SOCKET"):
             raise
         return None
-    if place.private and place.root is not None and not _is_tag(path, place.root):
+    if place.private and place.root is not None and not job_and_tag(path, place.root):
         return None  # a private daemon would be started for nothing
     try:
         channel = place.connect()
@@ -100,14 +101,9 @@ def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
         return None  # a socket file that a dead daemon has left at a default place
     channel.close()
     root = Path(channel.welcome.root)
-    if not _is_tag(path, root):
+    if not job_and_tag(path, root):
         return None
     return None if place.private else str(place.socket), root
-
-
-def _is_tag(path: Path, root: Path) -> bool:
-    root = root.resolve()
-    return path.is_relative_to(root) and len(path.relative_to(root).parts) == 2 and not path.relative_to(root).parts[0].startswith(".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +127,14 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
 
     Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one is that of the caller's Agent; the daemon's errors.
     """
-    bare = StandaloneStorage(target.path)
-    if bare.has_manifest():
-        raise AlreadyExists(f"Checkpoint already exists in {bare.root}, which a save without the daemon has made; move it away")
+    if StandaloneCheckpoint(target.path).has_manifest():
+        raise AlreadyExists(f"Checkpoint already exists in {target.path}, which a save without the daemon has made; move it away")
     until = time.monotonic() + SAVE_SECONDS
     while True:
         with _calls("save"):
             held = _current(target, world_size)
             directory = names.tag_directory(target.step, target.tag, held.attempt)
-            taken = PosixStorage(Path(target.root)).has_manifest(target.job, directory)
+            taken = open_root(target.root).has_manifest(target.job, directory)
             if taken and not overwrite:
                 raise AlreadyExists(f"Checkpoint already exists: {target.job}/{directory}; choose another name, or say overwrite=True")
             begins_next = taken or (target.step is not None and target.step <= held.last_step)

@@ -20,6 +20,7 @@ from pathlib import Path
 from ckptd.shared import names, owners
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
+from ckptd.shared.state_directory import configured_state_dir, state_directory
 
 log = logging.getLogger("ckptd.agent")
 
@@ -144,11 +145,15 @@ def start_private(root: Path) -> None:
     Raises DaemonUnreachable if the daemon cannot be started, fails, or is not ready within `START_SECONDS`.
     """
     socket = _private_socket(root)
-    log_file = root / names.CONTROL / names.host() / "daemon.log"
+    log_file = state_directory(configured_state_dir(), root) / "daemon.log"
     try:
-        log_fd = _open_log(root, log_file)
+        _make_own(log_file.parent)
+        log_fd = _open_log(log_file)
     except OSError as error:
-        raise DaemonUnreachable(f"cannot start a private daemon: {root} cannot be used as the root: {error.strerror or error}") from None
+        raise DaemonUnreachable(
+            f"cannot start a private daemon: its log cannot be written: {error.strerror or error}; CKPTD_STATE_DIR can name a directory of "
+            "your own"
+        ) from None
     ready, told = os.pipe()
     command = [
         sys.executable,
@@ -204,17 +209,18 @@ def _private_socket(root: Path) -> Path:
     raise DaemonUnreachable(f"another user takes every name beside {socket.parent}: set XDG_RUNTIME_DIR to a directory of your own")
 
 
-def _open_log(root: Path, log_file: Path) -> int:
-    """Return an open descriptor of the private daemon's log. Missing directories are made.
+def _make_own(directory: Path) -> None:
+    """Make a directory and its missing parents. Raises OSError if that fails, or if the directory belongs to another user."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if (reason := owners.stranger(directory)) and os.geteuid() != 0:
+        raise PermissionError(f"{reason}: use a directory of your own")
 
-    Raises OSError if that fails, or if a directory or the log belongs to another user: that user could read the log, or make the daemon
-    write elsewhere.
+
+def _open_log(log_file: Path) -> int:
+    """Return an open descriptor of the private daemon's log.
+
+    Raises OSError if the log cannot be opened or belongs to another user: that user could read the log, or make the daemon write elsewhere.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    for directory in (root, log_file.parent.parent, log_file.parent):
-        directory.mkdir(exist_ok=True)
-        if (reason := owners.stranger(directory)) and os.geteuid() != 0:
-            raise PermissionError(f"{reason}: use a directory of your own")
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         fd = os.open(log_file, flags, 0o666)

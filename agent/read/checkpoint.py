@@ -14,14 +14,15 @@ import torch
 from ckptd.agent.plan.layout import dtype_of
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.slices import Index, read_slice
-from ckptd.agent.read.sources import Opened, locate, newer, open_storage
+from ckptd.agent.read.sources import Opened, newer, open_checkpoint
 from ckptd.agent.state import values
 from ckptd.agent.state.merge import bare, merge
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.plan import Alias
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import find_checkpoint, open_root
+from ckptd.shared.storage.repository import Repository
 
 _OLDER = "Checkpoint.open(path, step or tag)"
 
@@ -36,11 +37,11 @@ class Checkpoint:
     metrics, user_content: as they were saved. manifest: the whole manifest.
     """
 
-    def __init__(self, storage: PosixStorage, job: str, manifest: Manifest) -> None:
+    def __init__(self, repository: Repository, job: str, manifest: Manifest) -> None:
         try:
-            self._opened: Opened = open_storage(storage, job, manifest.tag, manifest)
+            self._opened: Opened = open_checkpoint(repository, job, manifest.tag, manifest)
         except OSError as error:
-            raise StorageError.of(f"read {storage.root / job / manifest.tag}", error) from None
+            raise StorageError.of(f"read {repository.where(job, manifest.tag)}", error) from None
         self.manifest = self._opened.manifest or manifest
 
     @classmethod
@@ -55,12 +56,12 @@ class Checkpoint:
         "newest" passes over damaged checkpoints, but never over one that a newer ckptd wrote.
         """
         where = Path(os.path.abspath(path))
-        storage, job = PosixStorage(where.parent), where.name
+        repository, job = open_root(where.parent), where.name
         try:
-            tags = storage.tags(job)
+            tags = repository.tags(job)
             if not tags and which == "newest":
-                storage, job, tag = locate(where)
-                return cls(storage, job, storage.read_manifest(job, tag))
+                repository, job, tag = find_checkpoint(where)
+                return cls(repository, job, repository.read_manifest(job, tag))
         except OSError as error:
             raise StorageError.of(f"list {where}", error) from None
         manifests = []
@@ -71,7 +72,7 @@ class Checkpoint:
             if isinstance(which, str) and which not in ("newest", parsed[0], tag):
                 continue
             try:
-                manifest = storage.read_manifest(job, tag)
+                manifest = repository.read_manifest(job, tag)
                 if not isinstance(which, int) or manifest.step == which:
                     manifests.append(manifest)
             except NotFound:
@@ -91,7 +92,7 @@ class Checkpoint:
         failure: IntegrityError | NotFound | None = None
         for manifest in sorted(manifests, key=lambda m: m.order, reverse=True):
             try:
-                return cls(storage, job, manifest)
+                return cls(repository, job, manifest)
             except NewerFormat as error:
                 raise newer(error, f"{job}/{manifest.tag}", _OLDER) from None
             except (IntegrityError, NotFound) as error:

@@ -6,7 +6,6 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,18 +17,18 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ckptd.agent.read.loader import Saved
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.values import TensorRef, decode, filled, tensor_names
-from ckptd.shared import names
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
+from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
 from ckptd.shared.fs import read_exactly
-from ckptd.shared.leases import give_back, lease
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.plan import Plan, chunk_ranges, with_values
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SlotState, read_check, read_document, read_header
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage import PosixStorage, StandaloneStorage
+from ckptd.shared.storage.protocol import Closable
+from ckptd.shared.storage.repository import Repository
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 
 class SlotSource:
@@ -70,9 +69,9 @@ class Opened:
 
     While it is open, the checkpoint cannot be deleted. `close` ends that; otherwise it ends when the object is garbage-collected.
 
-    tag: the name of the checkpoint's directory. sources: one for each rank, in their order. saved: their contents. descriptors, leased:
-    closed by `close`; those in `leased` hold locks. manifest: None for a snapshot in memory. owner: the process that opened the snapshot.
-    plain: the values that `metadata` has found, by DCP's names for them.
+    tag: the name of the checkpoint's directory. sources: one for each rank, in their order. saved: their contents. held: the leases, open
+    parts and slots that `close` closes. manifest: None for a snapshot in memory. plain: the values that `metadata` has found, by DCP's
+    names for them.
     """
 
     tag: str
@@ -80,10 +79,8 @@ class Opened:
     saved: Saved
     metrics: dict[str, float]
     user_content: Any
-    descriptors: list[int | Descriptor]
+    held: list[Closable]
     manifest: Manifest | None = None
-    leased: list[int] = field(default_factory=list)
-    owner: int = field(default_factory=os.getpid)
     plain: dict[str, Any] = field(default_factory=dict)
 
     def values(self, rank: int = 0) -> bytes:
@@ -145,18 +142,12 @@ class Opened:
         return sum(verify(source) for source in (self.sources if sources is None else sources))
 
     def close(self) -> None:
-        """Close all descriptors, and release the locks unless this is a forked child. May be called again.
+        """Close everything that is held open. A lease ends, unless this is a forked child. May be called again.
 
-        Each descriptor leaves its list before it is closed, so that none is closed twice.
+        Each object leaves the list before it is closed, so that none is closed twice.
         """
-        while self.leased:
-            (give_back if self.owner == os.getpid() else os.close)(self.leased.pop())
-        while self.descriptors:
-            descriptor = self.descriptors.pop()
-            if isinstance(descriptor, int):
-                os.close(descriptor)
-            else:
-                descriptor.close()
+        while self.held:
+            self.held.pop().close()
 
     def __del__(self) -> None:
         self.close()
@@ -187,34 +178,33 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
     return Opened(tag, sources, saved, dict(request.metrics), content, list(descriptors))
 
 
-def open_storage(storage: PosixStorage, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
+def open_checkpoint(repository: Repository, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
     """Open a checkpoint, under a lease that keeps it from being deleted. `manifest` is that of the checkpoint, if the caller has read it.
 
     If the checkpoint is overwritten meanwhile, the new one is opened. Raises NotFound, also if the checkpoint is deleted meanwhile; Busy if
     a deleter has it locked; IntegrityError, OSError.
     """
-    manifest = manifest or storage.read_manifest(job, tag)
+    manifest = manifest or repository.read_manifest(job, tag)
     while True:
         try:
-            return _opened(storage, job, tag, manifest)
+            return _opened(repository, job, tag, manifest)
         except IntegrityError:
-            again = storage.read_manifest(job, tag)  # NotFound if it was deleted, since the manifest is deleted first
+            again = repository.read_manifest(job, tag)  # NotFound if it was deleted, since the manifest is deleted first
             if again.parts == manifest.parts:
                 raise
             manifest = again  # the checkpoint was overwritten
 
 
-def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Opened:
+def _opened(repository: Repository, job: str, tag: str, manifest: Manifest) -> Opened:
     readers: list[PartReader] = []
-    leased = [lease(storage, job, tag)]
-    descriptors: list[int] = []
+    held: list[Closable] = [repository.lease(job, tag)]
     try:
-        if isinstance(storage, StandaloneStorage):
-            leased.append(storage.share())
+        if isinstance(repository, StandaloneCheckpoint):
+            held.append(repository.share())
         for part in manifest.parts:
-            reader = storage.open_part(job, tag, part.file, part.index_sha256)
+            reader = repository.open_part(job, tag, part.file, part.index_sha256)
             readers.append(reader)
-            (leased if isinstance(storage, StandaloneStorage) else descriptors).append(reader.fileno())
+            held.append(reader)
             reader.check_codecs()  # an error that is found later would leave half of the state overwritten
             index = reader.index
             whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
@@ -222,12 +212,10 @@ def _opened(storage: PosixStorage, job: str, tag: str, manifest: Manifest) -> Op
                 raise IntegrityError(f"{reader.name} is not the part that the manifest means")
         saved = Saved.of(readers)
     except BaseException:
-        while descriptors:
-            os.close(descriptors.pop())
-        while leased:
-            give_back(leased.pop())
+        while held:
+            held.pop().close()
         raise
-    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, [*descriptors], manifest, leased=leased)
+    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, held, manifest)
 
 
 def newer(error: NewerFormat, where: str, how: str) -> NewerFormat:
@@ -237,46 +225,3 @@ def newer(error: NewerFormat, where: str, how: str) -> NewerFormat:
     """
     said = str(error) if str(error).startswith(where) else f"{where}: {error}"
     return NewerFormat(f"{said}; it is not damaged: upgrade this ckptd, or name an older checkpoint with {how}")
-
-
-def locate(path: Path) -> tuple[PosixStorage, str, str]:
-    """Return the storage, the job and the tag directory of the checkpoint that `path` names.
-
-    `path` is a directory that holds a checkpoint, or `<root>/<job>/<tag>`, which means the highest attempt of that tag. Raises NotFound if
-    there is no checkpoint or if `path` names two; OSError.
-    """
-    standalone = StandaloneStorage(path)
-    storage, job = PosixStorage(path.parent.parent), path.parent.name
-    found = attempts_of(path)
-    if standalone.has_manifest():
-        if found:
-            raise NotFound(
-                f"both {path} and {path.parent / found[max(found)]} are checkpoints: name the one that you mean, or move one away"
-            )
-        return standalone, standalone.job, standalone.tag
-    if found:
-        return storage, job, found[max(found)]
-    if os.path.lexists(path / ".metadata"):
-        raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: read it with its FileSystemReader")
-    raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is no directory"))
-
-
-def attempts_of(path: Path) -> dict[int, str]:
-    """Return the committed tag directories of `<root>/<job>/<tag>`, by attempt. The dict is empty if the root cannot be listed.
-
-    The tag is one of the user's own, or `step-<number>` with any number of digits.
-    """
-    storage, job, name = PosixStorage(path.parent.parent), path.parent.name, path.name
-    wanted = name
-    if (digits := name.removeprefix("step-")) != name and digits.isascii() and digits.isdigit():
-        wanted = f"step-{int(digits):08d}"
-    found = {}
-    try:
-        tags = storage.tags(job)
-    except OSError:
-        return {}
-    for tag in tags:
-        parsed = names.parse_tag_directory(tag)
-        if parsed is not None and parsed[0] == wanted and storage.has_manifest(job, tag):
-            found[parsed[2]] = tag
-    return found

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.read.loader import load, materialize
-from ckptd.agent.read.sources import Opened, newer, open_memory, open_storage
+from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory
 from ckptd.agent.recover.binding import Binding, OnReshape, mismatch
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.state.merge import Foreign, merge
@@ -37,7 +36,7 @@ from ckptd.shared.errors import (
     StorageError,
 )
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
 
 log = logging.getLogger("ckptd.agent")
 
@@ -266,7 +265,7 @@ class _Attempt:
             step = candidate.step
             _, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step), m.Fetched, FIND_SECONDS)
             return open_memory(descriptors, candidate.attempt, step, candidate.tag)
-        return open_storage(PosixStorage(Path(self._client.welcome.root)), self._job, candidate.tag)
+        return open_checkpoint(open_root(self._client.welcome.root), self._job, candidate.tag)
 
     def load(self) -> dict[str, Any]:
         """Read and verify every byte, most of them straight into the state. Return the damage that was found."""

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckptd.agent import Agent
-from ckptd.shared import locks
 from ckptd.shared.errors import Busy
-from ckptd.shared.leases import deletion
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage import locks
+from ckptd.shared.storage.locate import open_root
 from tests.support.daemons import Home, running
 from tests.support.strangers import KINDS, holding
 from tests.support.trainers import assert_equal, blank, expected
@@ -50,7 +49,7 @@ def test_a_deleters_lock_on_the_newest_manifest_is_busy(place: Home, saved: Path
         agent = Agent("gpt", socket=place.socket)
         state = blank()
         with (
-            deletion(PosixStorage(place.root), "gpt", NEWEST),
+            open_root(place.root).exclude("gpt", NEWEST),
             pytest.raises(Busy, match=f"checkpoint gpt/{NEWEST} in .* cannot be read now"),
         ):
             agent.recover(state)

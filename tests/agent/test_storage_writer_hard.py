@@ -30,11 +30,13 @@ from ckptd.shared import codec
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.part_writer import ONE_FILE, Spread
 from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
-from ckptd.shared.storage import StandaloneStorage
+from ckptd.shared.storage.protocol import Source
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from tests.agent.dcp.test_storage_writer import Place, blank, refused, same, spot, state
 from tests.shared.samples import WRITER
 from tests.support import forks
 from tests.support.daemons import Daemon
+from tests.support.storage import source
 from tests.support.strangers import KINDS, holding, open_place
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -73,14 +75,14 @@ def try_save(where: Path, seed: int, overwrite: bool) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "the directory could not be synced")])
 def test_an_interruption_after_the_commit_takes_nothing_back(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = StandaloneStorage.commit
+    commit = StandaloneCheckpoint.commit
 
-    def interrupted(self: StandaloneStorage, data: bytes, *, overwrite: bool, nonce: str | None = None) -> None:
+    def interrupted(self: StandaloneCheckpoint, data: bytes, *, overwrite: bool, nonce: str) -> None:
         commit(self, data, overwrite=overwrite, nonce=nonce)
         raise error
 
     dcp.save(state(1), storage_writer=StorageWriter(tmp_path))
-    monkeypatch.setattr(StandaloneStorage, "commit", interrupted)
+    monkeypatch.setattr(StandaloneCheckpoint, "commit", interrupted)
     with pytest.raises(BaseException):  # noqa: B017 (DCP wraps the one and not the other)
         dcp.save(state(2), storage_writer=StorageWriter(tmp_path, overwrite=True))
     assert same(Checkpoint.open(tmp_path).load(), state(2))
@@ -94,7 +96,7 @@ def planned() -> Resolved:
 
 def test_a_forked_child_takes_nothing_away(tmp_path: Path) -> None:
     resolved = planned()
-    part = StandalonePart(StandaloneStorage(tmp_path), 0, 1, codec.encoder("raw"), 1, ONE_FILE)
+    part = StandalonePart(StandaloneCheckpoint(tmp_path), 0, 1, codec.encoder("raw"), 1, ONE_FILE)
     part.write(resolved.lay_out(global_plan=b""), resolved, 0)
     child = os.fork()
     if child == 0:
@@ -123,15 +125,15 @@ def test_an_async_save_that_is_the_last_statement_is_finished(spot: Place) -> No
 def test_what_is_deleted_or_written_over_while_it_is_opened(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         dcp.save({"a": torch.full((2,), number)}, storage_writer=StorageWriter(tmp_path / str(number)))
-    before = StandaloneStorage(tmp_path / "1").read_manifest()
+    before = StandaloneCheckpoint(tmp_path / "1").read_manifest()
     for part in (tmp_path / "1").glob("rank-*"):
         part.unlink()
     (tmp_path / "1" / "manifest.json").unlink()
     with pytest.raises(NotFound):
-        Checkpoint(StandaloneStorage(tmp_path / "1"), "standalone", before)
-    before = StandaloneStorage(tmp_path / "2").read_manifest()
+        Checkpoint(StandaloneCheckpoint(tmp_path / "1"), "standalone", before)
+    before = StandaloneCheckpoint(tmp_path / "2").read_manifest()
     dcp.save({"a": torch.full((2,), 22)}, storage_writer=StorageWriter(tmp_path / "2", overwrite=True))
-    with Checkpoint(StandaloneStorage(tmp_path / "2"), "standalone", before) as checkpoint:
+    with Checkpoint(StandaloneCheckpoint(tmp_path / "2"), "standalone", before) as checkpoint:
         assert checkpoint.tensor("a")[0].item() == 22
         assert checkpoint.manifest.parts != before.parts
     for part in (tmp_path / "3").glob("rank-*"):
@@ -183,7 +185,7 @@ def test_a_save_that_a_stranger_refused_the_directory_is_not_swept() -> None:
     with open_place() as place:
         where = place / "latest"
         dcp.save(state(1), storage_writer=StorageWriter(where))
-        storage = StandaloneStorage(where)
+        storage = StandaloneCheckpoint(where)
         with holding("flock-ex", where), storage.saving():
             part = StandalonePart(storage, 0, 1, codec.encoder("raw"), 1, Spread(2, 0))
             resolved = planned()
@@ -201,10 +203,10 @@ def test_a_save_that_a_stranger_refused_the_directory_is_not_swept() -> None:
 
 def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the flock on the directory, which a stranger may refuse."""
-    hold = StandaloneStorage.hold
+    hold = StandaloneCheckpoint.hold
     swept: list[str] = []
 
-    def late(self: StandaloneStorage, file: str) -> int:
+    def late(self: StandaloneCheckpoint, file: str) -> Source:
         if len(swept) < 2:
             swept.append(file)
             number = len(swept)
@@ -213,8 +215,8 @@ def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Pat
         return hold(self, file)
 
     dcp.save(state(8), storage_writer=StorageWriter(tmp_path))
-    monkeypatch.setattr(StandaloneStorage, "hold", late)
-    monkeypatch.setattr(StandaloneStorage, "share", lambda self: os.open(self.root, os.O_RDONLY))
+    monkeypatch.setattr(StandaloneCheckpoint, "hold", late)
+    monkeypatch.setattr(StandaloneCheckpoint, "share", lambda self: source(os.open(self.path, os.O_RDONLY)))
     dcp.save(state(9), storage_writer=StorageWriter(tmp_path, overwrite=True))
     assert len(swept) == 2
     assert same(Checkpoint.open(tmp_path).load(), state(9))

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
-from ckptd.shared import names
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home
 
@@ -412,7 +411,7 @@ class Crowd:
 
     def _sample(self) -> None:
         resident = int(Path(f"/proc/{self._daemon.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        control = self._place.root / names.CONTROL / names.host() / names.JOURNAL
+        control = self._place.journal
         journal = sum(path.stat().st_size for path in control.iterdir())
         self.samples.append(Sample(self.hits.total(), self._descriptors(), len(self._place.segment_files()), resident, journal))
 

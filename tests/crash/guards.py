@@ -29,8 +29,8 @@ SECONDS = 300
 
 STATES = "tests.crash.states --states 2500 --seed 1 --most 1"
 DAMAGE = "tests.crash.damage --seed 1"
+STORAGE = "pytest tests/shared/storage/test_conformance.py tests/shared/storage/test_repository.py"
 CHECKS: dict[str, tuple[str, ...]] = {
-    "daemon/attempts.py": (STATES,),
     "daemon/journal.py": ("pytest tests/daemon/test_journal.py", STATES),
     "daemon/journal_directory.py": ("pytest tests/daemon/test_journal.py", STATES),
     "daemon/journal_file.py": ("pytest tests/daemon/test_journal_file.py", DAMAGE),
@@ -41,7 +41,10 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "shared/part.py": ("pytest tests/shared/test_part.py tests/shared/test_part_writer.py", DAMAGE),
     "shared/part_writer.py": ("pytest tests/shared/test_part_writer.py", STATES),
     "shared/segment.py": ("pytest tests/shared/test_segment.py",),
-    "shared/storage.py": ("pytest tests/shared/test_storage.py tests/crash/test_disk.py", STATES),
+    "shared/storage/old_journal.py": ("pytest tests/shared/storage/test_old_journal.py",),
+    "shared/storage/posix.py": (f"{STORAGE} tests/shared/storage/test_posix.py tests/crash/test_disk.py", STATES),
+    "shared/storage/posix_streams.py": ("pytest tests/shared/test_part_writer.py", STATES),
+    "shared/storage/repository.py": (STORAGE, STATES),
 }
 NAMED = {
     "daemon/journal_file.py": (
@@ -49,7 +52,7 @@ NAMED = {
         "        if before != crc or (sequence is not None and record.sequence != sequence + 1):\n            break\n",
         "    if any(data[end : position + _aligned(RECORD_SIZE + length)]):\n        return None\n",
     ),
-    "shared/storage.py": (" or path not in self._durable",),
+    "shared/storage/posix.py": (" or path not in self._durable",),
 }
 
 

@@ -26,6 +26,7 @@ from ckptd.shared.segment import SegmentHeader, SlotState, read_header
 from tests.crash.tally import Tally, wait_for
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home
+from tests.support.storage import source
 
 PHASES = ("filling", "sealed", "writing", "before manifest", "after")
 VICTIMS = ("trainer", "daemon", "both")
@@ -108,7 +109,7 @@ def _phase(place: Home, header: SegmentHeader) -> str:
         return "sealed"
     try:
         with (directory / parts[0]).open("rb") as file:
-            PartReader(file.fileno(), parts[0])
+            PartReader(source(file.fileno()), parts[0])
     except (OSError, CkptdError):
         return "writing"
     return "before manifest"

@@ -28,7 +28,7 @@ from ckptd.agent import Agent, Checkpoint, CkptdError
 from ckptd.daemon import forgetting
 from ckptd.shared import names
 from ckptd.shared.errors import NotFound
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
 from tests.crash.images import Image, Unavailable, fill
 from tests.crash.oracle import NOTHING, Key, Oracle
 from tests.support import forks, trainers
@@ -252,7 +252,7 @@ class Job(RuleBasedStateMachine):
 
     def _tags(self) -> list[str]:
         """Of all that is committed; the highest steps first."""
-        storage = PosixStorage(self.place.root)
+        storage = open_root(self.place.root)
         return [tag for tag in reversed(storage.tags(trainers.JOB)) if storage.has_manifest(trainers.JOB, tag)]
 
     @rule(flushed=st.sampled_from([1, 2]))

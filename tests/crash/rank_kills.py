@@ -29,6 +29,7 @@ from tests.crash import rank_trainer
 from tests.crash.tally import Tally, wait_for
 from tests.support.daemons import Daemon, Home, home
 from tests.support.ranks import RankFailed, Ranks
+from tests.support.storage import source
 from tests.support.trainers import JOB, Diary
 
 PHASES = ("some ranks filling", "all sealed", "writing", "before manifest", "after")
@@ -142,7 +143,7 @@ def _saved(place: Home, key: Key) -> str:
     try:
         for name in parts:
             with (directory / name).open("rb") as file:
-                PartReader(file.fileno(), name)
+                PartReader(source(file.fileno()), name)
     except (OSError, CkptdError):
         return "writing"
     return ("all sealed", "writing")[bool(parts)] if len(parts) < RANKS else "before manifest"

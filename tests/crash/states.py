@@ -32,12 +32,10 @@ import torch
 from ckptd.agent import Agent, Checkpoint, CkptdError
 from ckptd.daemon import journal_file
 from ckptd.daemon.app import App
-from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.config import Config
-from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
 from tests.crash.disk import FATES, Disk, Recorder, Step, Tree, lay, some_fate
 from tests.support.daemons import recover_only
 from tests.support.trainers import JOB, assert_equal, blank, expected
@@ -51,7 +49,8 @@ JOURNAL = 16 << 10
 
 def config(place: Path, shm: Path, files_per_rank: int = 1) -> Config:
     return Config(
-        root=place / "root", socket=place / "s", shm_dir=shm, shm_quota=1 << 30, codec="raw", keep_last=KEEP, threads=1, memory_ttl=0.0,
+        root=place / "root", state_dir=place / "state", socket=place / "s", shm_dir=shm,
+        shm_quota=1 << 30, codec="raw", keep_last=KEEP, threads=1, memory_ttl=0.0,
         stall_budget=0.5, chunk_size=64 << 10, strict_journal=True, files_per_rank=files_per_rank,
     )  # fmt: skip
 
@@ -66,8 +65,11 @@ def directory() -> Iterator[Path]:
         shutil.rmtree(where, ignore_errors=True)
 
 
-def small_journal() -> Any:
-    return mock.patch.object(journal_file, "FILE_SIZE", JOURNAL)
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Make journal files small. Let every root count as the same path, as if the disk were mounted in one place in all lives."""
+    with mock.patch.object(journal_file, "FILE_SIZE", JOURNAL), mock.patch.object(names, "root_digest", return_value="0" * 16):
+        yield
 
 
 @dataclass(slots=True)
@@ -144,7 +146,7 @@ async def live(place: Path, recorder: Recorder, chance: Random) -> None:
 
 
 def a_life(before: Disk, promised: Promises, chance: Random, fault: Callable[[Step], None] = lambda step: None) -> Life:
-    with directory() as place, small_journal():
+    with directory() as place, simulated():
         recorder = Recorder(place, before, fault)
         asyncio.run(live(place, recorder, chance))
         return Life(before, recorder.steps, recorder.notes, promised)
@@ -214,7 +216,7 @@ class Examiner:
                 return f"{type(error).__name__}: {error}"
 
     def _check(self, place: Path, parts: Parts, promised: Promises) -> str:
-        storage, root = PosixStorage(place / "root"), place / "root"
+        storage, root = open_root(place / "root"), place / "root"
         found = {}
         for tag in storage.tags(JOB):
             files = sorted(storage.files(JOB, tag))
@@ -233,9 +235,7 @@ class Examiner:
         newest = storage.read_newest(JOB)
         if found and newest != found[max(found)]:
             return f"newest says {newest}; there are {sorted(found.values())}"
-        calls = StorageCalls(60.0)
-        given = max(Attempts(storage, calls).newest(JOB), parts.catalog.job(JOB).attempt)
-        calls.close()
+        given = max(storage.newest_attempt(JOB), parts.catalog.job(JOB).attempt)
         if given < promised.attempt:
             return f"attempt {promised.attempt} was given out and is not known any more; the highest is {given}"
         return ""
@@ -261,7 +261,7 @@ def run(states: int, seed: int, seconds: float = float("inf"), most: int = 20) -
     end = time.monotonic() + seconds
     while True:
         for life in lives(chance, LIVES):
-            with small_journal(), asyncio.Runner() as runner:
+            with simulated(), asyncio.Runner() as runner:
                 for _ in range(OF_A_LIFE):
                     moment = chance.randrange(len(life.steps) + 1)
                     disk, fate = after(life, moment), some_fate(chance)

@@ -10,7 +10,9 @@ from random import Random
 import pytest
 
 from ckptd.shared.fs import make_directories, opened_directory, publish
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.storage.repository import Repository
 from tests.crash.disk import EMPTY, LOST, TOP, TORN, WHOLE, Disk, Recorder, Step, Tree, every_fate
 
 
@@ -166,7 +168,7 @@ def test_what_is_published_is_whole_or_as_it_was_and_stays(recorder: Recorder, t
 def test_directories_that_are_made_stay(recorder: Recorder, tmp_path: Path) -> None:
     root = tmp_path / "disk" / "a" / "root"
     make_directories(recorder, root)
-    PosixStorage(root, recorder).make_tag("job", "tag.a0001")
+    PosixStorage(root, recorder).ensure("job/tag.a0001")
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"a": {"root": {"job": {"tag.a0001": {}}}}}]
 
 
@@ -178,35 +180,35 @@ def test_directories_that_a_dead_process_made_stay_too(recorder: Recorder, tmp_p
             recorder.make_directory(path.name, directory)
         if path == root:
             make_directories(recorder, root)
-    PosixStorage(root, recorder).make_tag("job", "tag.a0001")
+    PosixStorage(root, recorder).ensure("job/tag.a0001")
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"root": {"job": {"tag.a0001": {}}}}]
 
 
 def test_a_manifest_that_a_dead_process_renamed_stays_once_the_rest_is_swept(recorder: Recorder, tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
-    storage.make_tag("job", "tag.a0001")
-    with storage.directory("job", "tag.a0001") as directory:
+    storage.ensure("job/tag.a0001")
+    with storage.directory("job/tag.a0001") as directory:
         fd = recorder.create("manifest.json.tmp", directory)
         recorder.write(fd, b"{}", 0)
         recorder.sync(fd)
         recorder.close(fd)
         recorder.rename("manifest.json.tmp", "manifest.json", directory, replace=False)
     assert any("manifest.json" not in str(left) for _, left in cuts(recorder, len(recorder.steps)))
-    PosixStorage(tmp_path / "disk", recorder).delete_files("job", "tag.a0001", ["manifest.json.tmp"])
+    open_root(tmp_path / "disk", recorder).delete_unfinished("job", "tag.a0001", [])
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {"tag.a0001": {"manifest.json": b"{}"}}}]
 
 
 def test_a_tag_that_a_dead_process_removed_stays_away(recorder: Recorder, tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
-    storage.make_tag("job", "tag.a0001")
+    storage.ensure("job/tag.a0001")
     with storage.directory("job") as directory:
         recorder.remove_directory("tag.a0001", directory)
-    assert PosixStorage(tmp_path / "disk", recorder).delete_tag("job", "tag.a0001")
+    assert open_root(tmp_path / "disk", recorder).delete_tag("job", "tag.a0001")
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {}}]
 
 
 def test_a_pin_stays_and_stays_away(recorder: Recorder, tmp_path: Path) -> None:
-    storage = PosixStorage(tmp_path / "disk", recorder)
+    storage = open_root(tmp_path / "disk", recorder)
     storage.pin("job", "tag.a0001")
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}]
     storage.unpin("job", "tag.a0001")
@@ -215,16 +217,16 @@ def test_a_pin_stays_and_stays_away(recorder: Recorder, tmp_path: Path) -> None:
 
 def test_a_pin_that_a_dead_process_made_stays_too(recorder: Recorder, tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
-    storage.ensure(".ckptd", "pins", "job")
-    with storage.directory(".ckptd", "pins", "job") as directory:
+    storage.ensure(".ckptd/pins/job")
+    with storage.directory(".ckptd/pins/job") as directory:
         recorder.close(recorder.create("tag.a0001", directory))
-    storage.pin("job", "tag.a0001")
+    Repository(storage).pin("job", "tag.a0001")
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}]
 
 
 def test_newest_of_a_job_without_checkpoints_stays_away(recorder: Recorder, tmp_path: Path) -> None:
-    storage = PosixStorage(tmp_path / "disk", recorder)
-    storage.ensure("job")
+    storage = open_root(tmp_path / "disk", recorder)
+    PosixStorage(tmp_path / "disk", recorder).ensure("job")
     storage.publish_newest("job", "tag.a0001")
     storage.remove_newest("job")
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {}}]

@@ -22,7 +22,7 @@ from ckptd.daemon.records import JournalState
 from ckptd.shared import names
 from ckptd.shared.errors import SnapshotFailed, StorageError
 from ckptd.shared.fs import PosixFileSystem, opened_directory
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
 from tests.crash.images import FewInodes, Image, Unavailable, fill
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running, until
@@ -41,7 +41,7 @@ class Full:
 
     @property
     def journal(self) -> Path:
-        return self.place.root / names.CONTROL / names.host() / names.JOURNAL
+        return self.place.journal
 
     def tags(self) -> list[str]:
         return sorted(path.parent.name for path in (self.place.root / trainers.JOB).glob("*/manifest.json"))
@@ -125,7 +125,7 @@ def goes_on(full: Full, which: slice) -> None:
         forget(full, full.tags()[which], place.socket)  # two of them: the blocks of one make no room for another
         assert agent.snapshot(trainers.expected(5, SIZE), step=5).wait("durable", timeout=60).state == "durable"
         agent.close()
-        until(lambda: PosixStorage(place.root).read_newest(trainers.JOB) == "step-00000005.a0002", "newest")
+        until(lambda: open_root(place.root).read_newest(trainers.JOB) == "step-00000005.a0002", "newest")
 
 
 @pytest.mark.parametrize("which", [slice(0, 2), slice(2, 0, -1)], ids=["the oldest", "the newest"])
@@ -196,7 +196,7 @@ def test_failed_saves_leave_nothing_in_the_journal(place: Home, taken: str) -> N
 def journal_state(place: Home) -> JournalState:
     """Replay a copy of the journal of a running daemon."""
     with tempfile.TemporaryDirectory() as copy, ThreadPoolExecutor(1) as pool:
-        for path in (place.root / names.CONTROL / names.host() / names.JOURNAL).glob("*.log"):
+        for path in place.journal.glob("*.log"):
             shutil.copy(path, copy)
         with opened_directory(PosixFileSystem(), copy) as directory:
             journal = Journal.open(PosixFileSystem(), directory, pool, strict=True)

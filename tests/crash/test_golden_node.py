@@ -54,7 +54,7 @@ def test_the_archive_holds_what_its_maker_says(node: Home) -> None:
     sealed = {(h.job, h.rank, (h.attempt, h.step)) for h in headers(node) if h.state is SlotState.SEALED}
     assert {h.boot_id for h in headers(node)} == {this_boot()}
     assert {(job, rank, left.newest) for job, left in JOBS.items() for rank in range(left.ranks)} <= sealed
-    (journal,) = (node.root / names.CONTROL / names.host() / names.JOURNAL).iterdir()
+    (journal,) = (node.root / names.CONTROL / names.host() / names.JOURNAL).iterdir()  # where versions before 0.2 kept it
     number = names.parse_journal_file(journal.name)
     assert number is not None
     scan = jf.scan(journal.read_bytes(), number)

@@ -344,9 +344,8 @@ def evidence(place: Home, attempt: int) -> dict[str, bytes]:
         with path.open("rb") as file:
             if read_header(file.fileno()).attempt == attempt:
                 found[path.name] = path.read_bytes()
-    for path in place.root.rglob("*"):
-        if path.is_file() and (f".a{attempt:04d}" in str(path) or names.JOURNAL in path.parts):
-            found[str(path)] = path.read_bytes()
+    for path in (*place.root.rglob(f"*.a{attempt:04d}/*"), *place.journal.iterdir()):
+        found[str(path)] = path.read_bytes()
     return found
 
 

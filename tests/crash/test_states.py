@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.crash.disk import LOST, Disk, Recorder, Step
-from tests.crash.states import Examiner, Life, Promises, a_life, after, config, directory, run, small_journal
+from tests.crash.states import Examiner, Life, Promises, a_life, after, config, directory, run, simulated
 from tests.support.daemons import recover_only
 
 
@@ -19,13 +19,13 @@ def life() -> Life:
 
 def examine(disk: Disk, promised: Promises) -> str:
     """After a power cut that loses all that is not synced."""
-    with small_journal():
+    with simulated():
         return asyncio.run(Examiner().examine(disk.after_cut(lambda _: (LOST, 0)), promised))
 
 
 def recovered(disk: Disk) -> None:
     """By a daemon that is then killed."""
-    with directory() as place, directory() as shm, small_journal():
+    with directory() as place, directory() as shm, simulated():
         recorder = Recorder(place, disk)
         asyncio.run(recover_only(config(place, shm), recorder))
     for step in recorder.steps:

@@ -67,6 +67,9 @@ class Case:
         self.thiefs = self.place / "thief"
         self.plain = Path(f"/tmp/ckptd-{uid}")
         self.segments = Path(f"/dev/shm/ckptd-{uid}-{names.root_digest(self.root)}")
+        self.home = self.place / "home"
+        self.home.mkdir()
+        os.chown(self.home, uid, uid)
         if kind != "root":
             self.root.mkdir()
             os.chmod(self.root, mode)
@@ -144,9 +147,9 @@ def victim(case: Case, life: int, answer: Connection) -> None:
     """Train from one fork to its end, and answer with the steps saved and recovered, or with the error."""
     become(case.uid)
     torch.set_num_threads(1)
-    for key in [key for key in os.environ if key.startswith(("CKPTD_", "XDG_"))]:
+    for key in [key for key in os.environ if key.startswith(("CKPTD_", "XDG_", "STATE_"))]:
         del os.environ[key]
-    os.environ["HOME"] = str(case.place)
+    os.environ["HOME"] = str(case.home)
     sys.executable = case.python
     if case.taken == case.runtime:
         os.environ["XDG_RUNTIME_DIR"] = str(case.runtime)
@@ -209,7 +212,18 @@ def run_victim(case: Case, life: int) -> str:
 def run_daemon(case: Case) -> str:
     """Run `ckptd run` as the victim, at a name that is not a dead daemon's socket. It is to refuse, and to leave the name alone."""
     before = _status(case.socket)
-    command = [case.python, "-m", "ckptd.daemon", "run", "--root", str(case.root), "--socket", str(case.socket)]
+    command = [
+        case.python,
+        "-m",
+        "ckptd.daemon",
+        "run",
+        "--root",
+        str(case.root),
+        "--socket",
+        str(case.socket),
+        "--state-dir",
+        str(case.home / "state"),
+    ]
     try:
         done = subprocess.run(command, user=case.uid, group=case.uid, extra_groups=[], capture_output=True, text=True, timeout=10, env={})
     except subprocess.TimeoutExpired:
@@ -338,7 +352,7 @@ class Thief:
         path.mkdir()
         path.chmod(0o777)
         if path == self.case.root:  # and everything in it that a daemon would make
-            for part in (path / ".ckptd", path / ".ckptd" / names.host(), path / ".ckptd" / names.host() / "journal", path / trainers.JOB):
+            for part in (path / ".ckptd", path / ".ckptd" / names.host(), path / trainers.JOB):
                 part.mkdir()
                 part.chmod(0o777)
             return

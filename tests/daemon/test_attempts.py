@@ -16,7 +16,8 @@ from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.fs import PosixFileSystem
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.storage.repository import Repository
 
 
 class Full(PosixFileSystem):
@@ -39,14 +40,15 @@ class Full(PosixFileSystem):
 class Place:
     def __init__(self, root: Path) -> None:
         self.fs, self.root = Full(), root
-        self.storage = PosixStorage(root, self.fs)
+        self.posix = PosixStorage(root, self.fs)
+        self.storage = Repository(self.posix)
         self.calls = StorageCalls(60.0)
         self.attempts = Attempts(self.storage, self.calls)
         self._claims = Claims(self.attempts, seconds=60.0)
         self.claims = root / names.CONTROL / names.ATTEMPTS / "gpt"
         self.lock = root / names.CONTROL / names.host() / names.LOCK
-        self.storage.ensure(names.CONTROL, names.host())
-        self.storage.ensure(names.CONTROL, names.ATTEMPTS, "gpt")
+        self.posix.ensure(names.control(names.host()))
+        self.posix.ensure(names.attempts("gpt"))
         self.lock.touch()
 
     async def claim(self, known: int) -> int:
@@ -77,7 +79,7 @@ async def test_without_an_inode_a_claim_is_a_link_to_another(place: Place, numbe
     place.fs.fault = number
     assert [await place.claim(0) for _ in range(4)] == [2, 3, 4, 5]
     assert place.claimed() == ["a0004", "a0005"]
-    assert place.attempts.newest("gpt") == 5
+    assert place.storage.newest_attempt("gpt") == 5
     place.fs.fault = 0
     assert [await place.claim(0) for _ in range(2)] == [6, 7]
 
@@ -93,7 +95,7 @@ async def test_a_claim_that_somebody_has_made_meanwhile_is_never_taken(place: Pl
     place.claims.joinpath("a0001").touch()
     place.claims.joinpath("a0002").touch()
     place.fs.fault = errno.ENOSPC if full else 0
-    monkeypatch.setattr(Attempts, "newest", lambda self, job: 0)
+    monkeypatch.setattr(Repository, "newest_attempt", lambda self, job: 0)
     assert await place.claim(0) == 3
 
 

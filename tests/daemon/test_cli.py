@@ -23,7 +23,7 @@ from ckptd.daemon import report
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
 from tests.support.daemons import Daemon, Home, running, until
 
 NOTHING: dict[str, str] = {}
@@ -208,7 +208,7 @@ def test_the_manifest_says_how_many_files_there_are(full: Daemon) -> None:
 
 def test_a_checkpoint_that_goes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    monkeypatch.setattr(report, "place", lambda path: (PosixStorage(path.parent), path.name, None))
+    monkeypatch.setattr(report, "find_job_or_checkpoint", lambda path: (open_root(path.parent), path.name, None))
     with pytest.raises(NotFound, match="holds no checkpoint any more"):
         report.listing(tmp_path)
 

@@ -12,6 +12,7 @@ from ckptd.daemon.config import FIELDS, Config, load, parse_size
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.plan import DEFAULT_CHUNK
 from ckptd.shared.retention import BestN, EveryNSteps
+from ckptd.shared.state_directory import default_state_dir
 
 ROOT = {"root": "/ckpts", "socket": "/run/ckptd/s"}
 
@@ -31,7 +32,8 @@ def file(tmp_path: Path) -> Path:
 def test_defaults() -> None:
     config = load(ROOT, {}, None)
     assert dataclasses.asdict(config) | {"threads": 0} == {
-        "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0,
+        "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "state_dir": default_state_dir(),
+        "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0,
         "memory_ttl": 900.0, "keep_last": 10, "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0,
         "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
         "files_per_rank": 1, "bytes_per_file": 0,
@@ -60,6 +62,7 @@ def test_flags_beat_the_environment_and_that_beats_the_file(file: Path) -> None:
 
 SAMPLES: dict[str, tuple[str, str, Any]] = {
     "root": ('"/elsewhere"', "/elsewhere", Path("/elsewhere")),
+    "state_dir": ('"/elsewhere/state"', "/elsewhere/state", Path("/elsewhere/state")),
     "socket": ('"/elsewhere/s"', "/elsewhere/s", Path("/elsewhere/s")),
     "codec": ('"zstd:5"', "zstd:5", "zstd:5"),
     "slots": ("5", "5", 5),
@@ -98,8 +101,8 @@ def test_every_setting_may_stand_in_the_file_and_in_the_environment(name: str, f
 def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/ada")
-    config = load({"root": "sub/../ckpts", "socket": "s"}, {}, None)
-    assert (config.root, config.socket) == (tmp_path / "ckpts", tmp_path / "s")
+    config = load({"root": "sub/../ckpts", "socket": "s", "state_dir": "state"}, {}, None)
+    assert (config.root, config.socket, config.state_dir) == (tmp_path / "ckpts", tmp_path / "s", tmp_path / "state")
     assert load({"root": "~/ckpts", "socket": "/s"}, {}, None).root == Path("/home/ada/ckpts")
 
 

@@ -148,3 +148,11 @@ def test_the_verb(tmp_path: Path) -> None:
     assert (done.returncode, found["ok"]) == (1, False)
     assert [check["name"] for check in found["checks"] if check["level"] == FAILED] == ["shared memory"]
     assert not [check for check in found["checks"] if check["name"] == "root"]
+
+
+def test_the_state_directory_is_to_be_written_and_to_last(tmp_path: Path) -> None:
+    assert doctor.check_state_dir(tmp_path / "state").level in (OK, WARNING)  # a test's directory may be on a tmpfs or an overlay
+    volatile = doctor.check_state_dir(Path("/dev/shm/state"))
+    assert (volatile.level, "a tmpfs, which a reboot empties" in volatile.message) == (WARNING, True)
+    refused = doctor.check_state_dir(Path("/proc/1/nowhere/state"))
+    assert (refused.level, "set state_dir to a directory of yours" in refused.message) == (FAILED, True) or os.geteuid() == 0

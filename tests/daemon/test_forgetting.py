@@ -15,11 +15,12 @@ from click.testing import CliRunner
 
 from ckptd.agent import Agent, BestN, Checkpoint, EveryNSteps, LatestN, PreserveAll
 from ckptd.daemon.cli import main
-from ckptd.shared import locks, names
+from ckptd.shared import names
 from ckptd.shared.errors import InvalidRequest, NotFound
-from ckptd.shared.leases import deletion, lease
 from ckptd.shared.segment import read_header
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage import locks
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.repository import Repository
 from tests.daemon import test_cli
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, running, until
@@ -47,8 +48,8 @@ def steps(place: Home) -> list[int]:
     return sorted(storage(place).read_manifest("gpt", tag).step or 0 for tag in storage(place).tags("gpt"))
 
 
-def storage(place: Home) -> PosixStorage:
-    return PosixStorage(place.root)
+def storage(place: Home) -> Repository:
+    return open_root(place.root)
 
 
 def settled(place: Home, wanted: list[int]) -> None:
@@ -175,7 +176,7 @@ def test_verify_does_not_call_a_checkpoint_damaged_that_a_deleter_has_locked(pla
     with running(place, forked=True):
         train(place, [1])
     monkeypatch.setattr(locks, "SECONDS", 0.1)
-    with deletion(storage(place), "gpt", tag(1)):
+    with storage(place).exclude("gpt", tag(1)):
         run = ckptd("verify", place.root / "gpt")
     assert (run.returncode, "DAMAGED" in run.stdout) == (11, False)
     assert f"checkpoint gpt/{tag(1)} in {place.root} cannot be read now" in run.stderr
@@ -407,11 +408,11 @@ def test_retention_passes_over_what_is_pinned_or_read_and_comes_back(place: Home
         save(1)
         assert ckptd("pin", place.root / "gpt").returncode == 0
         save(2)
-        held = lease(storage(place), "gpt", tag(2))
+        held = storage(place).lease("gpt", tag(2))
         save(3)
         save(4)
         settled(place, [1, 2, 4])
-        os.close(held)
+        held.close()
         save(5)
         settled(place, [1, 5])
         agent.close()

@@ -1028,7 +1028,7 @@ async def test_a_file_that_cannot_be_read_ends_it_in_one_sentence(place: Place, 
 
 
 async def test_a_directory_that_cannot_be_listed_ends_it_in_one_sentence(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptd.daemon.journal_directory.os.listdir", lambda _: fail(errno.EIO)())
+    monkeypatch.setattr(place.fs, "entries", lambda _: fail(errno.EIO)())
     with pytest.raises(StorageError, match="^cannot list the journal's directory: Input/output error$"):
         place.open()
 

@@ -15,13 +15,14 @@ import pytest
 from ckptd.daemon.pipeline import Pipeline, Plans, SealedSlot
 from ckptd.shared import codec
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.fs import Buffer, PosixFileSystem
+from ckptd.shared.fs import Buffer, FileSystem, PosixFileSystem
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.scatter import verify
 from ckptd.shared.segment import Extent, SegmentHeader
 from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.shared.samples import NONCE, memory_file, packed_slot, sample_plan, seal, values_after
+from tests.support.storage import files_in, source
 
 PLAN = sample_plan(50_000)  # several chunks
 TAG = "step-00000005.a0001"
@@ -36,37 +37,32 @@ def fd() -> Iterator[int]:
 
 @pytest.fixture
 def pipeline() -> Iterator[Pipeline]:
-    made = Pipeline(PosixFileSystem(), 2, 1 << 20, MIN_CHUNK)
+    made = Pipeline(2, 1 << 20, MIN_CHUNK)
     yield made
     made.close()
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[int]:
-    made = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    yield made
-    os.close(made)
-
-
-def part(pipeline: Pipeline, slot: SealedSlot, directory: int, *, codec_name: str = "raw", change: bool = False) -> PartReader:
+def part(
+    pipeline: Pipeline, slot: SealedSlot, directory: Path, *, codec_name: str = "raw", change: bool = False, fs: FileSystem | None = None
+) -> PartReader:
     """Checksums, then the part; with `change` a byte of the slot is another one in between."""
 
     async def save() -> str:
         checks = await pipeline.checksum(slot)
         if change:
             os.pwrite(slot.fd, b"?", slot.header.data_offset + 100_000)
-        entry = await pipeline.write_part(slot, checks, codec.encoder(codec_name), directory, TAG, NONCE)
+        entry = await pipeline.write_part(slot, checks, codec.encoder(codec_name), files_in(directory, fs), TAG, NONCE)
         return entry.file
 
     file = asyncio.run(save())
-    return PartReader(os.open(file, os.O_RDONLY, dir_fd=directory), file)
+    return PartReader(source(os.open(directory / file, os.O_RDONLY)), file)
 
 
 @pytest.mark.parametrize("codec_name", ["raw", "zstd:1"])
-def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, directory: int, codec_name: str) -> None:
+def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, tmp_path: Path, codec_name: str) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN, request=SnapshotRequest(tag="mine", metrics={"loss": 0.5})))
     assert len(slot.ranges) > 3
-    reader = part(pipeline, slot, directory, codec_name=codec_name)
+    reader = part(pipeline, slot, tmp_path, codec_name=codec_name)
     wanted = packed_slot(PLAN, values_after(PLAN))
     for number, chunk in enumerate(slot.ranges):
         raw = bytearray(chunk.length)
@@ -75,17 +71,17 @@ def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, di
     assert (reader.plan, SnapshotRequest.decode(reader.index.request)) == (PLAN, SnapshotRequest(tag="mine", metrics={"loss": 0.5}))
     assert (reader.index.job, reader.index.attempt, reader.index.step, reader.index.tag) == ("gpt", 1, 5, TAG)
     assert pipeline.bytes_read == sum(chunk.length for chunk in slot.ranges)
-    os.close(reader.fileno())
+    reader.close()
 
 
-def test_a_slot_of_larger_chunks_than_the_daemon_makes_now(fd: int, pipeline: Pipeline, directory: int) -> None:
+def test_a_slot_of_larger_chunks_than_the_daemon_makes_now(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
     """Made before a restart with another chunk_size."""
     header = replace(HEADER, chunk_size=4 * MIN_CHUNK)
     slot = SealedSlot.read(fd, seal(fd, header, PLAN))
     assert max(chunk.length for chunk in slot.ranges) > MIN_CHUNK
-    reader = part(pipeline, slot, directory)
+    reader = part(pipeline, slot, tmp_path)
     assert verify(reader) == sum(chunk.length for chunk in slot.ranges)
-    os.close(reader.fileno())
+    reader.close()
 
 
 def test_a_document_that_is_damaged(fd: int) -> None:
@@ -115,22 +111,22 @@ def test_a_segment_that_is_cut_short(fd: int, pipeline: Pipeline) -> None:
         asyncio.run(pipeline.checksum(slot))
 
 
-def test_memory_that_changes_after_the_checksums_leaves_no_part(fd: int, pipeline: Pipeline, directory: int) -> None:
+def test_memory_that_changes_after_the_checksums_leaves_no_part(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     with pytest.raises(IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"):
-        part(pipeline, slot, directory, change=True)
-    assert os.listdir(directory) == []
+        part(pipeline, slot, tmp_path, change=True)
+    assert os.listdir(tmp_path) == []
 
 
-def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipeline, directory: int) -> None:
+def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     pipeline._memory.threads = 0  # nobody does anything, and nobody fails
     with pytest.raises(IntegrityError, match=f"0 of {len(slot.ranges)} chunks have a result"):
-        part(pipeline, slot, directory)
-    assert os.listdir(directory) == []
+        part(pipeline, slot, tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
-def test_an_error_of_any_worker_fails_the_part(fd: int, directory: int) -> None:
+def test_an_error_of_any_worker_fails_the_part(fd: int, tmp_path: Path) -> None:
     """pytorch/pytorch#191391: DCP's threads lost it, and the checkpoint lacked tensors."""
 
     class Full(PosixFileSystem):
@@ -142,11 +138,11 @@ def test_an_error_of_any_worker_fails_the_part(fd: int, directory: int) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             super().write(fd, data, offset)
 
-    pipeline = Pipeline(Full(), 2, 1 << 20, MIN_CHUNK)
+    pipeline = Pipeline(2, 1 << 20, MIN_CHUNK)
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     with pytest.raises(OSError, match="No space left"):
-        part(pipeline, slot, directory)
-    assert os.listdir(directory) == []
+        part(pipeline, slot, tmp_path, fs=Full())
+    assert os.listdir(tmp_path) == []
     pipeline.close()
 
 

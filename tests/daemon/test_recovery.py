@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from ckptd.daemon.catalog import Job
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.journal_place import journal_directory
 from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.service import Service
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import NewerFormat, StorageError
 from ckptd.shared.fs import FileSystem, PosixFileSystem
-from ckptd.shared.leases import lease
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import NONCE, write_checkpoint
 from tests.support.daemons import recover_only
 
@@ -51,33 +53,28 @@ class Root:
     def __init__(self, place: Path) -> None:
         self.path, self._place = place / "root", place
         (place / "shm").mkdir()
-        self.storage = PosixStorage(self.path)
+        self.storage = open_root(self.path)
+        self._state = place / "state"
 
-    @property
-    def control(self) -> Path:
-        return self.path / names.CONTROL / names.host() / names.JOURNAL
+    def _directory(self) -> AbstractContextManager[int]:
+        self.path.joinpath(names.CONTROL).mkdir(parents=True, exist_ok=True)
+        return journal_directory(PosixFileSystem(), self._state, self.path, self.storage)
 
     async def journal(self, *records: r.Record) -> None:
         """What it had written down."""
-        self.control.mkdir(parents=True, exist_ok=True)
-        directory = os.open(self.control, os.O_RDONLY)
-        with ThreadPoolExecutor(1) as pool:
+        with self._directory() as directory, ThreadPoolExecutor(1) as pool:
             journal = Journal.open(PosixFileSystem(), directory, pool)
             journal.start()
             await journal.append(*records)
             await journal.close()
-        os.close(directory)
 
     def left(self) -> r.JournalState:
         """What the journal says is under way."""
-        directory = os.open(self.control, os.O_RDONLY)
-        with ThreadPoolExecutor(1) as pool:
-            state = Journal.open(PosixFileSystem(), directory, pool).state
-        os.close(directory)
-        return state
+        with self._directory() as directory, ThreadPoolExecutor(1) as pool:
+            return Journal.open(PosixFileSystem(), directory, pool).state
 
     async def start(self, fs: FileSystem | None = None) -> Parts:
-        config = Config(root=self.path, socket=self._place / "s", shm_dir=self._place / "shm", threads=1)
+        config = Config(root=self.path, socket=self._place / "s", state_dir=self._state, shm_dir=self._place / "shm", threads=1)
         return await recover_only(config, fs)
 
     def files(self) -> list[str]:
@@ -151,11 +148,11 @@ async def test_what_a_scan_finds(root: Root, calls: StorageCalls) -> None:
 async def test_what_has_run_out_is_not_taken_for_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else an older checkpoint, or none, would be recovered."""
 
-    async def read(*_: Any) -> Manifest:
+    def read(*_: Any) -> Manifest:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     write_checkpoint(root.path)
-    monkeypatch.setattr("ckptd.daemon.recovery._read_manifest", read)
+    monkeypatch.setattr(Repository, "read_manifest", read)
     with pytest.raises(StorageError, match=f"cannot read the manifest of gpt/{TAG}: Too many open files"):
         await root.start()
 
@@ -202,10 +199,10 @@ async def test_a_segment_that_cannot_be_opened_for_want_of_something_ends_it(roo
 
 
 async def test_a_root_that_cannot_be_read_ends_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
-    def jobs(self: PosixStorage) -> list[str]:
+    def jobs(self: Repository) -> list[str]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(PosixStorage, "jobs", jobs)
+    monkeypatch.setattr(Repository, "jobs", jobs)
     with pytest.raises(StorageError, match="cannot use the root"):
         await root.start()
 
@@ -235,16 +232,16 @@ async def test_a_deletion_is_finished(root: Root) -> None:
 async def test_a_deletion_is_called_off_for_what_is_pinned_or_read_since(root: Root, how: str) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
-    held = -1
+    held = None
     if how == "pinned":
         root.storage.pin("gpt", TAG)
     else:
-        held = lease(root.storage, "gpt", TAG)
+        held = root.storage.lease("gpt", TAG)
     parts = await root.start()
     assert root.storage.tags("gpt") == [TAG]
     assert (list(parts.catalog.job("gpt").checkpoints), root.left().retiring) == ([TAG], {})
-    if held >= 0:
-        os.close(held)
+    if held is not None:
+        held.close()
 
 
 async def test_a_deletion_that_had_begun_is_finished_though_it_is_pinned(root: Root) -> None:

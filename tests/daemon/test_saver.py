@@ -26,12 +26,11 @@ from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, NotFound, StorageError
 from ckptd.shared.fs import PosixFileSystem
-from ckptd.shared.leases import lease
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.retention import LatestN
 from ckptd.shared.segment import SegmentHeader, SlotState, read_check, write_check, write_header
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
 from tests.shared.samples import sample_plan, seal, write_checkpoint
 
 PLAN = sample_plan(30_000)
@@ -84,9 +83,10 @@ class World:
     def __init__(self, place: Path, world_size: int = 1) -> None:
         (place / "root").mkdir()
         (place / "shm").mkdir()
-        self.fs = fs = Faulty()
-        self.storage, self.journal = PosixStorage(place / "root", fs), Journal()
-        self.pipeline = Pipeline(fs, 1, 1 << 20, MIN_CHUNK)
+        self.fs, self.root = Faulty(), place / "root"
+        fs = self.fs
+        self.storage, self.journal = open_root(place / "root", fs), Journal()
+        self.pipeline = Pipeline(1, 1 << 20, MIN_CHUNK)
         self.calls = StorageCalls(60.0)
         self.claimed = list[tuple[str, int]]()
         self.slots = Slots(fs, place / "shm", "segments", 1 << 30)
@@ -283,7 +283,7 @@ def test_an_error_of_ours_is_told_as_one(world: World, monkeypatch: pytest.Monke
 
 
 def test_a_checkpoint_that_is_there_is_left_alone(world: World) -> None:
-    there = write_checkpoint(world.storage.root, step=5, attempt=1)
+    there = write_checkpoint(world.root, step=5, attempt=1)
     world.run()
     assert "is committed already; choose another tag" in world.snapshot.reason
     assert world.storage.files("gpt", world.snapshot.tag) == sorted([names.MANIFEST, there.parts[0].file])
@@ -291,7 +291,7 @@ def test_a_checkpoint_that_is_there_is_left_alone(world: World) -> None:
 
 
 def test_beside_a_manifest_that_cannot_be_read_nothing_is_deleted(world: World) -> None:
-    place = world.storage.root / "gpt" / world.snapshot.tag
+    place = world.root / "gpt" / world.snapshot.tag
     place.mkdir(parents=True)
     (place / names.MANIFEST).write_bytes(b"{}")
     world.run()
@@ -314,7 +314,7 @@ def test_a_journal_that_breaks_while_it_is_swept_ends_it_without_a_word(world: W
 
 
 def test_a_journal_that_breaks_at_a_deletion(world: World) -> None:
-    write_checkpoint(world.storage.root, step=4, attempt=1)
+    write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.journal.breaks = (r.Retiring,)
     world.run()
@@ -358,7 +358,7 @@ def test_nothing_is_saved_before_its_attempt_is_claimed(world: World) -> None:
 
 def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """They may have been trained under another policy, and whoever changed it by mistake has until then to change it back."""
-    tags = [write_checkpoint(world.storage.root, step=step, attempt=1).tag for step in (1, 2, 3, 4)]
+    tags = [write_checkpoint(world.root, step=step, attempt=1).tag for step in (1, 2, 3, 4)]
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     assert world.storage.tags("gpt") == [*tags, world.snapshot.tag]
@@ -372,14 +372,14 @@ def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World
 
 
 def test_one_checkpoint_goes_at_the_first_commit(world: World) -> None:
-    write_checkpoint(world.storage.root, step=4, attempt=1)
+    write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     assert (world.storage.tags("gpt"), world.job.announced) == ([world.snapshot.tag], "")
 
 
 def test_where_a_newer_ckptd_has_saved_retention_is_off(world: World) -> None:
-    write_checkpoint(world.storage.root, step=4, attempt=1)
+    write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.job.newer["best.a0001"] = "manifest was written by a newer ckptd"
     world.run()
@@ -387,7 +387,7 @@ def test_where_a_newer_ckptd_has_saved_retention_is_off(world: World) -> None:
 
 
 def test_the_oldest_goes_once_there_is_a_newer_one(world: World) -> None:
-    write_checkpoint(world.storage.root, step=4, attempt=1)
+    write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     assert world.storage.tags("gpt") == [world.snapshot.tag]
@@ -397,7 +397,7 @@ def test_the_oldest_goes_once_there_is_a_newer_one(world: World) -> None:
 
 @pytest.mark.parametrize("call", ["replace", "remove_directory"])
 def test_what_cannot_be_tidied_is_tried_again(world: World, call: str) -> None:
-    write_checkpoint(world.storage.root, step=4, attempt=1)
+    write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.fs.faults[call] = 1, errno.EIO
     world.run()
@@ -410,7 +410,7 @@ def test_a_storage_error_while_tidying_is_counted(world: World, monkeypatch: pyt
     async def retire(*_: Any) -> None:
         raise StorageError("no room for the journal")
 
-    write_checkpoint(world.storage.root, step=4, attempt=1)
+    write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     monkeypatch.setattr(world.saver.deleter, "retire", retire)
     world.run()
@@ -465,7 +465,7 @@ def test_a_task_that_was_replaced_takes_nothing_away(world: World) -> None:
 def saved_twice(world: World) -> tuple[str, str]:
     """Two committed checkpoints of the job, and `newest`."""
     for step in (3, 4):
-        write_checkpoint(world.storage.root, step=step, attempt=1)
+        write_checkpoint(world.root, step=step, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.storage.publish_newest("gpt", "step-00000004.a0001")
     return "step-00000003.a0001", "step-00000004.a0001"
@@ -522,11 +522,11 @@ def test_what_is_pinned_or_read_stays(world: World) -> None:
     world.storage.pin("gpt", old)
     assert forget(world, old) == f"checkpoint gpt/{old} is pinned"
     world.storage.unpin("gpt", old)
-    held = lease(world.storage, "gpt", old)
+    held = world.storage.lease("gpt", old)
     assert forget(world, old).startswith(f"checkpoint gpt/{old} is being read, or deleted, by pid {os.getpid()} (")
     asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [old, new]
-    os.close(held)
+    held.close()
     asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [new]
     assert (world.job.retiring, world.counters["retired"]) == (set(), 1)
@@ -534,7 +534,7 @@ def test_what_is_pinned_or_read_stays(world: World) -> None:
 
 def test_what_is_damaged_is_forgotten_with_its_parts_and_nothing_else(world: World) -> None:
     old, _ = saved_twice(world)
-    place = world.storage.root / "gpt" / old
+    place = world.root / "gpt" / old
     (place / names.MANIFEST).write_bytes(b"{}")
     (place / "notes.txt").write_text("mine")
     asyncio.run(scan_job(world.storage, world.job, world.calls))
@@ -547,7 +547,7 @@ def test_what_is_damaged_is_forgotten_with_its_parts_and_nothing_else(world: Wor
 def test_what_cannot_be_deleted_is_as_it_was(world: World, damaged: bool) -> None:
     old, _ = saved_twice(world)
     if damaged:
-        (world.storage.root / "gpt" / old / names.MANIFEST).write_bytes(b"{}")
+        (world.root / "gpt" / old / names.MANIFEST).write_bytes(b"{}")
         asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.fs.faults["remove_directory"] = 1, errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
@@ -571,7 +571,7 @@ def test_what_the_journal_has_no_room_for_is_not_hidden(world: World, monkeypatc
 
 
 def test_one_that_cannot_be_deleted_does_not_keep_the_others(world: World) -> None:
-    write_checkpoint(world.storage.root, step=2, attempt=1)
+    write_checkpoint(world.root, step=2, attempt=1)
     _, new = saved_twice(world)
     world.fs.faults["remove_directory"] = 1, errno.EACCES
     world.job.policies = (LatestN(1),)
@@ -582,7 +582,7 @@ def test_one_that_cannot_be_deleted_does_not_keep_the_others(world: World) -> No
 
 def test_a_directory_in_the_place_of_newest(world: World) -> None:
     saved_twice(world)
-    newest = world.storage.root / "gpt" / names.NEWEST
+    newest = world.root / "gpt" / names.NEWEST
     newest.unlink()
     newest.mkdir()
     asyncio.run(world.saver.deleter.retain(world.job))

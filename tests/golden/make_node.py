@@ -41,6 +41,7 @@ from ckptd.shared.part import PartReader
 from ckptd.shared.segment import SegmentHeader, this_boot
 from tests.support.daemons import Daemon, Home, home, until
 from tests.support.ranks import HERE, Ranks
+from tests.support.storage import source
 
 HOST = "HOST"
 """Stands in the archive for the name of the host."""
@@ -236,7 +237,7 @@ def _part_is_whole(directory: Path) -> bool:
     for part in directory.glob("rank-*"):
         try:
             with part.open("rb") as file:
-                PartReader(file.fileno(), part.name)
+                PartReader(source(file.fileno()), part.name)
         except (OSError, CkptdError):
             continue
         return True

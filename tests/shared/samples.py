@@ -7,7 +7,7 @@ import hashlib
 import mmap
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,15 @@ from hypothesis import settings
 
 from ckptd.shared import codec as codecs
 from ckptd.shared.binary import ALIGN, align
-from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.names import part_file, tag_directory
+from ckptd.shared.names import new_nonce, part_file, tag_directory
 from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header
 from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
 from ckptd.shared.segment import Extent, SegmentHeader, SlotState, write_document, write_header
 from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.protocol import Sink
+from tests.support.storage import files_in
 
 steady = settings(deadline=None)
 """For every property: how long an example takes says nothing on a shared machine."""
@@ -135,7 +136,7 @@ def write_checkpoint(
         )
         file = part_file(rank, NONCE)
         if files > 1:
-            entries.append(spread_part(place, packed_slot(plan, values), plan, index, files))
+            entries.append(write_part(files_in(place), packed_slot(plan, values), plan, index, files))
             continue
         (place / file).write_bytes(data)
         entries.append(
@@ -154,19 +155,37 @@ def write_checkpoint(
     return manifest
 
 
-def spread_part(place: Path, slot: bytearray, plan: Plan, index: PartIndex, files: int) -> PartEntry:
-    """The part of this index in several files."""
-    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-    writer = PartWriter(PosixFileSystem(), directory, NONCE, codecs.encoder("raw"), Spread(files))
+TAG = "step-00001000.a0002"
+
+
+def write_parts(create_file: Callable[[str, int], Sink], *, world_size: int, files: int = 1) -> Manifest:
+    """Write the parts of checkpoint gpt/TAG with a new nonce, and return the manifest that would commit it."""
+    plan, nonce = sample_plan(3 << 16), new_nonce()
+    values = values_after(plan)
+    slot = packed_slot(plan, values)
+    common: dict[str, Any] = {"job": "gpt", "attempt": 2, "step": 1000, "tag": TAG, "world_size": world_size}
+    entries = [
+        write_part(create_file, slot, plan, encode_part(slot, plan, values, rank=rank, **common)[1], files, nonce)
+        for rank in range(world_size)
+    ]
+    return Manifest(
+        **common, features=["files"] if files > 1 else [], seq=7, created="2026-01-02T03:04:05+00:00", parts=entries,
+        metadata={"state_dict_metadata": plan.metadata or {}, "planner_data": None}, metrics={}, user_content=None, writer=WRITER,
+    )  # fmt: skip
+
+
+def write_part(
+    create_file: Callable[[str, int], Sink], slot: bytearray, plan: Plan, index: PartIndex, files: int, nonce: bytes = NONCE
+) -> PartEntry:
+    """Write the part of this index in several files."""
+    writer = PartWriter(create_file, nonce, codecs.encoder("raw"), Spread(files))
     ranges, chunks = chunk_ranges(with_values(plan.regions, index.values), index.chunk_size), []
     writer.create(index, ranges, len(index.plan))
     for chunk in ranges:
         raw, stored = mmap.mmap(-1, index.chunk_size), mmap.mmap(-1, index.chunk_size)
         raw[: chunk.length] = slot[chunk.offset : chunk.offset + chunk.length]
         chunks.append(writer.chunk(chunk, memoryview(raw), memoryview(stored)))
-    entry = writer.finish(index, chunks, items=len(plan.items))
-    os.close(directory)
-    return entry
+    return writer.finish(index, chunks, items=len(plan.items))
 
 
 def seal(

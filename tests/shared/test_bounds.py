@@ -23,6 +23,7 @@ from ckptd.shared.plan import MAX_CHUNKS, MAX_DIMENSIONS, MAX_DOCUMENT, MAX_ITEM
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 from tests.shared.samples import NONCE, WRITER, encode_part, memory_file, packed_slot, sample_plan, steady, values_after
 from tests.support.limited import SCALE, outcomes
+from tests.support.storage import source
 
 MANY = (20 << 20) // SCALE
 MILLION = (1 << 20) // SCALE
@@ -183,7 +184,7 @@ def test_an_index_beyond_its_limits(change: Callable[[dict[str, Any]], object], 
     from tests.shared.test_part import forge
 
     with memory_file(forge(change)) as fd, pytest.raises(IntegrityError, match=f"^p: {reason}"):
-        PartReader(fd, "p")
+        PartReader(source(fd), "p")
 
 
 def test_the_manifest_that_is_made_hostile_is_sound() -> None:
@@ -200,7 +201,7 @@ def test_codecs_are_looked_at_before_a_chunk_is_read() -> None:
     plan = sample_plan()
     values = values_after(plan)
     with memory_file(encode_part(packed_slot(plan, values), plan, values)[0]) as fd:
-        reader = PartReader(fd, "p")
+        reader = PartReader(source(fd), "p")
         reader.check_codecs()
         reader.index.chunks[0] = msgspec.structs.replace(reader.index.chunks[0], codec=7)
         with pytest.raises(NewerFormat, match="^p: chunks are encoded with codec 7"):

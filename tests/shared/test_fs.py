@@ -216,7 +216,7 @@ def test_links_are_never_followed(tmp_path: Path, directory: int) -> None:
         with pytest.raises(FileExistsError):
             posix.create(name, directory)
     with pytest.raises(OSError) as caught:
-        read_small("filelink", directory, 100)
+        read_small(PosixFileSystem(), "filelink", directory, 100)
     assert caught.value.errno == errno.ELOOP
     assert not (tmp_path / "nowhere").exists()
     assert not posix.make_directory("dangling", directory)
@@ -353,12 +353,12 @@ def test_opened_directory_closes_whatever_happens(tmp_path: Path, directory: int
 
 def test_read_small_has_a_limit(tmp_path: Path, directory: int) -> None:
     (tmp_path / "x").write_bytes(b"12345")
-    assert read_small("x", directory, 5) == b"12345"
+    assert read_small(PosixFileSystem(), "x", directory, 5) == b"12345"
     with pytest.raises(OSError) as caught:
-        read_small("x", directory, 4)
+        read_small(PosixFileSystem(), "x", directory, 4)
     assert caught.value.errno == errno.EFBIG
     with pytest.raises(FileNotFoundError):
-        read_small("y", directory, 4)
+        read_small(PosixFileSystem(), "y", directory, 4)
 
 
 def test_read_exactly_goes_on_after_a_short_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,10 @@ from ckptd.shared.plan import Plan
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SegmentHeader, read_check, read_document, read_header
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
 from tests.golden import make
 from tests.shared.wire import MESSAGES
+from tests.support.storage import source
 
 PLACE = make.PLACE
 
@@ -69,7 +70,7 @@ def test_segment() -> None:
 
 def test_raw_part() -> None:
     with opened("part-raw.ckpt") as fd:
-        reader = PartReader(fd, "p", make.MANIFEST.parts[0].index_sha256)
+        reader = PartReader(source(fd), "p", make.MANIFEST.parts[0].index_sha256)
         index = reader.index
         assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == ("gpt", 2, 1000, 0, 2, make.TAG)
         assert (index.values, index.chunk_size) == (make.VALUES, 65536)
@@ -91,7 +92,7 @@ def test_raw_part() -> None:
 
 def test_zstd_part() -> None:
     with opened("part-zstd.ckpt") as fd:
-        reader = PartReader(fd, "p")
+        reader = PartReader(source(fd), "p")
         index = reader.index
         assert (index.job, index.attempt, index.step, index.rank, index.world_size, index.tag) == ("gpt", 2, None, 0, 1, "best.a0002")
         assert (reader.plan, SnapshotRequest.decode(index.request)) == (make.ZSTD_PLAN, SnapshotRequest(tag="best"))
@@ -118,14 +119,14 @@ def test_manifest_and_part_make_a_place_in_a_root(tmp_path: Path) -> None:
     (place / "manifest.json").write_bytes(read("manifest.json"))
     (place / make.PART_FILE).write_bytes(read("part-raw.ckpt"))
     (tmp_path / make.JOB / "newest").write_bytes(read("newest"))
-    storage = PosixStorage(tmp_path)
+    storage = open_root(tmp_path)
     assert storage.read_newest(make.JOB) == make.TAG
     part = storage.read_manifest(make.JOB, make.TAG).parts[0]
     reader = storage.open_part(make.JOB, make.TAG, part.file, part.index_sha256)
     try:
         assert (verify(reader), len(reader.plan.items)) == (part.raw_bytes, part.items)
     finally:
-        os.close(reader.fileno())
+        reader.close()
 
 
 @pytest.mark.parametrize("length", [0, jf.FILE_SIZE], ids=["as it is", "preallocated"])

@@ -22,6 +22,7 @@ from ckptd.shared.plan import MIN_CHUNK, ChunkRange, Plan, Region
 from ckptd.shared.scatter import verify
 from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.shared.samples import NONCE, WRITER, encode_part, flip, memory_file, packed_slot, sample_plan, values_after
+from tests.support.storage import source
 
 PLAN = sample_plan(floats=40_000)  # 160,000 bytes: three chunks of 64 KiB
 VALUES = values_after(PLAN, 70_000)
@@ -35,8 +36,7 @@ SMALL, SMALL_INDEX = encode_part(packed_slot(SMALL_PLAN, SMALL_VALUES), SMALL_PL
 def read(data: bytes, index_sha256: str | None = None) -> dict[int, bytes]:
     """Every chunk, by its offset in the packed slot."""
     with memory_file(data) as fd:
-        reader = PartReader(fd, "p", index_sha256)
-        assert reader.fileno() == fd
+        reader = PartReader(source(fd), "p", index_sha256)
         found = {}
         for number, chunk in enumerate(reader.ranges):
             raw = bytearray(chunk.length)
@@ -47,7 +47,7 @@ def read(data: bytes, index_sha256: str | None = None) -> dict[int, bytes]:
 
 def check(data: bytes, index_sha256: str | None = None) -> None:
     with memory_file(data) as fd:
-        verify(PartReader(fd, "p", index_sha256), threads=1)
+        verify(PartReader(source(fd), "p", index_sha256), threads=1)
 
 
 @pytest.mark.parametrize("name", ["raw", "zstd"])
@@ -57,14 +57,14 @@ def test_every_byte_comes_back(name: str) -> None:
     assert [len(raw) for raw in found.values()] == [16, 65536, 65536, 28928, 5, 65536, 4464]
     assert all(SLOT[offset : offset + len(raw)] == raw for offset, raw in found.items())
     with memory_file(data) as fd:
-        assert verify(PartReader(fd, "p")) == 16 + 160_000 + 5 + 70_000
+        assert verify(PartReader(source(fd), "p")) == 16 + 160_000 + 5 + 70_000
 
 
 def test_the_reader_tells_what_it_holds() -> None:
     request = SnapshotRequest(tag="best", metrics={"loss": 0.25}, created=1.5)
     data, index = encode_part(SLOT, PLAN, VALUES, step=None, tag="best.a0002", rank=3, world_size=8, request=request)
     with memory_file(data) as fd:
-        reader = PartReader(fd, "gpt/best.a0002/x")
+        reader = PartReader(source(fd), "gpt/best.a0002/x")
         assert (reader.name, reader.index, reader.plan, reader.values) == ("gpt/best.a0002/x", index, PLAN, VALUES)
         assert SnapshotRequest.decode(reader.index.request) == request
         assert (index.step, index.rank, index.world_size, index.attempt, index.job) == (None, 3, 8, 2, "gpt")
@@ -73,7 +73,7 @@ def test_the_reader_tells_what_it_holds() -> None:
 def test_zstd_takes_less_and_chunks_that_do_not_shrink_are_raw() -> None:
     assert len(LARGE["zstd"]) < len(LARGE["raw"])
     with memory_file(LARGE["zstd"]) as fd:
-        kinds = [(c.codec, c.stored_length < c.raw_length) for c in PartReader(fd, "p").index.chunks]
+        kinds = [(c.codec, c.stored_length < c.raw_length) for c in PartReader(source(fd), "p").index.chunks]
     assert (codec.ZSTD, True) in kinds
     assert (codec.RAW, False) in kinds
     assert all((kind == codec.ZSTD) == shrunk for kind, shrunk in kinds)
@@ -111,7 +111,7 @@ def bound(ranges: list[ChunkRange], documents: int) -> int:
 @pytest.mark.parametrize("name", ["raw", "zstd"])
 def test_the_file_stays_within_its_bound(name: str) -> None:
     with memory_file(LARGE[name]) as fd:
-        ranges = PartReader(fd, "p").ranges
+        ranges = PartReader(source(fd), "p").ranges
     assert len(LARGE[name]) <= bound(ranges, len(PLAN.encode()))
 
 
@@ -120,7 +120,7 @@ def test_the_bound_holds_for_a_request_of_any_size() -> None:
     request = SnapshotRequest(user_content='"' + "x" * 20_000 + '"')
     data, index = encode_part(SLOT, PLAN, VALUES, job="j" * 128, request=request)
     with memory_file(data) as fd:
-        ranges = PartReader(fd, "p").ranges
+        ranges = PartReader(source(fd), "p").ranges
     assert len(data) <= bound(ranges, len(PLAN.encode()) + len(index.request))
 
 
@@ -154,9 +154,9 @@ def test_random_flips_are_seen_across_the_file(name: str) -> None:
         for bit in random.Random(11).sample(range(8 * len(data)), 400):
             os.pwrite(fd, bytes([data[bit >> 3] ^ (1 << (bit & 7))]), bit >> 3)
             with pytest.raises(IntegrityError, match=r"^p: "):
-                verify(PartReader(fd, "p"), threads=1)
+                verify(PartReader(source(fd), "p"), threads=1)
             os.pwrite(fd, data[bit >> 3 : (bit >> 3) + 1], bit >> 3)
-        assert verify(PartReader(fd, "p")) == 230_021
+        assert verify(PartReader(source(fd), "p")) == 230_021
 
 
 def test_every_flip_is_seen_where_the_bytes_mean_most() -> None:
@@ -169,14 +169,14 @@ def test_every_flip_is_seen_where_the_bytes_mean_most() -> None:
             for bit in range(8):
                 os.pwrite(fd, bytes([SMALL[at] ^ (1 << bit)]), at)
                 with pytest.raises(IntegrityError, match=r"^p: "):
-                    PartReader(fd, "p")
+                    PartReader(source(fd), "p")
             os.pwrite(fd, SMALL[at : at + 1], at)
-        PartReader(fd, "p")
+        PartReader(source(fd), "p")
 
 
 def test_a_damaged_chunk_names_its_place() -> None:
     with memory_file(flip(SMALL, 8 * ALIGN + 1)) as fd:
-        reader = PartReader(fd, "gpt/x")
+        reader = PartReader(source(fd), "gpt/x")
         with pytest.raises(IntegrityError, match=r"^gpt/x: chunk 0 \(bytes 4096 to 4112\) does not match its checksum"):
             reader.read_chunk(0, memoryview(bytearray(16)))
         reader.read_chunk(1, memoryview(bytearray(24)))
@@ -184,7 +184,7 @@ def test_a_damaged_chunk_names_its_place() -> None:
 
 def test_a_chunk_whose_pages_went_missing_is_seen() -> None:
     with memory_file(SMALL) as fd:
-        reader = PartReader(fd, "p")
+        reader = PartReader(source(fd), "p")
         os.ftruncate(fd, ALIGN + 100)
         with pytest.raises(IntegrityError, match="cut short"):
             reader.read_chunk(0, memoryview(bytearray(16)))
@@ -314,14 +314,14 @@ def test_pages_that_no_chunk_claims_are_refused() -> None:
 
 def test_an_unknown_codec_is_a_newer_ckptds() -> None:
     with memory_file(forge(_chunk(0, 4, 7))) as fd:
-        reader = PartReader(fd, "p")
+        reader = PartReader(source(fd), "p")
         with pytest.raises(NewerFormat, match=r"^p: chunk 0 .*codec 7"):
             reader.read_chunk(0, memoryview(bytearray(16)))
 
 
 def test_wrong_raw_bytes_of_a_sound_frame_are_seen() -> None:
     with memory_file(forge(_chunk(0, 6, 12345))) as fd:
-        reader = PartReader(fd, "p")
+        reader = PartReader(source(fd), "p")
         with pytest.raises(IntegrityError, match="decodes to other bytes than were saved"):
             reader.read_chunk(0, memoryview(bytearray(16)))
 

@@ -25,7 +25,9 @@ from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import MIN_CHUNK, ChunkRange, chunk_ranges, signature, with_values
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.protocol import Source
 from tests.shared.samples import NONCE, packed_slot, sample_plan, values_after
+from tests.support.storage import files_in, source
 
 PLAN = sample_plan(200_000)  # 800,000 bytes: 13 chunks of 64 KiB
 VALUES = values_after(PLAN, 70_000)
@@ -47,7 +49,9 @@ class Place:
         self.fs = fs or PosixFileSystem()
 
     def write(self, files_per_rank: int = 1, bytes_per_file: int = 0, codec_name: str = "raw", order: list[int] | None = None) -> PartEntry:
-        writer = PartWriter(self.fs, self.fd, NONCE, codec.encoder(codec_name), Spread.checked(files_per_rank, bytes_per_file, MIN_CHUNK))
+        writer = PartWriter(
+            files_in(self.path, self.fs), NONCE, codec.encoder(codec_name), Spread.checked(files_per_rank, bytes_per_file, MIN_CHUNK)
+        )
         try:
             writer.create(INDEX, RANGES, len(INDEX.plan) + len(INDEX.request))
             chunks: dict[int, Chunk] = {}
@@ -70,8 +74,8 @@ class Place:
         return self.path / part_file(0, NONCE, number)
 
     def read(self, index_sha256: str | None = None, *, alone: bool = False) -> PartReader:
-        def beside(name: str) -> int:
-            return os.open(name, os.O_RDONLY, dir_fd=self.fd)
+        def beside(name: str) -> Source:
+            return source(os.open(self.path / name, os.O_RDONLY))
 
         return PartReader(beside(part_file(0, NONCE)), "p", index_sha256, None if alone else beside)
 
@@ -84,7 +88,7 @@ class Place:
             assert found == SLOT
             return verify(reader)
         finally:
-            os.close(reader.fileno())
+            reader.close()
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def test_what_goes_in_comes_out(place: Place, files: int, most: int, codec_name:
     assert not most or max(lengths) <= most
     reader = place.read(entry.index_sha256)
     assert (reader.nbytes, 1 + len(reader.index.files)) == (entry.bytes, entry.files)
-    os.close(reader.fileno())
+    reader.close()
 
 
 def test_chunks_are_spread_evenly(place: Place) -> None:
@@ -133,10 +137,10 @@ def test_one_file_is_written_as_ever(place: Place) -> None:
     """No new key, no feature: an older ckptd reads it."""
     place.write(1, 1 << 40)
     reader = place.read(alone=True)
-    data = os.pread(reader.fileno(), 1 << 20, 0)
+    data = place.path.joinpath(part_file(0, NONCE)).read_bytes()
     assert data[12:16] == bytes(4)
     assert not {"files", "placed"} & set(msgspec.msgpack.decode(reader.index.encode()))
-    os.close(reader.fileno())
+    reader.close()
 
 
 def test_an_older_ckptd_refuses_several(place: Place) -> None:
@@ -181,7 +185,7 @@ def test_a_data_file_that_vanishes_while_it_is_read(place: Place) -> None:
     place.data_file().unlink()
     with pytest.raises(IntegrityError, match=r"its data file rank-.* is missing"):
         verify(reader)
-    os.close(reader.fileno())
+    reader.close()
 
 
 def test_a_part_without_what_lies_beside_it(place: Place) -> None:
@@ -235,7 +239,7 @@ def test_a_forged_index_is_refused(place: Place, change: Callable[[dict[str, Any
     reader = place.read()
     plain: dict[str, Any] = msgspec.msgpack.decode(reader.index.encode())
     end = ALIGN + sum(align(chunk.stored_length) for chunk, file in zip(reader.index.chunks, reader.index.placed, strict=True) if file == 0)
-    data = os.pread(reader.fileno(), end, 0)
+    data = place.path.joinpath(part_file(0, NONCE)).read_bytes()[:end]
     change(plain)
     try:
         header = encode_header(msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=PartIndex), NONCE)
@@ -305,7 +309,7 @@ class Frugal(PosixFileSystem):
 
     def close(self, fd: int) -> None:
         super().close(fd)
-        self.closed += self.rooms.pop(fd)
+        self.closed += self.rooms.pop(fd, 0)  # 0: a directory
 
 
 @pytest.mark.parametrize(("files", "most", "count"), [(1, 0, 1), (3, 0, 3), (1, SMALLEST, 13), (2, SMALLEST, 13), (2, 5 * MIN_CHUNK, 4)])
@@ -340,7 +344,7 @@ def test_what_cannot_be_closed_is_discarded_all_the_same(tmp_path: Path) -> None
 def test_threads_fail_with_what_went_wrong(tmp_path: Path, creations: int) -> None:
     """Not with a bad descriptor of the file that could not be made."""
     place = Place(tmp_path, Full(creations))
-    writer = PartWriter(place.fs, place.fd, NONCE, codec.encoder("raw"), Spread.checked(2, SMALLEST, MIN_CHUNK))
+    writer = PartWriter(files_in(place.path, place.fs), NONCE, codec.encoder("raw"), Spread.checked(2, SMALLEST, MIN_CHUNK))
     writer.create(INDEX, RANGES, len(INDEX.plan))
 
     def write(chunk: ChunkRange) -> None:
@@ -357,13 +361,16 @@ def test_threads_fail_with_what_went_wrong(tmp_path: Path, creations: int) -> No
     os.close(place.fd)
 
 
-def test_every_file_is_durable_before_the_directory(tmp_path: Path) -> None:
+def test_every_file_is_durable_before_its_name(tmp_path: Path) -> None:
     fs = Watched()
     place = Place(tmp_path, fs)
     entry = place.write(2, 4 * MIN_CHUNK)
     assert entry.files > 2
-    assert fs.calls[-1] == ("sync directory", "")
-    assert sorted(fs.calls[:-1]) == sorted(("sync", part_file(0, NONCE, number)) for number in range(entry.files))
+    calls = fs.calls[next(at for at, (kind, _) in enumerate(fs.calls) if kind == "sync") :]  # the calls before that make the directory
+    synced = [name for kind, name in calls if kind == "sync"]
+    assert sorted(synced) == sorted(part_file(0, NONCE, number) for number in range(entry.files))
+    assert synced[-1] == part_file(0, NONCE)  # the file with the index comes last
+    assert all(calls[at + 1] == ("sync directory", "") for at, (kind, _) in enumerate(calls) if kind == "sync")
     os.close(place.fd)
 
 

@@ -14,6 +14,7 @@ from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.plan import MIN_CHUNK, ChunkRange, Plan, Region, chunk_ranges
 from ckptd.shared.scatter import scatter, verify
 from tests.shared.samples import encode_part, flip, memory_file, packed_slot, sample_plan, steady, values_after
+from tests.support.storage import source
 
 REGIONS = [Region(0, 100, 4), Region(128, 90, 2), Region(256, 1, 1)]
 DATA = bytes((7 * n + n // 5) % 256 for n in range(257))
@@ -116,8 +117,8 @@ def test_a_real_part(codec: str) -> None:
     wanted = [(item.offset, item.length) for item in plan.items] + [values, (64 + 65_530, 12), (64 + 3, 150_000)]
     buffers = [bytearray(length) for _, length in wanted]
     with memory_file(data) as fd:
-        raw = scatter(PartReader(fd, "p"), [(offset, memoryview(b)) for (offset, _), b in zip(wanted, buffers, strict=True)])
+        raw = scatter(PartReader(source(fd), "p"), [(offset, memoryview(b)) for (offset, _), b in zip(wanted, buffers, strict=True)])
     assert raw == 16 + 160_000 + 5 + 70_000
     assert all(slot[offset : offset + length] == b for (offset, length), b in zip(wanted, buffers, strict=True))
     with memory_file(flip(data, 8 * 4096 * 3)) as fd, pytest.raises(IntegrityError):
-        scatter(PartReader(fd, "p"), [(64, memoryview(bytearray(160_000)))])
+        scatter(PartReader(source(fd), "p"), [(64, memoryview(bytearray(160_000)))])

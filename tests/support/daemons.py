@@ -23,7 +23,11 @@ from ckptd.daemon.report import daemon_status
 from ckptd.shared import failpoints as points
 from ckptd.shared import names
 from ckptd.shared.fs import FileSystem, PosixFileSystem
+from ckptd.shared.state_directory import state_directory
 from tests.support.forks import context
+
+_state = tempfile.TemporaryDirectory(prefix="ckptd-test-state-")
+os.environ["STATE_DIRECTORY"] = _state.name  # for daemons and commands that are started without --state-dir
 
 READY_SECONDS = 60.0  # machines are shared; nothing is measured here
 
@@ -36,6 +40,17 @@ class Home:
         self.root = self.path / "root"
         self.socket = self.path / "s"
         self.log = self.path / "daemon.log"
+
+    @property
+    def state(self) -> Path:
+        """The daemon's `state_dir`, on the file system of the root."""
+        return self.root.parent / "state"
+
+    @property
+    def journal(self) -> Path:
+        """The directory of the journal. A daemon must have been started here."""
+        (found,) = state_directory(self.state, self.root).glob("journal-*")
+        return found
 
     @property
     def segments(self) -> Path:
@@ -69,7 +84,7 @@ class Daemon:
         """
         self.home = home
         ready, told = os.pipe()
-        arguments = ("run", "--root", str(home.root), "--socket", str(home.socket), *arguments)
+        arguments = ("run", "--root", str(home.root), "--socket", str(home.socket), "--state-dir", str(home.state), *arguments)
         environment = {**(environment or {}), "CKPTD_FAILPOINTS": failpoints}
         self.process: subprocess.Popen[bytes] | Fork
         if forked:

@@ -31,6 +31,7 @@ from ckptd.shared.plan import Plan
 from tests.support import forks
 from tests.support.daemons import Daemon, Home, home
 from tests.support.ranks import HERE, Ranks
+from tests.support.storage import source
 
 forks.context().set_forkserver_preload([__name__])  # with _dynamo, which every rank's first optimizer would import
 
@@ -270,6 +271,6 @@ def parts(place: Home, step: int) -> list[Plan]:
     plans = []
     for path in sorted(directory.glob("*.ckpt")):
         fd = os.open(path, os.O_RDONLY)
-        plans.append(PartReader(fd, path.name).plan)
+        plans.append(PartReader(source(fd), path.name).plan)
         os.close(fd)
     return plans

@@ -19,6 +19,7 @@ import torch
 from ckptd.agent import Agent, Checkpoint, close, recover, snapshot
 from ckptd.daemon.report import daemon_status
 from ckptd.shared import errors, names
+from ckptd.shared.state_directory import configured_state_dir, state_directory
 from tests.support.daemons import Home
 
 
@@ -102,7 +103,9 @@ def test_two_agents_share_one(private: Home) -> None:
 
 def test_a_root_that_cannot_be_used(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_ROOT", "/proc/nope")
-    with pytest.raises(errors.DaemonUnreachable, match="cannot start a private daemon: /proc/nope cannot be used as the root"):
+    with pytest.raises(
+        errors.DaemonUnreachable, match="the private daemon did not start: cannot use /proc/nope as the root for checkpoints"
+    ):
         recover({"w": torch.ones(1)})
     pending = snapshot({"w": torch.ones(1)}, step=1)
     assert pending.state == "failed"
@@ -250,7 +253,7 @@ def test_another_users_daemon_at_a_default_place_is_passed_over(
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "second name", "another user's"])
 def test_a_log_that_is_not_our_own_file_is_not_written(private: Home, kind: str) -> None:
-    target, log = private.path / "target", private.root / ".ckptd" / names.host() / "daemon.log"
+    target, log = private.path / "target", state_directory(configured_state_dir(), private.root) / "daemon.log"
     target.write_text("mine")
     log.parent.mkdir(parents=True)
     if kind == "link":
@@ -262,7 +265,7 @@ def test_a_log_that_is_not_our_own_file_is_not_written(private: Home, kind: str)
     else:
         log.touch()
         give_away(log)
-    with pytest.raises(errors.DaemonUnreachable, match=r"cannot be used as the root: .*daemon\.log is not a regular file.*: remove it"):
+    with pytest.raises(errors.DaemonUnreachable, match=r"its log cannot be written: .*daemon\.log is not a regular file.*: remove it"):
         Agent()
     assert target.read_text() == "mine"
 

@@ -16,10 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Checkpoint, StorageWriter
-from ckptd.shared import locks
 from ckptd.shared.errors import Busy, NotFound
-from ckptd.shared.leases import deletion
-from ckptd.shared.storage import StandaloneStorage
+from ckptd.shared.storage import locks
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -88,18 +87,18 @@ def test_one_checkpoint_in_two_dtypes(checkpoint: Checkpoint) -> None:
 
 def test_it_is_not_deleted_while_it_is_open(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
-    storage = StandaloneStorage(saved)
-    with Checkpoint.open(saved), Checkpoint.open(saved), pytest.raises(Busy, match="is being read"), deletion(storage, "", ""):
+    storage = StandaloneCheckpoint(saved)
+    with Checkpoint.open(saved), Checkpoint.open(saved), pytest.raises(Busy, match="is being read"), storage.exclude("", ""):
         pass
-    with deletion(storage, "", ""), pytest.raises(Busy, match="has been locked for deletion"):
+    with storage.exclude("", ""), pytest.raises(Busy, match="has been locked for deletion"):
         Checkpoint.open(saved)
     Checkpoint.open(saved).close()
 
 
 def test_who_only_looks_whether_he_could_delete_holds_up_a_reader_for_a_moment(saved: Path) -> None:
-    storage = StandaloneStorage(saved)
+    storage = StandaloneCheckpoint(saved)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as looking:
-        looking.enter_context(deletion(storage, "", ""))
+        looking.enter_context(storage.exclude("", ""))
         opening = pool.submit(Checkpoint.open, saved)
         time.sleep(0.2)
         assert not opening.done()
@@ -115,7 +114,7 @@ def test_a_forked_child_holds_no_lease_of_a_closed_one(saved: Path) -> None:
         os._exit(0)
     try:
         opened.close()
-        with deletion(StandaloneStorage(saved), "", ""):
+        with StandaloneCheckpoint(saved).exclude("", ""):
             pass
     finally:
         os.kill(child, signal.SIGKILL)

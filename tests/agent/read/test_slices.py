@@ -20,6 +20,7 @@ from ckptd.shared.part import PartReader
 from ckptd.shared.plan import MIN_CHUNK, Item, Plan, Region
 from tests.shared.samples import WRITER, encode_part, values_after
 from tests.support.daemons import Daemon
+from tests.support.storage import source
 
 BIG = torch.arange(2 * 7 * 5 * 9.0).reshape(2, 7, 5, 9)
 STATE = {
@@ -128,9 +129,8 @@ def halves(tmp_path: Path) -> Iterator[tuple[torch.Tensor, list[Counting]]]:
             slot = bytearray(sum(values))
             slot[: 4 * half.numel()] = half.numpy().tobytes()
             (tmp_path / str(rank)).write_bytes(encode_part(slot, plan, values, rank=rank, world_size=2)[0])
-            fd = os.open(tmp_path / str(rank), os.O_RDONLY)
-            stack.callback(os.close, fd)
-            readers.append(Counting(fd, str(rank)))
+            readers.append(Counting(source(os.open(tmp_path / str(rank), os.O_RDONLY)), str(rank)))
+            stack.callback(readers[-1].close)
         yield whole, readers
 
 

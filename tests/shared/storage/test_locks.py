@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.shared import locks
 from ckptd.shared.errors import Busy
+from ckptd.shared.storage import locks
 from tests.support.strangers import KINDS, NOBODY, holding, is_another_user, open_place
 
 

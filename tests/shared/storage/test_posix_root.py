@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.daemon import roots
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.posix import PosixStorage
 from tests.support.daemons import Daemon, Home, running, until
 
 USER, STRANGER = 12345, 65534
@@ -47,17 +47,24 @@ def give(path: Path, uid: int) -> None:
     os.seteuid(USER)
 
 
-def prepare(root: Path) -> tuple[str, ...]:
-    return roots.prepare(root, PosixStorage(root))
+def prepare(root: Path) -> None:
+    """Prepare the root as the start of a daemon does, and unlock it again."""
+    PosixStorage(root).serve(names.host()).close()
 
 
 def test_it_is_made(root: Path) -> None:
-    assert prepare(root / "a" / "b") == (".ckptd", names.host(), "journal")
-    assert (root / "a" / "b" / ".ckptd" / names.host() / "journal").is_dir()
-    assert prepare(root / "a" / "b") == (".ckptd", names.host(), "journal")
+    prepare(root / "a" / "b")
+    assert [str(path.relative_to(root)) for path in sorted(root.rglob("*"))] == [
+        "a",
+        "a/b",
+        "a/b/.ckptd",
+        f"a/b/.ckptd/{names.host()}",
+        f"a/b/.ckptd/{names.host()}/lock",
+    ]
+    prepare(root / "a" / "b")
 
 
-@pytest.mark.parametrize("where", ["", ".ckptd", ".ckptd/{host}", ".ckptd/{host}/journal", ".ckptd/attempts", ".ckptd/another-host"])
+@pytest.mark.parametrize("where", ["", ".ckptd", ".ckptd/{host}", ".ckptd/attempts", ".ckptd/another-host"])
 def test_a_directory_of_another_user_is_refused(root: Path, where: str) -> None:
     path = root / where.format(host=names.host())
     path.mkdir(parents=True, exist_ok=True)
@@ -94,7 +101,7 @@ def test_a_daemon_of_root_says_so_and_goes_on(root: Path, caplog: pytest.LogCapt
     os.seteuid(0)
     prepare(root)
     assert f"{root} belongs to uid {USER}, not to uid 0 or root; it is used because this daemon runs as root" in caplog.text
-    assert roots.foreign_job(PosixStorage(root), "job") == ""
+    assert open_root(root).refusal("job") == ""
 
 
 def test_a_root_that_everybody_may_write_is_warned_of(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,27 +111,26 @@ def test_a_root_that_everybody_may_write_is_warned_of(root: Path, caplog: pytest
 
 
 def test_a_job_directory_of_another_user(root: Path) -> None:
-    storage = PosixStorage(root)
-    assert roots.foreign_job(storage, "gpt") == ""
+    storage = open_root(root)
+    assert storage.refusal("gpt") == ""
     (root / "gpt").mkdir()
-    assert roots.foreign_job(storage, "gpt") == ""
+    assert storage.refusal("gpt") == ""
     give(root / "gpt", STRANGER)
-    assert roots.foreign_job(storage, "gpt") == (
+    assert storage.refusal("gpt") == (
         f"{root}/gpt belongs to uid {STRANGER}, not to uid {USER} or root, who could replace checkpoints in it: "
         "use another job name or another root"
     )
     give(root / "gpt", 0)
-    assert roots.foreign_job(storage, "gpt") == ""
+    assert storage.refusal("gpt") == ""
 
 
 def test_one_daemon_has_the_lock(root: Path) -> None:
+    held = PosixStorage(root).serve(names.host())
+    with pytest.raises(Busy, match=f"another ckptd already serves {root}: use that one, or stop it first"):
+        PosixStorage(root).serve(names.host())
+    PosixStorage(root).serve("another-host").close()
+    held.close()
     prepare(root)
-    with PosixStorage(root).directory(names.CONTROL, names.host()) as directory:
-        held = roots.lock(directory, root)
-        with pytest.raises(Busy, match=f"another ckptd already serves {root}: use that one, or stop it first"):
-            roots.lock(directory, root)
-        os.close(held)
-        os.close(roots.lock(directory, root))
 
 
 def test_a_root_without_locks_is_refused_in_one_sentence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +139,10 @@ def test_a_root_without_locks_is_refused_in_one_sentence(root: Path, monkeypatch
 
     prepare(root)
     monkeypatch.setattr(fcntl, "flock", flock)
-    with PosixStorage(root).directory(names.CONTROL, names.host()) as directory:
-        before = os.listdir("/proc/self/fd")
-        with pytest.raises(StorageError, match=f"cannot lock {root}, which keeps a second daemon out of it: No locks available"):
-            roots.lock(directory, root)
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(StorageError, match=f"cannot lock {root}, which keeps a second daemon out of it: No locks available"):
+        prepare(root)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def become_user() -> None:
@@ -192,7 +197,7 @@ def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str
         with running(place):
             agent = Agent("gpt", socket=place.socket)
             agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
-            PosixStorage(place.root).pin("gpt", "step-00000001.a0001")
+            open_root(place.root).pin("gpt", "step-00000001.a0001")
             until(lambda: (place.root / "gpt" / "newest").exists(), "newest")
             found = modes(place)
             agent.close()
@@ -202,10 +207,8 @@ def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str
         "/root": directory,
         "/root/.ckptd": directory,
         "/root/.ckptd/HOST": directory,
-        "/root/.ckptd/HOST/journal": directory,
-        "/root/.ckptd/HOST/journal/0000000000000001.log": "600",
-        "/root/.ckptd/HOST/journal/spare": "600",
         "/root/.ckptd/HOST/lock": "600",
+        "/root/.ckptd/id": file,
         "/root/.ckptd/attempts": directory,
         "/root/.ckptd/attempts/gpt": directory,
         "/root/.ckptd/attempts/gpt/a0001": file,

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.shared import locks, names
+from ckptd.shared import names
 from ckptd.shared.errors import Busy, NotFound
-from ckptd.shared.leases import deletion, give_back, holders, lease
-from ckptd.shared.storage import PosixStorage
+from ckptd.shared.storage import locks
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import write_checkpoint
 from tests.support.forks import context
 from tests.support.strangers import KINDS, NOBODY, holding, open_place
@@ -26,67 +27,67 @@ PLACE = ("gpt", TAG)
 
 
 @pytest.fixture
-def storage() -> Iterator[PosixStorage]:
+def storage() -> Iterator[Repository]:
     with open_place() as place:
         write_checkpoint(place)
-        yield PosixStorage(place)
+        yield open_root(place)
 
 
-def manifest(storage: PosixStorage) -> Path:
-    return storage.root / "gpt" / TAG / names.MANIFEST
+def manifest(storage: Repository) -> Path:
+    return Path(storage.where()) / "gpt" / TAG / names.MANIFEST
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_strangers_lock_delays_a_deletion_and_no_reader(storage: PosixStorage, kind: str) -> None:
+def test_a_strangers_lock_delays_a_deletion_and_no_reader(storage: Repository, kind: str) -> None:
     with holding(kind, manifest(storage), manifest(storage).parent):
-        give_back(lease(storage, *PLACE))
-        with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} is being read, or deleted, by "), deletion(storage, *PLACE):
+        storage.lease(*PLACE).close()
+        with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} is being read, or deleted, by "), storage.exclude(*PLACE):
             pass
-    with deletion(storage, *PLACE):
+    with storage.exclude(*PLACE):
         pass
 
 
-def test_a_reader_under_a_strangers_lock_is_protected(storage: PosixStorage) -> None:
+def test_a_reader_under_a_strangers_lock_is_protected(storage: Repository) -> None:
     """The stranger refused the reader the flock, and has gone when the deleter comes."""
     with holding("flock-ex", manifest(storage)):
-        held = lease(storage, *PLACE)
-    with pytest.raises(Busy), deletion(storage, *PLACE):
+        held = storage.lease(*PLACE)
+    with pytest.raises(Busy), storage.exclude(*PLACE):
         pass
-    assert f"pid {os.getpid()} (" in holders(storage, *PLACE)
-    give_back(held)
-    assert holders(storage, *PLACE) == ""
+    assert f"pid {os.getpid()} (" in storage.readers(*PLACE)
+    held.close()
+    assert storage.readers(*PLACE) == ""
 
 
 def test_a_lock_that_cannot_be_had_is_busy_and_not_the_absence_of_the_checkpoint(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
+    storage: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
-    with deletion(storage, *PLACE):
+    with storage.exclude(*PLACE):
         with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} in .* cannot be read now: .* by pid {os.getpid()} .*; try again later"):
-            lease(storage, *PLACE)
+            storage.lease(*PLACE)
         manifest(storage).unlink()
         with pytest.raises(NotFound, match=f"no checkpoint gpt/{TAG}"):
-            lease(storage, *PLACE)
+            storage.lease(*PLACE)
 
 
-def test_a_deleter_of_an_earlier_version_finds_the_reader(storage: PosixStorage) -> None:
-    held = lease(storage, *PLACE)
+def test_a_deleter_of_an_earlier_version_finds_the_reader(storage: Repository) -> None:
+    held = storage.lease(*PLACE)
     with manifest(storage).open() as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    give_back(held)
+    held.close()
 
 
-def test_two_deleters(storage: PosixStorage) -> None:
-    with deletion(storage, *PLACE), pytest.raises(Busy), deletion(storage, *PLACE):
+def test_two_deleters(storage: Repository) -> None:
+    with storage.exclude(*PLACE), pytest.raises(Busy), storage.exclude(*PLACE):
         pass
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_deleter_at_work_is_waited_for(storage: PosixStorage, removed: bool) -> None:
+def test_a_deleter_at_work_is_waited_for(storage: Repository, removed: bool) -> None:
     working = threading.Event()
 
     def delete() -> None:
-        with deletion(storage, *PLACE):
+        with storage.exclude(*PLACE):
             working.set()
             time.sleep(0.3)
             if removed:
@@ -95,35 +96,35 @@ def test_a_deleter_at_work_is_waited_for(storage: PosixStorage, removed: bool) -
     with ThreadPoolExecutor(1) as pool:
         deleted = pool.submit(delete)
         assert working.wait(60)
-        assert holders(storage, *PLACE) == ""
+        assert storage.readers(*PLACE) == ""
         deleted.result()
 
 
-def test_a_deleter_that_takes_too_long_is_named(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deleter_that_takes_too_long_is_named(storage: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
-    with deletion(storage, *PLACE):
-        assert f"pid {os.getpid()} " in holders(storage, *PLACE)
+    with storage.exclude(*PLACE):
+        assert f"pid {os.getpid()} " in storage.readers(*PLACE)
 
 
-def test_nothing_is_locked_where_nothing_is_committed(storage: PosixStorage) -> None:
-    with deletion(storage, "gpt", "step-00002000.a0002"), deletion(storage, "other", TAG):
+def test_nothing_is_locked_where_nothing_is_committed(storage: Repository) -> None:
+    with storage.exclude("gpt", "step-00002000.a0002"), storage.exclude("other", TAG):
         pass
-    assert holders(storage, "other", TAG) == ""
+    assert storage.readers("other", TAG) == ""
 
 
-def delete_as_nobody(told: Connection, storage: PosixStorage) -> None:
+def delete_as_nobody(told: Connection, storage: Repository) -> None:
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
     try:
-        with deletion(storage, *PLACE):
+        with storage.exclude(*PLACE):
             told.send("deleting")
     except Busy as error:
         told.send(str(error))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
-def test_a_deleter_that_may_not_write_the_manifest_is_told_so(storage: PosixStorage) -> None:
+def test_a_deleter_that_may_not_write_the_manifest_is_told_so(storage: Repository) -> None:
     heard, told = context().Pipe(duplex=False)
     process = context().Process(target=delete_as_nobody, args=(told, storage))
     process.start()

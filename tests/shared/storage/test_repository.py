@@ -13,11 +13,12 @@ import pytest
 
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 from ckptd.shared.fs import PosixFileSystem
-from ckptd.shared.locks import exclude, release
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.names import MANIFEST, part_file
+from ckptd.shared.names import part_file
 from ckptd.shared.scatter import verify
-from ckptd.shared.storage import PosixStorage, StandaloneStorage, Storage, check_manifest_place
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.storage.repository import Repository, check_manifest_place
 from tests.shared.samples import NONCE, write_checkpoint
 
 TAG = "step-00001000.a0002"
@@ -25,8 +26,8 @@ PART = part_file(0, NONCE)
 
 
 @pytest.fixture
-def storage(tmp_path: Path) -> PosixStorage:
-    return PosixStorage(tmp_path)
+def storage(tmp_path: Path) -> Repository:
+    return open_root(tmp_path)
 
 
 class Recorder(PosixFileSystem):
@@ -45,11 +46,6 @@ class Recorder(PosixFileSystem):
         super().sync_directory(directory)
 
 
-def test_it_is_a_storage(storage: PosixStorage) -> None:
-    checked: Storage = storage
-    assert checked.jobs() == []
-
-
 # -- directories
 
 
@@ -58,35 +54,35 @@ def test_ensure_syncs_a_parent_before_anything_inside_counts(tmp_path: Path) -> 
     root.mkdir()
     recorder = Recorder()
     storage = PosixStorage(root, recorder)
-    storage.make_tag("gpt", TAG)
+    storage.ensure(f"gpt/{TAG}")
     assert recorder.steps == ["make gpt True", "sync root", f"make {TAG} True", "sync gpt"]
     assert (root / "gpt" / TAG).is_dir()
     recorder.steps.clear()
-    storage.make_tag("gpt", TAG)
+    storage.ensure(f"gpt/{TAG}")
     assert recorder.steps == ["make gpt False", f"make {TAG} False"]
 
 
-def test_an_empty_root_holds_nothing(storage: PosixStorage) -> None:
+def test_an_empty_root_holds_nothing(storage: Repository) -> None:
     assert storage.jobs() == []
     assert storage.tags("gpt") == []
     assert storage.files("gpt", TAG) == []
     assert storage.read_newest("gpt") is None
-    with pytest.raises(NotFound, match=f"no checkpoint gpt/{TAG} in {storage.root}"):
+    with pytest.raises(NotFound, match=f"no checkpoint gpt/{TAG} in {storage.where()}"):
         storage.read_manifest("gpt", TAG)
 
 
 def test_a_root_that_is_gone_is_an_error_not_an_empty_list(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        PosixStorage(tmp_path / "gone").jobs()
+        open_root(tmp_path / "gone").jobs()
 
 
 def test_tags_of_a_root_that_is_gone_are_an_error_not_an_empty_list(tmp_path: Path) -> None:
     """An empty list means that nothing was ever saved; `recover` would let history be lost on a mount that has gone."""
     with pytest.raises(FileNotFoundError):
-        PosixStorage(tmp_path / "gone").tags("gpt")
+        open_root(tmp_path / "gone").tags("gpt")
 
 
-def test_listing_leaves_out_what_is_not_ours(tmp_path: Path, storage: PosixStorage) -> None:
+def test_listing_leaves_out_what_is_not_ours(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / ".ckptd").mkdir()
     (tmp_path / "README").write_text("not a job")
@@ -99,7 +95,7 @@ def test_listing_leaves_out_what_is_not_ours(tmp_path: Path, storage: PosixStora
     assert storage.files("gpt", TAG) == ["manifest.json", PART]
 
 
-def test_a_directory_that_cannot_be_a_job_is_none(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_directory_that_cannot_be_a_job_is_none(tmp_path: Path, storage: Repository) -> None:
     """The root of an ext4 file system has a `lost+found` that only root may list."""
     (tmp_path / "lost+found").mkdir(0o700)
     (tmp_path / "gpt").mkdir()
@@ -109,7 +105,7 @@ def test_a_directory_that_cannot_be_a_job_is_none(tmp_path: Path, storage: Posix
 # -- manifests
 
 
-def test_publish_and_read_a_manifest(tmp_path: Path, storage: PosixStorage) -> None:
+def test_publish_and_read_a_manifest(tmp_path: Path, storage: Repository) -> None:
     manifest = write_checkpoint(tmp_path)
     os.unlink(tmp_path / "gpt" / TAG / "manifest.json")
     with pytest.raises(NotFound):
@@ -120,19 +116,19 @@ def test_publish_and_read_a_manifest(tmp_path: Path, storage: PosixStorage) -> N
     assert storage.files("gpt", TAG) == ["manifest.json", PART]
 
 
-def test_a_commit_is_never_overwritten(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_commit_is_never_overwritten(tmp_path: Path, storage: Repository) -> None:
     manifest = write_checkpoint(tmp_path)
     with pytest.raises(FileExistsError):
         storage.publish_manifest("gpt", TAG, msgspec.structs.replace(manifest, seq=8).encode())
     assert storage.read_manifest("gpt", TAG) == manifest
 
 
-def test_a_commit_needs_its_directory(storage: PosixStorage) -> None:
+def test_a_commit_needs_its_directory(storage: Repository) -> None:
     with pytest.raises(FileNotFoundError):
         storage.publish_manifest("gpt", TAG, b"{}")
 
 
-def test_a_refused_commit_leaves_a_directory_that_can_be_deleted(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_refused_commit_leaves_a_directory_that_can_be_deleted(tmp_path: Path, storage: Repository) -> None:
     manifest = write_checkpoint(tmp_path)
     with pytest.raises(FileExistsError):
         storage.publish_manifest("gpt", TAG, manifest.encode())
@@ -141,7 +137,7 @@ def test_a_refused_commit_leaves_a_directory_that_can_be_deleted(tmp_path: Path,
     assert not (tmp_path / "gpt" / TAG).exists()
 
 
-def test_a_damaged_manifest_is_named_and_is_not_the_same_as_none(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_damaged_manifest_is_named_and_is_not_the_same_as_none(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     path = tmp_path / "gpt" / TAG / "manifest.json"
     whole = path.read_bytes()
@@ -164,7 +160,7 @@ def _newer(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("place", ["step-00001001.a0002", "step-00001000.a0003", "best.a0002", "step-000001000.a0002"])
-def test_a_manifest_in_a_wrong_place_is_no_checkpoint(tmp_path: Path, storage: PosixStorage, place: str) -> None:
+def test_a_manifest_in_a_wrong_place_is_no_checkpoint(tmp_path: Path, storage: Repository, place: str) -> None:
     write_checkpoint(tmp_path)
     shutil.copytree(tmp_path / "gpt" / TAG, tmp_path / "gpt" / place)
     with pytest.raises(IntegrityError, match=rf"gpt/{place}: the manifest there is that of gpt/{TAG}"):
@@ -192,7 +188,7 @@ def test_check_manifest_place(tmp_path: Path) -> None:
 # -- parts
 
 
-def test_open_part(tmp_path: Path, storage: PosixStorage) -> None:
+def test_open_part(tmp_path: Path, storage: Repository) -> None:
     manifest = write_checkpoint(tmp_path, world_size=2)
     for part in manifest.parts:
         reader = storage.open_part("gpt", TAG, part.file, part.index_sha256)
@@ -201,7 +197,7 @@ def test_open_part(tmp_path: Path, storage: PosixStorage) -> None:
             assert reader.index.rank == part.rank
             assert reader.name == f"gpt/{TAG}/{part.file}"
         finally:
-            os.close(reader.fileno())
+            reader.close()
 
 
 def descriptors_into(path: Path) -> list[str]:
@@ -215,7 +211,7 @@ def descriptors_into(path: Path) -> list[str]:
     return [link for link in links if link.startswith(str(path))]
 
 
-def test_a_missing_or_damaged_part_is_an_integrity_error_and_leaks_no_descriptor(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_missing_or_damaged_part_is_an_integrity_error_and_leaks_no_descriptor(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(IntegrityError, match=f"^gpt/{TAG}/{part_file(1, NONCE)} is missing"):
         storage.open_part("gpt", TAG, part_file(1, NONCE))
@@ -230,7 +226,7 @@ def test_a_missing_or_damaged_part_is_an_integrity_error_and_leaks_no_descriptor
 # -- the hint
 
 
-def test_newest(tmp_path: Path, storage: PosixStorage) -> None:
+def test_newest(tmp_path: Path, storage: Repository) -> None:
     (tmp_path / "gpt").mkdir()
     storage.publish_newest("gpt", TAG)
     assert (tmp_path / "gpt" / "newest").read_bytes() == b"step-00001000.a0002\n"
@@ -243,7 +239,7 @@ def test_newest(tmp_path: Path, storage: PosixStorage) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"\n", b"gpt\n", b"../../x\n", TAG.encode() + b"\n\n", TAG.encode() + b" ", b"\xff" * 20, TAG.encode() * 20]
 )
-def test_a_hint_that_cannot_be_is_none(tmp_path: Path, storage: PosixStorage, text: bytes) -> None:
+def test_a_hint_that_cannot_be_is_none(tmp_path: Path, storage: Repository, text: bytes) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "newest").write_bytes(text)
     assert storage.read_newest("gpt") is None
@@ -252,7 +248,7 @@ def test_a_hint_that_cannot_be_is_none(tmp_path: Path, storage: PosixStorage, te
 # -- deletion
 
 
-def test_delete_files_and_tag(tmp_path: Path, storage: PosixStorage) -> None:
+def test_delete_files_and_tag(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path, world_size=2)
     assert storage.delete_tag("gpt", TAG) is False  # it is not empty
     storage.delete_files("gpt", TAG, ["manifest.json", "not there"])
@@ -266,7 +262,7 @@ def test_delete_files_and_tag(tmp_path: Path, storage: PosixStorage) -> None:
     assert list((tmp_path / "gpt").iterdir()) == []
 
 
-def test_data_files_go_with_their_part(tmp_path: Path, storage: PosixStorage) -> None:
+def test_data_files_go_with_their_part(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path, world_size=2, files=3)
     assert [len([f for f in storage.files("gpt", TAG) if f.startswith(f"rank-0000{rank}")]) for rank in (0, 1)] == [3, 3]
     other = part_file(0, NONCE[::-1], 1)  # of a save that is under way
@@ -278,12 +274,12 @@ def test_data_files_go_with_their_part(tmp_path: Path, storage: PosixStorage) ->
     assert storage.files("gpt", TAG) == ["manifest.json", other]
 
 
-def test_a_part_of_several_files_is_opened(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_part_of_several_files_is_opened(tmp_path: Path, storage: Repository) -> None:
     (part,) = write_checkpoint(tmp_path, files=3).parts
     reader = storage.open_part("gpt", TAG, part.file, part.index_sha256)
     assert (reader.nbytes, 1 + len(reader.index.files), part.files) == (part.bytes, 3, 3)
     assert verify(reader) == part.raw_bytes
-    os.close(reader.fileno())
+    reader.close()
     data_file = tmp_path / "gpt" / TAG / part_file(0, NONCE, 2)
     moved = data_file.with_name("elsewhere")
     data_file.rename(moved)
@@ -294,7 +290,7 @@ def test_a_part_of_several_files_is_opened(tmp_path: Path, storage: PosixStorage
         storage.open_part("gpt", TAG, PART)
 
 
-def test_somebody_elses_file_keeps_its_directory(tmp_path: Path, storage: PosixStorage) -> None:
+def test_somebody_elses_file_keeps_its_directory(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "gpt" / TAG / "notes.txt").write_text("mine")
     storage.delete_files("gpt", TAG, ["manifest.json", PART])
@@ -305,7 +301,7 @@ def test_somebody_elses_file_keeps_its_directory(tmp_path: Path, storage: PosixS
 def test_deletion_is_synced(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     recorder = Recorder()
-    storage = PosixStorage(tmp_path, recorder)
+    storage = open_root(tmp_path, recorder)
     storage.delete_files("gpt", TAG, ["manifest.json"])
     assert recorder.steps == [f"sync {TAG}"]
     storage.delete_files("gpt", TAG, [PART])
@@ -316,24 +312,24 @@ def test_deletion_is_synced(tmp_path: Path) -> None:
 # -- links
 
 
-USES: list[Callable[[PosixStorage], object]] = [
+USES: list[Callable[[Repository], object]] = [
     lambda s: s.read_manifest("gpt", TAG),
     lambda s: s.open_part("gpt", TAG, PART),
     lambda s: s.publish_manifest("gpt", TAG, b"{}"),
     lambda s: s.publish_newest("gpt", TAG),
-    lambda s: s.make_tag("gpt", TAG),
+    lambda s: s.part_files("gpt", TAG)(PART, 4096),
 ]
 
 
-@pytest.mark.parametrize("use", USES, ids=["read_manifest", "open_part", "publish_manifest", "publish_newest", "make_tag"])
-def test_a_job_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[PosixStorage], object]) -> None:
+@pytest.mark.parametrize("use", USES, ids=["read_manifest", "open_part", "publish_manifest", "publish_newest", "part_files"])
+def test_a_job_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[Repository], object]) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
     root.mkdir()
     (root / "gpt").symlink_to(outside / "gpt")
     before = sorted(str(p) for p in outside.rglob("*"))
-    with pytest.raises((OSError, NotFound)):
-        use(PosixStorage(root))
+    with pytest.raises((OSError, NotFound, IntegrityError)):
+        use(open_root(root))
     assert sorted(str(p) for p in outside.rglob("*")) == before
 
 
@@ -345,7 +341,7 @@ def test_nothing_is_deleted_through_a_link(tmp_path: Path, link: str) -> None:
     (root / link).parent.mkdir(parents=True)
     (root / link).symlink_to(outside / link)
     before = sorted(str(p) for p in outside.rglob("*"))
-    storage = PosixStorage(root)
+    storage = open_root(root)
     storage.delete_files("gpt", TAG, ["manifest.json", PART])
     assert storage.files("gpt", TAG) == []
     assert storage.delete_tag("gpt", TAG) is True
@@ -354,7 +350,7 @@ def test_nothing_is_deleted_through_a_link(tmp_path: Path, link: str) -> None:
 
 
 @pytest.mark.parametrize("taken", ["gpt", f"gpt/{TAG}"], ids=["job", "tag"])
-def test_files_of_a_directory_that_has_become_a_file_are_gone(tmp_path: Path, storage: PosixStorage, taken: str) -> None:
+def test_files_of_a_directory_that_has_become_a_file_are_gone(tmp_path: Path, storage: Repository, taken: str) -> None:
     write_checkpoint(tmp_path)
     shutil.rmtree(tmp_path / taken)
     (tmp_path / taken).write_text("mine")
@@ -364,7 +360,7 @@ def test_files_of_a_directory_that_has_become_a_file_are_gone(tmp_path: Path, st
     assert (tmp_path / taken).read_text() == "mine"
 
 
-def test_a_directory_in_the_place_of_a_part_is_left_alone(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_directory_in_the_place_of_a_part_is_left_alone(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "gpt" / TAG / PART).unlink()
     (tmp_path / "gpt" / TAG / PART).mkdir()
@@ -374,18 +370,18 @@ def test_a_directory_in_the_place_of_a_part_is_left_alone(tmp_path: Path, storag
 
 
 @pytest.mark.parametrize("use", USES[:3], ids=["read_manifest", "open_part", "publish_manifest"])
-def test_a_tag_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[PosixStorage], object]) -> None:
+def test_a_tag_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[Repository], object]) -> None:
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
     (root / "gpt").mkdir(parents=True)
     (root / "gpt" / TAG).symlink_to(outside / "gpt" / TAG)
     before = sorted(str(p) for p in outside.rglob("*"))
-    with pytest.raises((OSError, NotFound)):
-        use(PosixStorage(root))
+    with pytest.raises((OSError, NotFound, IntegrityError)):
+        use(open_root(root))
     assert sorted(str(p) for p in outside.rglob("*")) == before
 
 
-def test_files_that_are_links_are_not_followed(tmp_path: Path, storage: PosixStorage) -> None:
+def test_files_that_are_links_are_not_followed(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     place = tmp_path / "gpt" / TAG
     for name in ("manifest.json", PART):
@@ -406,7 +402,7 @@ def test_files_that_are_links_are_not_followed(tmp_path: Path, storage: PosixSto
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_damage_and_holds_nobody_up(tmp_path: Path, storage: PosixStorage, make: Callable[[Path], None]) -> None:
+def test_what_is_no_file_is_damage_and_holds_nobody_up(tmp_path: Path, storage: Repository, make: Callable[[Path], None]) -> None:
     write_checkpoint(tmp_path)
     place = tmp_path / "gpt" / TAG
     for name in ("manifest.json", PART):
@@ -425,111 +421,4 @@ def test_what_is_no_file_is_damage_and_holds_nobody_up(tmp_path: Path, storage: 
 def test_the_root_alone_may_be_a_link(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path / "real")
     (tmp_path / "root").symlink_to("real")
-    assert PosixStorage(tmp_path / "root").read_manifest("gpt", TAG) == manifest
-
-
-# -- a checkpoint by itself
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> StandaloneStorage:
-    """A directory that is one checkpoint, with a part of three files."""
-    write_checkpoint(tmp_path, floats=3 << 16, files=3)
-    return StandaloneStorage(tmp_path / "gpt" / TAG)
-
-
-def files_of(storage: StandaloneStorage) -> set[str]:
-    return set(os.listdir(storage.root))
-
-
-def other(number: int = 0, rank: int = 0) -> str:
-    return part_file(rank, bytes([rank] * 16), number)
-
-
-def test_a_sweep_takes_all_that_is_left(alone: StandaloneStorage) -> None:
-    before = files_of(alone)
-    for file in (other(), other(1), other(2), other(7, rank=3), f"{MANIFEST}.{'ab' * 16}.tmp", f"{MANIFEST}.{NONCE.hex()}.tmp"):
-        (alone.root / file).write_bytes(b"left")
-    (alone.root / other(0, rank=5)).symlink_to("/etc/passwd")
-    (alone.root / "notes.txt").write_text("mine")
-    alone.sweep()
-    assert files_of(alone) == {*before, "notes.txt"}
-
-
-def test_a_sweep_leaves_a_part_that_is_held_with_all_that_follows_it(alone: StandaloneStorage) -> None:
-    before = files_of(alone)
-    held_files = {other(), other(1), f"{MANIFEST}.{bytes(16).hex()}.tmp"}
-    for file in (*held_files, other(0, rank=3)):
-        (alone.root / file).write_bytes(b"left")
-    held = alone.hold(other())
-    alone.sweep()
-    assert files_of(alone) == before | held_files
-    release(held)
-    alone.sweep()
-    assert files_of(alone) == before
-
-
-def test_a_sweep_takes_no_manifest_from_a_saver_that_has_committed_and_not_ended(alone: StandaloneStorage) -> None:
-    """Where the manifest is published by a link, its temporary name is there for a moment after the commit."""
-    unpublished = alone.root / f"{MANIFEST}.{NONCE.hex()}.tmp"
-    unpublished.write_bytes(b"left")
-    held = alone.hold(PART)
-    alone.sweep()
-    assert unpublished.exists()
-    release(held)
-    alone.sweep()
-    assert not unpublished.exists()
-
-
-def test_a_sweep_leaves_a_part_that_was_committed_after_it_had_listed_it(alone: StandaloneStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    named = alone._named()
-    answers = [set[str](), named]
-    monkeypatch.setattr(alone, "_named", lambda: answers.pop(0))
-    before = files_of(alone)
-    alone.sweep()
-    assert answers == []
-    assert files_of(alone) == before
-
-
-def test_many_left_parts_are_swept(alone: StandaloneStorage) -> None:
-    before = files_of(alone)
-    for rank in range(150):
-        (alone.root / other(0, rank=rank)).write_bytes(b"left")
-    open_before = os.listdir("/proc/self/fd")
-    alone.sweep()
-    assert files_of(alone) == before
-    assert os.listdir("/proc/self/fd") == open_before
-
-
-def test_nothing_is_swept_while_an_earlier_version_has_the_directory(alone: StandaloneStorage) -> None:
-    (alone.root / other()).write_bytes(b"left")
-    shared = alone.share()
-    alone.sweep()
-    assert (alone.root / other()).exists()
-    release(shared)
-    alone.sweep()
-    assert not (alone.root / other()).exists()
-
-
-def test_a_part_that_is_opened_is_held(alone: StandaloneStorage) -> None:
-    reader = alone.open_part(alone.job, alone.tag, PART)
-    fd = os.open(alone.root / PART, os.O_RDWR)
-    assert not exclude(fd)
-    assert verify(reader) > 0
-    os.close(reader.fileno())
-    assert exclude(fd)
-    os.close(fd)
-
-
-def test_a_part_that_was_swept_before_it_was_held_is_gone(alone: StandaloneStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(fd: int) -> bool:
-        (alone.root / PART).unlink()
-        return True
-
-    monkeypatch.setattr("ckptd.shared.locks.share", late)
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(FileNotFoundError, match="swept"):
-        alone.hold(PART)
-    assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(IntegrityError, match="is missing"):
-        alone.open_part(alone.job, alone.tag, PART)
+    assert open_root(tmp_path / "root").read_manifest("gpt", TAG) == manifest

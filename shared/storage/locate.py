@@ -1,0 +1,143 @@
+"""Finds the checkpoint, the job or the root that a path names. Every path that a user gives is resolved here.
+
+A path may name a root, the directory `<root>/<job>` of a job, a checkpoint `<root>/<job>/<tag>` with or without its attempt, or a directory
+anywhere that holds one checkpoint by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError, NotFound, StorageError
+from ckptd.shared.fs import FileSystem
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.storage.repository import Repository
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
+
+
+def open_root(root: str | os.PathLike[str], fs: FileSystem | None = None) -> Repository:
+    """Return the checkpoints below a root, which need not exist yet. `fs` replaces the operating system's file system."""
+    return Repository(PosixStorage(Path(root), fs))
+
+
+def is_root(path: Path) -> bool:
+    """Return True if a daemon has used the directory as a root."""
+    return (path / names.CONTROL).is_dir()
+
+
+def job_and_tag(path: Path, root: Path) -> tuple[str, str] | None:
+    """Return the last two components of `<root>/<job>/<tag>`, or None if the path is not of this form."""
+    root = root.resolve()
+    if not path.is_relative_to(root):
+        return None
+    parts = path.relative_to(root).parts
+    return (parts[0], parts[1]) if len(parts) == 2 and not parts[0].startswith(".") else None
+
+
+# -- for a reader, who wants a checkpoint that is committed
+
+
+def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
+    """Return the repository, the job and the tag directory of the committed checkpoint that `path` names.
+
+    `path` is a directory that holds a checkpoint, or `<root>/<job>/<tag>`, which means the highest attempt of that tag. Raises NotFound if
+    there is no checkpoint or if `path` names two; OSError.
+    """
+    standalone, found = StandaloneCheckpoint(path), attempts_of(path)
+    if standalone.has_manifest():
+        if found:
+            raise NotFound(
+                f"both {path} and {path.parent / found[max(found)]} are checkpoints: name the one that you mean, or move one away"
+            )
+        return standalone, standalone.job, standalone.tag
+    if found:
+        return open_root(path.parent.parent), path.parent.name, found[max(found)]
+    if os.path.lexists(path / ".metadata"):
+        raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: read it with its FileSystemReader")
+    raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is no directory"))
+
+
+def attempts_of(path: Path) -> dict[int, str]:
+    """Return the committed tag directories of `<root>/<job>/<tag>`, by attempt. The dict is empty if the root cannot be listed.
+
+    The tag is one of the user's own, or `step-<number>` with any number of digits.
+    """
+    repository, job, name = open_root(path.parent.parent), path.parent.name, path.name
+    wanted = name
+    if (digits := name.removeprefix("step-")) != name and digits.isascii() and digits.isdigit():
+        wanted = f"step-{int(digits):08d}"
+    found = {}
+    try:
+        tags = repository.tags(job)
+    except OSError:
+        return {}
+    for tag in tags:
+        parsed = names.parse_tag_directory(tag)
+        if parsed is not None and parsed[0] == wanted and repository.has_manifest(job, tag):
+            found[parsed[2]] = tag
+    return found
+
+
+# -- for the command line, which also shows jobs, and checkpoints that are damaged
+
+
+def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
+    """Return repository, job and tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
+
+    The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt counts. Raises NotFound, StorageError.
+    """
+    path = Path(os.path.abspath(path))
+    if has_checkpoint(path):
+        if _lies_in_a_root(path):
+            return existing_root(path.parent.parent), path.parent.name, path.name
+        return StandaloneCheckpoint(path), StandaloneCheckpoint.job, StandaloneCheckpoint.tag
+    if path.is_dir():
+        return existing_root(path.parent), path.name, None
+    repository, job = existing_root(path.parent.parent), path.parent.name
+    same = [p for tag in tags_of(repository, job) if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)]
+    if not same:
+        raise NotFound(f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls {path.parent}` lists what is there")
+    tag, _, attempt = max(same, key=lambda p: p[2])
+    return repository, job, names.tag_directory(None, tag, attempt)
+
+
+def existing_root(root: Path) -> Repository:
+    """Return the checkpoints below a root. Raises NotFound if it is not a directory."""
+    if not root.is_dir():
+        raise NotFound(f"{root} is not there, or is no directory")
+    return open_root(root)
+
+
+def tags_of(repository: Repository, job: str) -> list[str]:
+    """Return the tag directories of a job, committed or not. Raises StorageError."""
+    try:
+        return repository.tags(job)
+    except NotADirectoryError:
+        return []  # a file or a link is no job
+    except OSError as error:
+        raise StorageError.of(f"list {repository.where(job)}", error) from None
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Return True if the directory has a manifest, and is neither a root nor the directory of a job."""
+    return os.path.lexists(path / names.MANIFEST) and not is_root(path) and not tags_of(open_root(path.parent), path.name)
+
+
+def _lies_in_a_root(path: Path) -> bool:
+    """Return True if the path of a checkpoint is DIR/JOB/TAG, and False if it is a checkpoint by itself.
+
+    In a root the name alone decides. Elsewhere, as in a copy of a root, the manifest must be that of this job and tag.
+    """
+    if names.parse_tag_directory(path.name) is None:
+        return False
+    if is_root(path.parent.parent):
+        return True
+    try:
+        open_root(path.parent.parent).read_manifest(path.parent.name, path.name)
+    except IntegrityError:
+        return False
+    except (NotFound, OSError):
+        pass
+    return True

@@ -1,0 +1,224 @@
+"""Keeps the checkpoints of all jobs below one root, on any storage (FORMAT.md, section 1).
+
+The layout of jobs, tags, parts, manifests, pins and claims is known here, and nowhere else. Names of jobs and tags are checked by
+`names.py` before they come here. Calls raise OSError; the callers translate it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError, NotFound, StorageError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.manifest import MAX_MANIFEST, Manifest
+from ckptd.shared.part import PartReader
+from ckptd.shared.storage.protocol import Sink, Source, Storage, read_whole
+
+_MOST_OF_A_HINT = 300
+"""The most bytes of the object `newest` that are read."""
+
+
+class Repository:
+    """The checkpoints of one root."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def where(self, *parts: str) -> str:
+        """Return the location of a job, a tag or a file, given by its parts, as text for messages."""
+        return self.storage.where(self._name(*parts))
+
+    def _name(self, *parts: str) -> str:
+        return "/".join(parts)
+
+    def identity(self) -> str:
+        """Return the identity of the root, 32 hexadecimal digits. A root that has none gets one.
+
+        Raises IntegrityError if it is damaged.
+        """
+        name = f"{names.CONTROL}/{names.IDENTITY}"
+        if not self.storage.exists(name):
+            try:
+                self.storage.publish(name, f"{names.new_nonce().hex()}\n".encode(), replace=False, by=names.host())
+            except FileExistsError:
+                pass  # the daemon of another host was faster
+        text = read_whole(self.storage.open(name), _MOST_OF_A_HINT, name).decode("ascii", "replace").removesuffix("\n")
+        if not names.is_identity(text):
+            raise IntegrityError(f"{self.where(name)} does not hold the identity of the root: 32 hexadecimal digits; delete it")
+        return text
+
+    # -- listing
+
+    def jobs(self) -> list[str]:
+        """Return the names of all jobs that have a directory."""
+        return [name for name, nested in self.storage.children("") if nested and names.is_name(name)]
+
+    def tags(self, job: str) -> list[str]:
+        """Return the tag directories of a job, committed or not. Raises OSError if the root cannot be listed."""
+        return [entry.name for entry in self.storage.children(self._name(job)) if names.parse_tag_directory(entry.name)]
+
+    def files(self, job: str, tag: str) -> list[str]:
+        """Return the names of all files in a tag's directory; none if there is no such directory."""
+        try:
+            return [entry.name for entry in self.storage.children(self._name(job, tag))]
+        except NotADirectoryError:
+            return []
+
+    # -- manifests
+
+    def read_manifest(self, job: str, tag: str) -> Manifest:
+        """Return the manifest. Raises NotFound if nothing is committed, IntegrityError if it is damaged or of another checkpoint."""
+        manifest = self._read_manifest(job, tag, f"no checkpoint {job}/{tag} in {self.where()}", f"{job}/{tag}")
+        check_manifest_place(manifest, job, tag)
+        return manifest
+
+    def _read_manifest(self, job: str, tag: str, missing: str, called: str) -> Manifest:
+        name = self._name(job, tag, names.MANIFEST)
+        try:
+            return Manifest.decode(read_whole(self.storage.open(name), MAX_MANIFEST, name))
+        except FileNotFoundError:
+            raise NotFound(missing) from None
+        except IntegrityError as error:
+            raise type(error)(f"{called}: {error}") from None
+
+    def has_manifest(self, job: str, tag: str) -> bool:
+        """Return True if there is a manifest, intact or damaged."""
+        return self.storage.exists(self._name(job, tag, names.MANIFEST))
+
+    def publish_manifest(self, job: str, tag: str, data: bytes) -> None:
+        """Commit: publish the manifest. Raises FileExistsError if the tag has one already."""
+        self.storage.publish(self._name(job, tag, names.MANIFEST), data, replace=False, points="commit")
+
+    # -- parts
+
+    def open_part(self, job: str, tag: str, file: str, index_sha256: str | None = None) -> PartReader:
+        """Open a part. The caller closes the reader. Raises IntegrityError if the part is missing or damaged."""
+        called = f"{job}/{tag}/{file}"
+        try:
+            source = self._open_part_file(job, tag, file)
+        except FileNotFoundError:
+            raise IntegrityError(f"{called} is missing") from None
+        try:
+            return PartReader(source, called, index_sha256, lambda beside: self.storage.open(self._name(job, tag, beside)))
+        except BaseException:
+            source.close()
+            raise
+
+    def _open_part_file(self, job: str, tag: str, file: str) -> Source:
+        return self.storage.open(self._name(job, tag, file))
+
+    def part_files(self, job: str, tag: str) -> Callable[[str, int], Sink]:
+        """Return the function that `PartWriter` creates the files of a part with: it takes the name and the expected size in bytes."""
+        return lambda file, size: self.storage.create(self._name(job, tag, file), size)
+
+    # -- the hint
+
+    def read_newest(self, job: str) -> str | None:
+        """Return the tag directory that the hint `newest` names, unverified, or None if there is no such hint."""
+        name = self._name(job, names.NEWEST)
+        try:
+            text = read_whole(self.storage.open(name), _MOST_OF_A_HINT, name).decode("ascii", "replace").removesuffix("\n")
+        except (OSError, IntegrityError):
+            return None
+        return text if names.parse_tag_directory(text) else None
+
+    def publish_newest(self, job: str, tag: str) -> None:
+        self.storage.publish(self._name(job, names.NEWEST), f"{tag}\n".encode(), replace=True)
+
+    def remove_newest(self, job: str) -> None:
+        """Remove the hint `newest` of a job that has no checkpoint any more."""
+        self.storage.delete(self._name(job), [names.NEWEST])
+
+    # -- leases and pins
+
+    def lease(self, job: str, tag: str) -> Source:
+        """Keep a checkpoint from being deleted until the result, which is its manifest, is closed.
+
+        Raises NotFound if there is no checkpoint, IntegrityError if the manifest is not a regular file, Busy if a deleter holds it.
+        """
+        try:
+            return self.storage.lease(self._name(job, tag, names.MANIFEST), f"checkpoint {job}/{tag} in {self.where()}")
+        except FileNotFoundError:
+            raise NotFound(f"no checkpoint {job}/{tag} in {self.where()}") from None
+
+    def exclude(self, job: str, tag: str) -> AbstractContextManager[None]:
+        """Context manager for a deletion. While it is held, no reader can open the checkpoint.
+
+        Raises Busy if another process reads or deletes the checkpoint, or if this user may not delete it.
+        """
+        return self.storage.exclude(self._name(job, tag, names.MANIFEST), f"checkpoint {job}/{tag}")
+
+    def readers(self, job: str, tag: str) -> str:
+        """Return the processes that keep the checkpoint from being deleted, as text, or "" if none does. Raises Busy as `exclude`."""
+        return self.storage.holders(self._name(job, tag, names.MANIFEST), f"checkpoint {job}/{tag}")
+
+    def pins(self, job: str) -> set[str]:
+        """Return the tag directories that are pinned."""
+        return {entry.name for entry in self.storage.children(names.pins(job)) if names.parse_tag_directory(entry.name)}
+
+    def pin(self, job: str, tag: str) -> None:
+        """Pin a checkpoint. The caller holds a lease on it."""
+        self.storage.claim(f"{names.pins(job)}/{tag}")  # False: it is pinned already
+
+    def unpin(self, job: str, tag: str) -> None:
+        """Remove the pin of a checkpoint, if it has one."""
+        self.storage.delete(names.pins(job), [tag])
+
+    # -- attempts
+
+    def newest_attempt(self, job: str) -> int:
+        """Return the highest attempt among the job's claims and tag directories, or 0 if there is none."""
+        claimed = [n for entry in self.storage.children(names.attempts(job)) if (n := names.parse_attempt_file(entry.name)) is not None]
+        tagged = [parsed[2] for tag in self.tags(job) if (parsed := names.parse_tag_directory(tag))]
+        return max([0, *claimed, *tagged])
+
+    def claim(self, job: str, attempt: int) -> bool:
+        """Claim an attempt, and forget older claims. Return False if another daemon has claimed it.
+
+        After an OSError the caller may repeat the call. Raises StorageError if the job cannot be used.
+        """
+        if reason := self.refusal(job):
+            raise StorageError(reason)
+        prefix = names.attempts(job)
+        failpoint("attempt.claiming")
+        if not self.storage.claim(f"{prefix}/{names.attempt_file(attempt)}"):
+            return False
+        failpoint("attempt.claimed")
+        numbers = {entry.name: names.parse_attempt_file(entry.name) for entry in self.storage.children(prefix)}
+        if older := [name for name, number in numbers.items() if number is not None and number < attempt - 1]:
+            self.storage.delete(prefix, older)
+        return True
+
+    def refusal(self, job: str) -> str:
+        """Return the reason why a job cannot be used, because another user could replace its checkpoints, or "" if it can."""
+        return self.storage.refusal(self._name(job))
+
+    # -- deletion
+
+    def delete_files(self, job: str, tag: str, files: list[str]) -> None:
+        """Delete those of the files that exist, and the data files of parts among them. Other files stay."""
+        self.storage.delete(self._name(job, tag), self._with_data_files(job, tag, files))
+
+    def delete_unfinished(self, job: str, tag: str, files: list[str]) -> None:
+        """Delete these files of a save, as `delete_files` does, and a manifest that was not published completely.
+
+        Afterwards a manifest that is visible is also durable: the daemon that published it may have died before it was.
+        """
+        self.storage.delete(self._name(job, tag), self._with_data_files(job, tag, files), unpublished=names.MANIFEST)
+
+    def _with_data_files(self, job: str, tag: str, files: list[str]) -> list[str]:
+        parts = {file for file in files if names.parse_part_file(file)}
+        return [*files, *(file for file in (self.files(job, tag) if parts else []) if names.part_of(file) in parts)]
+
+    def delete_tag(self, job: str, tag: str) -> bool:
+        """Remove the directory of a tag. Return False if a file in it is not ckptd's."""
+        return self.storage.remove(self._name(job, tag))
+
+
+def check_manifest_place(manifest: Manifest, job: str, tag: str) -> None:
+    """Raise IntegrityError if the manifest lies in the directory of another checkpoint."""
+    parsed = names.parse_tag_directory(tag)
+    if parsed is None or (manifest.tag, manifest.attempt) != (tag, parsed[2]) or (parsed[1] is not None and manifest.step != parsed[1]):
+        raise IntegrityError(f"{job}/{tag}: the manifest there is that of {manifest.job}/{manifest.tag}")

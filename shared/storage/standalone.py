@@ -1,0 +1,146 @@
+"""Keeps one checkpoint by itself in a directory outside every root, and sweeps what failed saves have left there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from ckptd.shared import names
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.fs import FileSystem
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.storage import locks
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.storage.posix_streams import PosixSource
+from ckptd.shared.storage.protocol import Source
+from ckptd.shared.storage.repository import Repository
+
+_SWEPT_AT_ONCE = 64
+"""The most parts that a sweep locks at once. Each takes an open descriptor."""
+
+
+class StandaloneCheckpoint(Repository):
+    """A directory that holds one checkpoint. Every job and tag means this directory."""
+
+    job, tag, attempt = "standalone", "standalone.a0001", 1
+
+    def __init__(self, path: Path, fs: FileSystem | None = None) -> None:
+        self._posix = PosixStorage(path, fs)
+        super().__init__(self._posix)
+        self.path = path
+
+    def _name(self, *parts: str) -> str:
+        return "/".join(parts[2:])
+
+    def make(self) -> None:
+        """Make the directory and its missing parents durably."""
+        self._posix.ensure("")
+
+    def read_manifest(self, job: str = job, tag: str = tag) -> Manifest:
+        """Return the manifest, whatever job and tag it names: the checkpoint may have been moved or copied here."""
+        return self._read_manifest(job, tag, f"no checkpoint in {self.path}", str(self.path))
+
+    def has_manifest(self, job: str = job, tag: str = tag) -> bool:
+        return super().has_manifest(job, tag)
+
+    def commit(self, data: bytes, *, overwrite: bool, nonce: str) -> None:
+        """Publish the manifest. If several savers commit at once without `overwrite`, one succeeds.
+
+        nonce: of a part that the caller has locked. Until the lock is released, no other save sweeps the unpublished manifest.
+        Raises FileExistsError, OSError; after an OSError the manifest may be there nevertheless.
+        """
+        self.storage.publish(names.MANIFEST, data, replace=overwrite, by=nonce)
+
+    # -- keeping files from being swept
+
+    def hold(self, file: str) -> Source:
+        """Keep a part from being swept until the result is closed. Raises FileNotFoundError if it has been swept, Busy, IntegrityError."""
+        return self.storage.lease(file, self.storage.where(file))
+
+    def _open_part_file(self, job: str, tag: str, file: str) -> Source:
+        return self.hold(file)
+
+    def share(self) -> Source:
+        """Keep earlier versions of ckptd, which lock no parts, from sweeping until the result is closed.
+
+        The lock is not waited for: any process that may read the directory can refuse it.
+        """
+        with self._posix.directory() as directory:
+            shared = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            fcntl.flock(shared, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            pass  # refused, or no locks here
+        return PosixSource(self._posix.fs, shared, leased=True)
+
+    # -- sweeping
+
+    def sweep(self) -> None:
+        """Remove the files of failed saves and of checkpoints that were written over.
+
+        Files that a reader or another saver has locked stay for the next sweep. Raises OSError, IntegrityError, NotFound.
+        """
+        keep = self._named()
+        with self._posix.directory() as fd:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return  # an earlier version of ckptd, which locks no parts, may be reading or saving
+            left = list(self._left(keep).items())
+            for first in range(0, len(left), _SWEPT_AT_ONCE):
+                self._sweep(fd, dict(left[first : first + _SWEPT_AT_ONCE]))
+
+    def _named(self) -> set[str]:
+        """Return the names of the parts of the committed checkpoint."""
+        return {part.file for part in self.read_manifest().parts}
+
+    def _all_files(self) -> Iterator[str]:
+        return (entry.name for entry in self.storage.children(""))
+
+    def _left(self, keep: set[str]) -> dict[str, list[str]]:
+        """Return the files that may be swept, by the name of the file whose lock decides."""
+        left: dict[str, list[str]] = {}
+        unpublished = []
+        for file in filter(names.is_standalone_file, self._all_files()):
+            part = names.part_of(file)
+            if part is None:
+                unpublished.append(file)
+            elif part not in keep:
+                left.setdefault(part, []).append(file)
+        if unpublished:  # listed again, because a listing may lack a part that was created while it was made
+            parts = {parsed[1].hex(): file for file in self._all_files() if (parsed := names.parse_part_file(file)) is not None}
+            for file in unpublished:
+                nonce = file.removeprefix(f"{names.MANIFEST}.").removesuffix(names.TMP_SUFFIX)
+                left.setdefault(parts.get(nonce, file), []).append(file)
+        return left
+
+    def _sweep(self, directory: int, left: dict[str, list[str]]) -> None:
+        """Remove the files whose lock is free. Each part is locked before the manifest is read: its saver commits before it unlocks."""
+        with ExitStack() as locked:
+            free = [files for lock, files in left.items() if self._lock(lock, directory, locked)]
+            keep = self._named()
+            self.delete_files(self.job, self.tag, [file for files in free for file in files if names.part_of(file) not in keep])
+
+    def _lock(self, file: str, directory: int, locked: ExitStack) -> bool:
+        """Take the exclusive lock of a part until `locked` is closed. Return True also for a file that no process can have locked."""
+        try:
+            fd = self._posix.fs.open(file, directory, write=True)
+        except (FileNotFoundError, IntegrityError):
+            return True  # data files whose part is gone, or no regular file
+        except OSError as error:
+            return error.errno == errno.ELOOP  # a link; another user's part stays, because its readers cannot be seen
+        locked.callback(locks.release, fd)
+        return locks.exclude(fd)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Keep earlier versions of ckptd from sweeping while the caller saves. The lock on each part does so for this version."""
+        shared = self.share()
+        try:
+            yield
+        finally:
+            shared.close()

@@ -1,0 +1,124 @@
+"""A directory that holds one checkpoint by itself: what a sweep removes, and what a lease keeps from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.names import MANIFEST, part_file
+from ckptd.shared.scatter import verify
+from ckptd.shared.storage.locks import exclude
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from tests.shared.samples import NONCE, write_checkpoint
+
+TAG = "step-00001000.a0002"
+PART = part_file(0, NONCE)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> StandaloneCheckpoint:
+    """A directory that is one checkpoint, with a part of three files."""
+    write_checkpoint(tmp_path, floats=3 << 16, files=3)
+    return StandaloneCheckpoint(tmp_path / "gpt" / TAG)
+
+
+def files_of(storage: StandaloneCheckpoint) -> set[str]:
+    return set(os.listdir(storage.path))
+
+
+def other(number: int = 0, rank: int = 0) -> str:
+    return part_file(rank, bytes([rank] * 16), number)
+
+
+def test_a_sweep_takes_all_that_is_left(alone: StandaloneCheckpoint) -> None:
+    before = files_of(alone)
+    for file in (other(), other(1), other(2), other(7, rank=3), f"{MANIFEST}.{'ab' * 16}.tmp", f"{MANIFEST}.{NONCE.hex()}.tmp"):
+        (alone.path / file).write_bytes(b"left")
+    (alone.path / other(0, rank=5)).symlink_to("/etc/passwd")
+    (alone.path / "notes.txt").write_text("mine")
+    alone.sweep()
+    assert files_of(alone) == {*before, "notes.txt"}
+
+
+def test_a_sweep_leaves_a_part_that_is_held_with_all_that_follows_it(alone: StandaloneCheckpoint) -> None:
+    before = files_of(alone)
+    held_files = {other(), other(1), f"{MANIFEST}.{bytes(16).hex()}.tmp"}
+    for file in (*held_files, other(0, rank=3)):
+        (alone.path / file).write_bytes(b"left")
+    held = alone.hold(other())
+    alone.sweep()
+    assert files_of(alone) == before | held_files
+    held.close()
+    alone.sweep()
+    assert files_of(alone) == before
+
+
+def test_a_sweep_takes_no_manifest_from_a_saver_that_has_committed_and_not_ended(alone: StandaloneCheckpoint) -> None:
+    """Where the manifest is published by a link, its temporary name is there for a moment after the commit."""
+    unpublished = alone.path / f"{MANIFEST}.{NONCE.hex()}.tmp"
+    unpublished.write_bytes(b"left")
+    held = alone.hold(PART)
+    alone.sweep()
+    assert unpublished.exists()
+    held.close()
+    alone.sweep()
+    assert not unpublished.exists()
+
+
+def test_a_sweep_leaves_a_part_that_was_committed_after_it_had_listed_it(
+    alone: StandaloneCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = alone._named()
+    answers = [set[str](), named]
+    monkeypatch.setattr(alone, "_named", lambda: answers.pop(0))
+    before = files_of(alone)
+    alone.sweep()
+    assert answers == []
+    assert files_of(alone) == before
+
+
+def test_many_left_parts_are_swept(alone: StandaloneCheckpoint) -> None:
+    before = files_of(alone)
+    for rank in range(150):
+        (alone.path / other(0, rank=rank)).write_bytes(b"left")
+    open_before = os.listdir("/proc/self/fd")
+    alone.sweep()
+    assert files_of(alone) == before
+    assert os.listdir("/proc/self/fd") == open_before
+
+
+def test_nothing_is_swept_while_an_earlier_version_has_the_directory(alone: StandaloneCheckpoint) -> None:
+    (alone.path / other()).write_bytes(b"left")
+    shared = alone.share()
+    alone.sweep()
+    assert (alone.path / other()).exists()
+    shared.close()
+    alone.sweep()
+    assert not (alone.path / other()).exists()
+
+
+def test_a_part_that_is_opened_is_held(alone: StandaloneCheckpoint) -> None:
+    reader = alone.open_part(alone.job, alone.tag, PART)
+    fd = os.open(alone.path / PART, os.O_RDWR)
+    assert not exclude(fd)
+    assert verify(reader) > 0
+    reader.close()
+    assert exclude(fd)
+    os.close(fd)
+
+
+def test_a_part_that_was_swept_before_it_was_held_is_gone(alone: StandaloneCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(fd: int) -> bool:
+        (alone.path / PART).unlink()
+        return True
+
+    monkeypatch.setattr("ckptd.shared.storage.locks.share", late)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        alone.hold(PART)
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(IntegrityError, match="is missing"):
+        alone.open_part(alone.job, alone.tag, PART)

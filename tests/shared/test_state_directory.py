@@ -1,0 +1,51 @@
+"""Where a daemon keeps its state if nobody says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckptd.shared import names
+from ckptd.shared.state_directory import configured_state_dir, default_state_dir, state_directory
+
+
+def test_systemd_comes_first() -> None:
+    assert default_state_dir({"STATE_DIRECTORY": "/var/lib/ckptd/alice:/other", "HOME": "/home/alice"}) == Path("/var/lib/ckptd/alice")
+
+
+def test_root_uses_the_directory_of_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert default_state_dir({"HOME": "/root"}) == Path("/var/lib/ckptd")
+
+
+def test_a_user_has_a_directory_of_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert default_state_dir({"HOME": str(tmp_path)}) == tmp_path / ".local" / "state" / "ckptd"
+    assert default_state_dir({"HOME": str(tmp_path), "XDG_STATE_HOME": "relative"}) == tmp_path / ".local" / "state" / "ckptd"
+    assert default_state_dir({"HOME": str(tmp_path), "XDG_STATE_HOME": f"{tmp_path}/xdg"}) == tmp_path / "xdg" / "ckptd"
+
+
+@pytest.mark.parametrize("home", [{}, {"HOME": "/proc/nowhere"}, {"HOME": "relative"}])
+def test_without_a_home_it_is_in_var_tmp(home: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith("/proc"))
+    assert str(default_state_dir(home)).startswith("/var/tmp/ckptd-12345")
+
+
+def test_the_environment_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTD_STATE_DIR", "here")
+    assert configured_state_dir() == tmp_path / "here"
+    monkeypatch.delenv("CKPTD_STATE_DIR")
+    assert configured_state_dir() == default_state_dir()
+
+
+def test_a_root_has_a_directory_for_each_host_and_real_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "link").symlink_to("root")
+    first = state_directory(tmp_path, tmp_path / "root")
+    assert first == state_directory(tmp_path, tmp_path / "link") != state_directory(tmp_path, tmp_path / "other")
+    monkeypatch.setattr(names, "host", lambda: "another-host")
+    assert state_directory(tmp_path, tmp_path / "root") == tmp_path / "another-host" / first.name

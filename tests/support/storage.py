@@ -1,0 +1,21 @@
+"""Sources and sinks on single files and directories, for tests that have no root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptd.shared.fs import FileSystem, PosixFileSystem
+from ckptd.shared.storage.posix import PosixStorage
+from ckptd.shared.storage.posix_streams import PosixSource
+from ckptd.shared.storage.protocol import Sink
+
+
+def source(fd: int) -> PosixSource:
+    """Return an open file as a source. Closing the source closes the descriptor."""
+    return PosixSource(PosixFileSystem(), fd)
+
+
+def files_in(directory: Path, fs: FileSystem | None = None) -> Callable[[str, int], Sink]:
+    """Return a function that creates files in a directory, as `PartWriter` needs it."""
+    return PosixStorage(directory, fs).create
