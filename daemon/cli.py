@@ -89,7 +89,9 @@ def main() -> None:
 @click.option("--codec", help="How chunks are stored: raw, zstd or zstd:LEVEL (1-19). Default: zstd.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
 @click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
-@click.option("--keep", multiple=True, metavar="POLICY", help="What else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeat it.")
+@click.option(
+    "--keep", multiple=True, metavar="POLICY", help="A policy for what else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeatable."
+)
 @click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
 @click.option("--shm-dir", help="A tmpfs for the slots. Default: /dev/shm.")
 @click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
@@ -141,7 +143,7 @@ def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
     from ckptd.daemon.storage_calls import hung_threads
 
     if names_of_them := hung_threads():
-        logging.getLogger("ckptd.cli").warning("the disk still holds up %s: ending without them", ", ".join(names_of_them))
+        logging.getLogger("ckptd.cli").warning("the disk still blocks %s: exiting without waiting for them", ", ".join(names_of_them))
         if error is not None:
             click.echo(f"ckptd: {error}", err=True)
         logging.shutdown()
@@ -155,7 +157,7 @@ def _give_way() -> None:
         try:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         except OSError as error:
-            logging.getLogger("ckptd.cli").debug("the scheduling class stays as it is: %s", error)
+            logging.getLogger("ckptd.cli").debug("cannot change the scheduling class to SCHED_BATCH: %s", error)
 
 
 def _event_loop_runner() -> Callable[[Callable[[], Any]], None]:
@@ -251,7 +253,7 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
     """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory outside every root that is a checkpoint."""
     manifest = report.manifest_at(path)
     for damaged in report.damaged_newer(path, manifest):
-        click.echo(f"ckptd: passed over: {damaged}", err=True)
+        click.echo(f"ckptd: skipped: {damaged}", err=True)
     storage, job, tag = report.place(path)
     title = report.title(storage, job, tag or manifest.tag)
     click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, title, keys=keys))
@@ -279,7 +281,7 @@ def verify(path: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--keep", multiple=True, metavar="POLICY", help="Of a job: what to keep, like LatestN(5) or BestN('loss',3). Repeat it.")
+@click.option("--keep", multiple=True, metavar="POLICY", help="For a job: what to keep, like LatestN(5) or BestN('loss',3). Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @_socket
 @_json
@@ -311,7 +313,7 @@ def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None
 
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--remove", is_flag=True, help="Take the pin away again.")
+@click.option("--remove", is_flag=True, help="Remove the pin.")
 @_json
 @_speaks
 def pin(path: Path, remove: bool, as_json: bool) -> None:
@@ -320,7 +322,7 @@ def pin(path: Path, remove: bool, as_json: bool) -> None:
 
     job, tag = forgetting.pin(path, remove=remove)
     found = {"job": job, "tag": tag, "pinned": not remove}
-    click.echo(json.dumps(found) if as_json else f"{job}/{tag}: {'not pinned any more' if remove else 'pinned'}")
+    click.echo(json.dumps(found) if as_json else f"{job}/{tag}: {'no longer pinned' if remove else 'pinned'}")
 
 
 if __name__ == "__main__":

@@ -223,7 +223,7 @@ def open_regular(name: str, directory: int, flags: int = READ) -> int:
     fd = os.open(name, flags, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise IntegrityError(f"{name} is no regular file")
+        raise IntegrityError(f"{name} is not a regular file")
     return fd
 
 

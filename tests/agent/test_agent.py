@@ -159,7 +159,7 @@ def test_without_a_daemon_training_goes_on_and_snapshots_resume(place: Home) -> 
         agent = prepared(place)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
     pending = agent.snapshot(trainers.expected(2, SIZE), step=2)
-    with pytest.raises(errors.DaemonUnreachable, match="training goes on"):
+    with pytest.raises(errors.DaemonUnreachable, match="training continues"):
         pending.wait()
     with running(place):
         until(lambda: agent.snapshot(trainers.expected(9, SIZE), step=9).state == "sealed", "snapshot after the daemon is back")
@@ -244,7 +244,7 @@ def test_what_has_run_out_does_not_bring_an_older_state_back(agent: Agent, point
     trainers.assert_equal(state, 2)
 
 
-# -- bad input: one sentence, training goes on
+# -- bad input: an error in one sentence, and training continues
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_what_has_run_out_does_not_bring_an_older_state_back(agent: Agent, point
         ({"on_busy": "maybe"}, errors.InvalidRequest, "on_busy is 'maybe'; expected 'wait' or 'skip'"),
         ({"metrics": {"loss": "low"}}, errors.InvalidRequest, "metric 'loss' is 'low'; expected a number"),
         ({"user_content": object()}, errors.InvalidRequest, "user_content cannot be written as JSON"),
-        ({"user_content": "x" * 600_000}, errors.InvalidRequest, "beyond 524288 bytes"),
+        ({"user_content": "x" * 600_000}, errors.InvalidRequest, "exceed 524288 bytes"),
     ],
 )
 def test_bad_arguments(agent: Agent, options: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -382,7 +382,7 @@ def test_a_failed_snapshot_is_still_saved_when_it_is_the_last(place: Home) -> No
 
 def test_a_job_must_be_named_with_a_daemon_for_all(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPTD_JOB", raising=False)
-    with pytest.raises(errors.InvalidRequest, match="say which one this is with CKPTD_JOB or Agent\\(job=...\\)"):
+    with pytest.raises(errors.InvalidRequest, match="name this job with CKPTD_JOB or Agent\\(job=...\\)"):
         Agent(socket=daemon.home.socket)
     monkeypatch.setenv("CKPTD_JOB", "../up")
     with pytest.raises(errors.InvalidName):
@@ -395,7 +395,7 @@ def test_a_named_socket_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_root_that_is_another_daemons(daemon: Daemon, tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidRequest, match="keeps its checkpoints in .*, not in "):
+    with pytest.raises(errors.InvalidRequest, match="uses root .*, not "):
         Agent("job", socket=daemon.home.socket, root=tmp_path)
 
 

@@ -183,7 +183,7 @@ def test_values_of_each_ranks_own(daemon: Daemon) -> None:
     for world_size in (2, 5):
         with Ranks(world_size) as ranks:
             for rank, (refusal, calls, state) in enumerate(ranks.call(recover_own, daemon.home.socket, False)):
-                assert "own is each rank's own and was saved on 4 ranks" in refusal
+                assert "own is each rank's own, was saved on 4 ranks" in refusal
                 assert "nothing was written" in refusal
                 assert (calls, state) == ([], blank(rank))
             for rank, (refusal, calls, state) in enumerate(ranks.call(recover_own, daemon.home.socket, True)):
@@ -247,7 +247,7 @@ def test_where_ranks_differ_the_snapshot_fails_on_all_of_them(daemon: Daemon) ->
             ("dtype", "mask is float32 [3] on rank 0 and float64 [3] on rank 2"),
             ("shape", "mask is float32 [3] on rank 0 and float32 [4] on rank 1"),
             ("setting", "optimizer.param_groups.up.weight differs between ranks 0 and 1"),
-            ("numbered", "optimizer: an optimizer's parameters are numbered on each rank by itself"),
+            ("numbered", "optimizer: each rank numbers the parameters of this optimizer state by itself"),
         ]):  # fmt: skip
             for kind, said in ranks.call(attempt, socket, 2 * step, case):
                 assert kind in ("UnsavableValue", "SnapshotFailed")  # the latter where the daemon's word of rank 0's comes first

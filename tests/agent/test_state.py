@@ -466,7 +466,7 @@ def test_one_tensor_by_name_in_another_dtype(agent: Agent, daemon: Daemon) -> No
     with Checkpoint.open(daemon.home.root / "job", "newest") as checkpoint:
         assert checkpoint.metadata("model.w") == (torch.float32, torch.Size([100, 30]))
         assert same(checkpoint.tensor("model.w", dtype=torch.float16), weight.half())
-        with pytest.raises(errors.NotFound, match=r"no tensor 'nope'; there are 2, like model\.w, other"):
+        with pytest.raises(errors.NotFound, match=r"no tensor 'nope'; the checkpoint has 2, such as model\.w, other"):
             checkpoint.tensor("nope")
 
 
@@ -549,11 +549,11 @@ ITSELF.append(ITSELF)
         (nested(5_000), r"^n\.[x0.]*\.\.\.: it lies in more than 100 containers; nest the state less"),
         (
             {"i": [10**5_000]},
-            r"^i\.0: an integer of about 4,98\d digits; ckptd saves up to 4,300, as many as Python writes: save it as bytes",
+            r"^i\.0: an integer of about 4,98\d digits; expected at most 4,300, as many as Python converts to text: save it as bytes",
         ),
         ({"k": {10**5_000: 1}}, r"^k\.key int: an integer of about 4,98\d digits"),
         ({"s": {(1, 10**5_000)}}, r"^s\.0\.1: an integer of about 4,98\d digits"),
-        ({"d": torch.ones((1,) * 65)}, r"^d: a tensor of 65 dimensions cannot be saved, 64 at most; reshape\(\) it$"),
+        ({"d": torch.ones((1,) * 65)}, r"^d: a tensor of 65 dimensions cannot be saved; reshape\(\) it to at most 64$"),
     ],
     ids=["cycle", "list in itself", "state_dict in itself", "deep", "deeper", "digits", "key", "in a set", "dimensions"],
 )
@@ -586,14 +586,17 @@ def deep_json(levels: int) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"user_content": {"a": "\ud800"}}, "^user_content has half of a surrogate pair in a text, which UTF-8 cannot say; leave it out$"),
+        (
+            {"user_content": {"a": "\ud800"}},
+            "^user_content has half of a surrogate pair in a text, which UTF-8 cannot encode; leave it out$",
+        ),
         ({"user_content": {"\udfff": 1}}, "^user_content has half of a surrogate pair"),
         ({"user_content": cyclic()}, "^user_content cannot be written as JSON: Circular reference detected$"),
         ({"user_content": deep_json(101)}, "^user_content is nested more than 100 levels deep; nest it less, or save it in the state$"),
         ({"user_content": deep_json(50_000)}, "^user_content is nested more than 100 levels deep"),
         ({"user_content": 10**5_000}, "^user_content cannot be written as JSON: Exceeds the limit"),
         ({"metrics": {"\ud800": 1.0}}, "^metric '.ud800' has half of a surrogate pair in its name"),
-        ({"metrics": {"m": 10**400}}, "^metric 'm' is an integer beyond every float; expected a number$"),
+        ({"metrics": {"m": 10**400}}, "^metric 'm' is an integer too large for a float; expected a number that fits into one$"),
     ],
     ids=["surrogate", "key", "cycle", "deep", "deeper", "digits", "metric", "large metric"],
 )

@@ -315,7 +315,7 @@ def test_one_ranks_bad_retention_is_told_to_all(ranks: Ranks, daemon: Daemon, ba
 def test_ranks_that_want_other_steps_back(ranks: Ranks, daemon: Daemon) -> None:
     assert ranks.call(save_as, daemon.home.socket, "steps", [True, True]) == ["", ""]
     for steps, said in (([None, 1], "1 and None"), ([99, 1], "1 and 99")):
-        wanted = f"InvalidRequest: the ranks want to recover step {said}: give the same on all"
+        wanted = f"InvalidRequest: the ranks want to recover step {said}: pass the same step on all ranks"
         assert ranks.call(recover_step, "steps", steps) == [wanted] * 2
     assert ranks.call(recover_step, "steps", [1, 1]) == ["", ""]
 
@@ -331,6 +331,6 @@ def test_a_recovery_that_goes_wrong_on_one_rank_harms_no_later_one(ranks: Ranks,
     assert first == "InvalidRequest: rank 1: step is True; expected a number from 0 up"
     assert second == "InvalidRequest: step is True; expected a number from 0 up"
     assert ranks.call(recover_step, "alone", [None, None]) == ["", ""]
-    for alone, said in ((1, "rank 0 has not answered within 1 s"), (0, "rank 1 has not come within 1 s")):
+    for alone, said in ((1, "rank 0 has not answered within 1 s"), (0, "rank 1 sent nothing within 1 s")):
         assert ranks.call(recover_alone, 1.0, only=[alone]) == [f"SnapshotFailed: {said}"]
         assert ranks.call(recover_alone, 60.0) == ["", ""]

@@ -131,7 +131,9 @@ def test_an_unknown_setting_names_the_nearest(typo: str, meant: str, file: Path)
 
 
 def test_an_unknown_setting_near_to_none_lists_them() -> None:
-    with pytest.raises(InvalidConfig, match=r"there is no setting 'zzzzzzzz'; known are bytes_per_file, chunk_size, codec, .*, threads$"):
+    with pytest.raises(
+        InvalidConfig, match=r"there is no setting 'zzzzzzzz'; the settings are bytes_per_file, chunk_size, codec, .*, threads$"
+    ):
         load({**ROOT, "zzzzzzzz": 1}, {}, None)
 
 

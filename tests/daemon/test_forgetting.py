@@ -137,7 +137,7 @@ def test_nobody_deletes_what_is_pinned(place: Home, socket: list[Any]) -> None:
     job = ckptd("forget", place.root / "gpt", "--keep", "LatestN(4)", "--json", *socket)
     assert rows(job) == [(tag(1), True, None), (tag(2), False, why)]
     assert steps(place) == [2, 3, 4, 5, 6]
-    assert ckptd("pin", path, "--remove").stdout == "gpt/step-00000002.a0001: not pinned any more\n"
+    assert ckptd("pin", path, "--remove").stdout == "gpt/step-00000002.a0001: no longer pinned\n"
     assert ckptd("pin", path, "--remove").returncode == 0
     assert ckptd("forget", path, *socket).returncode == 0
     assert steps(place) == [3, 4, 5, 6]
@@ -200,7 +200,7 @@ def test_somebody_elses_file_stays(place: Home, socket: list[Any]) -> None:
     ("arguments", "code", "words"),
     [
         (["gpt"], 1, "is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one"),
-        (["gpt/step-00000001", "--keep", "LatestN(1)"], 1, "is one checkpoint: --keep is for a job"),
+        (["gpt/step-00000001", "--keep", "LatestN(1)"], 1, "is one checkpoint, and --keep needs a job"),
         (["gpt", "--keep", "LatestM(1)"], 2, "--keep: there is no retention policy 'LatestM'; did you mean 'LatestN'?"),
         (["gpt/step-00000009"], 10, "no checkpoint 'step-00000009' of job 'gpt'"),
     ],

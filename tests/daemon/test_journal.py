@@ -1040,7 +1040,7 @@ def link_nowhere(path: Path) -> None:
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, link_nowhere])
 async def test_what_is_no_file_is_set_aside_as_corrupt(place: Place, make: Callable[[Path], None]) -> None:
     make(place.path / FIRST)
-    with pytest.raises(IntegrityError, match="is no regular file|it is a symbolic link"):
+    with pytest.raises(IntegrityError, match="is not a regular file|it is a symbolic link"):
         place.open(strict=True)
     journal = place.open()
     assert journal.corrupt == 1

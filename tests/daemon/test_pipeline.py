@@ -104,7 +104,7 @@ def test_a_plan_that_is_not_the_one_that_was_signed(fd: int) -> None:
 def test_documents_that_lie_over_the_tensors(fd: int) -> None:
     header = seal(fd, HEADER, PLAN)
     values = Extent(header.values.offset - 64, header.values.length, header.values.crc)
-    with pytest.raises(IntegrityError, match="lie over its tensors"):
+    with pytest.raises(IntegrityError, match="overlap its tensors"):
         SealedSlot.read(fd, seal(fd, HEADER, PLAN, values=values))
 
 

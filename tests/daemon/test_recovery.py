@@ -144,7 +144,7 @@ async def test_what_a_scan_finds(root: Root, calls: StorageCalls) -> None:
     os.close(writer)
     assert job.checkpoints == {}
     assert sorted(job.damaged) == [f"step-0000{n}000.a0002" for n in (3, 4, 5, 6)]
-    assert job.damaged["step-00004000.a0002"] == job.damaged["step-00005000.a0002"] == "manifest.json is no regular file"
+    assert job.damaged["step-00004000.a0002"] == job.damaged["step-00005000.a0002"] == "manifest.json is not a regular file"
     assert "cannot read the manifest of gpt/step-00006000.a0002: Too many levels of symbolic links" in job.damaged["step-00006000.a0002"]
 
 

@@ -108,7 +108,7 @@ def test_the_directory_is_ours_alone(shm: Shm) -> None:
 def test_a_directory_that_others_may_enter_is_refused(shm: Shm, mode: int) -> None:
     shm.inside.mkdir()
     shm.inside.chmod(mode)
-    with pytest.raises(StorageError, match=f"with mode {mode:o}; it must be ours alone"):
+    with pytest.raises(StorageError, match=f"with mode {mode:o}; expected mode 700"):
         shm.open()
 
 
@@ -163,7 +163,7 @@ def test_one_daemon_of_the_machine_has_the_directory(shm: Shm) -> None:
     """Another one under another host name has another lock in the root, and would remove the segments that it cannot read."""
     slots = shm.open()
     made = slots.add(slots.create(header()))
-    with pytest.raises(Busy, match=f"has its memory for a root of this name in {shm.inside}: use that one, stop it first"):
+    with pytest.raises(Busy, match=f"uses {shm.inside} for a root with the same path: use that daemon, stop it first"):
         Slots(PosixFileSystem(), shm.path, "ckptd-test", 1 << 30)
     assert shm.files() == [made.name]
     slots.close()
@@ -422,7 +422,7 @@ def test_a_header_that_has_become_another_segments_is_refused(shm: Shm, changes:
     slots = shm.open()
     made = slots.add(slots.create(header()))
     write_header(made.fd, replace(header(), generation=2, **changes))
-    with pytest.raises(IntegrityError, match="is not the one that was made"):
+    with pytest.raises(IntegrityError, match="does not have the header that it was made with"):
         made.refresh()
     assert made.header == header()
 

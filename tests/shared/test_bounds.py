@@ -156,7 +156,7 @@ def test_sizes_at_the_limits() -> None:
         if sound:
             assert Plan.decode(plan).items[0].size == size
         else:
-            with pytest.raises(IntegrityError, match=r"'w' has the size .*; a tensor has less than 2\^62 elements"):
+            with pytest.raises(IntegrityError, match=r"'w' has the size .*; expected fewer than 2\^62 elements"):
                 Plan.decode(plan)
 
 
@@ -174,7 +174,7 @@ def test_chunks_are_counted_before_any_is_made() -> None:
         (lambda d: d.update(chunks=d["chunks"][:1] * (MAX_CHUNKS + 1)), "index cannot be read"),
         (lambda d: d.update(placed=[0] * (MAX_CHUNKS + 1)), "index cannot be read"),
         (lambda d: d.update(files=[0] * (MAX_CHUNKS + 1)), "index cannot be read"),
-        (lambda d: d.update(values=[d["values"][0], 1 << 30]), "its values document has 1073741824 bytes; it has at most 268,435,456"),
+        (lambda d: d.update(values=[d["values"][0], 1 << 30]), "its values document has 1,073,741,824 bytes; expected at most 268,435,456"),
         (lambda d: d.update(tag="x" * 257), "index cannot be read"),
     ],
     ids=["chunks", "placed", "files", "values", "tag"],

@@ -162,7 +162,7 @@ def test_descriptors_come_along_and_are_taken_in_order(place: Path) -> None:
         channel.receive()
         channel.send(m.Fetch(id=channel.new_id(), attempt=1, step=5))
         assert channel.receive() == [m.Fetched(re=3, ranks=[0, 1])]
-        with pytest.raises(ProtocolError, match="3 descriptors were announced and 2 came"):
+        with pytest.raises(ProtocolError, match="the daemon announced 3 descriptors, and 2 have arrived"):
             channel.take(3)
         taken = channel.take(1) + channel.take(1)
         assert [os.pread(fd.fileno(), 10, 0) for fd in taken] == [b"first", b"second"]
@@ -425,7 +425,7 @@ def test_a_request_out_of_order_is_not_sent(place: Path) -> None:
 
     with daemon(place, play):
         channel = Channel(place, TIMEOUT)
-        with pytest.raises(ProtocolError, match="Persist cannot come while the session is greeted"):
+        with pytest.raises(ProtocolError, match="Persist is not allowed while the session is greeted"):
             channel.send(m.Persist(id=channel.new_id()))
         channel.send(m.Status(id=channel.new_id()))
         channel.close()

@@ -93,7 +93,7 @@ def test_overlaps_that_hide_a_hole_are_named() -> None:
         IntegrityError, match=r"^w: the shards \[4\] at \[0\] and \[4\] at \[2\] overlap; each element belongs to one shard$"
     ):
         check_cover("w", (8,), [((0,), (4,)), ((2,), (4,))])
-    with pytest.raises(IntegrityError, match=r"^of w only 6 of 8 elements are there$"):
+    with pytest.raises(IntegrityError, match=r"^w: only 6 of 8 elements are stored$"):
         check_cover("w", (8,), [((0,), (4,)), ((6,), (2,))])
     with pytest.raises(IntegrityError, match=r"^w: the shard \[4\] at \[6\] lies outside the tensor, which has the size \[8\]$"):
         check_cover("w", (8,), [((0,), (4,)), ((6,), (4,))])
@@ -159,7 +159,7 @@ def shard(offset: int, length: int, size: int = 8, name: str = "w") -> Item:
 def test_shards_of_all_parts_count_together() -> None:
     gathered = Shards()
     gathered.add(part(shard(0, 4), Item("blob", BLOB, (9,), (0,), (9,), None, 0)))
-    with pytest.raises(IntegrityError, match="of w only 4 of 8 elements are there"):
+    with pytest.raises(IntegrityError, match="w: only 4 of 8 elements are stored"):
         gathered.check()
     gathered.add(part(shard(4, 4), shard(0, 4)))
     gathered.check()

@@ -56,7 +56,7 @@ def test_codes_are_one_kind_each() -> None:
         (errno.ENOSPC, "cannot save it: No space left on device (free some space; the next snapshot tries again)"),
         (errno.EDQUOT, "cannot save it: Disk quota exceeded (the disk quota is used up)"),
         (errno.EROFS, "cannot save it: Read-only file system (mounted read-only)"),
-        (errno.EACCES, "cannot save it: Permission denied (the daemon's user may not write there)"),
+        (errno.EACCES, "cannot save it: Permission denied (this user has no permission there)"),
         (errno.EIO, "cannot save it: Input/output error"),
     ],
 )

@@ -95,7 +95,7 @@ def test_defaults_are_left_out() -> None:
     ],
 )
 def test_what_is_out_of_bounds_is_refused(plain: Any) -> None:
-    with pytest.raises(ProtocolError, match="a message cannot be understood"):
+    with pytest.raises(ProtocolError, match="a message cannot be decoded"):
         m.decode(msgspec.msgpack.encode(plain))
 
 

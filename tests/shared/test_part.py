@@ -291,7 +291,7 @@ def test_header_and_index_speak_of_the_same_snapshot(field: str) -> None:
 def test_values_that_lie_over_the_tensors_are_refused() -> None:
     """Even where chunks and checksums agree."""
     data, _ = encode_part(packed_slot(SMALL_PLAN, SMALL_VALUES), SMALL_PLAN, (64, 40))
-    with pytest.raises(IntegrityError, match="its values lie over its tensors"):
+    with pytest.raises(IntegrityError, match="its values document overlaps its tensors"):
         check(data)
 
 
@@ -301,7 +301,7 @@ def test_a_values_document_beyond_the_limit_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr("ckptd.shared.part.MAX_DOCUMENT", 70_000)
     check(data)
     monkeypatch.setattr("ckptd.shared.part.MAX_DOCUMENT", 69_999)
-    with pytest.raises(IntegrityError, match="p: its values document has 70000 bytes; it has at most 69,999"):
+    with pytest.raises(IntegrityError, match="p: its values document has 70,000 bytes; expected at most 69,999"):
         check(data)
 
 

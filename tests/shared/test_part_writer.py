@@ -374,5 +374,5 @@ NO_COUNT: list[tuple[Any, Any]] = [
 
 @pytest.mark.parametrize(("files", "most"), NO_COUNT)
 def test_what_cannot_be_asked_for(files: Any, most: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r"^(files_per_rank is .*; expected 1 to 64|bytes_per_file is .*; expected 0 \(no limit\) or)"):
+    with pytest.raises(InvalidConfig, match=r"^(files_per_rank is .*; expected 1 to 64|bytes_per_file is .*; expected 0 \(no limit\), or)"):
         Spread.checked(files, most, MIN_CHUNK)

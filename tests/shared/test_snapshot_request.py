@@ -71,11 +71,11 @@ def test_noise_is_refused_or_a_request(noise: bytes) -> None:
     ("document", "reason"),
     [
         (SnapshotRequest(user_content='"' + "x" * MAX_REQUEST + '"').encode(), "at most 1,048,576"),
-        (SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(), "user_content of more than 256 levels"),
-        (SnapshotRequest(created=math.nan).encode(), "no time from 1970 to 9999"),
-        (SnapshotRequest(created=math.inf).encode(), "no time from 1970 to 9999"),
-        (SnapshotRequest(created=-1.0).encode(), "no time from 1970 to 9999"),
-        (SnapshotRequest(created=1e300).encode(), "no time from 1970 to 9999"),
+        (SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(), "user_content that is nested more than 256 levels deep"),
+        (SnapshotRequest(created=math.nan).encode(), "expected a time from 1970 to 9999"),
+        (SnapshotRequest(created=math.inf).encode(), "expected a time from 1970 to 9999"),
+        (SnapshotRequest(created=-1.0).encode(), "expected a time from 1970 to 9999"),
+        (SnapshotRequest(created=1e300).encode(), "expected a time from 1970 to 9999"),
     ],
 )
 def test_what_no_trainer_asks_for_is_refused(document: bytes, reason: str) -> None:

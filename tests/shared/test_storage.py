@@ -414,9 +414,9 @@ def test_what_is_no_file_is_damage_and_holds_nobody_up(tmp_path: Path, storage: 
         make(place / name)
     if make is os.mkfifo:
         writer = os.open(place / "manifest.json", os.O_RDWR)  # with somebody at its other end a read finds nothing, and no end
-    with pytest.raises(IntegrityError, match="manifest.json is no regular file"):
+    with pytest.raises(IntegrityError, match="manifest.json is not a regular file"):
         storage.read_manifest("gpt", TAG)
-    with pytest.raises(IntegrityError, match=f"{PART} is no regular file"):
+    with pytest.raises(IntegrityError, match=f"{PART} is not a regular file"):
         storage.open_part("gpt", TAG, PART)
     if make is os.mkfifo:
         os.close(writer)

@@ -196,7 +196,7 @@ def test_a_write_by_something_else_fails_the_snapshot_and_ends_the_lateness(fenc
     with torch.no_grad():
         parameter.mul_(7)
     device.run(device.training)
-    with pytest.raises(SnapshotFailed, match="something else than its optimizer wrote to a parameter"):
+    with pytest.raises(SnapshotFailed, match="something other than its optimizer wrote to a parameter"):
         fences.finish(transfer)
     again = fences.start([slot], [parameter], [])
     assert again.late == []

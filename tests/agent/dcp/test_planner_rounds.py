@@ -141,10 +141,10 @@ class OfAnotherKind(DefaultSavePlanner):
     ("planner", "reason"),
     [
         (Dropping, "the planner has dropped a; nothing was saved"),
-        (Inventing, "the planner has made items that its metadata lacks: b; nothing was saved"),
-        (OfAnotherShape, "a: the planner's item has shape [4], what it resolves to [3]"),
+        (Inventing, "the planner has written items that its metadata lacks: b; nothing was saved"),
+        (OfAnotherShape, "a: the planner's item has shape [4], but resolves to a tensor of shape [3]"),
         (Failing, "the planner has failed: KeyError: 'lost'"),
-        (OfAnotherKind, "the planner's plan holds what ranks cannot tell each other without running pickled code: "),
+        (OfAnotherKind, "the planner's plan holds an object that another rank could not load without running pickled code"),
     ],
 )
 def test_a_planner_that_is_wrong_fails_the_snapshot_alone(daemon: Daemon, planner: type[DefaultSavePlanner], reason: str) -> None:
@@ -166,7 +166,7 @@ def test_recoveries_that_cannot_be(daemon: Daemon) -> None:
     found = {"b": torch.zeros(4)}
     with pytest.raises(StructureMismatch, match="Missing key in checkpoint state_dict: b.; nothing was written"):
         trainer.recover(found)
-    with pytest.raises(InvalidRequest, match="with a planner the state is list; expected a dict"):
+    with pytest.raises(InvalidRequest, match="the state is of type list; with a planner, expected a dict"):
         trainer.recover([torch.zeros(4)])
     assert trainer.snapshot([torch.zeros(4)], step=2).state == "failed"
     trainer.close()

@@ -246,7 +246,7 @@ def test_a_name_that_is_taken(spot: Place) -> None:
     before = spot.files()
     reason = refused(dcp.save, state(2), storage_writer=spot.writer("taken"))
     assert reason.startswith("AlreadyExists: ")
-    assert reason.endswith("say overwrite=True")
+    assert reason.endswith("pass overwrite=True")
     assert spot.files() == before
     assert same(Checkpoint.open(spot.path("taken")).load(), state(1))
 
@@ -532,13 +532,13 @@ class Failing(DefaultSavePlanner):
     [
         (Dropping, "InvalidRequest: the planner has dropped a; nothing was saved"),
         (Doubling, "InvalidRequest: the planner writes a twice on one rank; each item belongs to one rank, once"),
-        (Inventing, "InvalidRequest: the planner has made items that its metadata lacks: b; nothing was saved"),
+        (Inventing, "InvalidRequest: the planner has written items that its metadata lacks: b; nothing was saved"),
         (
             OfHalfATensor,
-            "InvalidRequest: the planner's items do not make up whole tensors: of a only 2 of 4 elements are there; nothing was saved",
+            "InvalidRequest: the planner's items do not make up whole tensors: a: only 2 of 4 elements are stored; nothing was saved",
         ),
-        (OfAnotherShape, "InvalidRequest: a: the planner's item has shape [4], what it resolves to [3]"),
-        (Unsure, "InvalidRequest: a: the planner has resolved it to another dtype or shape than a moment ago"),
+        (OfAnotherShape, "InvalidRequest: a: the planner's item has shape [4], but resolves to a tensor of shape [3]"),
+        (Unsure, "InvalidRequest: a: the planner now resolves it to another dtype or shape than when the save began"),
         (Failing, "KeyError: 'lost'"),
     ],
 )
@@ -580,7 +580,7 @@ class Elsewhere(DefaultLoadPlanner):
         (IntoAnotherShape, "StructureMismatch: a: the planner reads a piece of shape [4] into a tensor of shape [3]"),
         (IntoNothing, "StructureMismatch: a: the planner reads into a tensor on the meta device, which has no memory"),
         (Beyond, "StructureMismatch: a: the planner reads [5] from [0], and [4] are stored there"),
-        (Elsewhere, "NotFound: no tensor 'c'; there are 1, like a"),
+        (Elsewhere, "NotFound: no tensor 'c'; the checkpoint has 1, such as a"),
     ],
 )
 def test_a_load_planner_that_is_wrong(tmp_path: Path, planner: type[DefaultLoadPlanner], reason: str) -> None:
@@ -605,7 +605,7 @@ def test_what_only_pickled_code_could_bring_back(spot: Place, tmp_path: Path, mo
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
     state = {"a": torch.arange(4), "b": Hostile()}
     reason = refused(dcp.save, state, storage_writer=spot.writer("hostile"))
-    assert reason.startswith("UnsavableValue: b: what the planner has pickled could not be loaded without running pickled code")
+    assert reason.startswith("UnsavableValue: b: the planner's bytes could not be loaded without running pickled code")
     assert spot.files() == {}
     dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))  # reason: makes the hostile file that is refused below
     loaded = {"a": torch.zeros(4, dtype=torch.int64), "b": None}

@@ -13,7 +13,7 @@ from ckptd.agent.dcp.tickets import Ticket, receive, send
 from ckptd.shared.errors import InvalidRequest
 
 CLAIM = Claim(Target("/run/s", "/ckpts", "gpt", None, 7), 3, 7, b"\x00boot")
-NOWHERE = "this rank saves to /ckpts/other, and the coordinator elsewhere: give all ranks one path"
+NOWHERE = "this rank saves to /ckpts/other, but the coordinator saves to another path: use the same path on all ranks"
 
 
 @pytest.fixture

@@ -163,7 +163,7 @@ def test_larger_slots_wait_for_those_that_are_filled() -> None:
     first = world.filled(1)
     first.hold()
     second = world.open(2)
-    with pytest.raises(SnapshotFailed, match="larger slots are needed, and another save of this process has not sealed its own in time"):
+    with pytest.raises(SnapshotFailed, match="larger slots are needed, and another save of this process has not sealed its slot in time"):
         second.reserve(2000, time.monotonic() + 0.01)
     with ThreadPoolExecutor(1) as pool:
         sealed = pool.submit(world.all.wait_until_sealed, time.monotonic() + 60)

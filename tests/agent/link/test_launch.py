@@ -111,7 +111,7 @@ def test_a_root_that_cannot_be_used(private: Home, monkeypatch: pytest.MonkeyPat
 def test_a_setting_that_cannot_be_is_quoted(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_CODEC", "lz5")
     with pytest.raises(
-        errors.DaemonUnreachable, match=r"the private daemon did not start: .*codec 'lz5' is not known.*all of it in .*daemon\.log"
+        errors.DaemonUnreachable, match=r"the private daemon did not start: .*codec 'lz5' is not known.*the whole log is .*daemon\.log"
     ):
         Agent()
 
@@ -245,7 +245,7 @@ def test_another_users_daemon_at_a_default_place_is_passed_over(
             with pytest.raises(errors.DaemonUnreachable, match="no daemon runs on this node and no root is known"):
                 Agent()
     assert b"".join(heard) == b""
-    assert f"passed over: the socket {private.socket} belongs to uid 65534" in caplog.text
+    assert f"is not used: the socket {private.socket} belongs to uid 65534" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "second name", "another user's"])

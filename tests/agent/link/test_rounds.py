@@ -82,7 +82,7 @@ def test_who_does_not_come_is_named_to_all(ranks: list[Exchange], late: int) -> 
     found = together(ranks, [None if rank == late else b"" for rank in range(WORLD)], reverse, seconds=2.0)
     said = {str(error) for error in found if error is not None}
     assert len(said) == 1
-    assert said.pop().startswith(f"rank {late} has not come within ")
+    assert said.pop().startswith(f"rank {late} sent nothing within ")
 
 
 def test_without_rank_0(ranks: list[Exchange]) -> None:

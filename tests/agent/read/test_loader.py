@@ -26,8 +26,8 @@ FORGED: dict[str, tuple[tuple[int, ...], list[Shards], str]] = {
         [[((0, 0), (4, 2)), ((0, 1), (2, 2))], [((3, 2), (1, 2)), ((2, 3), (1, 1)), ((2, 3), (2, 1))]],
         r"w: the shards .* overlap",
     ),
-    "the same shard twice instead of both": ((8,), [[((0,), (4,))], [((0,), (4,))]], r"of w only 4 of 8 elements are there"),
-    "a shard is missing": ((8,), [[((0,), (4,))], [((4,), (3,))]], r"of w only 7 of 8 elements are there"),
+    "the same shard twice instead of both": ((8,), [[((0,), (4,))], [((0,), (4,))]], r"w: only 4 of 8 elements are stored"),
+    "a shard is missing": ((8,), [[((0,), (4,))], [((4,), (3,))]], r"w: only 7 of 8 elements are stored"),
 }
 
 

@@ -79,8 +79,8 @@ def test_in_another_dtype(checkpoint: Checkpoint) -> None:
     ("slices", "why"),
     [
         ([0, 0, 0, 0, 0], "plain has 4 dimensions, and 5 slices were given"),
-        ([2], "plain has 2 elements in dimension 0: there is no 2"),
-        ([0, -8], "plain has 7 elements in dimension 1: there is no -8"),
+        ([2], "plain has 2 elements in dimension 0: there is no element 2"),
+        ([0, -8], "plain has 7 elements in dimension 1: there is no element -8"),
         (
             [slice(None, None, -1)],
             r"slice 0 of plain is slice\(None, None, -1\); expected a number, or a slice of numbers with a step of 1",
@@ -158,5 +158,5 @@ def test_of_shards_only_the_chunks_that_hold_it_are_read(
 
 
 def test_a_shard_that_is_not_there_is_no_zeros(halves: tuple[torch.Tensor, list[Counting]]) -> None:
-    with pytest.raises(IntegrityError, match=f"of w only {ROWS * COLUMNS // 2} of {ROWS * COLUMNS} elements are there"):
+    with pytest.raises(IntegrityError, match=f"w: only {ROWS * COLUMNS // 2} of {ROWS * COLUMNS} elements are stored"):
         read_slice(Saved.of(halves[1][:1]), "w", [0])

@@ -43,7 +43,7 @@ def test_groups_are_compared_by_parameter() -> None:
     assert {key for key in one if "groups" in key} == {f"optim.param_groups.{name}" for name in "abc"}
     changed = value_digests({"optim": optimizer((0.1, ["a", "b"]), (0.2, ["c"]))})
     assert {key for key in one if one[key] != changed[key]} == {"optim.param_groups.b"}
-    with pytest.raises(UnsavableValue, match=r"^optim: an optimizer's parameters are numbered"):
+    with pytest.raises(UnsavableValue, match=r"^optim: each rank numbers the parameters of this optimizer state"):
         value_digests({"optim": optimizer((0.1, [0, 1]))})
 
 

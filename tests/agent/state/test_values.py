@@ -47,6 +47,6 @@ def test_hostile_values_are_refused_in_little_memory(tmp_path: Path) -> None:
 
 def test_one_level_more_than_is_read() -> None:
     assert decode(b"\x91" * 255 + b"\x90")
-    with pytest.raises(IntegrityError, match="values document has more than 256 levels") as caught:
+    with pytest.raises(IntegrityError, match="values document is nested more than 256 levels deep") as caught:
         decode(b"\x91" * 256 + b"\x90")
     assert not isinstance(caught.value, NewerFormat)
