@@ -4,10 +4,8 @@
 is only in the page cache. `Disk.after_cut` returns the tree that is found after a power cut, for one legal fate of each pending change:
 
 * a write is lost, whole or torn: of a torn write, any of its 512-byte sectors are written, and the others keep the old data, or zeros
-beyond the old end;
-
+  beyond the old end;
 * a file may have its new length with or without its new data;
-
 * any combination of the pending changes of a directory may be lost: a sync of a file says nothing about its name.
 
 A change is durable once an fsync or fdatasync of its file, or an fsync of its directory, has returned. The page cache survives the death of

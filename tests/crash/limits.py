@@ -185,7 +185,7 @@ class Try:
                 time.sleep(0.05)
 
     def serves(self, daemon: Daemon, own: int | None) -> None:
-        """Check that every job gets back what was acknowledged and can save again, and that as many descriptors are open as at the start."""
+        """Check that every job gets back what was acknowledged and can save again, and that no descriptor has leaked."""
         for job, diary in self.diaries.items():
             promised = max((diary.newest("sealed", "durable"), (0, -1)))
             try:

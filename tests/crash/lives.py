@@ -136,9 +136,9 @@ class Lives:
             trainer.join()
             words = Counter(word for word, _ in self._diary.read()[self._begun :])
             if words["durable"] < STEPS or self._place.segment_files():
-                self.problems.append(f"in peace: {words}, {self._place.segment_files()}: {self._place.log_text()[-2000:]}")
+                self.problems.append(f"without faults: {words}, {self._place.segment_files()}: {self._place.log_text()[-2000:]}")
             if daemon.stop():
-                self.problems.append("in peace: the daemon did not end well")
+                self.problems.append("without faults: the daemon did not end well")
         self._look("the end")
 
     def end_trainer(self) -> None:

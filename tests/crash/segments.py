@@ -125,7 +125,7 @@ def run(damages: int, seed: int, seconds: float = float("inf")) -> tuple[Counter
             left = daemon.status()["shared_memory"]["segments"]
             if words["durable"] < STEPS or left or not settled(lambda: descriptors(daemon) <= before):
                 problems.append(
-                    f"in peace: {words}, {left} segments, {descriptors(daemon) - before} descriptors: {place.log_text()[-2000:]}"
+                    f"without faults: {words}, {left} segments, {descriptors(daemon) - before} descriptors: {place.log_text()[-2000:]}"
                 )
         newest, unsound = examine(place.root, SIZE)
         if newest < diary.newest("durable"):
