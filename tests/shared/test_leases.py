@@ -1,4 +1,4 @@
-"""Leases: a reader keeps a checkpoint from being deleted, and no other process keeps the reader out."""
+"""Tests leases: a reader keeps a checkpoint from being deleted, and no other process keeps the reader out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def manifest(storage: PosixStorage) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_strangers_lock_delays_a_deletion_and_no_reader(storage: PosixStorage, kind: str) -> None:
+def test_a_lock_of_another_user_delays_a_deletion_but_no_reader(storage: PosixStorage, kind: str) -> None:
     with holding(kind, manifest(storage), manifest(storage).parent):
         give_back(lease(storage, *PLACE))
         with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} is being read, or deleted, by "), deletion(storage, *PLACE):
@@ -46,8 +46,8 @@ def test_a_strangers_lock_delays_a_deletion_and_no_reader(storage: PosixStorage,
         pass
 
 
-def test_a_reader_under_a_strangers_lock_is_protected(storage: PosixStorage) -> None:
-    """The stranger refused the reader the flock, and has gone when the deleter comes."""
+def test_a_reader_beside_a_lock_of_another_user_is_protected(storage: PosixStorage) -> None:
+    """The other process kept the reader from taking the flock, and has ended before the deletion."""
     with holding("flock-ex", manifest(storage)):
         held = lease(storage, *PLACE)
     with pytest.raises(Busy), deletion(storage, *PLACE):
@@ -57,9 +57,7 @@ def test_a_reader_under_a_strangers_lock_is_protected(storage: PosixStorage) -> 
     assert holders(storage, *PLACE) == ""
 
 
-def test_a_lock_that_cannot_be_had_is_busy_and_not_the_absence_of_the_checkpoint(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_cannot_be_taken_raises_busy_and_not_not_found(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
     with deletion(storage, *PLACE):
         with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} in .* cannot be read now: .* by pid {os.getpid()} .*; try again later"):
@@ -76,13 +74,13 @@ def test_a_deleter_of_an_earlier_version_finds_the_reader(storage: PosixStorage)
     give_back(held)
 
 
-def test_two_deleters(storage: PosixStorage) -> None:
+def test_of_two_deleters_the_second_is_refused(storage: PosixStorage) -> None:
     with deletion(storage, *PLACE), pytest.raises(Busy), deletion(storage, *PLACE):
         pass
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_deleter_at_work_is_waited_for(storage: PosixStorage, removed: bool) -> None:
+def test_a_reader_waits_for_a_running_deletion(storage: PosixStorage, removed: bool) -> None:
     working = threading.Event()
 
     def delete() -> None:
@@ -105,7 +103,7 @@ def test_a_deleter_that_takes_too_long_is_named(storage: PosixStorage, monkeypat
         assert f"pid {os.getpid()} " in holders(storage, *PLACE)
 
 
-def test_nothing_is_locked_where_nothing_is_committed(storage: PosixStorage) -> None:
+def test_a_directory_without_a_commit_is_not_locked(storage: PosixStorage) -> None:
     with deletion(storage, "gpt", "step-00002000.a0002"), deletion(storage, "other", TAG):
         pass
     assert holders(storage, "other", TAG) == ""
@@ -123,7 +121,7 @@ def delete_as_nobody(told: Connection, storage: PosixStorage) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
-def test_a_deleter_that_may_not_write_the_manifest_is_told_so(storage: PosixStorage) -> None:
+def test_a_deleter_that_may_not_write_the_manifest_is_told_what_to_do(storage: PosixStorage) -> None:
     heard, told = context().Pipe(duplex=False)
     process = context().Process(target=delete_as_nobody, args=(told, storage))
     process.start()

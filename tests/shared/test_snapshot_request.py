@@ -1,4 +1,4 @@
-"""The request document."""
+"""Tests the request document."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_unknown_keys_are_ignored() -> None:
         b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0",
     ],
 )  # fmt: skip
-def test_what_is_no_request_is_refused(document: bytes) -> None:
+def test_anything_but_a_request_is_refused(document: bytes) -> None:
     with pytest.raises(IntegrityError, match="request document cannot be read"):
         SnapshotRequest.decode(document)
 
@@ -78,6 +78,6 @@ def test_noise_is_refused_or_a_request(noise: bytes) -> None:
         (SnapshotRequest(created=1e300).encode(), "expected a time from 1970 to 9999"),
     ],
 )
-def test_what_no_trainer_asks_for_is_refused(document: bytes, reason: str) -> None:
+def test_values_that_no_trainer_sends_are_refused(document: bytes, reason: str) -> None:
     with pytest.raises(IntegrityError, match=reason):
         SnapshotRequest.decode(document)

@@ -1,4 +1,4 @@
-"""Checkpoints in a directory tree: commits, hints, deletion, and links that are not followed."""
+"""Tests checkpoints in a directory tree: commits, the hint, deletion, and links that are not followed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def storage(tmp_path: Path) -> PosixStorage:
 
 
 class Recorder(PosixFileSystem):
-    """Names of the directories that were made, and how often any was synced."""
+    """Records the names of the directories that were made, and how often any was synced."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -45,7 +45,7 @@ class Recorder(PosixFileSystem):
         super().sync_directory(directory)
 
 
-def test_it_is_a_storage(storage: PosixStorage) -> None:
+def test_posix_storage_implements_the_protocol(storage: PosixStorage) -> None:
     checked: Storage = storage
     assert checked.jobs() == []
 
@@ -81,7 +81,7 @@ def test_a_root_that_is_gone_is_an_error_not_an_empty_list(tmp_path: Path) -> No
 
 
 def test_tags_of_a_root_that_is_gone_are_an_error_not_an_empty_list(tmp_path: Path) -> None:
-    """An empty list means that nothing was ever saved; `recover` would let history be lost on a mount that has gone."""
+    """An empty list means that nothing was ever saved. `recover` would then start a new history while a mount is missing."""
     with pytest.raises(FileNotFoundError):
         PosixStorage(tmp_path / "gone").tags("gpt")
 
@@ -99,7 +99,7 @@ def test_listing_leaves_out_what_is_not_ours(tmp_path: Path, storage: PosixStora
     assert storage.files("gpt", TAG) == ["manifest.json", PART]
 
 
-def test_a_directory_that_cannot_be_a_job_is_none(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_directory_that_cannot_be_a_job_is_not_listed(tmp_path: Path, storage: PosixStorage) -> None:
     """The root of an ext4 file system has a `lost+found` that only root may list."""
     (tmp_path / "lost+found").mkdir(0o700)
     (tmp_path / "gpt").mkdir()
@@ -141,7 +141,7 @@ def test_a_refused_commit_leaves_a_directory_that_can_be_deleted(tmp_path: Path,
     assert not (tmp_path / "gpt" / TAG).exists()
 
 
-def test_a_damaged_manifest_is_named_and_is_not_the_same_as_none(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_damaged_manifest_is_named_and_not_called_missing(tmp_path: Path, storage: PosixStorage) -> None:
     write_checkpoint(tmp_path)
     path = tmp_path / "gpt" / TAG / "manifest.json"
     whole = path.read_bytes()
@@ -205,7 +205,7 @@ def test_open_part(tmp_path: Path, storage: PosixStorage) -> None:
 
 
 def descriptors_into(path: Path) -> list[str]:
-    """What this process has open below `path`."""
+    """Return the descriptors that this process has open below `path`."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -243,7 +243,7 @@ def test_newest(tmp_path: Path, storage: PosixStorage) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"\n", b"gpt\n", b"../../x\n", TAG.encode() + b"\n\n", TAG.encode() + b" ", b"\xff" * 20, TAG.encode() * 20]
 )
-def test_a_hint_that_cannot_be_is_none(tmp_path: Path, storage: PosixStorage, text: bytes) -> None:
+def test_an_impossible_hint_is_ignored(tmp_path: Path, storage: PosixStorage, text: bytes) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "newest").write_bytes(text)
     assert storage.read_newest("gpt") is None
@@ -254,11 +254,11 @@ def test_a_hint_that_cannot_be_is_none(tmp_path: Path, storage: PosixStorage, te
 
 def test_delete_files_and_tag(tmp_path: Path, storage: PosixStorage) -> None:
     write_checkpoint(tmp_path, world_size=2)
-    assert storage.delete_tag("gpt", TAG) is False  # it is not empty
+    assert storage.delete_tag("gpt", TAG) is False  # the directory is not empty
     storage.delete_files("gpt", TAG, ["manifest.json", "not there"])
     assert storage.files("gpt", TAG) == [PART, part_file(1, NONCE)]
     storage.delete_files("gpt", TAG, [PART, part_file(1, NONCE)])
-    storage.delete_files("gpt", TAG, [PART])  # again
+    storage.delete_files("gpt", TAG, [PART])  # deleting it again does nothing
     assert storage.delete_tag("gpt", TAG) is True
     assert storage.delete_tag("gpt", TAG) is True
     assert storage.tags("gpt") == []
@@ -269,11 +269,11 @@ def test_delete_files_and_tag(tmp_path: Path, storage: PosixStorage) -> None:
 def test_data_files_go_with_their_part(tmp_path: Path, storage: PosixStorage) -> None:
     write_checkpoint(tmp_path, world_size=2, files=3)
     assert [len([f for f in storage.files("gpt", TAG) if f.startswith(f"rank-0000{rank}")]) for rank in (0, 1)] == [3, 3]
-    other = part_file(0, NONCE[::-1], 1)  # of a save that is under way
+    other = part_file(0, NONCE[::-1], 1)  # of a running save
     (tmp_path / "gpt" / TAG / other).write_bytes(b"")
     storage.delete_files("gpt", TAG, [PART])
     assert storage.files("gpt", TAG) == ["manifest.json", *sorted([other, *(part_file(1, NONCE, number) for number in (0, 1, 2))])]
-    (tmp_path / "gpt" / TAG / part_file(1, NONCE)).unlink()  # deleted before, but for its data files
+    (tmp_path / "gpt" / TAG / part_file(1, NONCE)).unlink()  # deleted earlier, except for its data files
     storage.delete_files("gpt", TAG, [part_file(1, NONCE)])
     assert storage.files("gpt", TAG) == ["manifest.json", other]
 
@@ -294,7 +294,7 @@ def test_a_part_of_several_files_is_opened(tmp_path: Path, storage: PosixStorage
         storage.open_part("gpt", TAG, PART)
 
 
-def test_somebody_elses_file_keeps_its_directory(tmp_path: Path, storage: PosixStorage) -> None:
+def test_a_directory_with_a_file_of_another_program_is_not_deleted(tmp_path: Path, storage: PosixStorage) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "gpt" / TAG / "notes.txt").write_text("mine")
     storage.delete_files("gpt", TAG, ["manifest.json", PART])
@@ -339,7 +339,7 @@ def test_a_job_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[Pos
 
 @pytest.mark.parametrize("link", ["gpt", f"gpt/{TAG}"], ids=["job", "tag"])
 def test_nothing_is_deleted_through_a_link(tmp_path: Path, link: str) -> None:
-    """Something else has taken the name of a directory: the files that ckptd had there are gone, and what lies elsewhere is not ckptd's."""
+    """Something else has taken the name of a directory. The files that ckptd had there are gone, and files elsewhere are not ckptd's."""
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
     (root / link).parent.mkdir(parents=True)
@@ -406,14 +406,16 @@ def test_files_that_are_links_are_not_followed(tmp_path: Path, storage: PosixSto
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_damage_and_holds_nobody_up(tmp_path: Path, storage: PosixStorage, make: Callable[[Path], None]) -> None:
+def test_anything_but_a_regular_file_counts_as_damage_and_blocks_no_reader(
+    tmp_path: Path, storage: PosixStorage, make: Callable[[Path], None]
+) -> None:
     write_checkpoint(tmp_path)
     place = tmp_path / "gpt" / TAG
     for name in ("manifest.json", PART):
         (place / name).unlink()
         make(place / name)
     if make is os.mkfifo:
-        writer = os.open(place / "manifest.json", os.O_RDWR)  # with somebody at its other end a read finds nothing, and no end
+        writer = os.open(place / "manifest.json", os.O_RDWR)  # while a process has the other end open, a read would wait for ever
     with pytest.raises(IntegrityError, match="manifest.json is not a regular file"):
         storage.read_manifest("gpt", TAG)
     with pytest.raises(IntegrityError, match=f"{PART} is not a regular file"):
@@ -428,7 +430,7 @@ def test_the_root_alone_may_be_a_link(tmp_path: Path) -> None:
     assert PosixStorage(tmp_path / "root").read_manifest("gpt", TAG) == manifest
 
 
-# -- a checkpoint by itself
+# -- a directory that is one checkpoint
 
 
 @pytest.fixture
@@ -446,7 +448,7 @@ def other(number: int = 0, rank: int = 0) -> str:
     return part_file(rank, bytes([rank] * 16), number)
 
 
-def test_a_sweep_takes_all_that_is_left(alone: StandaloneStorage) -> None:
+def test_a_sweep_deletes_everything_that_is_left(alone: StandaloneStorage) -> None:
     before = files_of(alone)
     for file in (other(), other(1), other(2), other(7, rank=3), f"{MANIFEST}.{'ab' * 16}.tmp", f"{MANIFEST}.{NONCE.hex()}.tmp"):
         (alone.root / file).write_bytes(b"left")
@@ -456,7 +458,7 @@ def test_a_sweep_takes_all_that_is_left(alone: StandaloneStorage) -> None:
     assert files_of(alone) == {*before, "notes.txt"}
 
 
-def test_a_sweep_leaves_a_part_that_is_held_with_all_that_follows_it(alone: StandaloneStorage) -> None:
+def test_a_sweep_keeps_a_locked_part_and_its_data_files(alone: StandaloneStorage) -> None:
     before = files_of(alone)
     held_files = {other(), other(1), f"{MANIFEST}.{bytes(16).hex()}.tmp"}
     for file in (*held_files, other(0, rank=3)):
@@ -469,8 +471,8 @@ def test_a_sweep_leaves_a_part_that_is_held_with_all_that_follows_it(alone: Stan
     assert files_of(alone) == before
 
 
-def test_a_sweep_takes_no_manifest_from_a_saver_that_has_committed_and_not_ended(alone: StandaloneStorage) -> None:
-    """Where the manifest is published by a link, its temporary name is there for a moment after the commit."""
+def test_a_sweep_keeps_the_manifest_of_a_saver_that_has_just_committed(alone: StandaloneStorage) -> None:
+    """Where the manifest is published by a link, its temporary name exists for a moment after the commit."""
     unpublished = alone.root / f"{MANIFEST}.{NONCE.hex()}.tmp"
     unpublished.write_bytes(b"left")
     held = alone.hold(PART)
@@ -481,7 +483,7 @@ def test_a_sweep_takes_no_manifest_from_a_saver_that_has_committed_and_not_ended
     assert not unpublished.exists()
 
 
-def test_a_sweep_leaves_a_part_that_was_committed_after_it_had_listed_it(alone: StandaloneStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_keeps_a_part_that_is_committed_during_the_sweep(alone: StandaloneStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     named = alone._named()
     answers = [set[str](), named]
     monkeypatch.setattr(alone, "_named", lambda: answers.pop(0))
@@ -501,7 +503,7 @@ def test_many_left_parts_are_swept(alone: StandaloneStorage) -> None:
     assert os.listdir("/proc/self/fd") == open_before
 
 
-def test_nothing_is_swept_while_an_earlier_version_has_the_directory(alone: StandaloneStorage) -> None:
+def test_nothing_is_swept_while_an_earlier_version_has_locked_the_directory(alone: StandaloneStorage) -> None:
     (alone.root / other()).write_bytes(b"left")
     shared = alone.share()
     alone.sweep()
@@ -511,7 +513,7 @@ def test_nothing_is_swept_while_an_earlier_version_has_the_directory(alone: Stan
     assert not (alone.root / other()).exists()
 
 
-def test_a_part_that_is_opened_is_held(alone: StandaloneStorage) -> None:
+def test_an_opened_part_is_locked(alone: StandaloneStorage) -> None:
     reader = alone.open_part(alone.job, alone.tag, PART)
     fd = os.open(alone.root / PART, os.O_RDWR)
     assert not exclude(fd)
@@ -521,7 +523,7 @@ def test_a_part_that_is_opened_is_held(alone: StandaloneStorage) -> None:
     os.close(fd)
 
 
-def test_a_part_that_was_swept_before_it_was_held_is_gone(alone: StandaloneStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_swept_before_it_is_locked_is_reported_as_gone(alone: StandaloneStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(fd: int) -> bool:
         (alone.root / PART).unlink()
         return True
