@@ -66,11 +66,7 @@ class Claims:
                 "job is in memory",
                 errno.ETIMEDOUT,
             )
-        log.warning(
-            "job %s attempt %d begins in memory, because the storage does not answer; its snapshots are saved once it does",
-            job.name,
-            attempt,
-        )
+        log.warning("job %s attempt %d begins in memory, because the storage does not answer; it saves once it does", job.name, attempt)
         self._pending[job.name, attempt] = task
         return attempt
 

@@ -107,8 +107,8 @@ def main() -> None:
 def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     """Run the daemon of this node, in the foreground.
 
-    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. Every setting can also stand in the
-    config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`); flags win over the environment, that over the file.
+    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. Every setting can also be given in the
+    config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
     """
     from ckptd.daemon import config as settings
 
@@ -211,7 +211,7 @@ def status(socket: Path | None, as_json: bool) -> None:
 def doctor(root: str | None, socket: str | None, file: Path | None, as_json: bool) -> None:
     """Check that this node is fit for a daemon: limits, shared memory, the root, the socket's directory, the kernel.
 
-    Run it as the daemon's user, where the daemon is to run. Exit code 1 if something would not work; a warning changes nothing.
+    Run it as the daemon's user, where the daemon is to run. The exit code is 1 if a check fails; warnings do not change it.
     """
     from ckptd.daemon import config as settings
     from ckptd.daemon import doctor as checks
@@ -236,9 +236,9 @@ def doctor(root: str | None, socket: str | None, file: Path | None, as_json: boo
 @_json
 @_speaks
 def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
-    """List checkpoints: of all jobs under a root, or of one job.
+    """List the checkpoints of all jobs under a root, or of one job.
 
-    PATH is DIR (the root) or DIR/JOB, or the directory of one checkpoint; without it, the root of the daemon at --socket.
+    PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is the root of the daemon at --socket.
     """
     rows = report.listing(path if path is not None else Path(report.daemon_status(socket)["root"]))
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
@@ -266,7 +266,7 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
 def verify(path: Path, as_json: bool) -> None:
     """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB), against its checksums.
 
-    A directory outside every root that is a checkpoint will do too. Exit code 13 if anything is damaged; nothing is changed.
+    PATH may also be a checkpoint outside every root. Nothing is changed. The exit code is 13 if anything is damaged.
     """
     results = []
     for result in report.verification(path):
@@ -290,8 +290,9 @@ def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None
     """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep policy keeps.
 
     Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n), EveryNSeconds(seconds), BestN('metric', n, 'min' or 'max'),
-    CustomSteps([...]), PreserveAll(). They never delete the newest, one with a tag of its own, or a step of an earlier attempt that the
-    newest attempt has not reached. Nothing deletes what is pinned or being read. Exit code 11 if anything that was to go is still there.
+    CustomSteps([...]), PreserveAll(). They never delete the newest, one with a user tag, or a step of an earlier attempt that the
+    newest attempt has not reached. A checkpoint that is pinned or being read is never deleted. The exit code is 11 if a checkpoint that was
+    to be deleted is still there.
     """
     from ckptd.daemon import forgetting
 
