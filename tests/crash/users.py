@@ -181,7 +181,7 @@ def _train(case: Case, life: int) -> str:
     for step in range(STEPS * (life - 1) + 1, STEPS * life + 1):
         agent.snapshot(trainers.expected(step, SIZE), step=step).wait("durable", timeout=SECONDS)
         if case.kind == "at work":
-            time.sleep(0.1)  # read by the thief
+            time.sleep(0.1)  # gives the thief time to work
     state = trainers.blank(SIZE)
     recovered = agent.recover(state)
     if recovered is None or recovered.step != STEPS * life:
