@@ -1,4 +1,4 @@
-# `make demo` shows what ckptd does; `make test` passes the tests. Both set up all that they need in $(VENV).
+# `make demo` shows what ckptd does, and `make test` runs the tests. Both install what they need in $(VENV).
 VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin/python
@@ -28,23 +28,23 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# SIGKILLs at random microseconds, with a table of what they hit.
+# Kills a job with SIGKILL at random microseconds, and prints a table of what the kills hit.
 kills: $(INSTALLED)
 	$(RUN) -m tests.crash.kills --kills $(KILLS) --megabytes $(MEGABYTES)
 
-# The same of a torchrun with four ranks.
+# The same for a torchrun with four ranks.
 rank-kills: $(INSTALLED)
 	$(RUN) -m tests.crash.rank_kills --kills $(KILLS) --megabytes $(MEGABYTES)
 
-# Every failpoint, alone and in pairs, ROUNDS times over.
+# Kills at every failpoint, alone and in pairs, ROUNDS times.
 crash-matrix: $(INSTALLED)
 	for round in $$(seq $(ROUNDS)); do $(RUN) -m pytest -n 2 -q tests/crash/test_failpoints.py || exit 1; done
 
-# Every rig that looks for what could be lost: for MINUTES, with LONG=1 for hours, or as much as CI runs; ONLY names some of them.
+# Runs the rigs that look for lost checkpoints: for MINUTES, for hours with LONG=1, or as long as in CI. ONLY selects some of them.
 trust: $(INSTALLED)
 	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),$(if $(LONG),--long,--short)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
-# What must be covered whole, every branch: journal, commit, recovery, session.
+# Requires full branch coverage of the journal, the commit, the recovery and the session.
 coverage: $(INSTALLED)
 	$(RUN) -m coverage run -m pytest -q $(COVERING)
 	$(RUN) -m coverage report -m --fail-under=100 --include="$(COVERED)"

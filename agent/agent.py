@@ -206,11 +206,11 @@ class Agent:
         budget = link.stall_budget if on_busy == "wait" else 0.0
         deadline = time.monotonic() + budget
         if not link.client.wait_connected(budget):
-            raise DaemonUnreachable("the daemon is gone; training goes on, and snapshots resume when it is back")
+            raise DaemonUnreachable("the daemon is gone; training continues, and snapshots resume when the daemon is back")
         if pending.step <= link.last_step:
             raise InvalidRequest(
                 f"step {pending.step} does not follow step {link.last_step}, the last of attempt {link.attempt}: "
-                "steps only rise within an attempt; recover() to go back"
+                "steps must increase within an attempt; call recover() to go back"
             )
         handover.begin()
         if self._planner is not None:
@@ -319,7 +319,7 @@ class Agent:
             try:
                 self._prepare(state)
             except CkptdError as error:
-                log.warning("slots are made at the first snapshot, since this state cannot be saved as it is: %s", error)
+                log.warning("no slots are made before the first snapshot, because this state cannot be saved as it is: %s", error)
         return recovered
 
     # -- closing

@@ -74,7 +74,7 @@ class Pending:
         `snapshot`: the interrupted call cannot continue until the handler returns.
         """
         if state not in _RANK:
-            raise ValueError(f"there is no state {state!r} to wait for: use 'staged', 'sealed' or 'durable'")
+            raise ValueError(f"state is {state!r}; expected 'staged', 'sealed' or 'durable'")
         settled = self._reached(state) or self.done or self._over
         if not settled and (outer := call_around()):
             raise Nested("wait()", f"{outer}()")

@@ -124,7 +124,7 @@ class Schedule:
         if sum(given is not None for given in (mode, every_steps, every_seconds)) != 1:
             raise ValueError('a schedule is every_steps=, every_seconds= or "auto": give exactly one of them')
         if (mode is None) != (mtbf is None):
-            raise ValueError('mtbf, the mean seconds between two failures of the job, goes with "auto", and "auto" with it')
+            raise ValueError('mtbf=, the mean seconds between two failures of the job, and "auto" must be given together')
         self._every_steps = None if every_steps is None else _whole("every_steps", every_steps)
         self._every_seconds = None if every_seconds is None else _seconds("every_seconds", every_seconds)
         self._mtbf = None if mtbf is None else _seconds("mtbf", mtbf)
@@ -223,7 +223,7 @@ class Schedule:
             except Nested:
                 raise
             except CkptdError as error:
-                log.warning("step %d: whether a snapshot is due cannot be told: %s", step, error)
+                log.warning("step %d: cannot decide whether a snapshot is due: %s", step, error)
                 self._not_before = time.monotonic() + _AWAY_SECONDS
                 return nothing
             if heard is None:

@@ -1,10 +1,10 @@
-"""What a snapshot of 1, 4 and 16 GB on an accelerator costs the training; beside it the bus as fast as pinned memory goes, and DCP.
+"""Measures what a snapshot of 1, 4 and 16 GB on an accelerator costs the training, and compares it with the bus and with DCP.
 
-`python -m benchmarks.accelerator [--gigabytes 1 4 16] [--rounds N]`. For each size, in one process and interleaved:
-CPU time held by `snapshot()`, by `dcp.async_save` with its pinned stager, and by a blocking copy; the rate of the copy (bytes over the time
-from the call until "sealed") against the measured rate of one large pinned copy; and the time of the steps around a snapshot against that
-of steps without.
-Exits with a sentence where there is no accelerator.
+`python -m benchmarks.accelerator [--gigabytes 1 4 16] [--rounds N]`. For each size, in one process and interleaved, it measures the CPU
+time held by `snapshot()`, by `dcp.async_save` with its pinned stager, and by a blocking copy; the rate of the copy (bytes over the time
+from the call until "sealed") and the rate of one large pinned copy; and the time of the steps around a snapshot and of steps without one.
+
+It exits with a message if there is no accelerator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.daemons import home, running
 
 
 class Training:
-    """fp32 weights of a third of the size, and their two Adam moments; a step multiplies through every layer."""
+    """fp32 weights of a third of the size, and their two Adam moments. A step multiplies through every layer."""
 
     def __init__(self, gigabytes: float) -> None:
         width = 4096
@@ -52,7 +52,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def timed(self, steps: int) -> list[float]:
-        """Seconds of each step, with the device waited for behind each."""
+        """Return the seconds of each step. The end of the step waits for the device."""
         times = []
         for _ in range(steps):
             begun = time.perf_counter()
@@ -63,7 +63,7 @@ class Training:
 
 
 def bus_rate(device: torch.device) -> float:
-    """GB/s of one large copy into pinned memory."""
+    """Return the rate of one large copy into pinned memory, in GB/s."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     rates = []
@@ -107,7 +107,7 @@ def measure(gigabytes: float, rounds: int) -> None:
             taken = time.perf_counter() - now
             assert isinstance(saving, AsyncSaveResponse)
             saving.upload_completion.result()
-            if step:  # the first of each pays for its buffers
+            if step:  # the first call of each kind allocates its buffers
                 held.append(pending.stall)
                 copied.append(total / 1e9 / sealed)
                 blocking.append(now - begun)

@@ -1,7 +1,7 @@
-"""What an idle daemon costs: time from start to ready, and resident memory. `python -m benchmarks.daemon [--runs N] [--records N]`
+"""Measures what an idle daemon costs: the time to ready, and resident memory. `python -m benchmarks.daemon [--runs N] [--records N]`
 
-Time is from `fork` to the ready word on the pipe, Python's own start included; memory is the daemon's own RSS one second later. Started
-again, it finds a journal of so many records.
+The time is from `fork` to the ready message on the pipe, with the start of Python. The memory is the daemon's own RSS one second later.
+Then it is started again on a journal of that many records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_RSS, MOST_SECONDS = 60e6, 0.5
 
 
 def fill(place: Home, records: int) -> None:
-    """A journal as of so many saves that were staged, committed and forgotten."""
+    """Write a journal of this many records: for each save that it is staged, and that it is committed."""
     directory = os.open(place.journal, os.O_RDONLY)
     with ThreadPoolExecutor(1) as pool:
         journal = Journal.open(PosixFileSystem(), directory, pool)
@@ -46,7 +46,7 @@ def fill(place: Home, records: int) -> None:
 
 
 def with_journal(records: int) -> tuple[float, float]:
-    """Seconds to ready, and of recovery, with a journal of so many records."""
+    """Return the seconds to ready, and those of the recovery, with a journal of this many records."""
     with home() as place:
         Daemon(place).wait_ready().stop()
         fill(place, records)

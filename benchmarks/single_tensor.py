@@ -1,10 +1,10 @@
-"""One tensor out of a large checkpoint: seconds, bytes read and memory, beside `dcp.load`.
+"""Measures reading one tensor out of a large checkpoint: seconds, bytes and memory, compared with `dcp.load`.
 
-`python -m benchmarks.single_tensor [--gb 2] [--place DIR]`. The same bf16 tensors (normally distributed, so that nothing compresses well)
-are saved by DCP's FileSystemWriter and by ckptd's StorageWriter, outside every root. Each read is a process of its own that has imported
-everything first; the files are dropped from the page cache before it. Bytes are those of its read calls (`rchar`), and what came from the
-disk; memory is how far the resident set rises above what it was before, at its highest. `dcp.load` is given an empty tensor of the
-same shape. Each is done in turn `--rounds` times; the median stands.
+`python -m benchmarks.single_tensor [--gb 2] [--place DIR]`. The same bf16 tensors (normally distributed, so that they hardly compress) are
+saved by DCP's FileSystemWriter and by ckptd's StorageWriter, outside every root. Each read is a process of its own that has imported
+everything first, and the files are dropped from the page cache before it. The bytes are those of its read calls (`rchar`) and those that
+came from the disk. The memory is the peak of the resident set minus its size before the read. `dcp.load` is given an empty tensor of the
+same shape. The reads are repeated in turn `--rounds` times, and the median is reported.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def status(key: str, file: str) -> int:
 
 
 def read(where: Path, what: str, by: str, wanted: str) -> None:
-    """In a process of its own; prints what it took, and a sum that tells whether both read the same."""
+    """Read in a process of its own. Print what the read took, and a sum that tells whether all readers read the same."""
     torch.set_num_threads(2)
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     memory, called, fetched = status("VmRSS", "status"), status("rchar", "io"), status("read_bytes", "io")
     begun = time.perf_counter()
     tensor = READS[what][by](where, wanted)
@@ -113,7 +113,7 @@ def read(where: Path, what: str, by: str, wanted: str) -> None:
 
 
 def forgotten(where: Path) -> None:
-    """None of its files is in the page cache."""
+    """Drop its files from the page cache."""
     for file in where.rglob("*"):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)

@@ -1,9 +1,10 @@
-"""How long training is held by one save, and how long the save takes: ckptd beside torch's own ways, in one process, on the same bytes.
+"""Measures how long one save holds the training, and how long it takes: ckptd and torch's own ways, in one process, on the same bytes.
 
-`python -m benchmarks.snapshot [--megabytes N] [--rounds N]`. State: fp32 weights and two Adam moments, normally distributed, 384 tensors.
-"held": until the call returns. "total": until the bytes are safe, as each understands it: ckptd is durable (fsync, manifest, directory
-fsync), DCP has synced its files, torch.save has written and synced one.
-Rounds are interleaved, since the machine's speed drifts.
+`python -m benchmarks.snapshot [--megabytes N] [--rounds N]`. The state is fp32 weights and two Adam moments, normally distributed, in 384
+tensors. "held" is the time until the call returns. "total" is the time until the bytes are safe by each one's own standard: ckptd is
+durable (fsync, manifest, fsync of the directory), DCP has synced its files, torch.save has written and synced one file.
+
+The rounds are interleaved, because the machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ckptd.agent import Agent
 from tests.support.daemons import Daemon, home
 
 Times = tuple[float, float]
-"""(held, total) in seconds."""
+"""The seconds held and the seconds in total."""
 
 
 def make_state(megabytes: int) -> dict[str, Any]:
@@ -81,11 +82,11 @@ def ckptd_with(agent: Agent) -> Callable[[dict[str, Any], Path], Times]:
 
 
 def first_and_steady(state: dict[str, Any], place: Any, *, prepared: bool) -> tuple[float, float]:
-    """Held by the first snapshot, and by later ones (median of 5)."""
+    """Return the time held by the first snapshot, and by later ones (median of 5)."""
     agent = Agent("first", socket=place.socket)
     if prepared:
         agent.prepare(state)
-        agent._link.handovers.slots.settle()  # training goes on meanwhile; here there is none
+        agent._link.handovers.slots.settle()  # a training would continue meanwhile
     held = []
     for step in range(6):
         pending = agent.snapshot(state, step=step)

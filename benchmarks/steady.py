@@ -1,12 +1,12 @@
-"""What a snapshot costs in steady state beyond `state_dict()` and the copy, and for how long the agent's threads hold the GIL.
+"""Measures what a snapshot costs in steady state beyond `state_dict()` and the copy, and how long the agent's threads hold the GIL.
 
-`python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that counting them costs more than copying
-them. Held time, and the state dicts and the same copy, are measured alternately in one process, each after a pause, and medians subtracted.
-Store operations are those of all snapshots after the first: they must be 0. A trainer of one rank has one core, and the daemon the others;
-several ranks run where the system puts them.
+`python -m benchmarks.steady [--rounds N] [--ranks N]`. The tensors are small (64 elements), so that handling them costs more than copying
+them. The time held, and the time of the state dicts and of the same copy, are measured alternately in one process, each after a pause, and
+the medians are subtracted. Store operations are those of all snapshots after the first: they must be 0. A trainer of one rank has one core,
+and the daemon has the others. Several ranks run where the system puts them.
 
-The GIL: the training thread does nothing but look at the clock; a gap between two looks is time in which something else ran: since the
-daemon is elsewhere, the agent or the system. "CPU": what other threads of the trainer used.
+The GIL: the training thread only reads the clock. A gap between two readings is time in which something else ran. The daemon runs on other
+cores, so this is the agent or the system. "CPU" is the CPU time of the trainer's other threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.daemons import home, running
 from tests.support.ranks import HERE, Ranks
 
 TENSORS = (1_000, 10_000)
-PAUSE = 0.05  # as after a training step, the caches have forgotten; and the daemon has looked at the slot
+PAUSE = 0.05  # as after a training step: the caches are cold, and the daemon is done with the slot
 
 
 def plain(count: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def plain(count: int) -> dict[str, Any]:
 
 
 def objects(count: int) -> dict[str, Any]:
-    """A module and an optimizer that has stepped: a weight, and three tensors of state for each."""
+    """Return a module and an optimizer that has stepped: one weight and three tensors of state for each parameter."""
     model = torch.nn.ModuleList(torch.nn.Linear(64, 1, bias=False) for _ in range(count // 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
@@ -44,7 +44,7 @@ def objects(count: int) -> dict[str, Any]:
 
 
 def dicts(state: dict[str, Any]) -> None:
-    """What the caller would pay for the state dicts alone."""
+    """Make the state dicts alone, which the caller would pay for in any case."""
     for value in state.values():
         if hasattr(value, "state_dict"):
             value.state_dict()
@@ -55,7 +55,7 @@ def median(times: list[float]) -> float:
 
 
 def cost(socket: Path, kind: str, count: int, rounds: int) -> tuple[float, float, float, int]:
-    """Milliseconds held, in the state dicts and in the copy; store operations after the first snapshot."""
+    """Return the milliseconds held, those of the state dicts and of the copy, and the store operations after the first snapshot."""
     torch.set_num_threads(1)
     agent = Agent(f"{kind}-{count}", socket=socket)
     state = (plain if kind == "tensors" else objects)(count)
@@ -90,7 +90,7 @@ def on_a_rank(daemon: int | None, *arguments: Any) -> tuple[float, float, float,
 
 
 def gaps(seconds: float) -> tuple[float, float]:
-    """The longest time between two looks at the clock, and the sum of those above 1 ms, in milliseconds."""
+    """Return the longest time between two readings of the clock, and the sum of the times above 1 ms, in milliseconds."""
     longest = total = 0.0
     last = begun = time.perf_counter()
     while last - begun < seconds:
@@ -102,12 +102,12 @@ def gaps(seconds: float) -> tuple[float, float]:
 
 
 def others() -> float:
-    """Milliseconds of CPU that threads of this process but this one have used."""
+    """Return the milliseconds of CPU that the other threads of this process have used."""
     return 1000 * (time.process_time() - time.thread_time())
 
 
 def apart(daemon: int) -> None:
-    """This process on one core, the daemon on the others."""
+    """Pin this process to one core, and the daemon to the others."""
     first, *rest = sorted(os.sched_getaffinity(0))
     for thread in psutil.Process(daemon).threads():
         os.sched_setaffinity(thread.id, rest or [first])
@@ -152,7 +152,7 @@ def main() -> None:
                     found = processes.call(on_a_rank, elsewhere, place.socket, kind, count, options.rounds, timeout=600)
                     held, in_dicts, in_copy, _ = found[0]
                     if ranks > 1:
-                        in_copy /= ranks  # replicated: each rank copies its share
+                        in_copy /= ranks  # replicated: each rank copies its share only
                     rest, operations = held - in_dicts - in_copy, sum(one[3] for one in found)
                     times = f"{held:7.2f} ms {in_dicts:10.2f} ms {in_copy:7.2f} ms {rest:7.2f} ms"
                     print(f"{count:8,d} {kind:>12s} {ranks:6d} {times} {operations:6d}", flush=True)

@@ -68,7 +68,7 @@ class App:
     def _signalled(self) -> None:
         if self._stop.is_set():
             os._exit(130)
-        log.info("stopping: saving what is owed first")
+        log.info("stopping: saving the newest snapshots that are not durable yet")
         self._stop.set()
 
     def _end(self, error: BaseException) -> None:
@@ -149,7 +149,7 @@ class Serving:
             self._idle = asyncio.get_running_loop().call_later(parts.config.idle_timeout, self._leave)
 
     def _leave(self) -> None:
-        log.info("nothing left to do: leaving")
+        log.info("no clients, slots or work are left: this private daemon ends")
         self._stop.set()
 
     # -- answers to clients

@@ -66,7 +66,7 @@ class Claims:
                 "job is in memory",
                 errno.ETIMEDOUT,
             )
-        log.warning("job %s attempt %d begins in memory: the storage does not answer; it is saved once it does", job.name, attempt)
+        log.warning("job %s attempt %d begins in memory, because the storage does not answer; it saves once it does", job.name, attempt)
         self._pending[job.name, attempt] = task
         return attempt
 
@@ -80,7 +80,7 @@ class Claims:
             return
         del self._pending[job.name, attempt]
         if not task.cancelled() and not task.result():
-            log.error("job %s attempt %d: another daemon has claimed this number; nothing more of it is saved", job.name, attempt)
+            log.error("job %s attempt %d: another daemon has claimed this number; this attempt can no longer save", job.name, attempt)
             self._lost.add((job.name, attempt))
             self.on_loss(job, attempt)
 
@@ -98,12 +98,12 @@ class Claims:
                 if not job.attempt or await self._attempts.find_newest(job.name) >= job.attempt:
                     return
         except TimeoutError:
-            log.warning("job %s attempt %d: it is not known whether it is claimed: the storage does not answer", job.name, job.attempt)
+            log.warning("job %s attempt %d: cannot tell whether it is claimed: the storage does not answer", job.name, job.attempt)
             return
         except StorageError as error:  # one job that cannot be listed must not keep the daemon from serving the others
-            log.warning("job %s attempt %d: it is not known whether it is claimed: %s", job.name, job.attempt, error)
+            log.warning("job %s attempt %d: cannot tell whether it is claimed: %s", job.name, job.attempt, error)
             return
-        log.warning("job %s attempt %d has no claim: it is claimed now", job.name, job.attempt)
+        log.warning("job %s attempt %d was begun without a claim; claiming it now", job.name, job.attempt)
         task = self._pending[job.name, job.attempt] = self._start(job, job.attempt)
         await asyncio.wait([task], timeout=self._seconds)
 

@@ -91,7 +91,9 @@ def main() -> None:
 @click.option("--codec", help="How chunks are stored: raw, zstd or zstd:LEVEL (1-19). Default: zstd.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
 @click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
-@click.option("--keep", multiple=True, metavar="POLICY", help="What else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeat it.")
+@click.option(
+    "--keep", multiple=True, metavar="POLICY", help="A policy for what else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeatable."
+)
 @click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
 @click.option("--shm-dir", help="A tmpfs for the slots. Default: /dev/shm.")
 @click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
@@ -107,8 +109,8 @@ def main() -> None:
 def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     """Run the daemon of this node, in the foreground.
 
-    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. Every setting can also stand in the
-    config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`); flags win over the environment, that over the file.
+    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. Every setting can also be given in the
+    config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
     """
     from ckptd.daemon import config as settings
 
@@ -143,7 +145,7 @@ def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
     from ckptd.daemon.storage_calls import hung_threads
 
     if names_of_them := hung_threads():
-        logging.getLogger("ckptd.cli").warning("the disk still holds up %s: ending without them", ", ".join(names_of_them))
+        logging.getLogger("ckptd.cli").warning("the disk still blocks %s: exiting without waiting for them", ", ".join(names_of_them))
         if error is not None:
             click.echo(f"ckptd: {error}", err=True)
         logging.shutdown()
@@ -157,7 +159,7 @@ def _give_way() -> None:
         try:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         except OSError as error:
-            logging.getLogger("ckptd.cli").debug("the scheduling class stays as it is: %s", error)
+            logging.getLogger("ckptd.cli").debug("cannot change the scheduling class to SCHED_BATCH: %s", error)
 
 
 def _event_loop_runner() -> Callable[[Callable[[], Any]], None]:
@@ -211,7 +213,7 @@ def status(socket: Path | None, as_json: bool) -> None:
 def doctor(root: str | None, socket: str | None, file: Path | None, as_json: bool) -> None:
     """Check that this node is fit for a daemon: limits, shared memory, the root, the socket's directory, the kernel.
 
-    Run it as the daemon's user, where the daemon is to run. Exit code 1 if something would not work; a warning changes nothing.
+    Run it as the daemon's user, where the daemon is to run. The exit code is 1 if a check fails; warnings do not change it.
     """
     from ckptd.daemon import config as settings
     from ckptd.daemon import doctor as checks
@@ -236,9 +238,9 @@ def doctor(root: str | None, socket: str | None, file: Path | None, as_json: boo
 @_json
 @_speaks
 def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
-    """List checkpoints: of all jobs under a root, or of one job.
+    """List the checkpoints of all jobs under a root, or of one job.
 
-    PATH is DIR (the root) or DIR/JOB, or the directory of one checkpoint; without it, the root of the daemon at --socket.
+    PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is the root of the daemon at --socket.
     """
     rows = report.listing(path if path is not None else Path(report.daemon_status(socket)["root"]))
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
@@ -253,7 +255,7 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
     """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory outside every root that is a checkpoint."""
     manifest = report.manifest_at(path)
     for damaged in report.damaged_newer(path, manifest):
-        click.echo(f"ckptd: passed over: {damaged}", err=True)
+        click.echo(f"ckptd: skipped: {damaged}", err=True)
     repository, job, tag = find_job_or_checkpoint(path)
     title = report.title(repository, job, tag or manifest.tag)
     click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, title, keys=keys))
@@ -266,7 +268,7 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
 def verify(path: Path, as_json: bool) -> None:
     """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB), against its checksums.
 
-    A directory outside every root that is a checkpoint will do too. Exit code 13 if anything is damaged; nothing is changed.
+    PATH may also be a checkpoint outside every root. Nothing is changed. The exit code is 13 if anything is damaged.
     """
     results = []
     for result in report.verification(path):
@@ -281,7 +283,7 @@ def verify(path: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--keep", multiple=True, metavar="POLICY", help="Of a job: what to keep, like LatestN(5) or BestN('loss',3). Repeat it.")
+@click.option("--keep", multiple=True, metavar="POLICY", help="For a job: what to keep, like LatestN(5) or BestN('loss',3). Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @_socket
 @_json
@@ -290,8 +292,9 @@ def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None
     """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep policy keeps.
 
     Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n), EveryNSeconds(seconds), BestN('metric', n, 'min' or 'max'),
-    CustomSteps([...]), PreserveAll(). They never delete the newest, one with a tag of its own, or a step of an earlier attempt that the
-    newest attempt has not reached. Nothing deletes what is pinned or being read. Exit code 11 if anything that was to go is still there.
+    CustomSteps([...]), PreserveAll(). They never delete the newest, one with a user tag, or a step of an earlier attempt that the
+    newest attempt has not reached. A checkpoint that is pinned or being read is never deleted. The exit code is 11 if a checkpoint that was
+    to be deleted is still there.
     """
     from ckptd.daemon import forgetting
 
@@ -313,7 +316,7 @@ def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None
 
 @main.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--remove", is_flag=True, help="Take the pin away again.")
+@click.option("--remove", is_flag=True, help="Remove the pin.")
 @_json
 @_speaks
 def pin(path: Path, remove: bool, as_json: bool) -> None:
@@ -322,7 +325,7 @@ def pin(path: Path, remove: bool, as_json: bool) -> None:
 
     job, tag = forgetting.pin(path, remove=remove)
     found = {"job": job, "tag": tag, "pinned": not remove}
-    click.echo(json.dumps(found) if as_json else f"{job}/{tag}: {'not pinned any more' if remove else 'pinned'}")
+    click.echo(json.dumps(found) if as_json else f"{job}/{tag}: {'no longer pinned' if remove else 'pinned'}")
 
 
 if __name__ == "__main__":

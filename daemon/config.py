@@ -157,7 +157,7 @@ def _convert(key: str, value: Any, where: str) -> Any:
     field = FIELDS.get(key)
     if field is None:
         near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(FIELDS))}"
+        hint = f"; did you mean {near[0]!r}?" if near else f"; the settings are {', '.join(sorted(FIELDS))}"
         raise InvalidConfig(f"{where}there is no setting {key!r}{hint}")
     if key == "root" and isinstance(value, (str, os.PathLike)) and names.url_scheme(_text(value)):
         raise InvalidConfig(

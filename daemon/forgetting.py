@@ -49,7 +49,7 @@ def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_r
         raise InvalidRequest(
             f"{path} is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one, like {path}/TAG"
             if tag is None
-            else f"{path} is one checkpoint: --keep is for a job, {path.parent}"
+            else f"{path} is one checkpoint, and --keep needs a job: leave --keep out, or name {path.parent}"
         )
     pinned, rows = repository.pins(job), []
     for name, nbytes in _chosen(repository, job, tag, policies):
@@ -69,7 +69,7 @@ def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_r
 def _place(path: Path) -> tuple[Repository, str, str | None]:
     repository, job, tag = find_job_or_checkpoint(path)
     if isinstance(repository, StandaloneCheckpoint):
-        raise InvalidRequest(f"{path} is a checkpoint by itself, outside every root, which nobody deletes but you")
+        raise InvalidRequest(f"{path} is a checkpoint outside every root, which ckptd does not delete: delete the directory yourself")
     return repository, job, tag
 
 
@@ -104,7 +104,7 @@ def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[
         try:
             return asyncio.run(_delete_without_a_daemon(_settings(root), job, tags))
         except Busy as error:
-            raise Busy(f"{error}; name its socket with --socket PATH, and it will be asked") from None
+            raise Busy(f"{error}; name its socket with --socket PATH, so that it deletes the checkpoint") from None
     refused: dict[str, str] = {}
     try:
         for first in range(0, len(tags), _AT_ONCE):
@@ -159,7 +159,7 @@ def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
             if socket is not None:
                 raise
             if isinstance(error, Forbidden):
-                log.warning("passed over: %s", error)
+                log.warning("a daemon's socket is not used: %s", error)
             continue
         if Path(channel.welcome.root).resolve() == root.resolve():
             return channel

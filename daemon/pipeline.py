@@ -85,7 +85,7 @@ class SealedSlot:
         request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
         values = (header.values.offset, header.values.length)
         if values[0] < plan.data_length or plan.data_length > header.capacity:
-            raise IntegrityError(f"documents of {header.job} step {header.step} lie over its tensors")
+            raise IntegrityError(f"documents of {header.job} step {header.step} overlap its tensors")
         return cls(fd, header, plan, document, request, chunk_ranges(with_values(plan.regions, values), header.chunk_size))
 
     def pread(self, chunk: ChunkRange, buffer: memoryview) -> None:

@@ -161,7 +161,7 @@ class Connection:
         if self._uid not in (os.geteuid(), 0):
             return Forbidden(f"this daemon serves uid {os.geteuid()}, not uid {self._uid}; run one of your own")
         if self._pidfd == _NONE_LEFT:
-            return Busy("the daemon has no descriptor left to notice this client's death by: try again later")
+            return Busy("the daemon has no file descriptor left, and needs one to notice this client's death: try again later")
         return None
 
     def send_last(self, error: CkptdError) -> None:
@@ -329,7 +329,7 @@ class Connection:
         if len(self._out) == 1:
             self._flush()
         if self._unread > MAX_UNREAD:
-            log.warning("%s does not read its replies: dropped", self.peer)
+            log.warning("%s does not read its replies: its connection is closed", self.peer)
             self._close()
 
     def _flush(self) -> None:

@@ -47,7 +47,9 @@ class Service:
                 or any((c.attempt, c.step or 0) > newest.key for c in job.live_checkpoints())
             ):
                 raise
-            log.warning("job %s: %s; what is in memory is newer than every checkpoint that is known, and is offered alone", job.name, error)
+            log.warning(
+                "job %s: %s; the snapshots in memory are newer than every known checkpoint, and only they are offered", job.name, error
+            )
             stored = []
         found = [m.RecoveryCandidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in in_memory]
         found += [m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in stored]

@@ -91,7 +91,7 @@ class Slot:
             its.capacity,
             its.chunk_size,
         ):
-            raise IntegrityError(f"segment {self.name} is not the one that was made")
+            raise IntegrityError(f"segment {self.name} does not have the header that it was made with")
         self.header = header
         return header
 
@@ -210,7 +210,7 @@ class Slots:
         except FileNotFoundError:
             pass
         except IsADirectoryError:
-            log.warning("a directory is at the name of segment %s: left alone", slot.name)
+            log.warning("a directory has the name of segment %s: it is left alone", slot.name)
         if not slot.pins:
             slot.descriptor.close()
         failpoint("slot.released")
@@ -255,7 +255,7 @@ class Slots:
                 header = read_header(fd)
                 names.check_name("job", header.job)
                 if header.boot_id != this_boot():
-                    raise IntegrityError("it is of another boot")
+                    raise IntegrityError("it was made before this machine's last boot")
                 size = os.fstat(fd).st_size
                 if size < header.file_length:
                     raise IntegrityError("it is cut short")
@@ -296,7 +296,8 @@ def _claim_directory(fs: FileSystem, plain: Path) -> tuple[Path, int]:
     else:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077:
             raise StorageError(  # no other directory is used instead, because this one may hold segments
-                f"{plain} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:o}; it must be ours alone (0700): remove it"
+                f"{plain} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:o}; "
+                "expected mode 700, so that no other user can enter it: remove it"
             )
     while True:
         try:
@@ -313,8 +314,8 @@ def _claim_directory(fs: FileSystem, plain: Path) -> tuple[Path, int]:
         except BlockingIOError:
             os.close(directory)
             raise Busy(
-                f"another ckptd on this machine, perhaps in a container with another host name, has its memory for a root of this name in "
-                f"{path}: use that one, stop it first, or set shm_dir to another tmpfs"
+                f"another ckptd on this machine, perhaps in a container with another host name, uses {path} for a root "
+                "with the same path: use that daemon, stop it first, or set shm_dir to another tmpfs"
             ) from None
         except OSError as error:
             os.close(directory)

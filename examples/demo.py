@@ -1,12 +1,12 @@
-"""Shows that training under ckptd goes on bit for bit after it was killed: what `make demo` runs, in about two minutes.
+"""Shows that training under ckptd continues bit for bit after a kill. `make demo` runs this script in about two minutes.
 
-First act: it trains train_gpt.py once in peace, and once with two deaths at random moments: first the trainer alone is killed and must come
-back from memory; then trainer, daemon and everything in shared memory go, and it must come back from storage. Second act: the same script
-on two ranks, of which one is killed; both must come back. Every loss that was ever computed and every value in the last checkpoint are
-compared with those of the runs in peace.
+First act: it trains train_gpt.py once without interruption, and once with two deaths at random moments. First only the trainer is killed,
+and must recover from memory. Then trainer, daemon and everything in shared memory are lost, and it must recover from storage. Second act:
+the same script on two ranks, of which one is killed; both must recover. Every loss that was ever computed and every value in the last
+checkpoint are compared with those of the uninterrupted runs.
 
-Exit code 0 only if nothing differs and both recoveries came from where they should. Leaves roots, logs and losses.png in --out, and wipes
-what an earlier demo left there.
+The exit code is 0 only if nothing differs and both recoveries came from the expected place. The script leaves roots, logs and losses.png in
+--out, and deletes what an earlier demo left there.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ STEPS, ARGUMENTS = 40, "--every 8 --batch 4 --context 96"  # a third of a second
 RANKED_STEPS, RANKED_ARGUMENTS = 24, "--every 4 --batch 2 --context 96 --layers 3 --width 256"
 
 
-def train_in_peace(run: Run) -> float:
-    """Returns the seconds that a step takes."""
-    say(f"Training {run.steps} steps in peace, as the reference.")
+def train_without_kills(run: Run) -> float:
+    """Train the reference run without interruption. Return the seconds that a step takes."""
+    say(f"Training {run.steps} steps without interruption, as the reference.")
     run.start()
     run.wait_for(1)
     begun = time.monotonic()
@@ -42,7 +42,7 @@ def train_in_peace(run: Run) -> float:
 
 
 def kill_trainer(run: Run, step: int, delay: float) -> Act:
-    """`delay` seconds after `step` has begun. The daemon lives on, and still has the last snapshot in memory."""
+    """Kill the trainer `delay` seconds after `step` has begun. The daemon continues to run, and still has the last snapshot in memory."""
     run.wait_for(step - 1)
     time.sleep(delay)
     at = run.kill()
@@ -51,12 +51,12 @@ def kill_trainer(run: Run, step: int, delay: float) -> Act:
 
 
 def kill_everything(run: Run, step: int, delay: float) -> Act:
-    """What a node that goes down takes along: trainer, daemon and shared memory. What is on storage is left."""
+    """Kill and remove what the loss of a node would take along: trainer, daemon and shared memory. Storage stays."""
     run.wait_for(step - 4)
     said = daemon_says(run)
     run.wait_for(step - 1)
     time.sleep(delay)
-    os.kill(said["pid"], signal.SIGSTOP)  # so that it cannot even see that the trainer is dead: both end at the same moment
+    os.kill(said["pid"], signal.SIGSTOP)  # so that it cannot notice the death of the trainer: both end at the same moment
     at = run.kill()
     end_process(said["pid"], signal.SIGKILL)
     freed = sum(file.stat().st_size for file in run.slots.iterdir())
@@ -66,7 +66,7 @@ def kill_everything(run: Run, step: int, delay: float) -> Act:
 
 
 def kill_one_rank(run: Run, rank: int, step: int, delay: float) -> Act:
-    """`delay` seconds after `step` has begun. torchrun ends the other rank; then both are started again."""
+    """Kill a rank `delay` seconds after `step` has begun. torchrun ends the other rank. Then both are started again."""
     run.wait_for(step - 1)
     time.sleep(delay)
     at = run.kill_rank(rank)
@@ -82,7 +82,7 @@ def daemon_says(run: Run) -> dict[str, Any]:
 
 
 def start_again(run: Run, killed: str, at: int, source: str, known: dict[str, Any] | None) -> Act:
-    """Raises DemoFailed unless the trainer recovers from `source`, and no step older than the one the daemon has said to be there."""
+    """Start the trainer again. Raises DemoFailed unless it recovers from `source`, and no older step than the daemon reported."""
     before = len(RECOVERED.findall(run.printed()))
     run.start()
     run.wait_until(lambda: len(RECOVERED.findall(run.printed())) >= before + run.ranks, "every rank had recovered")
@@ -128,7 +128,7 @@ def plot(file: Path, reference: Run, interrupted: Run, acts: list[Act]) -> None:
 
 
 def first_act(out: Path, reference: Run, interrupted: Run, chance: random.Random) -> None:
-    seconds = train_in_peace(reference)
+    seconds = train_without_kills(reference)
     say(f"Training the same in another root, to be killed. A step takes {seconds:.2f} s.")
     interrupted.start()
     acts = [
@@ -145,7 +145,7 @@ def first_act(out: Path, reference: Run, interrupted: Run, chance: random.Random
 def second_act(reference: Run, interrupted: Run, chance: random.Random) -> None:
     print()
     say(f"Now on {reference.ranks} ranks, with FSDP.")
-    seconds = train_in_peace(reference)
+    seconds = train_without_kills(reference)
     say(f"Training the same in another root; one rank will be killed. A step takes {seconds:.2f} s.")
     interrupted.start()
     step, rank = chance.randrange(RANKED_STEPS // 2, RANKED_STEPS - 3), chance.randrange(reference.ranks)
@@ -170,7 +170,7 @@ def main() -> None:
     runs = [Run(out, name, STEPS, ARGUMENTS) for name in ("reference", "interrupted")]
     runs += [Run(out, f"ranks-{name}", RANKED_STEPS, RANKED_ARGUMENTS, ranks=2) for name in ("reference", "interrupted")]
     chance = random.Random(args.seed)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left running then either
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left running after an error either
     say(f"Kills are at random moments; the same again with --seed {args.seed}.")
     try:
         wipe(out, *runs)

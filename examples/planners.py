@@ -1,10 +1,11 @@
-"""Custom planners of torch.distributed.checkpoint on ckptd: rename keys, cast, balance bytes over ranks, keep notes, load with a cast, load
-one tensor, load into a model that has no memory yet.
+"""Shows custom planners of torch.distributed.checkpoint on ckptd.
+
+They rename keys, cast, balance bytes over ranks, keep notes, load with a cast, load one tensor, and load into a model without memory.
 
     python -m examples.planners DIR
     torchrun --nproc-per-node 2 -m examples.planners DIR
 
-Under the root of a running daemon, as ROOT/JOB, the daemon saves; anywhere else this process does. Each part prints what it has shown.
+If DIR is ROOT/JOB under the root of a running daemon, the daemon saves. Otherwise this process saves. Each part prints what it has shown.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ckptd.agent import Checkpoint, StorageReader, StorageWriter
 
 
 class Rename(DefaultSavePlanner):
-    """`transformer.*` is saved as `model.*`, for an implementation that calls it so."""
+    """Saves `transformer.*` as `model.*`, for an implementation with those names."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         renamed = {key.replace("transformer", "model", 1): value for key, value in state_dict.items()}
@@ -37,7 +38,7 @@ class Rename(DefaultSavePlanner):
 
 
 class Half(DefaultSavePlanner):
-    """Floating point tensors are saved as float16."""
+    """Saves floating point tensors as float16."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -52,7 +53,7 @@ class Half(DefaultSavePlanner):
 
 
 class Balance(DefaultSavePlanner):
-    """What all ranks hold is written by the rank that has the fewest bytes so far, largest first."""
+    """Lets the rank with the fewest bytes so far write what all ranks hold, the largest item first."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         planned, metadata = super().create_global_plan(all_plans)
@@ -71,7 +72,7 @@ class Balance(DefaultSavePlanner):
 
 
 class Notes(DefaultSavePlanner):
-    """Something of its own travels with the metadata."""
+    """Adds a note of its own to the metadata."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -80,7 +81,7 @@ class Notes(DefaultSavePlanner):
 
 
 class Double(DefaultLoadPlanner):
-    """Tensors are read as float64, whatever the model has, and put into place from there."""
+    """Reads tensors as float64, whatever dtype the model has, and then copies them into place."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return torch.empty(read_item.lengths, dtype=torch.float64)

@@ -1,9 +1,10 @@
-"""How often to save, in what files, and what to keep.
+"""Shows how to choose how often to save, in which files, and what to keep.
 
     python -m examples.policies ROOT
 
-Every 10 steps a snapshot is taken, every 20 one goes to storage, in two files. The two newest stay there, every 100th step, and the one
-with the least loss; a tag of one's own stays too, until it is deleted. Runs a daemon of its own for ROOT.
+Every 10 steps a snapshot is taken. Every 20 steps one is saved to storage, in two files. Retention keeps the two newest checkpoints, every
+100th step, and the one with the lowest loss. A checkpoint with a user tag stays until it is deleted. The script runs a private daemon for
+ROOT.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def main(root: Path) -> None:
         loss.backward()
         optimizer.step()
         if step == 140:
-            optimizer.param_groups[0]["lr"] = 2.0  # from here on it only gets worse
+            optimizer.param_groups[0]["lr"] = 2.0  # from here on the loss only rises
         pending = when.snapshot({"model": model, "optim": optimizer}, step=step, metrics={"loss": loss.item()})
         if pending is not None:
             taken, saved = taken + 1, saved + pending.persist
             if pending.persist:
-                pending.wait("durable")  # so that what is kept is the same each time; a training would go on
+                pending.wait("durable")  # so that the same steps are kept each time; a real training would not wait
     agent.snapshot({"model": model}, step=STEPS + 1, tag="for-evaluation").wait("durable")
     agent.close()
     print(f"{taken} snapshots, {saved} of them saved")

@@ -1,6 +1,6 @@
-"""Training runs for demo.py: started, killed, watched through what they print, and compared bit for bit.
+"""Training runs for demo.py: they are started, killed, watched through their output, and compared bit for bit.
 
-A run has a root of its own, and a private daemon. On several ranks it is started by torchrun, which ends the others when one dies.
+A run has a root and a private daemon of its own. A run on several ranks is started by torchrun, which ends the other ranks when one dies.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ckptd.shared import names
 
 TRAINER = Path(__file__).with_name("train_gpt.py")
 SETTINGS = {
-    "CKPTD_KEEP_LAST": "3",  # ten checkpoints of 120 MB, the default, would be much for a demo
-    "OMP_WAIT_POLICY": "passive",  # on two busy cores, threads that spin made a step take 1.8 to 3.4 s instead of 0.7 to 0.9 s
-    "MKL_DYNAMIC": "FALSE",  # else the matrix products may take fewer threads on a busy machine, and round the last bit otherwise
-    "MKL_CBWR": "AUTO,STRICT",  # nor may a buffer's alignment matter (oneMKL, "Getting Reproducible Results with Conditional NR")
+    "CKPTD_KEEP_LAST": "3",  # the default of ten checkpoints, of 120 MB each, would be too much for a demo
+    "OMP_WAIT_POLICY": "passive",  # with spinning threads a step took 1.8 to 3.4 s on two busy cores, instead of 0.7 to 0.9 s
+    "MKL_DYNAMIC": "FALSE",  # otherwise matrix products may use fewer threads on a busy machine, and round the last bit differently
+    "MKL_CBWR": "AUTO,STRICT",  # nor may buffer alignment matter (oneMKL, "Getting Reproducible Results with Conditional NR")
 }
 NOT_FOR_THE_TRAINER = ("CKPTD_ROOT", "CKPTD_SOCKET", "CKPTD_JOB", "CKPTD_CONFIG")
-RECOVERED = re.compile(r"recovered step (\d+) of attempt (\d+) from (\w+) in ([\d.]+) s(?: on rank \d+)?")  # ranks may print into one line
+RECOVERED = re.compile(r"recovered step (\d+) of attempt (\d+) from (\w+) in ([\d.]+) s(?: on rank \d+)?")  # ranks may share a line
 HEADINGS = ("killed", "in step", "back to step", "from", "within", "redone")
 BEGUN = time.monotonic()
 
 
 class DemoFailed(Exception):
-    """Something is not as it must be; the text says what."""
+    """Raised when a result is not as expected. The text says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """What was killed while which step was computed, and what the next attempt then said it had recovered."""
+    """One kill: what was killed, which step was being computed, and what the next attempt recovered."""
 
     killed: str
     at: int
@@ -70,7 +70,7 @@ class Run:
         self._trainer: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Always with a private daemon, whatever this shell is set up for."""
+        """Start the run, always with a private daemon, whatever the environment of this shell says."""
         others = {key: value for key, value in os.environ.items() if key not in NOT_FOR_THE_TRAINER}
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         command = [
@@ -88,7 +88,7 @@ class Run:
             )
 
     def wait_until(self, met: Callable[[], bool], what: str) -> None:
-        """Raises DemoFailed if the trainer ends before."""
+        """Wait until the condition holds. Raises DemoFailed if the trainer ends before."""
         assert self._trainer is not None
         while not met():
             if self._trainer.poll() is not None and not met():
@@ -107,7 +107,7 @@ class Run:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def computed(self) -> list[tuple[int, float]]:
-        """(step, loss) of every step that any attempt has computed, as time went. A line that a kill cut off does not count."""
+        """Return (step, loss) of every step that any attempt has computed, in order of time. A line that a kill cut off does not count."""
         found = []
         for line in self.lines.read_text().splitlines() if self.lines.exists() else []:
             with contextlib.suppress(json.JSONDecodeError):
@@ -116,31 +116,31 @@ class Run:
         return found
 
     def result(self) -> dict[int, float]:
-        """Losses by step, as the finished trainer has them: through its checkpoints, across all kills."""
+        """Return the losses by step from the finished trainer, which has carried them through its checkpoints across all kills."""
         return {int(step): float(loss) for step, loss in json.loads(self.losses.read_text()).items()}
 
     def status(self) -> dict[str, Any] | None:
-        """What `ckptd status` says of the private daemon; None if there is none."""
+        """Return what `ckptd status` reports of the private daemon, or None if there is none."""
         command = [sys.executable, "-m", "ckptd.daemon", "status", "--json", "--socket", str(names.private_socket(self.root))]
         said: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE).stdout)
         return said if said.get("ready") else None
 
     def processes(self) -> list[psutil.Process]:
-        """Of the ranks, in their order."""
+        """Return the processes of the ranks, in the order of ranks."""
         assert self._trainer is not None
         if self.ranks == 1:
             return [psutil.Process(self._trainer.pid)]
         return sorted(psutil.Process(self._trainer.pid).children(), key=lambda process: int(process.environ()["RANK"]))
 
     def kill_rank(self, rank: int) -> int:
-        """SIGKILL to one rank; torchrun ends the others and itself. The step that they were computing."""
+        """SIGKILL one rank; torchrun ends the others and itself. Return the step that they were computing."""
         assert self._trainer is not None
         self.processes()[rank].kill()
         self._trainer.wait()
         return max((step for step, _ in self.computed()), default=0) + 1
 
     def kill(self) -> int:
-        """SIGKILL to the trainer, all its ranks; the step that it was computing."""
+        """SIGKILL the trainer with all its ranks. Return the step that it was computing."""
         if self._trainer is not None and self._trainer.poll() is None:
             others = psutil.Process(self._trainer.pid).children() if self.ranks > 1 else []
             self._trainer.kill()
@@ -151,7 +151,7 @@ class Run:
         return max((step for step, _ in self.computed()), default=0) + 1
 
     def end(self) -> None:
-        """Neither processes nor shared memory are left; the daemon may finish its work first."""
+        """End all processes and free their shared memory. The daemon may finish its work first."""
         self.kill()
         if (status := self.status()) is not None:
             end_process(status["pid"], signal.SIGTERM)
@@ -159,7 +159,7 @@ class Run:
 
 
 def end_process(pid: int, number: signal.Signals) -> None:
-    """Signal a process that is not our child, and return when it is dead."""
+    """Signal a process that is not a child of this one, and return when it is dead."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         signal.pidfd_send_signal(descriptor, number)
@@ -172,11 +172,11 @@ def say(text: str) -> None:
 
 
 def wipe(out: Path, *runs: Run) -> None:
-    """What an earlier demo left, even one that was killed: its daemons must not go on in roots that are made anew."""
+    """Remove what an earlier demo left, even a killed one: its daemons must not keep using roots that are made again."""
     out.mkdir(parents=True, exist_ok=True)
     for run in runs:
         run.end()
-        if (run.root / names.CONTROL).exists():  # else it is none of ours
+        if (run.root / names.CONTROL).exists():  # otherwise the directory was not made by a demo
             shutil.rmtree(run.root)
         for file in (run.log, run.losses, run.lines):
             file.unlink(missing_ok=True)
@@ -184,7 +184,7 @@ def wipe(out: Path, *runs: Run) -> None:
 
 
 def check_losses(reference: Run, interrupted: Run) -> int:
-    """Compares all losses that were ever computed, and those that the last attempt ended with. Returns how many were computed."""
+    """Compare all losses that were ever computed, and those of the last attempt, with the reference. Return how many were computed."""
     counts = set(re.findall(r"(\d+) threads", reference.printed() + interrupted.printed()))
     if len(counts) != 1:
         raise DemoFailed(f"nothing can be said of the losses: the attempts ran with {' and '.join(sorted(counts))} threads")
@@ -198,7 +198,7 @@ def check_losses(reference: Run, interrupted: Run) -> int:
 
 
 def check_checkpoints(reference: Run, interrupted: Run) -> int:
-    """Compares all that is in the last checkpoints: model, optimizer, scheduler, losses. Returns how many tensors and values there are."""
+    """Compare everything in the last checkpoints: model, optimizer, scheduler, losses. Return the number of tensors and values."""
     with Checkpoint.open(reference.root / "default") as a, Checkpoint.open(interrupted.root / "default") as b:
         if (a.step, b.step) != (reference.steps, reference.steps):
             raise DemoFailed(f"the last checkpoints are of steps {a.step} and {b.step}, not {reference.steps}")
@@ -209,7 +209,7 @@ def check_checkpoints(reference: Run, interrupted: Run) -> int:
 
 
 def leaves(tree: Any, path: str = "") -> dict[str, bytes]:
-    """Every tensor and plain value of a nested state as bytes, by its path."""
+    """Yield every tensor and plain value of a nested state as bytes, with its path."""
     if isinstance(tree, (dict, list, tuple)):
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
         return {name: leaf for key, item in items for name, leaf in leaves(item, f"{path}.{key}").items()}

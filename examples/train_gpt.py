@@ -1,11 +1,11 @@
-"""Trains a small GPT on the Python standard library's own sources, and goes on after whatever kills it.
+"""Trains a small GPT on the source code of Python's standard library, and continues after any kill.
 
     python examples/train_gpt.py --root /tmp/ckpts --steps 200
 
-Kill it (`kill -9`), start it again with the same command: it continues behind the newest snapshot, and every loss from there on is bit
-for bit the one that it would have had without the kill. All that ckptd needs is in `main`: `state`, `recover`, `snapshot`, `close`.
-The rest is an ordinary training script; on several ranks (`torchrun --nproc-per-node 2 examples/train_gpt.py ...`) it trains with FSDP, and
-each rank on batches of its own. Without --root, CKPTD_SOCKET or CKPTD_ROOT say where the daemon is.
+Kill it (`kill -9`) and start it again with the same command. It continues after the newest snapshot, and every loss from there on is, bit
+for bit, the one that it would have had without the kill. Everything that ckptd needs is in `main`: `state`, `recover`, `snapshot`, `close`.
+The rest is an ordinary training script. On several ranks (`torchrun --nproc-per-node 2 examples/train_gpt.py ...`) it trains with FSDP, and
+each rank uses batches of its own. Without --root, CKPTD_SOCKET or CKPTD_ROOT say where the daemon is.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in (batch, length), logits of the next byte out (batch, length, 256)."""
+    """Maps bytes (batch, length) to the logits of the next byte (batch, length, 256)."""
 
     def __init__(self, context: int, layers: int, width: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GPT(nn.Module):
 
 
 def read_text(most: int = 4_000_000) -> Tensor:
-    """The first `most` bytes of the standard library's modules, one after another by name."""
+    """Return the first `most` bytes of the standard library's modules, sorted by name and joined."""
     text = bytearray()
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text += file.read_bytes()
@@ -68,13 +68,15 @@ def read_text(most: int = 4_000_000) -> Tensor:
 
 
 def draw_batch(text: Tensor, batch: int, context: int) -> Tensor:
-    """From torch's global generator, whose state is in every snapshot: a recovered run sees the batches that it would have seen."""
+    """Draw a batch with torch's global generator. Its state is in every snapshot, so a recovered run draws the batches that it would have
+    drawn.
+    """
     starts = torch.randint(len(text) - context, (batch,))
     return torch.stack([text[start : start + context + 1] for start in starts.tolist()])
 
 
 class Display:
-    """A progress bar on a terminal if rich is installed, else a line at every snapshot."""
+    """Shows a progress bar on a terminal if rich is installed, and otherwise prints a line at every snapshot."""
 
     def __init__(self, done: int, steps: int) -> None:
         self.steps, self.bar, self.snapshots = steps, None, list[Pending]()
@@ -128,10 +130,10 @@ def main() -> None:
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        torch.manual_seed(args.seed + rank + 1)  # every rank draws batches of its own
+        torch.manual_seed(args.seed + rank + 1)  # so that every rank draws batches of its own
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
-    losses: list[float] = []  # averaged over ranks: what is not per_rank() must be the same on all
+    losses: list[float] = []  # averaged over the ranks: a value that is not per_rank() must be the same on all ranks
     if rank == 0:
         print(f"GPT of {size / 1e6:.1f} M parameters, {len(text) / 1e6:.1f} MB of text, {torch.get_num_threads()} threads", flush=True)
 
@@ -147,7 +149,7 @@ def main() -> None:
     display = Display(done, args.steps)
     with open(
         f"{args.losses}.jsonl" if args.losses and rank == 0 else os.devnull, "a", buffering=1
-    ) as lines:  # a kill finds every line written
+    ) as lines:  # so that a kill finds every line written
         for step in range(done + 1, args.steps + 1):
             batch = draw_batch(text, args.batch, args.context)
             loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())

@@ -30,7 +30,7 @@ def check_preamble(data: bytes | memoryview, magic: bytes, what: str, known: int
     """
     found, version, zero, features = PREAMBLE.unpack_from(data)
     if found != magic or zero:
-        raise IntegrityError(f"{what} does not begin as {magic.decode()}")
+        raise IntegrityError(f"{what} does not begin with {magic.decode()}")
     if version > VERSION or version < 1 or features & ~known:
         raise NewerFormat(f"{what} was written by a newer ckptd (version {version}, features {features:#x}): upgrade this one")
 

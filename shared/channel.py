@@ -144,7 +144,7 @@ class Channel:
     def take(self, count: int) -> list[Descriptor]:
         """Return the oldest `count` descriptors that were received. The caller must close them. Raises ProtocolError if there are fewer."""
         if len(self._descriptors) < count:
-            raise ProtocolError(f"{count} descriptors were announced and {len(self._descriptors)} came")
+            raise ProtocolError(f"the daemon announced {count} descriptors, and {len(self._descriptors)} have arrived")
         return [self._descriptors.popleft() for _ in range(count)]
 
     def end(self) -> None:

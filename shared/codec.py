@@ -43,7 +43,7 @@ class Raw:
 
     def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
         if len(stored) != len(raw):
-            raise IntegrityError(f"a raw chunk of {len(raw)} bytes is stored in {len(stored)}")
+            raise IntegrityError(f"a raw chunk of {len(raw)} bytes is stored as {len(stored)} bytes")
         raw[:] = stored
 
 
@@ -74,7 +74,7 @@ class Zstd:
         try:
             frame = zstandard.get_frame_parameters(stored)
             if frame.content_size != len(raw) or frame.window_size > max(MAX_WINDOW, len(raw)):
-                raise IntegrityError(f"a zstd chunk of {len(raw)} bytes says it holds {frame.content_size}")
+                raise IntegrityError(f"a zstd chunk of {len(raw)} bytes has a frame header that says {frame.content_size}")
             context = getattr(self._local, "decompressor", None)
             if context is None:
                 context = self._local.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)

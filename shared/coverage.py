@@ -51,7 +51,7 @@ def check_cover(name: str, size: Shape, boxes: Iterable[Box], effort: Effort | N
             raise IntegrityError(f"{name}: the shard {_shown((offsets, sizes))} lies outside the tensor, which has the size {list(size)}")
     total, there = math.prod(size), sum(math.prod(sizes) for _, sizes in wanted)
     if there < total:
-        raise IntegrityError(f"of {name} only {there} of {total} elements are there")
+        raise IntegrityError(f"{name}: only {there} of {total} elements are stored")
     try:
         pair = _overlap(size, list(wanted), effort or Effort(len(wanted)))
     except IntegrityError as error:

@@ -110,7 +110,7 @@ class StorageError(MachineError):
             _errno.ENOSPC: " (free some space; the next snapshot tries again)",
             _errno.EDQUOT: " (the disk quota is used up)",
             _errno.EROFS: " (mounted read-only)",
-            _errno.EACCES: " (the daemon's user may not write there)",
+            _errno.EACCES: " (this user has no permission there)",
         }.get(number, "")
         return cls(f"cannot {action}: {os.strerror(number) if number else error}{hint}", number)
 

@@ -83,12 +83,12 @@ class PosixFileSystem:
     def open(self, name: str, directory: int, *, write: bool = False) -> int:
         """Open a file that another user may have made, for reading or for both. A FIFO does not block.
 
-        Raises IntegrityError if it is no regular file.
+        Raises IntegrityError if it is not a regular file.
         """
         fd = os.open(name, (os.O_RDWR if write else 0) | READ, dir_fd=directory)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise IntegrityError(f"{name} is no regular file")
+            raise IntegrityError(f"{name} is not a regular file")
         return fd
 
     def size(self, fd: int) -> int:
@@ -250,7 +250,7 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
 def read_small(fs: FileSystem, name: str, directory: int, limit: int) -> bytes:
     """Return the content of a file of at most `limit` bytes.
 
-    Raises OSError (EFBIG if the file is longer), IntegrityError if it is no regular file.
+    Raises OSError (EFBIG if the file is longer), IntegrityError if it is not a regular file.
     """
     fd = fs.open(name, directory)
     try:

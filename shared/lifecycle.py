@@ -69,4 +69,4 @@ def step(state: SnapshotState, event: Event) -> SnapshotState:
     try:
         return TRANSITIONS[state, event]
     except KeyError:
-        raise IllegalStep(f"a snapshot that is {state.value} cannot take: {event.value}") from None
+        raise IllegalStep(f"not allowed for a snapshot that is {state.value}: {event.value}") from None

@@ -119,7 +119,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         data = body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
         if len(data) > MAX_MANIFEST:
             raise IntegrityError(
-                f"manifest would have {len(data):,d} bytes, and no reader takes more than {MAX_MANIFEST:,d}: "
+                f"manifest would have {len(data):,d} bytes, and readers accept at most {MAX_MANIFEST:,d}: "
                 "save fewer tensors, or on fewer ranks"
             )
         return data
@@ -146,16 +146,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"manifest cannot be read: {error}") from None
         if manifest.format != FORMAT:
-            raise IntegrityError(f"manifest says it is a {manifest.format!r}")
+            raise IntegrityError(f"manifest has the format {manifest.format!r}; expected {FORMAT!r}")
         if len(manifest.parts) != manifest.world_size or any(part.rank != rank for rank, part in enumerate(manifest.parts)):
             ranks = ", ".join(str(part.rank) for part in manifest.parts[:8]) + (", ..." if len(manifest.parts) > 8 else "")
             raise IntegrityError(f"manifest of {manifest.world_size} ranks lists parts of ranks [{ranks}]")
         if deeper_than(manifest.user_content, MAX_DEPTH_READ):
-            raise IntegrityError(f"manifest has user_content of more than {MAX_DEPTH_READ} levels")
+            raise IntegrityError(f"manifest has user_content that is nested more than {MAX_DEPTH_READ} levels deep")
         for part in manifest.parts:
             parsed = parse_part_file(part.file)
             if parsed is None or parsed[0] != part.rank:
-                raise IntegrityError(f"manifest names {part.file!r}, which is no part of rank {part.rank}")
+                raise IntegrityError(f"manifest names {part.file!r}, which is not the name of a part of rank {part.rank}")
         return manifest
 
     @property

@@ -229,4 +229,4 @@ def decode(payload: bytes) -> Message:
     try:
         return _DECODER.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"a message cannot be understood: {error}") from None
+        raise ProtocolError(f"a message cannot be decoded: {error}") from None

@@ -58,7 +58,7 @@ def near(node: int, system: Path = SYSTEM) -> Iterator[None]:
     try:
         os.sched_setaffinity(0, nodes(system)[node])
     except (KeyError, OSError) as error:  # the node is unknown, or this process may use none of its CPUs
-        log.debug("memory is not asked of NUMA node %d: %r", node, error)
+        log.debug("memory may come from any NUMA node, because this thread cannot run on node %d: %r", node, error)
     try:
         yield
     finally:

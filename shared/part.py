@@ -138,7 +138,7 @@ class PartReader:
             self.index = self._read_index(index_sha256)
             self.plan = Plan.decode(self.index.plan)
             if self.index.values[1] > MAX_DOCUMENT:
-                raise IntegrityError(f"its values document has {self.index.values[1]} bytes; it has at most {MAX_DOCUMENT:,d}")
+                raise IntegrityError(f"its values document has {self.index.values[1]:,d} bytes; expected at most {MAX_DOCUMENT:,d}")
             regions = with_values(self.plan.regions, self.index.values)
             if sum(-(-region.length // self.index.chunk_size) for region in regions) != len(self.index.chunks):
                 raise IntegrityError("its chunks do not cover the packed slot exactly")  # checked before a list of that length is made
@@ -204,7 +204,7 @@ class PartReader:
         _, offset, length, whole, index_crc, zero = _TRAILER.unpack_from(trailer)
         check_zero(zero, "part trailer")
         if whole != size or length > MAX_DOCUMENT or offset % ALIGN or offset + align(length + TRAILER_SIZE) != size:
-            raise IntegrityError("part trailer names an index that cannot be")
+            raise IntegrityError("part trailer names an index at an impossible place")
         end = _read(self._source, size - offset - TRAILER_SIZE, offset)
         data = end[:length]
         check_zero(end[length:], "index")
@@ -215,7 +215,7 @@ class PartReader:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"index cannot be read: {error}") from None
         if encode_header(index, header[16:32]) != header or signature(index.plan) != index.signature:
-            raise IntegrityError("header, index and plan speak of different snapshots")
+            raise IntegrityError("header, index and plan belong to different snapshots")
         self._index_offset, self._nonce = offset, header[16:32]
         return index
 
@@ -224,10 +224,10 @@ class PartReader:
         if [(c.raw_offset, c.raw_length, c.element_size) for c in chunks] != [(r.offset, r.length, r.element_size) for r in self.ranges]:
             raise IntegrityError("its chunks do not cover the packed slot exactly")
         if self.index.values[0] < self.plan.data_length:
-            raise IntegrityError("its values lie over its tensors")
+            raise IntegrityError("its values document overlaps its tensors")
         files, placed = self.index.files, self.index.placed
         if len(placed) != (len(chunks) if files else 0) or set(range(1, len(files) + 1)) != set(placed) - {0}:
-            raise IntegrityError("its chunks are not placed in the files that it has")
+            raise IntegrityError("its chunks are placed in other files than it has")
         ends = [ALIGN] * (1 + len(files))
         for number, chunk in sorted(zip(placed or itertools.repeat(0), chunks, strict=False), key=lambda entry: entry[1].offset):
             if chunk.offset != ends[number] or chunk.stored_length > MAX_CHUNK or (chunk.stored_length == 0) != (chunk.raw_length == 0):

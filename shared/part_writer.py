@@ -52,7 +52,7 @@ class Spread:
             raise InvalidConfig(f"files_per_rank is {files_per_rank!r}; expected 1 to {MOST_FILES}")
         if type(bytes_per_file) is not int or (bytes_per_file and bytes_per_file < 2 * chunk_size):
             raise InvalidConfig(
-                f"bytes_per_file is {bytes_per_file!r}; expected 0 (no limit) or a number, at least that of two chunks, {2 * chunk_size}"
+                f"bytes_per_file is {bytes_per_file!r}; expected 0 (no limit), or at least the size of two chunks, {2 * chunk_size}"
             )
         return cls(files_per_rank, bytes_per_file)
 

@@ -149,7 +149,9 @@ class Plan(msgspec.Struct, frozen=True):
         end = 0
         widths = [region.element_size for region in self.regions]
         if widths != [width for width in ELEMENT_SIZES if width in widths]:
-            raise IntegrityError(f"plan document has regions of {widths[:8]} bytes an element; {ELEMENT_SIZES} can be, in this order")
+            raise IntegrityError(
+                f"plan document has regions with element sizes {widths[:8]}; expected some of {ELEMENT_SIZES}, in this order"
+            )
         for region in self.regions:
             if region.offset % REGION_ALIGN or region.offset < end or region.length % region.element_size:
                 raise IntegrityError(f"plan document: region at {region.offset} is misplaced")
@@ -181,7 +183,7 @@ class Plan(msgspec.Struct, frozen=True):
                 or item.offset + item.length > current.offset + current.length
                 or width != current.element_size
             ):
-                raise IntegrityError(f"item {item.fqn!r} lies outside its region or over another item")
+                raise IntegrityError(f"item {item.fqn!r} lies outside its region or overlaps another item")
             position = item.offset + item.length
         bases = {item.fqn: item for item in self.items}
         for name in [i.fqn for i in self.items if not any(i.offsets)] + [a.fqn for a in self.aliases]:
@@ -195,7 +197,7 @@ class Plan(msgspec.Struct, frozen=True):
             check_elements(alias.fqn, alias.size)
             base, width = bases.get(alias.base), ITEM_SIZES[alias.dtype]
             if base is None or base.dtype == BLOB or several[alias.base] > 1 or len(alias.size) != len(alias.stride):
-                raise IntegrityError(f"alias {alias.fqn!r} has no base, dtype or stride that could be")
+                raise IntegrityError(f"alias {alias.fqn!r} has an impossible base, dtype or stride")
             extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
             if alias.offset + extent * width > base.length or alias.offset % width:
                 raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
@@ -207,7 +209,7 @@ _DECODER = msgspec.msgpack.Decoder(Plan)
 def check_elements(name: str, size: tuple[int, ...]) -> None:
     """Raise IntegrityError if the dimensions of a tensor, without those of size 0, have a product of MOST_ELEMENTS or more."""
     if math.prod(filter(None, size)) >= MOST_ELEMENTS:
-        raise IntegrityError(f"{name!r} has the size {list(size)}; a tensor has less than 2^62 elements")
+        raise IntegrityError(f"{name!r} has the size {list(size)}; expected fewer than 2^62 elements")
 
 
 def is_dense(sizes: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -180,7 +180,7 @@ def parse(text: str) -> Policy:
     Raises ValueError for other text, with one sentence that says what was expected.
     """
     if len(text) > MAX_TEXT:
-        raise ValueError(f"{text[:40]!r}... is {len(text)} characters long; a retention policy has {MAX_TEXT} at most")
+        raise ValueError(f"{text[:40]!r}... is {len(text)} characters long; expected a retention policy of at most {MAX_TEXT}")
     try:
         call = ast.parse(text.strip(), mode="eval").body
         if isinstance(call, ast.Name):
@@ -194,7 +194,7 @@ def parse(text: str) -> Policy:
         raise ValueError(f"{text[:80]!r} is no retention policy; expected one like 'LatestN(5)' or \"BestN('loss', 3)\"") from None
     if name not in POLICIES:
         near = difflib.get_close_matches(name, POLICIES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(POLICIES)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"the policies are {', '.join(POLICIES)}"
         raise ValueError(f"there is no retention policy {name!r}; {hint}")
     try:
         return POLICIES[name](*arguments, **named)

@@ -120,9 +120,9 @@ class SegmentHeader:
                 signature=signature, plan=extents[0], request=extents[1], values=extents[2],
             )  # fmt: skip
         except ValueError as error:
-            raise IntegrityError(f"segment header cannot be: {error}") from None
+            raise IntegrityError(f"segment header is not valid: {error}") from None
         if not MIN_CHUNK <= chunk_size <= MAX_CHUNK or capacity >= 1 << 62 or check_length != header.check_length:
-            raise IntegrityError("segment header has sizes that cannot be")
+            raise IntegrityError("segment header has impossible sizes")
         if any(e.offset + e.length > capacity or e.length > MAX_DOCUMENT for e in extents):
             raise IntegrityError("segment header names documents outside the slot")
         return header

@@ -130,7 +130,7 @@ class Session:
     def _request(self, request: m.Request) -> None:
         after = REQUESTS.get((self.state, type(request)))
         if after is None:
-            raise ProtocolError(f"{_name(request)} cannot come while the session is {self.state.value}")
+            raise ProtocolError(f"{_name(request)} is not allowed while the session is {self.state.value}")
         if request.id <= self._last_id:
             raise ProtocolError(f"{_name(request)} has the id {request.id}; it must be higher than {self._last_id}")
         if len(self.under_way) >= MAX_UNDER_WAY:
@@ -142,7 +142,7 @@ class Session:
     def _reply(self, reply: m.Reply) -> None:
         if isinstance(reply, m.Progress):
             if reply.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
-                raise ProtocolError(f"Progress cannot come while the session is {self.state.value}")
+                raise ProtocolError(f"Progress is not allowed while the session is {self.state.value}")
             return
         if isinstance(reply, m.Error) and reply.re == 0:
             self.close()

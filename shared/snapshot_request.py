@@ -43,14 +43,14 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     def decode(cls, data: bytes) -> SnapshotRequest:
         """Return the request in `data`. Raises IntegrityError if `data` is not a valid request document, its JSON text included."""
         if len(data) > MAX_REQUEST:
-            raise IntegrityError(f"request document has {len(data):,d} bytes; it has at most {MAX_REQUEST:,d}")
+            raise IntegrityError(f"request document has {len(data):,d} bytes; expected at most {MAX_REQUEST:,d}")
         try:
             request = msgspec.msgpack.decode(data, type=cls)
             content = msgspec.json.decode(request.user_content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"request document cannot be read: {error}") from None
         if deeper_than(content, MAX_DEPTH_READ):
-            raise IntegrityError(f"request document has user_content of more than {MAX_DEPTH_READ} levels")
+            raise IntegrityError(f"request document has user_content that is nested more than {MAX_DEPTH_READ} levels deep")
         if not 0 <= request.created < END_OF_TIME:
-            raise IntegrityError(f"request document was created at {request.created}, which is no time from 1970 to 9999")
+            raise IntegrityError(f"request document was created at {request.created}; expected a time from 1970 to 9999")
         return request

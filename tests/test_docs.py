@@ -1,4 +1,4 @@
-"""The documents say what the code does."""
+"""Tests that the documents say what the code does."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_life_cycles_are_drawn_from_the_tables() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_every_link_has_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page}: {target}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_tests_that_are_named_are_there(page: Path) -> None:
+def test_every_test_that_the_documents_name_exists(page: Path) -> None:
     known: list[str] = []
     for file, name in re.findall(r"`(?:tests/)?((?:\w+/)*test_\w+\.py)?(?:::(test_\w+))?`", page.read_text()):
         if file:
@@ -47,7 +47,7 @@ def test_every_setting_is_documented() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fenced blocks marked `python` run one after the other, in one process, with a private daemon."""
+    """The fenced blocks marked `python` run one after the other, in one process, with a private daemon."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     if not blocks:
         return

@@ -1,4 +1,4 @@
-"""The example as a newcomer runs it, on a tiny model: killed, started again, and bit for bit what it would have been."""
+"""Tests the examples as a newcomer runs them, on a tiny model. A killed and restarted run must equal an uninterrupted one bit for bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_killed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path: Path) -
     assert json.loads((killed / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
 
 
-def test_the_same_on_two_ranks_of_which_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_two_ranks_of_which_one_is_killed_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "1")
     whole, killed = (Run(tmp_path, name, 12, " ".join(TINY[:8]) + " --every 4", ranks=2) for name in ("whole", "killed"))
     try:
@@ -67,7 +67,7 @@ def test_the_same_on_two_ranks_of_which_one_is_killed(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("where", ["directory", "daemon"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_planners(where: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_the_planners_example_runs_on_one_and_two_ranks(where: str, ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     torchrun = (
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else [sys.executable, "-m"]
     )
@@ -85,7 +85,7 @@ def test_planners(where: str, ranks: int, tmp_path: Path, request: pytest.Fixtur
     assert written == {"renamed", "half", "balanced", "notes"}
 
 
-def test_policies(tmp_path: Path) -> None:
+def test_the_policies_example_keeps_what_it_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.policies", str(tmp_path / "root")]
     result = subprocess.run(
         command, env=environment(tmp_path), timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1]
@@ -94,18 +94,18 @@ def test_policies(tmp_path: Path) -> None:
     assert result.stdout.startswith("26 snapshots, 13 of them saved\nkept for-evaluation.a0001, in 2 files\n")
     wanted = {"for-evaluation.a0001", *(f"step-00000{step}.a0001" for step in (100, 140, 200, 240, 260))}
     until = time.monotonic() + 60
-    while {path.parent.name for path in tmp_path.glob("root/tiny/*/manifest.json")} != wanted:  # the daemon still deletes the rest
+    while {path.parent.name for path in tmp_path.glob("root/tiny/*/manifest.json")} != wanted:  # the daemon still deletes the others
         assert time.monotonic() < until
         time.sleep(0.05)
     assert len(list(tmp_path.glob("root/tiny/*/*.ckpt"))) == 12
 
 
-def test_it_says_in_one_sentence_what_is_missing(tmp_path: Path) -> None:
+def test_a_missing_root_is_reported_in_one_sentence(tmp_path: Path) -> None:
     clean = {key: value for key, value in environment(tmp_path).items() if key != "XDG_RUNTIME_DIR"}
     result = subprocess.run([sys.executable, str(TRAINER), *TINY], env=clean, timeout=200, capture_output=True, text=True, check=False)
     if Path("/run/ckptd").exists():
-        # Where the machine has a daemon of its own the example finds it, as it should, and nothing is missing to speak of.
-        pytest.skip("a daemon of this machine may be found")  # then nothing is missing that could be told
+        # If this machine has a daemon of its own, the example finds it and needs nothing else.
+        pytest.skip("a daemon of this machine may be found")  # the example then finds that daemon, and no error is printed
     assert result.returncode == 1
     assert result.stderr.startswith("ckptd: no daemon runs on this node and no root is known")
     assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""The layering and the house rules, read from the source."""
+"""Tests the layers and the rules of this repository, by reading the source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path, nodes: Iterable[ast.AST] | None = None) -> Iterator[str]:
-    """Full names of all that a file imports, wherever in it: modules, or what is taken out of them."""
+    """Return the full names of everything that a file imports, anywhere in it: modules, and the names taken out of them."""
     for node in ast.walk(tree(path)) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,7 +44,7 @@ def in_package(package: str) -> list[Path]:
     return [path for path in FILES if path.relative_to(ROOT).parts[0] == package]
 
 
-def test_there_is_something_to_look_at() -> None:
+def test_the_packages_have_modules() -> None:
     assert {package: bool(in_package(package)) for package in PACKAGES} == dict.fromkeys(PACKAGES, True)
     assert "ckptd.shared.names" in MODULES
     assert "ckptd.agent" in MODULES
@@ -68,7 +68,7 @@ def test_layers(package: str, forbidden: tuple[str, ...]) -> None:
 
 
 def loaded_after(statement: str) -> set[str]:
-    """What a fresh interpreter has in `sys.modules` after a statement."""
+    """Return the entries of `sys.modules` that a fresh interpreter has after a statement."""
     code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", timeout=120, check=True)
     return set(done.stdout.split())
@@ -89,7 +89,7 @@ def test_layers_when_every_module_is_imported(package: str, forbidden: tuple[str
 
 
 def edges(package: str) -> dict[str, set[str]]:
-    """Who imports whom within a package. Imports inside functions count, but for the command line's."""
+    """Return the imports between the modules of a package. Imports inside functions count, except those of the command line."""
     found: dict[str, set[str]] = {}
     for name, path in MODULES.items():
         if under(name, f"ckptd.{package}"):
@@ -107,7 +107,7 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Some cycle, or an empty list."""
+    """Return a cycle of imports, or an empty list if there is none."""
     done: set[str] = set()
 
     def visit(node: str, path: list[str]) -> list[str]:
@@ -124,7 +124,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for node in sorted(graph) if (found := visit(node, []))), [])
 
 
-def test_cycles_are_found() -> None:
+def test_the_search_finds_a_cycle() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
     assert edges("shared")["ckptd.shared.part"] >= {"ckptd.shared.codec", "ckptd.shared.errors", "ckptd.shared.plan"}
@@ -152,7 +152,7 @@ ROOMS = (
     "schedule",
     "__init__",
 )
-"""What `agent/` holds, lowest first."""
+"""The rooms of `agent/`, lowest first."""
 
 
 def test_rooms_of_the_agent_are_in_order() -> None:
@@ -183,7 +183,7 @@ def levels(graph: dict[str, set[str]]) -> dict[str, int]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_levels_of_imports(package: str) -> None:
-    """Prints the longest way down; `pytest -s -k levels` shows it."""
+    """Print the longest chain of imports; `pytest -s -k levels` shows it."""
     graph = edges(package)
     found = levels(graph)
     way = [max(found, key=lambda name: found[name])]
@@ -198,7 +198,7 @@ MOST_LEVELS = {"agent": 15, "daemon": 12, "shared": 9}
 
 
 def test_nothing_imports_the_command_line() -> None:
-    """Its imports inside functions are left out above; they can close no circle if nobody imports it."""
+    """Its imports inside functions are not checked above. They cannot close a cycle if no module imports the command line."""
     importers = [path.name for path in FILES if any(under(name, "ckptd.daemon.cli") for name in imports(path))]
     assert importers == ["__main__.py"]
 
@@ -313,7 +313,7 @@ def test_nothing_is_unpickled(path: Path) -> None:
 
 
 def _passed() -> dict[str, list[str]]:
-    """Failpoint names by the files that pass them: called by name, or by the prefix that `fs.publish` takes."""
+    """Return, by failpoint, the files that pass it: by its name, or by the prefix that `fs.publish` takes."""
     found: dict[str, list[str]] = {}
     suffixes = re.findall(r'failpoint\(f"\{points\}(\.\w+)"\)', (ROOT / "shared" / "fs.py").read_text())
     assert suffixes == [".written", ".synced", ".renamed"]
@@ -336,6 +336,6 @@ def test_every_failpoint_is_passed_in_one_place() -> None:
     assert {name: places for name, places in _passed().items() if len(places) > 1} == {}
 
 
-def test_failpoints_are_passed_by_those_whose_they_are() -> None:
+def test_agent_and_daemon_pass_only_their_own_failpoints() -> None:
     for name, places in _passed().items():
         assert (name in failpoints.AGENT) == places[0].startswith("agent/"), name

@@ -122,8 +122,8 @@ class Fences:
         if transfer.torn:
             self._may_wait = False
             raise SnapshotFailed(
-                "something else than its optimizer wrote to a parameter while it was being copied; from now on such copies are "
-                "waited for at once"
+                "something other than its optimizer wrote to a parameter while it was being copied; from now on, training waits for "
+                "every copy at once"
             )
 
     def drain(self) -> None:

@@ -126,12 +126,12 @@ def lock_pages(address: int, length: int) -> bool:
     if device is None or not length:
         return False
     if device.type != "cuda":
-        log.warning("slots are not page-locked: ckptd knows how for CUDA and ROCm alone, not for %s; copies are slower", device.type)
+        log.warning("slots are not page-locked, so copies are slower: ckptd can page-lock for CUDA and ROCm only, not for %s", device.type)
         return False
     error = int(torch.cuda.cudart().cudaHostRegister(address, length, _PORTABLE))  # type: ignore[no-untyped-call]
     if error:
         log.warning(
-            "slots could not be page-locked (CUDA error %d, %.1f GB): copies are slower and hold the training; is LimitMEMLOCK too small?",
+            "slots could not be page-locked (CUDA error %d, %.1f GB): copies are slower and hold up training; is LimitMEMLOCK too small?",
             error, length / 1e9,
         )  # fmt: skip
     return error == 0

@@ -126,7 +126,7 @@ class MappedSlot:
         start, length = held.data_ptr() - self.header.data_offset, self.header.file_length
         for offset in range(0, length, _PIECE):
             if error := populate(start + offset, min(_PIECE, length - offset), MADV_POPULATE_WRITE):
-                log.debug("pages of a slot could not be mapped ahead: %s", os.strerror(error))
+                log.debug("pages of a slot could not be faulted in before the first copy: %s", os.strerror(error))
                 break
         with self._locking:
             if not self._forgotten and lock_pages(start, length):

@@ -92,7 +92,7 @@ class MappedSlots:
     def keep(self, segments: set[str]) -> None:
         """Keep the slots whose segments the daemon still has, and forget the others. `segments` are the daemon's."""
         for name in [name for name in self._slots if name not in segments]:
-            log.warning("a slot is gone from shared memory: what was only there is lost")
+            log.warning("a slot has disappeared from shared memory: a snapshot that was only in this slot is lost")
             self._slots.pop(name).close_descriptors()
 
     def settle(self) -> None:

@@ -103,7 +103,7 @@ def stateful_dicts(state: Any, rank: int) -> dict[str, Any]:
     The key of a `per_rank` value gets `@` and the rank appended. Raises InvalidRequest if the state is not a dict.
     """
     if not isinstance(state, dict):
-        raise InvalidRequest(f"with a planner the state is {type(state).__name__}; expected a dict, as for dcp.save")
+        raise InvalidRequest(f"the state is of type {type(state).__name__}; with a planner, expected a dict, as for dcp.save")
     made = {}
     for key, value in state.items():
         if isinstance(value, PerRank):
@@ -204,12 +204,12 @@ def _encode(value: Any) -> bytes:
 def _decode(data: bytes, kind: type) -> Any:
     try:
         found = _rebuilt(torch.load(io.BytesIO(data), weights_only=True))
-    except Exception as error:
+    except Exception:
         raise InvalidRequest(
-            f"the planner's plan holds what ranks cannot tell each other without running pickled code: {str(error).splitlines()[0][:200]}"
+            "the planner's plan holds an object that another rank could not load without running pickled code; use plain values in it"
         ) from None
     if not isinstance(found, kind):
-        raise InvalidRequest(f"the planner made {type(found).__name__}; expected {kind.__name__}")
+        raise InvalidRequest(f"the planner returned {type(found).__name__}; expected {kind.__name__}")
     return found
 
 

@@ -42,7 +42,7 @@ class StorageReader(dcp.StorageReader):
 
     def _where(self) -> Path:
         if self._path is None:
-            raise InvalidRequest("StorageReader has no path: give it one, or say checkpoint_id= to dcp.load")
+            raise InvalidRequest("StorageReader has no path: give it one, or pass checkpoint_id= to dcp.load")
         return self._path
 
     @classmethod
@@ -65,7 +65,9 @@ class StorageReader(dcp.StorageReader):
         path, rank = self._where(), kwargs.get("rank")
         self.close()
         if rank is not None and os.path.lexists(path / MANIFEST):
-            raise IntegrityError(f"the checkpoint in {path} cannot be read, and it is not one that each rank has saved for itself")
+            raise IntegrityError(
+                f"the checkpoint in {path} cannot be read, and no rank has its own there: it was not saved with use_collectives=False"
+            )
         try:
             opened = self._opened = open_checkpoint(*find_checkpoint(path if rank is None else path / f"rank-{rank:05d}"))
             metadata = opened.metadata()

@@ -137,7 +137,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
     def _where(self) -> Path:
         path: Path | None = getattr(self._local, "path", self._path)
         if path is None:
-            raise InvalidRequest("StorageWriter has no path: give it one, or say checkpoint_id= to dcp.save")
+            raise InvalidRequest("StorageWriter has no path: give it one, or pass checkpoint_id= to dcp.save")
         return path
 
     @property
@@ -204,10 +204,12 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         checkpoint = StandaloneCheckpoint(path)
         try:
             if beside := attempts_of(path):
-                raise AlreadyExists(f"Checkpoint already exists: {path.parent / beside[max(beside)]}; only its daemon may save beside it")
+                raise AlreadyExists(
+                    f"Checkpoint already exists: {path.parent / beside[max(beside)]}; only its daemon may save another one of this name"
+                )
             checkpoint.make()
             if not self.overwrite and checkpoint.has_manifest():
-                raise AlreadyExists(f"Checkpoint already exists in {path}; choose another directory, or say overwrite=True")
+                raise AlreadyExists(f"Checkpoint already exists in {path}; choose another directory, or pass overwrite=True")
             self._save.holding.enter_context(checkpoint.saving())
         except OSError as error:
             raise StorageError.of(f"save {path}", error) from None
@@ -261,7 +263,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         try:
             self._finish(save, save.ticket, metadata, [result for of_rank in results for result in of_rank])
         except FileExistsError:
-            raise AlreadyExists(f"{save.ticket.path} holds a checkpoint that another save has made meanwhile") from None
+            raise AlreadyExists(f"another save has committed a checkpoint in {save.ticket.path} in the meantime") from None
         except OSError as error:
             raise StorageError.of(f"save {save.ticket.path}", error) from None
         finally:
@@ -275,7 +277,9 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         check_complete(metadata, [(result.index, result.storage_data) for result in results if result.index.fqn != _PART])
         parts: dict[int, PartEntry | None] = dict(result.storage_data for result in results if result.index.fqn == _PART)
         if sorted(parts) != list(range(ticket.world_size)):
-            raise InvalidRequest(f"parts of ranks {sorted(parts)} have come, of {ticket.world_size}; nothing was saved")
+            raise InvalidRequest(
+                f"parts of ranks {sorted(parts)} were written; expected one of each of {ticket.world_size} ranks; nothing was saved"
+            )
         layout = resolved.lay_out(global_plan=ticket.global_plan, metadata=plain_metadata(metadata))
         parts[ticket.rank] = part.finish(layout, values_of(metadata, save_id=save.save_id), _request(ticket))
         if isinstance(part, SlotPart):
@@ -299,7 +303,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         try:
             checkpoint.sweep()
         except (OSError, IntegrityError) as error:
-            log.warning("%s: what an earlier save has left is still there: %s", ticket.path, error)
+            log.warning("%s: files of an earlier save could not be deleted: %s", ticket.path, error)
 
     def close(self) -> None:
         """Discard the remains of a failed save. Slots are kept for the next save, and freed when the process exits."""
@@ -313,5 +317,5 @@ def _request(ticket: Ticket) -> SnapshotRequest:
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     if not StorageWriter.validate_checkpoint_id(path):
-        raise InvalidRequest(f"{os.fspath(path)!r} is no path of a file system; ckptd saves to directories")
+        raise InvalidRequest(f"{os.fspath(path)!r} is a URL; expected the path of a directory")
     return Path(os.path.abspath(path))

@@ -128,7 +128,9 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
     Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one is that of the caller's Agent; the daemon's errors.
     """
     if StandaloneCheckpoint(target.path).has_manifest():
-        raise AlreadyExists(f"Checkpoint already exists in {target.path}, which a save without the daemon has made; move it away")
+        raise AlreadyExists(
+            f"Checkpoint already exists in {target.path}, and it was saved without the daemon: move it away, or choose another path"
+        )
     until = time.monotonic() + SAVE_SECONDS
     while True:
         with _calls("save"):
@@ -136,13 +138,15 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
             directory = names.tag_directory(target.step, target.tag, held.attempt)
             taken = open_root(target.root).has_manifest(target.job, directory)
             if taken and not overwrite:
-                raise AlreadyExists(f"Checkpoint already exists: {target.job}/{directory}; choose another name, or say overwrite=True")
+                raise AlreadyExists(f"Checkpoint already exists: {target.job}/{directory}; choose another name, or pass overwrite=True")
             begins_next = taken or (target.step is not None and target.step <= held.last_step)
             if begins_next and held not in _own.values():
                 whose = f"attempt {held.attempt} of this process's own Agent"
                 if target.step is None:
                     raise InvalidRequest(f"tag {target.tag!r} is taken in {whose}, which cannot be overwritten: choose another tag")
-                raise InvalidRequest(f"step {target.step} does not follow step {held.last_step}, the last of {whose}: recover() to go back")
+                raise InvalidRequest(
+                    f"step {target.step} does not follow step {held.last_step}, the last of {whose}: call recover() to go back"
+                )
             if not held.saving or not (overwrite or begins_next) or time.monotonic() > until:
                 return _claimed(target, _begin(target, 0, world_size, None) if begins_next else held, world_size)
         time.sleep(_LOOK_SECONDS)  # a save on another thread may be the one to overwrite, and a new attempt would end it
@@ -177,7 +181,9 @@ def _current(target: Target, world_size: int) -> RankLink:
 def attach(claimed: Claim, rank: int, world_size: int) -> RankLink:
     """Return the link of this rank in the claimed attempt, or make one. Raises InvalidRequest if this rank is not on rank 0's node."""
     if claimed.boot != this_boot():
-        raise InvalidRequest(f"ranks 0 and {rank} are not on one node: a job's ranks share one node and daemon; save outside its root")
+        raise InvalidRequest(
+            f"ranks 0 and {rank} are on different nodes, but a job's ranks must share one node and daemon: save outside its root"
+        )
     with _calls("save"):
         held = _find(claimed.target, rank, world_size, claimed.attempt)
         return held or _begin(claimed.target, rank, world_size, claimed.attempt)
@@ -205,7 +211,7 @@ def _leave(link: RankLink) -> None:
     try:
         link.close(EXIT_SECONDS)
     except CkptdError as error:  # saves that were acknowledged are not lost
-        log.debug("a link is closed without its last save: %s", error)
+        log.debug("a link was closed before its last save was durable: %s", error)
 
 
 @atexit.register
@@ -285,9 +291,9 @@ class SlotPart:
         older = [tag for attempt, tag in attempts_of(target.path).items() if attempt < self._claimed.attempt]
         try:
             for why in (self._link.forget(older) if older else {}).values():
-                log.warning("an older save of that name is still there: %s", why)
+                log.warning("an older save of this name could not be deleted: %s", why)
         except CkptdError as error:
-            log.warning("older saves of %s are still there: %s", target.path, error)
+            log.warning("older saves of %s could not be deleted: %s", target.path, error)
 
     def close(self) -> None:
         """End this save in this process. The daemon has the slot, and will save or release it."""

@@ -50,7 +50,7 @@ def receive(path: str, rank: int) -> Ticket:
             encoded = store.get(key)
             store.delete_key(key)  # so that a later save to another path does not find it
             return msgspec.msgpack.decode(encoded, type=Ticket)
-    raise InvalidRequest(f"this rank saves to {path}, and the coordinator elsewhere: give all ranks one path")
+    raise InvalidRequest(f"this rank saves to {path}, but the coordinator saves to another path: use the same path on all ranks")
 
 
 def _store() -> Store:

@@ -89,9 +89,9 @@ class Handover:
         all_, slots = self._all, self._all.slots
         all_.no_longer_filled(self.pending)  # else a step that was filled before, and needs a larger slot now, would wait for itself
         if not slots.fit(needed) and not all_.wait_until_sealed(deadline):
-            raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its own in time")
+            raise SnapshotFailed("larger slots are needed, and another save of this process has not sealed its slot in time")
         if not slots.ensure(needed, deadline):
-            why = "the slots in shared memory are still being made; a later snapshot will find them"
+            why = "the slots in shared memory are still being made; a later snapshot can use them"
             all_.pass_over(self.pending, SnapshotFailed(f"step {self.pending.step} was skipped: {why}"))
             self._skip(why)
         if self.slot_request.segment not in slots:

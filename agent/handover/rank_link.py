@@ -261,7 +261,7 @@ class RankLink:
         self.handovers.slots.forget()
 
 
-_GONE = "the daemon is gone; what is sealed waits in shared memory for the next one, which will save it"
+_GONE = "the daemon is gone; sealed snapshots stay in shared memory, and the next daemon will save them"
 
 
 def links() -> list[RankLink]:

@@ -30,7 +30,7 @@ def job_name(job: str | None, *, private: bool) -> str:
         return check_name("job", name)
     if private:
         return "default"
-    raise InvalidRequest("this daemon serves several jobs: say which one this is with CKPTD_JOB or Agent(job=...)")
+    raise InvalidRequest("this daemon serves several jobs: name this job with CKPTD_JOB or Agent(job=...)")
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
@@ -74,14 +74,14 @@ def make_request(
             numbers[str(key)] = float(value)
             str(key).encode()
         except UnicodeEncodeError:
-            raise InvalidRequest(f"metric {key!r} has half of a surrogate pair in its name, which UTF-8 cannot say") from None
+            raise InvalidRequest(f"metric {key!r} has half of a surrogate pair in its name, which UTF-8 cannot encode") from None
         except OverflowError:
-            raise InvalidRequest(f"metric {key!r} is an integer beyond every float; expected a number") from None
+            raise InvalidRequest(f"metric {key!r} is an integer too large for a float; expected a number that fits into one") from None
         except (TypeError, ValueError):
             raise InvalidRequest(f"metric {key!r} is {value!r}; expected a number") from None
     content = "null" if user_content is None else _as_json(user_content)
     if len(content) + sum(len(key) + 16 for key in numbers) > MAX_REQUEST // 2:
-        raise InvalidRequest(f"metrics and user_content together are beyond {MAX_REQUEST // 2} bytes; save large values in the state")
+        raise InvalidRequest(f"metrics and user_content together exceed {MAX_REQUEST // 2} bytes; save large values in the state")
     return SnapshotRequest(
         tag=tag,
         persist=bool(persist),
@@ -99,7 +99,7 @@ def _as_json(user_content: Any) -> str:
         read = msgspec.json.decode(text)
     except msgspec.DecodeError:
         # json.dumps escapes half of a surrogate pair, and no strict reader accepts that.
-        raise InvalidRequest("user_content has half of a surrogate pair in a text, which UTF-8 cannot say; leave it out") from None
+        raise InvalidRequest("user_content has half of a surrogate pair in a text, which UTF-8 cannot encode; leave it out") from None
     except RecursionError:
         read = None
     except (TypeError, ValueError) as error:

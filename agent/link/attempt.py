@@ -32,7 +32,7 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
 
     mine: bytes | CkptdError
     if client is None:
-        mine = error or InternalError("no daemon and no reason")
+        mine = error or InternalError("there is no connection to a daemon, and no error that says why")
     else:
         mine = msgspec.msgpack.encode(_Place(this_boot(), names.host(), client.welcome.instance, client.welcome.root, job))
     attempt = msgspec.msgpack.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS), type=int)
@@ -69,7 +69,7 @@ def _check_same(first: _Place, other: _Place, rank: int) -> None:
             "a job's ranks must be on one node with one daemon in this version"
         )
     if first.job != other.job:
-        raise InvalidRequest(f"rank {rank} names its job {other.job!r}, rank 0 {first.job!r}: use the same job name on all ranks")
+        raise InvalidRequest(f"rank {rank} uses the job name {other.job!r}, rank 0 uses {first.job!r}: use the same job name on all ranks")
 
 
 def _begin(client: Client, job: str, ranks: Ranks, attempt: int) -> int:

@@ -143,7 +143,7 @@ class Client:
         if call.error is not None:
             raise call.error
         if not isinstance(call.reply, kind):
-            raise ProtocolError(f"the daemon answered with {type(call.reply).__name__}")
+            raise ProtocolError(f"the daemon answered with {type(call.reply).__name__}; expected {kind.__name__}")
         return call.reply, call.descriptors
 
     def _look(self) -> None:
@@ -204,7 +204,7 @@ class Client:
         except Nested:
             self._posts.append((make, call))
         except DaemonUnreachable as error:
-            log.debug("not sent: %s", error)
+            log.debug("a message was not sent: %s", error)
 
     def _inside(self) -> bool:
         """Return True if this thread holds the lock already, because a signal handler or a destructor has interrupted it there."""
@@ -224,7 +224,7 @@ class Client:
         with self._lock:
             if self._closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
-                    "this agent is closed" if self._closed else "a forked process cannot use its parent's agent: make one here"
+                    "this agent is closed" if self._closed else "a forked process cannot use its parent's agent: make an Agent of its own"
                 )
             channel = self._channel
             number = channel.new_id()
@@ -268,7 +268,7 @@ class Client:
                         self._hear(self._channel)
             except Exception as error:
                 if not isinstance(error, (CkptdError, OSError)):  # a bug; the thread survives it, or every call would wait for ever
-                    log.exception("what the daemon said could not be taken in")
+                    log.exception("a message from the daemon could not be handled")
                 gone = error if isinstance(error, CkptdError) else DaemonUnreachable(f"the daemon is gone: {error}")
                 reason, self._unheard = self._unheard or gone, None
             if self._closed:
@@ -278,7 +278,7 @@ class Client:
             self._down_since, self._silent = time.monotonic(), False
             self._up.clear()
             self._channel.close()
-            log.warning("connection to the daemon lost (%s); connecting again", reason)
+            log.warning("connection to the daemon lost (%s); reconnecting", reason)
             self._fail_calls(DaemonUnreachable(f"the connection to the daemon was lost: {reason}"))
             if not self._connect_again():
                 return
@@ -321,7 +321,7 @@ class Client:
                 channel = self._place.connect()
             except CkptdError as error:
                 strange, said = isinstance(error, Forbidden) and not said, said or isinstance(error, Forbidden)
-                log.log(logging.WARNING if strange else logging.DEBUG, "no daemon yet: %s", error)
+                log.log(logging.WARNING if strange else logging.DEBUG, "cannot reconnect to the daemon yet: %s", error)
                 time.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
                 continue
@@ -342,7 +342,7 @@ class Client:
             self._lost(error)
             self.close()
         except CkptdError as error:
-            log.warning("the daemon is back, but this rank could not take up its work: %s", error)
+            log.warning("the daemon is back, but this rank could not resume its session: %s", error)
             channel.end()  # the client's thread then reconnects once more
         else:
             self._up.set()

@@ -52,7 +52,9 @@ class Place:
             channel = Channel(self.socket, CONNECT_SECONDS)
         if self.root is not None and Path(channel.welcome.root) != self.root:
             channel.close()
-            raise InvalidRequest(f"the daemon at {self.socket} keeps its checkpoints in {channel.welcome.root}, not in {self.root}")
+            raise InvalidRequest(
+                f"the daemon at {self.socket} uses root {channel.welcome.root}, not {self.root}: name that root, or another daemon's socket"
+            )
         return channel
 
 
@@ -84,7 +86,7 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
     if absolute is None:
         raise DaemonUnreachable(
             "no daemon runs on this node and no root is known: start one with `ckptd run --root DIR`, or set CKPTD_ROOT (or root=) "
-            "to a directory and a private one is started"
+            "to a directory, for which a private daemon is then started"
         )
     return Place(names.private_socket(absolute), absolute, private=True)
 
@@ -97,7 +99,7 @@ def _serves(socket: Path, root: Path | None) -> bool:
     try:
         channel = Channel(socket, CONNECT_SECONDS)
     except Forbidden as error:
-        log.warning("a default place for the daemon's socket is passed over: %s", error)
+        log.warning("a default path of the daemon's socket is not used: %s", error)
         return False
     except CkptdError:
         return root is None  # the daemon may be restarting; if not, the connection made next reports the error
@@ -188,10 +190,10 @@ def start_private(root: Path) -> None:
     if word:
         return
     if not answered:
-        raise DaemonUnreachable(f"the private daemon is not ready after {START_SECONDS:.0f} s; {log_file} says what it does")
+        raise DaemonUnreachable(f"the private daemon is not ready after {START_SECONDS:.0f} s; see {log_file}")
     if daemon.wait() != 11:  # 11: another daemon serves this root already, and the caller connects to that one
-        last = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["it left no word"]
-        raise DaemonUnreachable(f"the private daemon did not start: {last[0].removeprefix('ckptd: ')} (all of it in {log_file})")
+        last = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
+        raise DaemonUnreachable(f"the private daemon did not start: {last[0].removeprefix('ckptd: ')} (the whole log is {log_file})")
 
 
 def _private_socket(root: Path) -> Path:
@@ -206,7 +208,9 @@ def _private_socket(root: Path) -> Path:
             continue
         except OSError as error:
             raise DaemonUnreachable(f"cannot make {socket.parent} for the private daemon's socket: {error.strerror}") from None
-    raise DaemonUnreachable(f"another user takes every name beside {socket.parent}: set XDG_RUNTIME_DIR to a directory of your own")
+    raise DaemonUnreachable(
+        f"other users have taken all names tried, such as {socket.parent}: set XDG_RUNTIME_DIR to a directory of your own"
+    )
 
 
 def _make_own(directory: Path) -> None:
@@ -232,5 +236,5 @@ def _open_log(log_file: Path) -> int:
     strange = not owners.is_trusted(status.st_uid) and not owners.owns_new_files(log_file.parent, None, status.st_uid)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or strange:
         os.close(fd)
-        raise OSError(f"{log_file} is not a regular file of uid {os.geteuid()} with one name: remove it")
+        raise OSError(f"{log_file} is not a regular file of uid {os.geteuid()} without other hard links: remove it")
     return fd

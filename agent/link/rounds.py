@@ -132,7 +132,7 @@ class Exchange:
         done, left = Flag(), Flag()
 
         def over() -> CkptdError | None:
-            return SnapshotFailed("nobody waits for it any more") if left.is_set() else unwanted()
+            return SnapshotFailed("the caller no longer waits for this round") if left.is_set() else unwanted()
 
         def run() -> None:
             try:
@@ -211,7 +211,8 @@ class Exchange:
                     found.append(said)
             values = [_decode(said, rank) for rank, said in zip([0, *asked], found, strict=True)]
             if late := [rank for rank in range(1, self.world_size) if rank not in asked]:
-                raise SnapshotFailed(f"rank {', '.join(map(str, late[:8]))} has not come within {time.monotonic() - begun:.0f} s")
+                named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
+                raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s")
             return [_encode(answer) for answer in decide(values)], asked
         except CkptdError as error:
             return [_encode(error)] * self.world_size, asked

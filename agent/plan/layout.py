@@ -204,11 +204,11 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
 def check_item(name: str, dtype: str) -> None:
     """Raise UnsavableValue if an item cannot have this name or this dtype."""
     if not name:
-        raise UnsavableValue("a tensor has the empty text for its key: give it a name")
+        raise UnsavableValue("a tensor has an empty key: give it a name")
     if name.startswith(HIDDEN):
         raise UnsavableValue(f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages")
     if len(name) >= MAX_TEXT:
-        raise UnsavableValue(f"{name[:40]}...: this key has {len(name):,d} characters; a tensor's has less than {MAX_TEXT:,d}")
+        raise UnsavableValue(f"{name[:40]}...: this key has {len(name):,d} characters; expected fewer than {MAX_TEXT:,d}")
     if dtype not in ITEM_SIZES:
         raise UnsavableValue(f"{name}: tensors of dtype {dtype} cannot be saved by this version")
 

@@ -61,20 +61,24 @@ class Resolved:
     def _tensor(self, write: WriteItem) -> Row:
         fqn, data = write.index.fqn, write.tensor_data
         if data is None:
-            raise InvalidRequest(f"{fqn}: the planner's item is a tensor and has no tensor_data")
+            raise InvalidRequest(f"{fqn}: the planner's item is a tensor, but has no tensor_data")
         tensor = self._resolve(write)
         sizes, offsets = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
         if tuple(tensor.shape) != sizes:
-            raise InvalidRequest(f"{fqn}: the planner's item has shape {list(sizes)}, what it resolves to {list(tensor.shape)}")
+            raise InvalidRequest(
+                f"{fqn}: the planner's item has shape {list(sizes)}, but resolves to a tensor of shape {list(tensor.shape)}"
+            )
         if len(data.size) != len(sizes) or any(o + s > t for o, s, t in zip(offsets, sizes, data.size, strict=True)):
-            raise InvalidRequest(f"{fqn}: the planner's item of shape {list(sizes)} at {list(offsets)} is not within {list(data.size)}")
+            raise InvalidRequest(
+                f"{fqn}: the planner's item of shape {list(sizes)} at {list(offsets)} does not lie within shape {list(data.size)}"
+            )
         grad = bool(data.properties.requires_grad) and (tensor.is_floating_point() or tensor.is_complex())
         return Row(fqn, dtype_name(tensor.dtype), tuple(data.size), offsets, sizes, None, tensor.device.type, grad)
 
     def _resolve(self, write: WriteItem) -> torch.Tensor:
         tensor = self.planner.resolve_data(write)
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidRequest(f"{write.index.fqn}: the planner's item is a tensor and resolves to {type(tensor).__name__}")
+            raise InvalidRequest(f"{write.index.fqn}: the planner's item is a tensor, but resolves to {type(tensor).__name__}")
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if isinstance(tensor, ShardedTensor):
@@ -84,13 +88,13 @@ class Resolved:
     def _blob(self, write: WriteItem, weights_only: bool) -> Row:
         fqn, data = write.index.fqn, self.planner.resolve_data(write)
         if not isinstance(data, io.BytesIO):
-            raise InvalidRequest(f"{fqn}: the planner's item is bytes and resolves to {type(data).__name__}")
+            raise InvalidRequest(f"{fqn}: the planner's item is bytes, but resolves to {type(data).__name__}; expected BytesIO")
         if weights_only and may_unpickle(self.planner, data.getbuffer()) and not loads_as_weights(data.getbuffer()):
             # Refused by default, because only the caller knows which users can write to the storage. The error says how to allow it.
             raise UnsavableValue(
-                f"{fqn}: what the planner has pickled could not be loaded without running pickled code; save plain values instead, or say "
+                f"{fqn}: the planner's bytes could not be loaded without running pickled code; save plain values instead, or pass "
                 "weights_only=False to StorageWriter and StorageReader "  # only the text of an error: nothing is unpickled here
-                "if you trust whoever can write there"
+                "if you trust everyone who can write to the checkpoint"
             )
         length = len(data.getbuffer())
         blob = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8)
@@ -109,7 +113,7 @@ class Resolved:
         tensor = self._resolve(write)
         assert write.tensor_data is not None
         if tensor.dtype != dtype or tensor.shape != write.tensor_data.chunk.sizes:
-            raise InvalidRequest(f"{_shown(key)}: the planner has resolved it to another dtype or shape than a moment ago")
+            raise InvalidRequest(f"{_shown(key)}: the planner now resolves it to another dtype or shape than when the save began")
         return tensor
 
     def sources_of(self, layout: Layout) -> Callable[[int], torch.Tensor]:
@@ -165,7 +169,7 @@ def check_complete(metadata: Metadata, written: Iterable[tuple[MetadataIndex, tu
     found = Counter(key for key, _ in pairs)
     for what, keys in (
         ("has dropped", planned.keys() - found.keys()),
-        ("has made items that its metadata lacks:", found.keys() - planned.keys()),
+        ("has written items that its metadata lacks:", found.keys() - planned.keys()),
         ("writes more than once", {key for key, times in found.items() if times > 1}),
         ("writes in another size than its metadata says:", {key for key, sizes in pairs if planned.get(key) not in (None, sizes)}),
     ):

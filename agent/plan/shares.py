@@ -102,7 +102,7 @@ def _compare_values(offers: list[Offer]) -> None:
             other, expected = first.setdefault(key, (rank, found))
             if found != expected:
                 where = f"{key or 'the state'} differs between ranks {other} and {rank}"
-                raise UnsavableValue(f"{where}: make it the same, or mark it as each rank's own with per_rank(...)")
+                raise UnsavableValue(f"{where}: make it the same on all ranks, or mark it as each rank's own with per_rank(...)")
 
 
 def _compare_rows(offers: list[Offer]) -> None:
@@ -115,7 +115,7 @@ def _compare_rows(offers: list[Offer]) -> None:
             if (row.dtype, row.size) != (dtype, size):
                 raise UnsavableValue(
                     f"{row.fqn} is {dtype} {list(size)} on rank {other} and {row.dtype} {list(row.size)} on rank {rank}: a tensor "
-                    "is the same on all ranks, a shard of one (a DTensor), or each rank's own (per_rank)"
+                    "must be the same on all ranks, a shard (a DTensor), or marked as each rank's own (per_rank)"
                 )
             covered[row.fqn][row.offsets] = math.prod(row.sizes)
             if row.digest:
@@ -123,7 +123,7 @@ def _compare_rows(offers: list[Offer]) -> None:
                 if row.digest != bytes_there:
                     raise UnsavableValue(
                         f"{row.fqn} differs between ranks {other} and {rank}, and is not split between them: make it a DTensor over all "
-                        "ranks, give what is another tensor another key, or mark it as each rank's own with per_rank(...)"
+                        "ranks, give different tensors different keys, or mark it as each rank's own with per_rank(...)"
                     )
     for fqn, parts in covered.items():
         if sum(parts.values()) != math.prod(shapes[fqn][2]):

@@ -27,7 +27,7 @@ def read_plan(opened: Opened, plan: LoadPlan, planner: LoadPlanner, *, weights_o
         if weights_only and may_unpickle(planner, data) and not loads_as_weights(data):
             # Refused by default: only the caller knows whether the writer of the file can be trusted. The error says how to allow it.
             raise UnsavableValue(
-                f"{read.storage_index.fqn}: it can only be loaded by running pickled code; say "
-                "weights_only=False to StorageReader if nobody else could have written it"
+                f"{read.storage_index.fqn}: it can only be loaded by running pickled code; pass "
+                "weights_only=False to StorageReader if you trust everyone who could have written it"
             )
         planner.load_bytes(read, io.BytesIO(data))

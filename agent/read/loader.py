@@ -90,7 +90,7 @@ class Saved:
             return self.aliases[name][1]
         if name in self.shards and not name.startswith(HIDDEN):
             return self.shards[name][0].item
-        raise NotFound(f"no tensor {name!r}; there are {len(self.names())}, like {', '.join(sorted(self.names())[:3])}")
+        raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as {', '.join(sorted(self.names())[:3])}")
 
     def metadata(self) -> Metadata:
         """Return DCP's metadata of every tensor and blob that can be asked for."""
@@ -266,7 +266,7 @@ def _stored(saved: Saved, read: ReadItem) -> tuple[Shard, Alias | None]:
         saved.check_whole(name)
         found = [s for s in saved.shards[name] if tuple(s.item.offsets) == offset or not offset]
         if not found:
-            raise NotFound(f"{name}: nothing is stored at {list(offset)}")
+            raise NotFound(f"{name}: no shard is stored at {list(offset)}")
         shard, alias, size = found[0], None, found[0].item.sizes
     ends = [start + length for start, length in zip(read.storage_offsets, read.lengths, strict=False)]
     if not len(read.storage_offsets) == len(read.lengths) == len(size) or any(e > s for e, s in zip(ends, size, strict=True)):

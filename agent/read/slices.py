@@ -65,7 +65,7 @@ def read_slice(
             copy_any(made[tuple(slice(ours.start, ours.stop) for ours in inside)], stored)
             filled += stored.numel()
     if filled != made.numel():
-        raise IntegrityError(f"of {name} only {filled} of {made.numel()} elements are there")
+        raise IntegrityError(f"{name}: only {filled} of {made.numel()} elements are stored")
     numbers = [n for n, entry in enumerate(index) if not isinstance(entry, slice)]
     return made.reshape([len(wanted) for n, wanted in enumerate(ranges) if n not in numbers])
 
@@ -141,6 +141,6 @@ def _ranges(name: str, index: Sequence[Index], size: tuple[int, ...]) -> list[ra
             what = f"slice {dimension} of {name} is {entry!r}"
             raise InvalidRequest(f"{what}; expected a number, or a slice of numbers with a step of 1 or more") from None
         if not -extent <= number < extent:
-            raise InvalidRequest(f"{name} has {extent} elements in dimension {dimension}: there is no {number}")
+            raise InvalidRequest(f"{name} has {extent} elements in dimension {dimension}: there is no element {number}")
         ranges.append(range(number % extent, number % extent + 1))
     return ranges

@@ -109,8 +109,8 @@ class Binding:
         on_reshape = self._on_reshape
         if on_reshape is None:
             self._problems.append(
-                f"{path} is each rank's own and was saved on {len(saved.values)} ranks, of which this is none: recover on as many "
-                "ranks, or give recover() a function on_reshape(key, values) that makes this rank's value"
+                f"{path} is each rank's own, was saved on {len(saved.values)} ranks, none of them this one: recover on as many "
+                "ranks, or pass recover() a function on_reshape(key, values) that makes this rank's value"
             )
             return lambda resolve: _KEEP
         fresh = self._fresh(saved.values, path)
@@ -309,7 +309,7 @@ class Binding:
             plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             if any(other != plain[0] for other in plain):
                 self._problems.append(
-                    f"{path}.param_groups.{number}: the checkpoint has its parameters in groups of other settings "
+                    f"{path}.param_groups.{number}: the checkpoint has the parameters of this group in groups with different settings "
                     f"(it has {len(saved)} groups, the optimizer {len(own)})"
                 )
             found.append(plain[0] if plain else {})

@@ -94,10 +94,12 @@ class Recovery:
         said = self._all("find", lambda: self._find(step, last_step))
         self.last_step = max(found["last_step"] for found in said)
         if len(asked := {found["asked"] for found in said}) > 1:
-            raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: give the same on all")
+            raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: pass the same step on all ranks")
         candidates = [m.RecoveryCandidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
         if not candidates and any(found["candidates"] for found in said):
-            raise RecoveryFailed("the ranks have not found the same checkpoints, since some came or went meanwhile: recover again")
+            raise RecoveryFailed(
+                "the ranks have found different checkpoints, because some were saved or deleted meanwhile: call recover() again"
+            )
         passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
         overwritten = False
         for number, candidate in enumerate(candidates):
@@ -115,7 +117,7 @@ class Recovery:
             finally:
                 attempt.close()
             if damage:
-                log.error("%s is passed over: %s", where, damage)
+                log.error("%s cannot be recovered and is skipped: %s", where, damage)
                 passed_over.append(f"{where}: {damage}")
                 continue
             failpoint("agent.recover.loaded")
@@ -123,7 +125,7 @@ class Recovery:
             log.info("recovered %s in %.2f s", where, seconds)
             return attempt.recovered(seconds, passed_over)
         if passed_over:
-            after = "; the state is partly overwritten: build it anew before training" if overwritten else "; the state is as it was"
+            after = "; the state is partly overwritten: rebuild it before training" if overwritten else "; the state is unchanged"
             raise RecoveryFailed(
                 f"no sound checkpoint of job {self._job!r} is left: {'; '.join(passed_over)}{after}", overwritten=overwritten
             )

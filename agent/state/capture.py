@@ -207,7 +207,9 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):
-            raise UnsavableValue(f"{name}: a DTensor placed {tensor.placements} holds summands, not values; redistribute() it first")
+            raise UnsavableValue(
+                f"{name}: a DTensor with placements {tensor.placements} holds partial results, not values; redistribute() it first"
+            )
         check_tensor(name, tensor._local_tensor)
         return tensor
     if isinstance(tensor, ShardedTensor):
@@ -215,7 +217,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
             check_tensor(name, shard.tensor.detach())
         return tensor
     if tensor.dim() > MAX_DIMENSIONS:
-        raise UnsavableValue(f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved, {MAX_DIMENSIONS} at most; reshape() it")
+        raise UnsavableValue(f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved; reshape() it to at most {MAX_DIMENSIONS}")
     kind = type(tensor)
     problem = None
     if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):

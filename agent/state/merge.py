@@ -50,8 +50,8 @@ def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         for group in tree["param_groups"]:
             if any(type(name) is int for name in group["params"]):
                 raise UnsavableValue(
-                    f"{path or 'the state'}: an optimizer's parameters are numbered on each rank by itself, so that ranks would mix them "
-                    "up: give the optimizer itself together with the module that holds its parameters"
+                    f"{path or 'the state'}: each rank numbers the parameters of this optimizer state by itself, so that ranks could mix "
+                    "them up: pass the optimizer itself, together with the module that holds its parameters"
                 )
             settings = {key: value for key, value in group.items() if key != "params"}
             yield from ((f"{prefix}param_groups.{name}", _without_tensors(settings)) for name in group["params"])

@@ -17,7 +17,7 @@ def check_text(text: str, path: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot say: {text[:40]!r}") from None
+        raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot encode: {text[:40]!r}") from None
 
 
 def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
@@ -42,8 +42,8 @@ def digits(value: int, path: str) -> bytes:
         return str(value).encode()
     except ValueError:
         raise UnsavableValue(
-            f"{path or 'the state'}: an integer of about {value.bit_length() * 3 // 10:,d} digits; ckptd saves up to "
-            f"{sys.get_int_max_str_digits():,d}, as many as Python writes: save it as bytes (int.to_bytes) or as a tensor"
+            f"{path or 'the state'}: an integer of about {value.bit_length() * 3 // 10:,d} digits; expected at most "
+            f"{sys.get_int_max_str_digits():,d}, as many as Python converts to text: save it as bytes (int.to_bytes) or as a tensor"
         ) from None
 
 

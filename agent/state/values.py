@@ -240,10 +240,10 @@ class Packer:
         try:
             torch.save(value, buffer)
             torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-        except Exception as error:
+        except Exception:
             raise UnsavableValue(
                 f"{path or 'the state'}: a value of type {kind.__module__}.{kind.__qualname__} could not be brought back without running "
-                f"pickled code; save its state_dict() or plain values instead ({str(error).splitlines()[0][:120]})"
+                "pickled code; save its state_dict() or plain values instead"
             ) from None
         return Ext(TORCH, buffer.getvalue())
 
@@ -293,7 +293,7 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
     except Exception as error:
         raise IntegrityError(f"values document cannot be read: {error}") from None
     if deeper_than(found, MAX_DEPTH_READ, inside):
-        raise IntegrityError(f"values document has more than {MAX_DEPTH_READ} levels")
+        raise IntegrityError(f"values document is nested more than {MAX_DEPTH_READ} levels deep")
     return found
 
 

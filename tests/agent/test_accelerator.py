@@ -1,7 +1,7 @@
-"""Snapshots of tensors on an accelerator, as of their call, whatever the training enqueues next.
+"""Tests snapshots of tensors on an accelerator: each holds the values of its call, whatever the training enqueues next.
 
-They need one; `test_fences.py` shows the ordering without. Between the call and its copy each test keeps the device busy, so that a copy
-that is not ordered against what follows would be late, and therefore wrong.
+They need an accelerator; `test_fences.py` tests the ordering without one. Between the call and its copy each test keeps the device busy. A
+copy that is not ordered before later writes would then come too late, and have wrong values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.daemons import Daemon
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA or ROCm")
-WIDTH = 2048  # 16 MB a layer: on the bus for longer than a step takes to enqueue
+WIDTH = 2048  # 16 MB a layer, whose copy takes longer than enqueueing a step
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ class Training:
 
 
 def check(agent: Agent, daemon: Daemon, training: Training, step: Callable[[], None], steps: int = 4) -> None:
-    """A snapshot at each step; each holds what was there when it was called."""
+    """Take a snapshot at each step. Each must hold the values of its call."""
     agent.prepare(training.state)
     expected = []
     for number in range(steps):
@@ -77,12 +77,12 @@ def check(agent: Agent, daemon: Daemon, training: Training, step: Callable[[], N
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=["foreach", "single", "fused"])
-def test_under_each_kind_of_step(agent: Agent, daemon: Daemon, options: dict[str, bool]) -> None:
+def test_each_kind_of_optimizer_step_comes_after_the_copy(agent: Agent, daemon: Daemon, options: dict[str, bool]) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, **options))  # type: ignore[arg-type]
     check(agent, daemon, training, training.step)
 
 
-def test_under_grad_scaler(agent: Agent, daemon: Daemon) -> None:
+def test_steps_of_a_grad_scaler_come_after_the_copy(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     scaler = torch.amp.GradScaler(training.device.type)  # type: ignore[union-attr]
 
@@ -97,7 +97,7 @@ def test_under_grad_scaler(agent: Agent, daemon: Daemon) -> None:
     check(agent, daemon, training, step)
 
 
-def test_under_compile(agent: Agent, daemon: Daemon) -> None:
+def test_compiled_steps_come_after_the_copy(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     compiled = torch.compile(lambda: training.optimizer.step())
 
@@ -109,7 +109,7 @@ def test_under_compile(agent: Agent, daemon: Daemon) -> None:
     check(agent, daemon, training, step, steps=3)
 
 
-def test_optimizer_in_backward(agent: Agent, daemon: Daemon) -> None:
+def test_optimizers_in_backward_come_after_the_copy(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9))
     own = {parameter: torch.optim.SGD([parameter], lr=1e-2, momentum=0.9) for parameter in training.model.parameters()}
 
@@ -123,7 +123,7 @@ def test_optimizer_in_backward(agent: Agent, daemon: Daemon) -> None:
 
 
 @cuda
-def test_graph_replay(agent: Agent, daemon: Daemon) -> None:
+def test_replays_of_a_graph_come_after_the_copy(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, capturable=True))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -137,7 +137,7 @@ def test_graph_replay(agent: Agent, daemon: Daemon) -> None:
     check(agent, daemon, training, graph.replay)
 
 
-def test_load_state_dict_in_between(agent: Agent, daemon: Daemon) -> None:
+def test_load_state_dict_comes_after_the_copy_on_a_device(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     other = {name: torch.zeros_like(value) for name, value in training.model.state_dict().items()}
 
@@ -159,13 +159,13 @@ def test_slots_are_page_locked(agent: Agent, daemon: Daemon) -> None:
 
 
 @cuda
-def test_without_page_locking_it_is_slower_and_right(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_are_right_without_page_locking(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptd.agent.copy.mapped_slot.lock_pages", lambda address, length: False)
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     check(agent, daemon, training, training.step)
 
 
-def test_recovered_onto_the_device(agent: Agent, daemon: Daemon) -> None:
+def test_recover_writes_into_tensors_on_the_device(agent: Agent, daemon: Daemon) -> None:
     training = Training(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     training.step()
     expected = training.values()

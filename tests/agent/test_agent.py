@@ -1,4 +1,4 @@
-"""The agent against a real daemon: lost daemons, dead trainers, busy slots, bad input. Training always goes on."""
+"""Tests the agent against a real daemon: lost daemons, dead trainers, busy slots, bad input. Training always continues."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_first_start_recovers_nothing_and_changes_nothing(agent: Agent) -> None:
     trainers.assert_equal(state, 3, SIZE)
 
 
-def test_attempts_and_steps(daemon: Daemon) -> None:
+def test_steps_increase_within_an_attempt_and_each_agent_begins_one(daemon: Daemon) -> None:
     first = Agent("job", socket=daemon.home.socket)
     assert first.attempt == 1
     first.snapshot({"x": torch.ones(1)}, step=5).wait("durable", timeout=60)
@@ -74,8 +74,8 @@ def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:
     assert not (daemon.home.root / "job" / "step-00000002.a0001").exists()
 
 
-def test_a_dead_trainers_last_seal_is_heard_after_its_death(place: Home) -> None:
-    """The slot that it makes superfluous goes while those of the dead are looked through."""
+def test_the_last_seal_of_a_dead_trainer_is_recorded_after_its_death(place: Home) -> None:
+    """The seal makes another slot superfluous, which is released while the slots of the dead trainer are examined."""
     with running(place, failpoints="seal.received=sleep(0.5)@3") as daemon:
         test_a_dead_trainers_newest_snapshot_is_saved_unasked_and_comes_back_from_memory(daemon)
 
@@ -147,19 +147,19 @@ def test_the_trainer_outlives_its_daemon_and_loses_nothing_sealed(place: Home, p
 
 
 def prepared(place: Home) -> Agent:
-    """With slots, so that a small budget is enough."""
+    """Return an agent that has its slots, so that a small budget is enough."""
     agent = Agent("job", socket=place.socket)
     agent.prepare(trainers.expected(1, SIZE))
     agent._link.handovers.wait_for_threads()
     return agent
 
 
-def test_without_a_daemon_training_goes_on_and_snapshots_resume(place: Home) -> None:
+def test_training_continues_without_a_daemon_and_snapshots_resume(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.2"}):
         agent = prepared(place)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
     pending = agent.snapshot(trainers.expected(2, SIZE), step=2)
-    with pytest.raises(errors.DaemonUnreachable, match="training goes on"):
+    with pytest.raises(errors.DaemonUnreachable, match="training continues"):
         pending.wait()
     with running(place):
         until(lambda: agent.snapshot(trainers.expected(9, SIZE), step=9).state == "sealed", "snapshot after the daemon is back")
@@ -229,7 +229,7 @@ def test_plain_values_may_grow_beyond_the_slot(agent: Agent, daemon: Daemon) -> 
 
 
 @pytest.mark.parametrize("point", ["agent.recover.opened", "agent.recover.loading"])
-def test_what_has_run_out_does_not_bring_an_older_state_back(agent: Agent, point: str) -> None:
+def test_a_lack_of_descriptors_does_not_bring_an_older_state_back(agent: Agent, point: str) -> None:
     for step in (1, 2):
         agent.snapshot(trainers.expected(step), step=step).wait("durable", timeout=60)
     state = trainers.blank()
@@ -244,7 +244,7 @@ def test_what_has_run_out_does_not_bring_an_older_state_back(agent: Agent, point
     trainers.assert_equal(state, 2)
 
 
-# -- bad input: one sentence, training goes on
+# -- bad input: an error in one sentence, and training continues
 
 
 @pytest.mark.parametrize(
@@ -259,10 +259,10 @@ def test_what_has_run_out_does_not_bring_an_older_state_back(agent: Agent, point
         ({"on_busy": "maybe"}, errors.InvalidRequest, "on_busy is 'maybe'; expected 'wait' or 'skip'"),
         ({"metrics": {"loss": "low"}}, errors.InvalidRequest, "metric 'loss' is 'low'; expected a number"),
         ({"user_content": object()}, errors.InvalidRequest, "user_content cannot be written as JSON"),
-        ({"user_content": "x" * 600_000}, errors.InvalidRequest, "beyond 524288 bytes"),
+        ({"user_content": "x" * 600_000}, errors.InvalidRequest, "exceed 524288 bytes"),
     ],
 )
-def test_bad_arguments(agent: Agent, options: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_each_bad_argument_is_named(agent: Agent, options: dict[str, Any], error: type[Exception], words: str) -> None:
     pending = agent.snapshot({"x": torch.ones(1)}, **{"step": 1, **options})
     assert pending.state == "failed"
     with pytest.raises(error, match=words.replace(".", "\\.")):
@@ -270,7 +270,7 @@ def test_bad_arguments(agent: Agent, options: dict[str, Any], error: type[Except
     assert agent.snapshot({"x": torch.ones(1)}, step=2).wait("durable", timeout=60).state == "durable"
 
 
-def test_a_tag_that_exists(agent: Agent, daemon: Daemon) -> None:
+def test_a_tag_that_is_taken_fails_the_snapshot(agent: Agent, daemon: Daemon) -> None:
     agent.snapshot({"x": torch.ones(1)}, step=1, tag="best").wait("durable", timeout=60)
     pending = agent.snapshot({"x": torch.zeros(1)}, step=2, tag="best")
     with pytest.raises(errors.AlreadyExists, match="tag 'best' is taken in attempt 1 of job 'job'; choose another"):
@@ -280,7 +280,7 @@ def test_a_tag_that_exists(agent: Agent, daemon: Daemon) -> None:
         assert checkpoint.tensor("x").item() == 1.0
 
 
-def test_a_state_larger_than_the_quota(place: Home) -> None:
+def test_a_state_larger_than_the_quota_fails_with_both_sizes(place: Home) -> None:
     with running(place, "--shm-quota", "8M"):
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(5_000_000)}, step=1)
@@ -293,7 +293,7 @@ def test_a_state_larger_than_the_quota(place: Home) -> None:
         agent.close()
 
 
-def test_a_slot_that_was_asked_for_too_early_makes_room_for_a_larger_one(place: Home) -> None:
+def test_a_slot_requested_before_the_state_grew_is_replaced_by_a_larger_one(place: Home) -> None:
     with running(place, "--shm-quota", "11M"):
         agent = Agent("job", socket=place.socket)
         for step, size in ((1, 500_000), (2, 1_000_000)):  # two slots of 2 MB, then of 4 MB
@@ -307,14 +307,13 @@ def small_tmpfs(tmp_path: Path) -> Any:
     where.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(where)], check=False, capture_output=True)
     if made.returncode:
-        # No directory of a plain user has a size of its own. CI runs it as root; elsewhere the same paths are tried with ENOSPC from
-        # failpoints (test_a_save_that_fails_is_told_and_leaves_nothing).
-        pytest.skip("mounting a small tmpfs needs root")  # reason: only root may mount; failpoints try the same paths for others
+        # Only root may mount. test_a_save_that_fails_is_reported_and_leaves_nothing tries the same paths with failpoints.
+        pytest.skip("mounting a small tmpfs needs root")
     yield where
     subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-def test_a_full_shared_memory(place: Home, small_tmpfs: Path) -> None:
+def test_full_shared_memory_fails_the_snapshot_and_leaves_nothing(place: Home, small_tmpfs: Path) -> None:
     with running(place, "--shm-dir", str(small_tmpfs), "--shm-quota", "1G"):
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(4_000_000)}, step=1)
@@ -324,7 +323,7 @@ def test_a_full_shared_memory(place: Home, small_tmpfs: Path) -> None:
         agent.close()
 
 
-def test_a_full_disk_that_is_freed(place: Home, small_tmpfs: Path) -> None:
+def test_saves_resume_once_a_full_disk_has_been_freed(place: Home, small_tmpfs: Path) -> None:
     place.root.symlink_to(small_tmpfs)
     with running(place, "--codec", "raw") as daemon:
         (small_tmpfs / "ballast").write_bytes(bytes(12 << 20)[: small_free(small_tmpfs) - (100 << 10)])
@@ -351,7 +350,7 @@ def small_free(path: Path) -> int:
 
 @pytest.mark.parametrize("point", ["persist.created", "persist.writing", "persist.syncing", "commit.synced", "commit.written"])
 @pytest.mark.parametrize("action", ["error(ENOSPC)", "error(EIO)", "short_write"])
-def test_a_save_that_fails_is_told_and_leaves_nothing(place: Home, point: str, action: str) -> None:
+def test_a_save_that_fails_is_reported_and_leaves_nothing(place: Home, point: str, action: str) -> None:
     if action == "short_write" and point not in ("persist.writing", "commit.written"):
         return
     with running(place, failpoints=f"{point}={action}@1") as daemon:
@@ -359,7 +358,7 @@ def test_a_save_that_fails_is_told_and_leaves_nothing(place: Home, point: str, a
         pending = agent.snapshot(trainers.expected(1, SIZE), step=1)
         until(lambda: pending.done, "end")
         if "EIO" in str(pending.error) or pending.state == "durable":
-            assert pending.state == "durable"  # written once more, to a new file
+            assert pending.state == "durable"  # the part was written a second time, to a new file
             assert daemon.status()["counters"]["rewrites"] == 1
         else:
             assert isinstance(pending.error, errors.StorageError)
@@ -382,20 +381,20 @@ def test_a_failed_snapshot_is_still_saved_when_it_is_the_last(place: Home) -> No
 
 def test_a_job_must_be_named_with_a_daemon_for_all(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPTD_JOB", raising=False)
-    with pytest.raises(errors.InvalidRequest, match="say which one this is with CKPTD_JOB or Agent\\(job=...\\)"):
+    with pytest.raises(errors.InvalidRequest, match="name this job with CKPTD_JOB or Agent\\(job=...\\)"):
         Agent(socket=daemon.home.socket)
     monkeypatch.setenv("CKPTD_JOB", "../up")
     with pytest.raises(errors.InvalidName):
         Agent(socket=daemon.home.socket)
 
 
-def test_a_named_socket_that_is_not_there(tmp_path: Path) -> None:
+def test_a_named_socket_that_is_missing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(errors.DaemonUnreachable, match="no daemon listens at .*/nobody: start one with `ckptd run"):
         Agent("job", socket=tmp_path / "nobody")
 
 
-def test_a_root_that_is_another_daemons(daemon: Daemon, tmp_path: Path) -> None:
-    with pytest.raises(errors.InvalidRequest, match="keeps its checkpoints in .*, not in "):
+def test_a_daemon_of_another_root_is_refused(daemon: Daemon, tmp_path: Path) -> None:
+    with pytest.raises(errors.InvalidRequest, match="uses root .*, not "):
         Agent("job", socket=daemon.home.socket, root=tmp_path)
 
 
@@ -425,7 +424,7 @@ def test_close_frees_everything(agent: Agent, daemon: Daemon) -> None:
     agent.close()
 
 
-def test_threads_do_not_keep_a_process(daemon: Daemon) -> None:
+def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> None:
     script = f"from ckptd.agent import Agent; Agent('job', socket={str(daemon.home.socket)!r})"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
     assert threading.active_count() >= 1

@@ -1,4 +1,4 @@
-"""Calls from a signal handler or from the state that is being saved, and Ctrl-C: refused or settled, and never a hang or a lost slot."""
+"""Tests calls from a signal handler or from the state that is being saved, and Ctrl-C: none hangs or loses a slot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def agent(daemon: Daemon) -> Iterator[Agent]:
 
 
 class Calls:
-    """Part of a state: its state_dict() does something, as a signal handler would at that point."""
+    """A part of a state whose state_dict() does something, as a signal handler would at that point."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work, self.outcome = work, "not called"
@@ -66,7 +66,7 @@ def all_slots_work(agent: Agent, first: int) -> None:
 
 @contextmanager
 def alarm(work: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """A handler of SIGALRM; call what this gives to have it run, in the main thread, at once."""
+    """Install a handler of SIGALRM. Return a function that makes it run in the main thread at once."""
     before = signal.signal(signal.SIGALRM, lambda *_: work())
     try:
         yield lambda: signal.raise_signal(signal.SIGALRM)
@@ -101,8 +101,8 @@ def test_a_nested_snapshot_fails_and_the_outer_one_does_not(agent: Agent) -> Non
     all_slots_work(agent, 2)
 
 
-def test_a_handler_that_saves_while_a_request_is_sent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It interrupts where the client's lock is held."""
+def test_a_snapshot_from_a_handler_while_a_request_is_sent_is_refused(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler interrupts where the lock of the client is held."""
     nested: list[Any] = []
     make = m.Acquire
 
@@ -120,7 +120,7 @@ def test_a_handler_that_saves_while_a_request_is_sent(agent: Agent, monkeypatch:
     all_slots_work(agent, 2)
 
 
-def test_a_handler_that_saves_while_the_agent_is_made(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_from_a_handler_while_the_agent_is_made_is_refused(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
     monkeypatch.setenv("CKPTD_JOB", "job")
     nested: list[Any] = []
@@ -139,7 +139,7 @@ def test_a_handler_that_saves_while_the_agent_is_made(daemon: Daemon, monkeypatc
     assert default._default is None
 
 
-def test_a_schedule_asked_inside_a_call_forgets_nothing(agent: Agent) -> None:
+def test_a_schedule_called_inside_a_call_loses_no_due_step(agent: Agent) -> None:
     schedule = Schedule(every_seconds=1e-9, agent=agent)
     assert schedule.due(1) is False
     evil = Calls(lambda: schedule.due(2))
@@ -191,7 +191,7 @@ def test_a_save_through_dcp_inside_another_one_is_refused(daemon: Daemon, monkey
     targets.leave_all()
 
 
-def test_another_threads_call_waits(agent: Agent) -> None:
+def test_a_call_of_another_thread_waits(agent: Agent) -> None:
     outcome: list[Any] = []
     thread = threading.Thread(target=lambda: outcome.append(agent.snapshot({"w": torch.ones(10)}, step=2)))
     agent.snapshot({"w": torch.zeros(10), "starts": Calls(thread.start)}, step=1).wait("durable", timeout=60)
@@ -216,7 +216,7 @@ def test_ctrl_c_in_a_snapshot_gives_the_slot_back(agent: Agent, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("where", ["take", "answer", "drop"])
-def test_ctrl_c_while_a_slot_is_asked_for_gives_it_back(agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_ctrl_c_during_a_slot_request_gives_the_slot_back(agent: Agent, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     original = getattr(SlotRequest, where)
     for step in (1, 2, 3):
         seen: list[int] = []
@@ -252,7 +252,7 @@ def test_ctrl_c_after_the_seal_hands_it_over(agent: Agent, daemon: Daemon, monke
     all_slots_work(agent, 8)
 
 
-def test_ctrl_c_while_an_answer_is_taken_in_loses_no_slot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_reply_is_received_loses_no_slot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is lost with the connection, and the daemon has granted a slot."""
     original = Client._got
     for step in (1, 2, 3):
@@ -288,7 +288,7 @@ def test_ctrl_c_in_recover_begins_the_attempt_again(agent: Agent, monkeypatch: p
     all_slots_work(agent, 1)
 
 
-def test_ctrl_c_in_close_leaves_a_close_that_goes_on(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_can_be_called_again_after_ctrl_c(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 

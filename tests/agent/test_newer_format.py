@@ -1,4 +1,4 @@
-"""A checkpoint that a newer ckptd wrote is not damage: nobody goes back to an older one in silence."""
+"""Tests checkpoints that a newer ckptd wrote: they are not called damaged, and no older checkpoint is used silently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANIFEST: dict[str, dict[str, Any]] = {"manifest": {"version": 2}, "feature": {"
 
 
 @pytest.mark.parametrize("kind", NEWER)
-def test_recover_does_not_go_back(place: Home, kind: str) -> None:
+def test_recover_does_not_fall_back_behind_a_newer_format(place: Home, kind: str) -> None:
     forge(place.root, (8,), WHOLE, step=1)
     forge(place.root, (8,), WHOLE, step=2, **NEWER[kind])
     with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
@@ -43,7 +43,7 @@ def test_recover_does_not_go_back(place: Home, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*MANIFEST, "plan", "codec"])
-def test_opening_the_newest_does_not_go_back(tmp_path: Path, kind: str) -> None:
+def test_opening_the_newest_does_not_fall_back_behind_a_newer_format(tmp_path: Path, kind: str) -> None:
     older = forge(tmp_path, (8,), WHOLE, step=1)
     newer = forge(tmp_path, (8,), WHOLE, step=2, **({**NEWER, **MANIFEST}[kind]))
     sentence = r"^gpt/step-00000002\.a0001.*: upgrade this ckptd, or name an older checkpoint with Checkpoint\.open\(path, step or tag\)$"
@@ -61,7 +61,7 @@ def test_opening_the_newest_does_not_go_back(tmp_path: Path, kind: str) -> None:
         assert checkpoint.step == 3
 
 
-def test_of_a_tag_of_its_own_the_step_is_unknown(tmp_path: Path) -> None:
+def test_a_newer_checkpoint_with_a_user_tag_counts_as_the_latest(tmp_path: Path) -> None:
     forge(tmp_path, (8,), WHOLE, step=1)
     best = forge(tmp_path, (8,), WHOLE, step=2, version=2)
     best.rename(best.with_name("best.a0001"))
@@ -80,7 +80,7 @@ def test_damage_is_still_passed_over(tmp_path: Path) -> None:
         assert checkpoint.step == 1
 
 
-def test_an_unknown_value_is_a_newer_ckptds() -> None:
+def test_a_value_of_unknown_type_counts_as_a_newer_format() -> None:
     with pytest.raises(NewerFormat, match="unknown type 99"):
         decode(b"\xd4\x63\x00")
     with pytest.raises(IntegrityError) as caught:
@@ -89,7 +89,7 @@ def test_an_unknown_value_is_a_newer_ckptds() -> None:
 
 
 def recover_with_one_newer(socket: Path, rank: int) -> tuple[str, str, list[float]]:
-    """What `recover` raises here if only this rank finds a newer format; and the state after it."""
+    """Recover where only this rank finds a newer format. Return the error that `recover` raises here, and the state after it."""
     agent = Agent(job="gpt", socket=socket)
     state = {"w": torch.full((8,), 5.0)}
     refusing = mock.patch.object(agent_recovery, "open_storage", side_effect=NewerFormat("part was written by a newer ckptd"))
@@ -103,7 +103,7 @@ def recover_with_one_newer(socket: Path, rank: int) -> tuple[str, str, list[floa
     return "nothing", "", state["w"].tolist()
 
 
-def test_what_one_rank_finds_is_an_error_on_all(daemon: Daemon) -> None:
+def test_a_newer_format_found_by_one_rank_is_an_error_on_all(daemon: Daemon) -> None:
     forge(daemon.home.root, (8,), WHOLE, step=1)
     daemon.stop()
     with running(daemon.home, forked=True) as again, Ranks(2) as ranks:

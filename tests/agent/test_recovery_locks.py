@@ -1,4 +1,4 @@
-"""A lock on a checkpoint never changes which step `recover` returns."""
+"""Tests that a lock on a checkpoint never changes which step `recover` returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEWEST = "step-00000002.a0001"
 
 @pytest.fixture
 def saved(place: Home) -> Path:
-    """The directory of a job with two steps in storage and none in memory, that every user may read."""
+    """Return the directory of a job with two steps on storage and none in memory, which every user may read."""
     place.path.chmod(0o755)
     with running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
@@ -32,7 +32,7 @@ def saved(place: Home) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_strangers_lock_on_the_newest_manifest_brings_back_no_older_step(place: Home, saved: Path, kind: str) -> None:
+def test_a_lock_of_another_user_on_the_newest_manifest_brings_back_no_older_step(place: Home, saved: Path, kind: str) -> None:
     with holding(kind, saved / NEWEST / "manifest.json"), running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
         state = blank()

@@ -1,8 +1,8 @@
-"""What is each rank's own and what ranks share, on the same and on another number of ranks.
+"""Tests values of each rank and shared values, recovered on the same and on another number of ranks.
 
-`per_rank` values and random generators come back to the rank that had them, or are refused, reshaped, left alone. Shared tensors are
-written once, by ranks in equal shares. Where ranks differ, the snapshot fails on all of them and says where; the next one is sound again.
-How tensors are split and put together is in `test_sharding.py`. The first functions run on ranks.
+`per_rank` values and random generators come back to the rank that had them, or are refused, reshaped or left alone. Shared tensors are
+written once, in equal shares. Where ranks differ, the snapshot fails on all of them and names the place, and the next snapshot is sound
+again. `test_sharding.py` tests how tensors are split and put together. The first functions run on ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Cursor:
 
 
 def own_state(position: int) -> dict[str, Any]:
-    """Each rank its own in a dict and in an object; `shared` is the same on all."""
+    """Return a state with values of this rank in a dict and in an object. `shared` is the same on all ranks."""
     rank = dist.get_rank()
     return {
         "own": per_rank({"rank": position + rank, "data": torch.full((2 + rank,), float(position + rank))}),
@@ -65,7 +65,7 @@ def save_own(socket: Path) -> None:
 
 
 def recover_own(socket: Path, reshape: bool) -> tuple[str, list[tuple[str, Any]], Any]:
-    """The refusal, if any; what `on_reshape` was called with; and the state after it."""
+    """Return the error, if any, the arguments of `on_reshape`, and the state after the recovery."""
     state, calls, refusal = own_state(0), [], ""
     loader = state["loader"].value
 
@@ -77,7 +77,7 @@ def recover_own(socket: Path, reshape: bool) -> tuple[str, list[tuple[str, Any]]
         agent(socket).recover(state, on_reshape=on_reshape if reshape else None)
     except StructureMismatch as error:
         refusal = str(error)
-    own = state["own"].value  # the mark stays
+    own = state["own"].value  # the per_rank mark stays
     if not refusal:
         assert state["loader"].value is loader
     return refusal, calls, ({name: plain(value) for name, value in own.items()}, loader.position, plain(loader.left), state["shared"])
@@ -88,7 +88,7 @@ def save_nested(socket: Path) -> None:
 
 
 def recover_nested(socket: Path) -> list[str]:
-    """What `on_reshape` was given for an object inside of a `per_rank` value, in writing."""
+    """Return as text what `on_reshape` was given for an object inside a `per_rank` value."""
     given: list[Any] = []
 
     def on_reshape(key: str, values: list[Any]) -> Any:
@@ -103,7 +103,7 @@ def recover_nested(socket: Path) -> list[str]:
 
 
 def seed(number: int) -> None:
-    """Of Python, NumPy and torch; another one on each rank."""
+    """Seed Python, NumPy and torch, differently on each rank."""
     for generator in (random.seed, np.random.seed, torch.manual_seed):
         generator(number + dist.get_rank())
 
@@ -117,7 +117,7 @@ def save_random(socket: Path) -> None:
 
 
 def recover_random(socket: Path) -> list[str]:
-    """Warnings of the agent meanwhile."""
+    """Return the warnings that the agent logs meanwhile."""
     heard: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -133,11 +133,11 @@ def recover_random(socket: Path) -> list[str]:
 
 
 def attempt(socket: Path, step: int, case: str) -> tuple[str, str]:
-    """The kind of error and the message that a snapshot ends with; empty if it is durable."""
+    """Return the kind and the message of the error with which a snapshot ends, or "" if it is durable."""
     rank, optimizer = dist.get_rank(), HERE["optimizer"]
     if case == "setting":
         optimizer.param_groups[0]["lr"] = 0.5 if rank == 1 else 0.1
-    planned_anew = {f"step{step}": torch.zeros(1)}  # ranks compare when they plan
+    planned_anew = {f"step{step}": torch.zeros(1)}  # ranks compare their values when they plan
     cases: dict[str, Any] = {
         "value": {"rate": 0.1 if rank < 2 else 0.2},
         "nested": {"config": {"layers": [1, {"width": 64 if rank != 1 else 65}]}},
@@ -156,11 +156,11 @@ def attempt(socket: Path, step: int, case: str) -> tuple[str, str]:
     return "", ""
 
 
-# -- what they must come to
+# -- what is expected
 
 
 def own(rank: int) -> Plain:
-    """What rank `rank` of those that called `save_own` had in its dict."""
+    """Return the dict of rank `rank` of those that called `save_own`."""
     return {"rank": 10 + rank, "data": plain(torch.full((2 + rank,), 10.0 + rank))}
 
 
@@ -169,11 +169,11 @@ def loader(rank: int) -> Plain:
 
 
 def blank(rank: int) -> tuple[Plain, int, object, int]:
-    """The state that `recover_own` begins with."""
+    """Return the state with which `recover_own` begins."""
     return {"rank": rank, "data": plain(torch.full((2 + rank,), float(rank)))}, rank, plain(torch.arange(rank)), 0
 
 
-def test_values_of_each_ranks_own(daemon: Daemon) -> None:
+def test_per_rank_values_come_back_to_their_ranks_or_are_reshaped(daemon: Daemon) -> None:
     with Ranks(4) as ranks:
         ranks.call(save_own, daemon.home.socket)
     with Ranks(4) as ranks:
@@ -183,7 +183,7 @@ def test_values_of_each_ranks_own(daemon: Daemon) -> None:
     for world_size in (2, 5):
         with Ranks(world_size) as ranks:
             for rank, (refusal, calls, state) in enumerate(ranks.call(recover_own, daemon.home.socket, False)):
-                assert "own is each rank's own and was saved on 4 ranks" in refusal
+                assert "own is each rank's own, was saved on 4 ranks" in refusal
                 assert "nothing was written" in refusal
                 assert (calls, state) == ([], blank(rank))
             for rank, (refusal, calls, state) in enumerate(ranks.call(recover_own, daemon.home.socket, True)):
@@ -193,14 +193,14 @@ def test_values_of_each_ranks_own(daemon: Daemon) -> None:
                 assert state == (own(taken), loader(taken)["position"], loader(taken)["left"], 10)
 
 
-def test_objects_inside_of_a_ranks_own_values_are_given_as_their_state_dicts(daemon: Daemon) -> None:
+def test_on_reshape_gets_objects_as_their_state_dicts(daemon: Daemon) -> None:
     with Ranks(2) as ranks:
         ranks.call(save_nested, daemon.home.socket)
     with Ranks(1) as ranks:
         assert ranks.call(recover_nested, daemon.home.socket) == [["{'train': {'position': 10}}", "{'train': {'position': 11}}"]]
 
 
-def test_random_generators(daemon: Daemon) -> None:
+def test_random_generators_come_back_on_as_many_ranks_and_are_left_alone_otherwise(daemon: Daemon) -> None:
     with Ranks(4) as ranks:
         ranks.call(seed, 100)
         ranks.call(draw)
@@ -223,7 +223,7 @@ def test_random_generators(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp", "tp"])
-def test_what_several_ranks_hold_is_written_once_in_equal_shares(kind: str) -> None:
+def test_replicated_tensors_are_written_once_in_equal_shares(kind: str) -> None:
     with saved(kind, 4, "memory") as kept:
         plans = parts(kept.place, 2)
     assert len(plans) == 4
@@ -232,7 +232,7 @@ def test_what_several_ranks_hold_is_written_once_in_equal_shares(kind: str) -> N
     whole = sum(len(value[2]) for value in kept.wanted.values() if isinstance(value, tuple) and isinstance(value[-1], bytes))
     lengths = [[item.length for item in plan.items] for plan in plans]
     assert sum(map(sum, lengths)) == whole
-    if kind == "ddp":  # elsewhere torch has split the parameters, unequally where 4 does not divide them
+    if kind == "ddp":  # in other cases torch has split the parameters, unequally where 4 does not divide them
         assert max(map(sum, lengths)) <= whole / 4 + max(map(max, lengths))
 
 
@@ -247,10 +247,10 @@ def test_where_ranks_differ_the_snapshot_fails_on_all_of_them(daemon: Daemon) ->
             ("dtype", "mask is float32 [3] on rank 0 and float64 [3] on rank 2"),
             ("shape", "mask is float32 [3] on rank 0 and float32 [4] on rank 1"),
             ("setting", "optimizer.param_groups.up.weight differs between ranks 0 and 1"),
-            ("numbered", "optimizer: an optimizer's parameters are numbered on each rank by itself"),
+            ("numbered", "optimizer: each rank numbers the parameters of this optimizer state by itself"),
         ]):  # fmt: skip
             for kind, said in ranks.call(attempt, socket, 2 * step, case):
-                assert kind in ("UnsavableValue", "SnapshotFailed")  # the latter where the daemon's word of rank 0's comes first
+                assert kind in ("UnsavableValue", "SnapshotFailed")  # the second if the daemon's report of rank 0's error comes first
                 assert message in said
             assert ranks.call(attempt, socket, 2 * step + 1, "sound") == [("", "")] * 3
     assert not list((daemon.home.root / "job").glob("step-*[02468].a*"))

@@ -1,4 +1,4 @@
-"""When to snapshot: seconds made steps, the best interval, and ranks that always agree."""
+"""Tests when to snapshot: seconds converted to steps, the best interval, and ranks that always agree."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.shared.samples import steady
 from tests.support.daemons import Daemon, Home, running
 from tests.support.ranks import HERE, Ranks
 
-# -- seconds made steps
+# -- seconds converted to steps
 
 
 def walk(pace: Pace, seconds_of: Any, interval: Any, steps: int) -> tuple[list[tuple[int, bool]], int]:
-    """Steps that were due and whether they went to storage, and how often it was asked."""
+    """Return the due steps, whether each went to storage, and how often the ranks had to agree."""
     now, again, asked, due = 1000.0, 0, 0, []
     for step in range(steps):
         now += seconds_of(step)
@@ -42,7 +42,7 @@ def gaps(due: list[tuple[int, bool]]) -> list[int]:
     return [later - earlier for earlier, later in pairwise(found)]
 
 
-def test_every_hundred_seconds_of_steps_of_one() -> None:
+def test_every_hundred_seconds_with_steps_of_one_second() -> None:
     due, asked = walk(Pace(1), lambda step: 1.0, 100.0, 2000)
     assert set(gaps(due)) == {100}
     assert due[0] == (100, True)
@@ -67,11 +67,11 @@ def test_each_nth_goes_to_storage() -> None:
     assert [persist for _, persist in due] == [False, False, True] * 3
 
 
-def test_what_is_not_known_yet_is_learnt_at_once() -> None:
+def test_an_unknown_pace_is_measured_at_once() -> None:
     assert walk(Pace(1), lambda step: 1.0, None, 3)[0] == [(0, True), (1, True), (2, True)]
 
 
-def test_nothing_is_due_while_the_last_is_being_saved() -> None:
+def test_nothing_is_due_while_the_last_snapshot_is_being_saved() -> None:
     pace = Pace(1)
     words = [pace.decide(step, 10.0 * step, 10.0, busy=step < 5) for step in range(8)]
     assert [word.due for word in words] == [False] * 5 + [True] * 3
@@ -79,7 +79,7 @@ def test_nothing_is_due_while_the_last_is_being_saved() -> None:
 
 @steady
 @given(st.lists(st.floats(0.01, 50.0), min_size=5, max_size=200), st.floats(0.05, 500.0))
-def test_no_two_are_much_nearer_than_the_interval(seconds: list[float], interval: float) -> None:
+def test_no_two_snapshots_are_much_closer_than_the_interval(seconds: list[float], interval: float) -> None:
     now, again, last = 0.0, 0, 0.0
     pace = Pace(1)
     for step, took in enumerate(seconds):
@@ -94,7 +94,7 @@ def test_no_two_are_much_nearer_than_the_interval(seconds: list[float], interval
                 last = now
 
 
-def test_a_few_quick_steps_do_not_put_the_next_look_far_off() -> None:
+def test_a_few_quick_steps_do_not_delay_the_next_decision_much() -> None:
     pace = Pace(1)
     assert [pace.decide(step, 0.0, 1e300).again for step in (0, 1, 3, 9)] == [1, 3, 9, 27]
     assert not pace.decide(27, 60.0, 100.0).due
@@ -105,7 +105,7 @@ def test_a_few_quick_steps_do_not_put_the_next_look_far_off() -> None:
 
 
 def lost(interval: float, cost: float, mtbf: float) -> float:
-    """Time for a second of work, with restarts that cost nothing: Daly's complete model (his equation 20)."""
+    """Return the time that a second of work takes, with restarts that cost nothing: Daly's complete model (his equation 20)."""
     return mtbf * math.expm1((interval + cost) / mtbf) / interval
 
 
@@ -115,7 +115,7 @@ def test_no_other_interval_loses_less(cost: float, mtbf: float) -> None:
     assert lost(best_interval(cost, mtbf), cost, mtbf) <= best * 1.001
 
 
-def test_youngs_term_and_the_end() -> None:
+def test_the_interval_is_youngs_for_small_costs_and_at_most_the_mtbf() -> None:
     assert best_interval(1e-6, 3600) == pytest.approx(math.sqrt(2e-6 * 3600), rel=1e-4)
     assert best_interval(7200, 3600) == best_interval(99999, 3600) == 3600
 
@@ -130,8 +130,8 @@ def test_youngs_term_and_the_end() -> None:
         ((), {"every_steps": 5, "every_seconds": 5}, "give exactly one of them"),
         (("auto",), {"every_steps": 5, "mtbf": 5}, "give exactly one of them"),
         (("always",), {}, "the mode is 'always'"),
-        (("auto",), {}, 'mtbf, the mean seconds between two failures of the job, goes with "auto"'),
-        ((), {"every_steps": 5, "mtbf": 5}, 'goes with "auto"'),
+        (("auto",), {}, 'mtbf=, the mean seconds between two failures of the job, and "auto" must be given together'),
+        ((), {"every_steps": 5, "mtbf": 5}, '"auto" must be given together'),
         ((), {"every_steps": 0}, "every_steps is 0; expected a number from 1 up"),
         ((), {"every_steps": 2.0}, "every_steps is 2.0"),
         ((), {"every_seconds": -1}, "every_seconds is -1; expected seconds, more than 0"),
@@ -140,12 +140,12 @@ def test_youngs_term_and_the_end() -> None:
         ((), {"every_steps": 5, "persist_every": 0}, "persist_every is 0"),
     ],
 )
-def test_what_is_no_schedule(given: Any, options: Any, words: str) -> None:
+def test_an_invalid_schedule_is_refused(given: Any, options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Schedule(*given, **options)
 
 
-def test_by_steps(daemon: Daemon) -> None:
+def test_every_steps_is_followed(daemon: Daemon) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule(every_steps=3, persist_every=2, agent=agent)
     taken = []
@@ -162,7 +162,7 @@ def test_by_steps(daemon: Daemon) -> None:
 
 
 class Clock:
-    """In the place of `time`: a step takes a second."""
+    """A replacement of `time` in which each step takes a second."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -178,7 +178,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_by_seconds(daemon: Daemon, clock: Clock) -> None:
+def test_every_seconds_is_followed(daemon: Daemon, clock: Clock) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule(every_seconds=10, agent=agent)
     due = []
@@ -191,7 +191,7 @@ def test_by_seconds(daemon: Daemon, clock: Clock) -> None:
     agent.close()
 
 
-def test_another_attempt_counts_anew(daemon: Daemon, clock: Clock) -> None:
+def test_a_new_attempt_restarts_the_schedule(daemon: Daemon, clock: Clock) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule(every_seconds=10, agent=agent)
     due = []
@@ -208,7 +208,7 @@ def test_another_attempt_counts_anew(daemon: Daemon, clock: Clock) -> None:
     agent.close()
 
 
-def test_as_often_as_pays(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_snapshots_as_often_as_is_worth_the_cost(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule("auto", mtbf=200.0, agent=agent)
     assert when.interval is None
@@ -232,7 +232,7 @@ def test_as_often_as_pays(daemon: Daemon, clock: Clock, monkeypatch: pytest.Monk
     agent.close()
 
 
-def test_a_store_that_does_not_answer_is_asked_again_later(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_retried_later(daemon: Daemon, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule(every_seconds=1, agent=agent)
     asked = []
@@ -274,7 +274,7 @@ def begin(socket: Any) -> None:
 
 
 def run(rank: int, steps: range, skew: float, late: int | None) -> list[tuple[int, bool]]:
-    """Steps that were due on this rank, whose clock and pace are its own."""
+    """Return the steps that were due on this rank, which has a clock and a pace of its own."""
     agent, when, taken = HERE["agent"], HERE["when"], []
     for step in steps:
         time.sleep(0.002 + skew * rank)
@@ -291,7 +291,7 @@ def end() -> None:
     HERE["agent"].close()
 
 
-def test_ranks_agree(daemon: Daemon) -> None:
+def test_all_ranks_take_the_same_snapshots(daemon: Daemon) -> None:
     with Ranks(3) as ranks:
         ranks.call(begin, daemon.home.socket)
         for rank in range(3):
@@ -304,7 +304,7 @@ def test_ranks_agree(daemon: Daemon) -> None:
 
 
 class Told:
-    """An agent of rank 0, or of another that hears what it has said and what was not said in time."""
+    """An agent of rank 0, or of another rank that hears what rank 0 has said in time."""
 
     closed, attempt, schedules = False, 1, 0
 
@@ -319,14 +319,14 @@ class Told:
 
 
 @pytest.mark.parametrize(("of_a_step", "interval"), [(30.0, 60.0), (30.0, 100.0), (30.0, 20.0), (1.0, 20.0), (1.0, 600.0)])
-def test_a_rank_that_was_late_once_is_with_the_others_again(clock: Clock, of_a_step: float, interval: float) -> None:
+def test_a_rank_that_was_late_once_follows_the_others_again(clock: Clock, of_a_step: float, interval: float) -> None:
     said: dict[str, bytes] = {}
     agents = [Told(said, rank) for rank in range(2)]
     first, second = (Schedule(every_seconds=interval, agent=agent) for agent in agents)  # type: ignore[arg-type]
     apart = []
     for step in range(200 if interval < 100 else 2000):
         clock.now += of_a_step
-        if step == 40:  # the second one comes before the first has said anything, and does not wait any longer
+        if step == 40:  # the second call comes before the first rank has decided, and does not wait any longer
             due = second.due(step)
             apart += [step] if first.due(step) != due else []
         elif first.due(step) != second.due(step):
@@ -335,7 +335,7 @@ def test_a_rank_that_was_late_once_is_with_the_others_again(clock: Clock, of_a_s
     assert agents[1].waited <= 1
 
 
-def test_whoever_asks_about_some_steps_only_agrees_too(clock: Clock) -> None:
+def test_ranks_that_ask_about_some_steps_only_agree(clock: Clock) -> None:
     said: dict[str, bytes] = {}
     first, second = (Schedule(every_seconds=50, agent=Told(said, rank)) for rank in range(2))  # type: ignore[arg-type]
     due = []
@@ -346,7 +346,7 @@ def test_whoever_asks_about_some_steps_only_agrees_too(clock: Clock) -> None:
     assert sum(due) > 8
 
 
-def test_another_agent_of_the_process_counts_anew(place: Home, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_agent_of_the_process_restarts_the_schedule(place: Home, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_JOB", "job")
     with running(place):
         monkeypatch.setenv("CKPTD_SOCKET", str(place.socket))
@@ -362,7 +362,7 @@ def test_another_agent_of_the_process_counts_anew(place: Home, clock: Clock, mon
     assert due == [(10, 1), (20, 1), (36, 2), (46, 2), (56, 2)]
 
 
-def test_an_agent_that_is_closed_says_so(daemon: Daemon) -> None:
+def test_a_closed_agent_fails_the_snapshot_with_an_error(daemon: Daemon) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule(every_seconds=1000, agent=agent)
     assert when.snapshot({"x": torch.ones(4)}, step=0) is None
@@ -372,7 +372,7 @@ def test_an_agent_that_is_closed_says_so(daemon: Daemon) -> None:
     assert "this agent is closed" in str(pending.error)
 
 
-def test_what_cannot_be_saved_is_not_tried_at_every_step(daemon: Daemon, clock: Clock) -> None:
+def test_a_state_that_cannot_be_saved_is_not_tried_at_every_step(daemon: Daemon, clock: Clock) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     when = Schedule("auto", mtbf=100.0, agent=agent)
     due = []

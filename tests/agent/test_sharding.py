@@ -1,7 +1,8 @@
-"""States that several ranks hold together, in every way that torch splits them: saved on four ranks, recovered on as many, fewer and more.
+"""Tests states that several ranks hold together, split in every way that torch has: saved on four ranks, recovered on as many, fewer and
+more.
 
-Everything is compared as bytes, gathered from its shards, with what the ranks had when they saved. It comes from the memory of ranks that
-were killed, or from storage, under a new daemon. What is each rank's own, and what cannot be saved, is in `test_resharding.py`.
+Everything is compared as bytes, gathered from its shards, with what the ranks had when they saved. It is recovered from the memory of
+killed ranks, or from storage by a new daemon. `test_resharding.py` tests values of each rank, and what cannot be saved.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def kept(request: pytest.FixtureRequest) -> Iterator[Saved]:
         yield made
 
 
-def test_on_as_many_ranks_training_goes_on_as_it_would_have(kept: Saved) -> None:
+def test_on_as_many_ranks_training_continues_bit_for_bit(kept: Saved) -> None:
     with Ranks(kept.world_size) as ranks:
         assert_recovered(ranks, kept, kept.kind)
-        ranks.call(train, 2)  # the optimizer has a state to be overwritten, and DDP has its final buckets, hence the same rounding
+        ranks.call(train, 2)  # the optimizer then has a state to be overwritten, and DDP has its final buckets, hence the same rounding
         assert differing(together(ranks.call(whole)), kept.wanted) != []
         assert set(ranks.call(recover, kept.place.socket)) == {(kept.source, 2)}
         assert differing(together(ranks.call(whole)), kept.wanted) == []
@@ -54,7 +55,7 @@ def test_on_as_many_ranks_training_goes_on_as_it_would_have(kept: Saved) -> None
 
 
 @pytest.mark.parametrize("part", [1 / 2, 3 / 2], ids=["fewer", "more"])
-def test_on_fewer_and_on_more_ranks(kept: Saved, part: float) -> None:
+def test_a_state_is_recovered_on_fewer_and_on_more_ranks(kept: Saved, part: float) -> None:
     with Ranks(int(kept.world_size * part)) as ranks:
         assert_recovered(ranks, kept, kept.kind)
 
@@ -65,20 +66,20 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_on_another_mesh(kept: Saved) -> None:
+def test_a_state_is_recovered_on_another_mesh(kept: Saved) -> None:
     kind, world_size = OTHERS[kept.kind]
     with Ranks(world_size) as ranks:
         assert_recovered(ranks, kept, kind)
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("2d", 4), ("fsdp1", 2)])
-def test_fsdp2_from_memory_on_another_mesh(kind: str, world_size: int) -> None:
+def test_fsdp2_is_recovered_from_memory_on_another_mesh(kind: str, world_size: int) -> None:
     with saved("fsdp2", 4, "memory") as kept, Ranks(world_size) as ranks:
         assert_recovered(ranks, kept, kind)
 
 
 def assert_recovered(ranks: Ranks, kept: Saved, kind: str, optimizer: str = "adamw", model: type[nn.Module] = Net) -> None:
-    """Every rank gets it all back, into a model of other random numbers; of a pipeline, all together."""
+    """Check that every rank gets the whole state back, into a model of other random numbers. Stages of a pipeline are taken together."""
     ranks.call(build, kind, 2, optimizer, model)
     assert ranks.call(recover, kept.place.socket) == [(kept.source, 2)] * ranks.world_size
     found = ranks.call(whole)
@@ -97,7 +98,7 @@ def test_buffers_of_batchnorm_are_those_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_tied_weights_come_back_tied(kind: str) -> None:
+def test_tied_weights_are_recovered_tied(kind: str) -> None:
     with saved(kind, 4, "memory", model=Tied) as kept:
         assert kept.wanted["model.head.weight"] == kept.wanted["model.embedding.weight"]
         for world_size in (4, 2):
@@ -114,7 +115,7 @@ def test_tied_weights_are_written_once() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "groups"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1"])
-def test_optimizers_with_momentum_and_with_groups(kind: str, optimizer: str) -> None:
+def test_optimizers_with_momentum_and_with_groups_are_recovered(kind: str, optimizer: str) -> None:
     with saved(kind, 3, "memory", optimizer=optimizer) as kept, Ranks(2) as ranks:
         if optimizer == "sgd":
             assert any(name.endswith(".momentum_buffer") for name in kept.wanted)
@@ -141,7 +142,7 @@ def test_an_optimizer_without_state_is_captured_and_recovered_as_empty(daemon: D
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp1", "fsdp1-flat"])
-def test_going_back_to_an_optimizer_without_state(daemon: Daemon, kind: str) -> None:
+def test_recovering_an_optimizer_without_state_removes_its_state(daemon: Daemon, kind: str) -> None:
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(save, daemon.home.socket, 1)
@@ -164,8 +165,8 @@ def test_a_refused_recovery_leaves_the_optimizer_without_state(kind: str) -> Non
 
 @pytest.mark.parametrize("point", ["agent.recover.loading", "agent.recover.opened"])
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat"])
-def test_what_one_rank_cannot_read_no_rank_waits_for(daemon: Daemon, kind: str, point: str) -> None:
-    """FSDP1 has its ranks wait for each other where they load. The one that cannot is not there."""
+def test_no_rank_waits_for_one_that_cannot_read(daemon: Daemon, kind: str, point: str) -> None:
+    """FSDP1 makes its ranks wait for each other when they load. The rank that cannot load does not take part."""
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(train, 2)

@@ -1,6 +1,7 @@
-"""Neither stale nor torn: whatever is done to the sources before or after a snapshot, it holds what they were when it was called.
+"""Tests that a snapshot is neither stale nor torn: it holds the values of its call, whatever is done to their tensors before or after.
 
-Each case takes a snapshot, does something to the state, takes another, does it again at once, and compares both with what was there.
+Each case takes a snapshot, does something to the state, takes another, does the same at once again, and compares both snapshots with the
+values at their calls.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.support.daemons import Daemon
 
 
 class Everything:
-    """A small model with buffers, its optimizer after a step, an EMA copy, and a tensor of its own."""
+    """A small model with buffers, its optimizer after a step, an EMA copy, and a separate tensor."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -38,7 +39,7 @@ class Everything:
         self.ema.update_parameters(self.model)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Every tensor by the name that it has in a checkpoint, copied."""
+        """Return a copy of every tensor, by its name in a checkpoint."""
         found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for parameter, state in self.optimizer.state.items():
@@ -125,7 +126,7 @@ def agent(daemon: Daemon) -> Iterator[Agent]:
 
 
 @pytest.mark.parametrize("doing", DOINGS, ids=lambda doing: doing.__name__[1:])
-def test_each_snapshot_is_as_of_its_call(agent: Agent, daemon: Daemon, doing: Callable[[Everything], None]) -> None:
+def test_each_snapshot_holds_the_values_of_its_call(agent: Agent, daemon: Daemon, doing: Callable[[Everything], None]) -> None:
     it, expected = Everything(), []
     for step in range(4):
         expected.append(it.values())
@@ -141,8 +142,8 @@ def test_each_snapshot_is_as_of_its_call(agent: Agent, daemon: Daemon, doing: Ca
                 assert torch.equal(found, value), f"{name} at step {step}"
 
 
-def test_they_do_change_something() -> None:
-    """But for what changes strides or gradients alone."""
+def test_every_case_but_freezing_changes_a_value() -> None:
+    """Freezing changes requires_grad only."""
     for doing in DOINGS:
         it = Everything()
         before = it.values()

@@ -1,4 +1,4 @@
-"""Whatever a state may hold comes back as it was: into the caller's own objects, and as a fresh tree."""
+"""Tests that everything a state may hold comes back as it was, into the caller's own objects and as a fresh tree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Colour(enum.Enum):
 
 
 def patterned(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """All bit patterns that matter, NaN payloads included; bool stays 0 and 1."""
+    """Return a tensor with all bit patterns that matter, NaN payloads included. A bool stays 0 or 1."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         raw = torch.arange(count * dtype.itemsize, dtype=torch.int64).mul(37).add(11).to(torch.uint8)
@@ -42,14 +42,14 @@ def patterned(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements in C order, as bytes."""
+    """Return the elements in C order, as bytes."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
     plain = tensor.detach().view(integer) if integer is not None else torch.view_as_real(tensor.detach())
     return plain.contiguous().numpy().tobytes()
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in value, type, dtype, shape and bits."""
+    """Return True if both are equal in value, type, dtype, shape and bits."""
     if isinstance(one, torch.Tensor):
         return (
             isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape and raw_bytes(one) == raw_bytes(other)
@@ -80,7 +80,7 @@ def agent(daemon: Daemon) -> Any:
 
 
 def saved(agent: Agent, daemon: Daemon, state: Any, step: int = 1, **options: Any) -> Any:
-    """Save, and load as a fresh tree."""
+    """Save the state, and load it as a fresh tree."""
     agent.snapshot(state, step=step, **options).wait("durable", timeout=60)
     with Checkpoint.open(daemon.home.root / "job", step) as checkpoint:
         checkpoint.verify()
@@ -88,7 +88,7 @@ def saved(agent: Agent, daemon: Daemon, state: Any, step: int = 1, **options: An
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_every_dtype(agent: Agent, daemon: Daemon) -> None:
+def test_every_dtype_comes_back(agent: Agent, daemon: Daemon) -> None:
     state = {str(dtype): patterned(dtype, 1003) for dtype in DTYPES}
     before = {key: raw_bytes(value) for key, value in state.items()}
     assert same(saved(agent, daemon, state), state)
@@ -99,7 +99,7 @@ def test_every_dtype(agent: Agent, daemon: Daemon) -> None:
         assert raw_bytes(state[key]) == wanted, key
 
 
-def test_shapes_and_strides(agent: Agent, daemon: Daemon) -> None:
+def test_shapes_and_strides_come_back(agent: Agent, daemon: Daemon) -> None:
     base = torch.arange(4 * 6 * 5 * 7, dtype=torch.float32).view(4, 6, 5, 7)
     state = {
         "zero_dim": torch.tensor(3.5),
@@ -161,7 +161,7 @@ def test_sharing_that_changes_between_snapshots(agent: Agent, daemon: Daemon) ->
     assert same(saved(agent, daemon, {"a": one, "b": two}, 5), {"a": one, "b": two})
 
 
-def test_plain_values(agent: Agent, daemon: Daemon) -> None:
+def test_plain_values_come_back_with_their_types(agent: Agent, daemon: Daemon) -> None:
     state: dict[Any, Any] = {
         "none": None, "true": True, "int": -(2**63), "big": 2**200, "float": 0.1, "nan": math.nan, "inf": -math.inf, "zero": -0.0,
         "text": "größer\n\0", "bytes": b"\0\xff", "bytearray": bytearray(b"ab"), "complex": 1 - 2j,
@@ -247,7 +247,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("kind", [kind for kind, make in OPTIMIZERS.items() if make])
 @pytest.mark.parametrize("fresh", [True, False])
-def test_training_goes_on_bit_for_bit(agent: Agent, daemon: Daemon, kind: str, fresh: bool) -> None:
+def test_training_continues_bit_for_bit(agent: Agent, daemon: Daemon, kind: str, fresh: bool) -> None:
     make = OPTIMIZERS[kind]
     assert make is not None
     torch.manual_seed(0)
@@ -280,12 +280,12 @@ def test_training_goes_on_bit_for_bit(agent: Agent, daemon: Daemon, kind: str, f
 
 
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64])
-def test_numpys_generator(agent: Agent, kind: Any) -> None:
+def test_numpys_generator_continues_its_sequence(agent: Agent, kind: Any) -> None:
     generators: Any = np.random
     before = generators.get_bit_generator()
     try:
         generators.set_bit_generator(kind(7))
-        np.random.standard_normal()  # keeps a second one for the next call, with MT19937
+        np.random.standard_normal()  # it keeps a second number for the next call, with MT19937
         agent.snapshot({}, step=1).wait("sealed")
         drawn = np.random.standard_normal(3).tobytes()
         generators.set_bit_generator(kind(8))
@@ -396,7 +396,7 @@ def test_a_change_right_after_the_call_is_not_captured(agent: Agent, daemon: Dae
             assert checkpoint.tensor("net.weight").unique().tolist() == [step]
 
 
-def test_moved_storage_is_looked_up_anew(agent: Agent, daemon: Daemon) -> None:
+def test_moved_storage_is_found_again(agent: Agent, daemon: Daemon) -> None:
     net = torch.nn.Linear(4, 4, bias=False)
     for step in range(1, 4):
         net.weight.data = torch.full((4, 4), float(step))
@@ -419,7 +419,7 @@ def test_moved_storage_is_looked_up_anew(agent: Agent, daemon: Daemon) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_brought_back_is_refused_by_key(agent: Agent, daemon: Daemon, state: Any, key: str) -> None:
+def test_values_that_cannot_be_restored_are_refused_by_key(agent: Agent, daemon: Daemon, state: Any, key: str) -> None:
     agent.snapshot({"good": torch.ones(2)}, step=1).wait("durable", timeout=60)
     pending = agent.snapshot(state, step=2)
     assert pending.state == "failed"
@@ -452,7 +452,7 @@ def test_a_mismatch_is_named_and_nothing_is_written(agent: Agent, daemon: Daemon
         assert state["w"].tolist() == [0.0] * len(state["w"])
 
 
-def test_not_strict_takes_what_is_there(agent: Agent, daemon: Daemon) -> None:
+def test_strict_false_recovers_the_keys_that_both_have(agent: Agent, daemon: Daemon) -> None:
     agent.snapshot({"w": torch.ones(2), "extra": 1}, step=1).wait("sealed")
     state = {"w": torch.zeros(2), "new": 5}
     agent.recover(state, strict=False)
@@ -466,11 +466,11 @@ def test_one_tensor_by_name_in_another_dtype(agent: Agent, daemon: Daemon) -> No
     with Checkpoint.open(daemon.home.root / "job", "newest") as checkpoint:
         assert checkpoint.metadata("model.w") == (torch.float32, torch.Size([100, 30]))
         assert same(checkpoint.tensor("model.w", dtype=torch.float16), weight.half())
-        with pytest.raises(errors.NotFound, match=r"no tensor 'nope'; there are 2, like model\.w, other"):
+        with pytest.raises(errors.NotFound, match=r"no tensor 'nope'; the checkpoint has 2, such as model\.w, other"):
             checkpoint.tensor("nope")
 
 
-def test_metrics_user_content_and_tag(agent: Agent, daemon: Daemon) -> None:
+def test_metrics_user_content_and_tag_are_in_the_manifest(agent: Agent, daemon: Daemon) -> None:
     pending = agent.snapshot(
         {"w": torch.ones(1)}, step=1, tag="best", metrics={"loss": 0.5, "bad": math.nan}, user_content={"a": [1, None]}
     )
@@ -501,7 +501,7 @@ def test_expanded_destinations_are_refused_by_key(agent: Agent, daemon: Daemon) 
         agent.recover({"w": torch.zeros(1).expand(4)})
 
 
-def test_views_of_other_dtypes_at_odd_offsets(agent: Agent, daemon: Daemon) -> None:
+def test_views_of_other_dtypes_at_odd_offsets_come_back(agent: Agent, daemon: Daemon) -> None:
     storage = torch.arange(64, dtype=torch.uint8)
     state = {"bytes": storage[1:40], "floats": storage[4:36].view(torch.float32), "longs": storage[8:48].view(torch.int64)}
     tree = saved(agent, daemon, state)
@@ -524,7 +524,7 @@ def nested(levels: int) -> Any:
 
 
 class Endless:
-    """Its state_dict contains itself."""
+    """An object whose state_dict contains itself."""
 
     def state_dict(self) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -549,22 +549,22 @@ ITSELF.append(ITSELF)
         (nested(5_000), r"^n\.[x0.]*\.\.\.: it lies in more than 100 containers; nest the state less"),
         (
             {"i": [10**5_000]},
-            r"^i\.0: an integer of about 4,98\d digits; ckptd saves up to 4,300, as many as Python writes: save it as bytes",
+            r"^i\.0: an integer of about 4,98\d digits; expected at most 4,300, as many as Python converts to text: save it as bytes",
         ),
         ({"k": {10**5_000: 1}}, r"^k\.key int: an integer of about 4,98\d digits"),
         ({"s": {(1, 10**5_000)}}, r"^s\.0\.1: an integer of about 4,98\d digits"),
-        ({"d": torch.ones((1,) * 65)}, r"^d: a tensor of 65 dimensions cannot be saved, 64 at most; reshape\(\) it$"),
+        ({"d": torch.ones((1,) * 65)}, r"^d: a tensor of 65 dimensions cannot be saved; reshape\(\) it to at most 64$"),
     ],
     ids=["cycle", "list in itself", "state_dict in itself", "deep", "deeper", "digits", "key", "in a set", "dimensions"],
 )
-def test_what_has_no_end_is_refused_by_key(agent: Agent, daemon: Daemon, state: Any, reason: str) -> None:
+def test_endless_and_too_deep_values_are_refused_by_key(agent: Agent, daemon: Daemon, state: Any, reason: str) -> None:
     pending = agent.snapshot(state, step=2)
     with pytest.raises(errors.UnsavableValue, match=reason):
         pending.wait("durable")
     assert agent.snapshot({"good": torch.zeros(2)}, step=3).wait("durable", timeout=60).state == "durable"
 
 
-def test_what_is_just_within_the_limits_comes_back(agent: Agent, daemon: Daemon) -> None:
+def test_values_just_within_the_limits_come_back(agent: Agent, daemon: Daemon) -> None:
     shared = [1, 2]
     state = {"deep": nested(70), "i": 10**4_299, "d": torch.ones((1,) * 63 + (2,)), "twice": [shared, shared, {"again": shared}]}
     agent.snapshot(state, step=1).wait("durable", timeout=60)
@@ -586,28 +586,31 @@ def deep_json(levels: int) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"user_content": {"a": "\ud800"}}, "^user_content has half of a surrogate pair in a text, which UTF-8 cannot say; leave it out$"),
+        (
+            {"user_content": {"a": "\ud800"}},
+            "^user_content has half of a surrogate pair in a text, which UTF-8 cannot encode; leave it out$",
+        ),
         ({"user_content": {"\udfff": 1}}, "^user_content has half of a surrogate pair"),
         ({"user_content": cyclic()}, "^user_content cannot be written as JSON: Circular reference detected$"),
         ({"user_content": deep_json(101)}, "^user_content is nested more than 100 levels deep; nest it less, or save it in the state$"),
         ({"user_content": deep_json(50_000)}, "^user_content is nested more than 100 levels deep"),
         ({"user_content": 10**5_000}, "^user_content cannot be written as JSON: Exceeds the limit"),
         ({"metrics": {"\ud800": 1.0}}, "^metric '.ud800' has half of a surrogate pair in its name"),
-        ({"metrics": {"m": 10**400}}, "^metric 'm' is an integer beyond every float; expected a number$"),
+        ({"metrics": {"m": 10**400}}, "^metric 'm' is an integer too large for a float; expected a number that fits into one$"),
     ],
     ids=["surrogate", "key", "cycle", "deep", "deeper", "digits", "metric", "large metric"],
 )
-def test_what_the_manifest_could_not_say_is_refused_at_once(agent: Agent, arguments: dict[str, Any], reason: str) -> None:
+def test_metrics_and_content_that_json_cannot_hold_are_refused_at_once(agent: Agent, arguments: dict[str, Any], reason: str) -> None:
     with pytest.raises(errors.InvalidRequest, match=reason):
         agent.snapshot({"w": torch.ones(1)}, step=1, **arguments).wait("durable")
     pending = agent.snapshot({"w": torch.ones(1)}, step=2, user_content={"é😀": deep_json(99)})
     assert pending.wait("durable", timeout=60).state == "durable"
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of FSDP1, about itself
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # FSDP1 warns about its own deprecation
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_learning_rate_that_is_a_tensor_in_fsdp1(daemon: Daemon, tmp_path: pathlib.Path, stepped: bool, warm: bool) -> None:
+def test_a_learning_rate_that_is_a_tensor_in_fsdp1_comes_back(daemon: Daemon, tmp_path: pathlib.Path, stepped: bool, warm: bool) -> None:
     def made(rate: float, step: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = FullyShardedDataParallel(
             torch.nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=False, sharding_strategy=ShardingStrategy.NO_SHARD

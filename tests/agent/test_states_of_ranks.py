@@ -1,6 +1,7 @@
-"""States as two ranks may give them, saved and brought back: what belongs together, what is tied, and what each rank marks as its own.
+"""Tests states that two ranks may give, saved and recovered: what belongs together, what is tied, and what each rank marks as its own.
 
-`CASES` are made with their values, and blank; afterwards the blank one must be what the other was. The first functions run on ranks.
+Each of the `CASES` is made with its values, and blank. After the recovery the blank one must equal the other. The first functions run on
+ranks.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def marks_where_nothing_is_yet(blank: bool, rank: int) -> Any:
 
 
 class Reader:
-    """Says itself that its position is its own."""
+    """An object that marks its own position with `per_rank`."""
 
     def __init__(self, position: int) -> None:
         self.position, self.seen = position, torch.full((2,), float(position))
@@ -94,7 +95,7 @@ def containers(blank: bool, rank: int) -> Any:
 
 
 class AppState:
-    """As in PyTorch's tutorial of DCP: a Stateful that asks torch for both state dicts."""
+    """A Stateful that asks torch for both state dicts, as in PyTorch's tutorial of DCP."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -120,7 +121,7 @@ def a_stateful_of_sharded_tensors(blank: bool, rank: int) -> Any:
 
 @case
 def a_stateful_of_each_stage(blank: bool, rank: int) -> Any:
-    """Of a pipeline: each rank's object must get its own layers and groups, and no others."""
+    """The stages of a pipeline. Each rank's object must get its own layers and groups, and no others."""
     torch.manual_seed(99 if blank else rank)
     model = nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(6, 6)}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / (1 + rank), foreach=False)
@@ -146,7 +147,7 @@ def small_and_odd(blank: bool, rank: int) -> Any:
 
 
 def flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """Everything in it as plain values, by path; of sharded tensors this rank's part."""
+    """Return everything in it as plain values, by path. Of sharded tensors, return this rank's part."""
     if isinstance(tree, PerRank):
         return {f"{path}*": None, **flat(tree.value, path)}
     if isinstance(tree, Reader):
@@ -182,12 +183,12 @@ def recover(socket: Path, name: str) -> dict[str, Any]:
     state = CASES[name](True, dist.get_rank())
     assert agent.recover(state) is not None
     found = flat(state)
-    agent.snapshot(state, step=2).wait("sealed", timeout=60)  # it can be saved as it is
+    agent.snapshot(state, step=2).wait("sealed", timeout=60)  # a recovered state can be saved as it is
     return found
 
 
 def refused(socket: Path, name: str, states: list[Any]) -> str:
-    """Why this rank's state cannot be saved."""
+    """Return why the state of this rank cannot be saved."""
     agent = Agent(name, socket=socket)
     pending = agent.snapshot(states[dist.get_rank()], step=1)
     try:
@@ -216,7 +217,7 @@ def recover_step(name: str, steps: list[int | None]) -> str:
 
 
 class Log:
-    """Keeps what it is given."""
+    """Keeps the state that it is given."""
 
     def __init__(self, entries: dict[str, int]) -> None:
         self.entries = entries
@@ -229,7 +230,7 @@ class Log:
 
 
 def drift(socket: Path) -> tuple[Any, ...]:
-    """What is the same on all ranks when they plan, and not later: each rank has its own back all the same."""
+    """Values that are the same on all ranks when they plan, and differ later. Each rank gets its own back nevertheless."""
     rank = dist.get_rank()
     agent = Agent("drift", socket=socket)
     for step, own in ((1, {}), (2, {f"only {rank}": rank})):
@@ -246,7 +247,7 @@ def recover_alone(seconds: float) -> str:
 
 
 def stages(socket: Path) -> str:
-    """Two stages of a pipeline, sharded over two ranks each, that call different layers the same."""
+    """Two stages of a pipeline, each sharded over two ranks, with the same names for different layers."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     torch.manual_seed(dist.get_rank() // 2)
     model = nn.Linear(8, 8)
@@ -255,7 +256,7 @@ def stages(socket: Path) -> str:
 
 
 def retain(socket: Path, bad: int) -> str:
-    """Make an agent, with a retention that is none on one rank."""
+    """Make an agent, with a retention that is invalid on one rank."""
     try:
         Agent("retention", socket=socket, retention=[] if dist.get_rank() == bad else LatestN(1)).close()
     except (CkptdError, ValueError) as error:
@@ -270,7 +271,7 @@ def ranks() -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_comes_back(ranks: Ranks, daemon: Daemon, name: str) -> None:
+def test_each_case_comes_back(ranks: Ranks, daemon: Daemon, name: str) -> None:
     saved = ranks.call(save, daemon.home.socket, name)
     assert [why for why, _ in saved] == ["", ""]
     with Checkpoint.open(daemon.home.root / name) as checkpoint:
@@ -298,7 +299,7 @@ def test_a_key_that_is_too_long_is_refused_by_name(ranks: Ranks, daemon: Daemon)
         assert "kkkk...: this key has 20,000 characters" in why
 
 
-def test_ranks_that_do_not_agree_whether_to_persist(ranks: Ranks, daemon: Daemon) -> None:
+def test_ranks_with_different_persist_fail_the_step(ranks: Ranks, daemon: Daemon) -> None:
     for why in ranks.call(save_as, daemon.home.socket, "persist", [True, False]):
         said = r"step 1 has persist=(True on rank 0, and not on rank 1|False on rank 1, and not on rank 0): give the same on all"
         assert re.fullmatch(said, why)
@@ -306,31 +307,31 @@ def test_ranks_that_do_not_agree_whether_to_persist(ranks: Ranks, daemon: Daemon
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_one_ranks_bad_retention_is_told_to_all(ranks: Ranks, daemon: Daemon, bad: int) -> None:
+def test_an_invalid_retention_of_one_rank_is_an_error_on_all(ranks: Ranks, daemon: Daemon, bad: int) -> None:
     for why in ranks.call(retain, daemon.home.socket, bad):
         assert "InvalidRequest: " in why
         assert "retention has 0 policies" in why
 
 
-def test_ranks_that_want_other_steps_back(ranks: Ranks, daemon: Daemon) -> None:
+def test_ranks_that_want_different_steps_back_fail(ranks: Ranks, daemon: Daemon) -> None:
     assert ranks.call(save_as, daemon.home.socket, "steps", [True, True]) == ["", ""]
     for steps, said in (([None, 1], "1 and None"), ([99, 1], "1 and 99")):
-        wanted = f"InvalidRequest: the ranks want to recover step {said}: give the same on all"
+        wanted = f"InvalidRequest: the ranks want to recover step {said}: pass the same step on all ranks"
         assert ranks.call(recover_step, "steps", steps) == [wanted] * 2
     assert ranks.call(recover_step, "steps", [1, 1]) == ["", ""]
 
 
-def test_each_rank_has_its_own_plain_values_back(ranks: Ranks, daemon: Daemon) -> None:
+def test_each_rank_gets_its_own_plain_values_back(ranks: Ranks, daemon: Daemon) -> None:
     for rank, found in enumerate(ranks.call(drift, daemon.home.socket)):
         assert found == ({f"only {rank}": rank},) * 3
 
 
-def test_a_recovery_that_goes_wrong_on_one_rank_harms_no_later_one(ranks: Ranks, daemon: Daemon) -> None:
+def test_a_failed_recovery_on_one_rank_does_not_disturb_a_later_one(ranks: Ranks, daemon: Daemon) -> None:
     assert ranks.call(save_as, daemon.home.socket, "alone", [True, True]) == ["", ""]
     first, second = ranks.call(recover_step, "alone", [None, True])
     assert first == "InvalidRequest: rank 1: step is True; expected a number from 0 up"
     assert second == "InvalidRequest: step is True; expected a number from 0 up"
     assert ranks.call(recover_step, "alone", [None, None]) == ["", ""]
-    for alone, said in ((1, "rank 0 has not answered within 1 s"), (0, "rank 1 has not come within 1 s")):
+    for alone, said in ((1, "rank 0 has not answered within 1 s"), (0, "rank 1 sent nothing within 1 s")):
         assert ranks.call(recover_alone, 1.0, only=[alone]) == [f"SnapshotFailed: {said}"]
         assert ranks.call(recover_alone, 60.0) == ["", ""]

@@ -1,5 +1,6 @@
-"""What went wrong once with `StorageWriter` and `StorageReader`: commits at once, a death or fork in between, other attempts, planners that
-reuse their memory, tensors that are not plain, hostile files."""
+"""Tests former bugs of `StorageWriter` and `StorageReader`: concurrent commits, deaths and forks in between, other attempts, planners that
+reuse their memory, unusual tensors, hostile files.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def gpt(daemon: Daemon) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_of_saves_to_one_directory_at_once_one_is_whole(tmp_path: Path, overwrite: bool) -> None:
+def test_of_concurrent_saves_to_one_directory_one_is_whole(tmp_path: Path, overwrite: bool) -> None:
     for number in range(40):
         where = tmp_path / ("same" if overwrite else str(number))
         threads = [threading.Thread(target=try_save, args=(where, seed, overwrite)) for seed in (1, 2)]
@@ -74,7 +75,7 @@ def try_save(where: Path, seed: int, overwrite: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "the directory could not be synced")])
-def test_an_interruption_after_the_commit_takes_nothing_back(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_after_the_commit_does_not_undo_it(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = StandaloneCheckpoint.commit
 
     def interrupted(self: StandaloneCheckpoint, data: bytes, *, overwrite: bool, nonce: str) -> None:
@@ -94,7 +95,7 @@ def planned() -> Resolved:
     return Resolved.of(planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0][0]), planner, weights_only=True)
 
 
-def test_a_forked_child_takes_nothing_away(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_discard_the_save_of_its_parent(tmp_path: Path) -> None:
     resolved = planned()
     part = StandalonePart(StandaloneCheckpoint(tmp_path), 0, 1, codec.encoder("raw"), 1, ONE_FILE)
     part.write(resolved.lay_out(global_plan=b""), resolved, 0)
@@ -122,7 +123,7 @@ def test_an_async_save_that_is_the_last_statement_is_finished(spot: Place) -> No
         assert torch.equal(checkpoint.tensor("a"), torch.arange(5_000_000))
 
 
-def test_what_is_deleted_or_written_over_while_it_is_opened(tmp_path: Path) -> None:
+def test_a_checkpoint_deleted_or_overwritten_while_it_is_opened_is_not_called_damaged(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         dcp.save({"a": torch.full((2,), number)}, storage_writer=StorageWriter(tmp_path / str(number)))
     before = StandaloneCheckpoint(tmp_path / "1").read_manifest()
@@ -146,8 +147,8 @@ def test_what_is_deleted_or_written_over_while_it_is_opened(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_strangers_locks_delay_only_the_sweeping(kind: str) -> None:
-    """They are on the directory, the manifest and the part. An exclusive flock on the directory once hung load and save for ever."""
+def test_locks_of_another_user_delay_only_the_sweep(kind: str) -> None:
+    """The locks are on directory, manifest and part. An exclusive flock on the directory once blocked loads and saves for ever."""
     with open_place() as place:
         where = place / "latest"
         dcp.save(state(1), storage_writer=StorageWriter(where))
@@ -166,8 +167,8 @@ def test_a_strangers_locks_delay_only_the_sweeping(kind: str) -> None:
         assert len(list(where.iterdir())) == 2
 
 
-def test_a_reader_that_a_stranger_refused_the_directory_keeps_its_parts() -> None:
-    """The stranger has gone when the checkpoint is written over, so that only the lock on the part is left."""
+def test_a_reader_without_the_lock_on_the_directory_keeps_its_parts() -> None:
+    """The other process has ended when the checkpoint is overwritten, so that only the lock on the part is left."""
     with open_place() as place:
         where = place / "latest"
         dcp.save(state(1), storage_writer=StorageWriter(where, files_per_rank=3))
@@ -181,7 +182,7 @@ def test_a_reader_that_a_stranger_refused_the_directory_keeps_its_parts() -> Non
         assert len(list(where.iterdir())) == 2
 
 
-def test_a_save_that_a_stranger_refused_the_directory_is_not_swept() -> None:
+def test_a_save_without_the_lock_on_the_directory_is_not_swept() -> None:
     with open_place() as place:
         where = place / "latest"
         dcp.save(state(1), storage_writer=StorageWriter(where))
@@ -202,7 +203,7 @@ def test_a_save_that_a_stranger_refused_the_directory_is_not_swept() -> None:
 
 
 def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the flock on the directory, which a stranger may refuse."""
+    """The flock on the directory is missing, because another user may keep this process from taking it."""
     hold = StandaloneCheckpoint.hold
     swept: list[str] = []
 
@@ -230,7 +231,7 @@ def begin_another(socket: Path) -> None:
     Agent("gpt", socket=socket).close()
 
 
-def test_saves_go_on_after_another_process_has_saved_to_the_job(daemon: Daemon, gpt: Path) -> None:
+def test_saves_continue_after_another_process_has_saved_to_the_job(daemon: Daemon, gpt: Path) -> None:
     dcp.save(state(1), storage_writer=StorageWriter(gpt / "one", socket=daemon.home.socket))
     process = forks.context().Process(target=begin_another, args=(daemon.home.socket,))
     process.start()
@@ -254,7 +255,7 @@ def test_an_agent_that_is_made_later_is_used_too(daemon: Daemon, gpt: Path) -> N
     assert sorted(path.parent.name for path in gpt.glob("*/manifest.json")) == ["one.a0001", "step-00000005.a0002", "two.a0002"]
 
 
-def test_to_write_over_waits_for_what_is_being_saved(daemon: Daemon, gpt: Path) -> None:
+def test_overwriting_waits_for_a_running_save(daemon: Daemon, gpt: Path) -> None:
     writer = StorageWriter(socket=daemon.home.socket, overwrite=True)
     dcp.save(state(0), checkpoint_id=gpt / "latest", storage_writer=writer)
     names_ = ["precious", "latest", "latest", "more"]
@@ -275,7 +276,7 @@ def test_a_larger_save_leaves_a_smaller_one_its_slot(daemon: Daemon, gpt: Path) 
         assert same(Checkpoint.open(gpt / f"save-{n}").load(), small if n % 2 == 0 else large)
 
 
-def test_a_stopped_daemon_does_not_hold_up_a_snapshot_beside_a_save(daemon: Daemon, gpt: Path) -> None:
+def test_a_stopped_daemon_does_not_delay_a_snapshot_beside_a_save(daemon: Daemon, gpt: Path) -> None:
     agent = Agent("gpt", socket=daemon.home.socket)
     agent.snapshot(state(1), step=1).wait("durable", timeout=60)
     agent._link.client.welcome = msgspec.structs.replace(agent._link.client.welcome, stall_budget=0.2)
@@ -301,9 +302,9 @@ def test_a_stopped_daemon_does_not_hold_up_a_snapshot_beside_a_save(daemon: Daem
         daemon.process.send_signal(signal.SIGCONT)
 
 
-def test_a_bare_checkpoint_beside_those_of_a_daemon_is_no_puzzle(daemon: Daemon, gpt: Path) -> None:
+def test_a_bare_checkpoint_beside_those_of_a_daemon_is_refused_by_name(daemon: Daemon, gpt: Path) -> None:
     dcp.save(state(1), storage_writer=StorageWriter(gpt / "latest", socket=daemon.home.socket))
-    assert "only its daemon may save beside it" in refused(alone, gpt / "latest")
+    assert "only its daemon may save another one of this name" in refused(alone, gpt / "latest")
     alone(gpt / "other")
     assert "move it away" in refused(dcp.save, state(2), storage_writer=StorageWriter(gpt / "other", socket=daemon.home.socket))
     (gpt / "latest").mkdir()
@@ -313,7 +314,7 @@ def test_a_bare_checkpoint_beside_those_of_a_daemon_is_no_puzzle(daemon: Daemon,
 
 
 def alone(where: Path) -> None:
-    """As without a daemon."""
+    """Save as a process without a daemon does."""
     leave_all()
     dcp.save(state(1), storage_writer=StorageWriter(where, overwrite=True), use_collectives=True)
 
@@ -323,7 +324,7 @@ def _nowhere_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
 
-def test_a_socket_that_a_daemon_has_left_is_nothing(tmp_path: Path) -> None:
+def test_the_socket_of_a_dead_daemon_is_ignored(tmp_path: Path) -> None:
     import socket
 
     with socket.socket(socket.AF_UNIX) as left:
@@ -336,7 +337,7 @@ def test_a_socket_that_a_daemon_has_left_is_nothing(tmp_path: Path) -> None:
 
 
 class Scratch(DefaultSavePlanner):
-    """Resolves everything in the same memory."""
+    """A planner that resolves everything in the same memory."""
 
     memory = torch.zeros(4)
 
@@ -408,7 +409,7 @@ def test_a_wrapper_without_memory_of_its_own_is_filled(tmp_path: Path) -> None:
     assert torch.equal(target.a, torch.arange(4.0))
 
 
-def test_very_many_values(spot: Place) -> None:
+def test_very_many_values_are_saved_and_loaded(spot: Place) -> None:
     values = {f"key-{n}": n for n in range(2000)}
     dcp.save(values, storage_writer=spot.writer("many"))
     loaded = dict.fromkeys(values, -1)
@@ -434,7 +435,7 @@ class Logging(DefaultLoadPlanner):
 
 def test_a_planner_that_overrides_load_bytes_runs_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
-    writer = StorageWriter(tmp_path / "it", weights_only=False)  # reason: makes the hostile file that is refused below
+    writer = StorageWriter(tmp_path / "it", weights_only=False)  # makes the hostile file that is refused below
     dcp.save({"b": Hostile()}, storage_writer=writer)
     reason = refused(dcp.load, {"b": None}, storage_reader=StorageReader(tmp_path / "it"), planner=Logging())
     assert reason.startswith("UnsavableValue: b: it can only be loaded by running pickled code")
@@ -442,15 +443,15 @@ def test_a_planner_that_overrides_load_bytes_runs_no_pickle(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("base", [Item("b", BLOB, (64,), (0,), (64,), None, 0), None])
-def test_an_alias_in_what_is_no_tensor_or_several(base: Item | None) -> None:
+def test_an_alias_of_a_blob_or_of_several_shards_is_refused(base: Item | None) -> None:
     items = [base] if base else [Item("b", "uint8", (96,), (32 * n,), (32,), None, 32 * n) for n in range(2)]
     alias = Alias("y", "b", 40, "uint8", (8,), (1,))
     document = Plan(regions=[Region(0, 64, 1)], items=items, aliases=[alias], metadata=None, writer=WRITER).encode()
-    with pytest.raises(IntegrityError, match="alias 'y' has no base"):
+    with pytest.raises(IntegrityError, match="alias 'y' has an impossible base"):
         Plan.decode(document)
 
 
-def test_a_damaged_manifest_is_not_taken_for_one_of_each_rank(tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_not_taken_for_checkpoints_of_each_rank(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(1)}, storage_writer=StorageWriter(tmp_path / "rank-00000"))
     dcp.save({"a": torch.zeros(1)}, storage_writer=StorageWriter(tmp_path))
     (tmp_path / "manifest.json").write_bytes(b"{}")
@@ -460,15 +461,15 @@ def test_a_damaged_manifest_is_not_taken_for_one_of_each_rank(tmp_path: Path) ->
     assert loaded["a"].item() == 5.0
 
 
-def test_shards_that_do_not_make_up_a_tensor(tmp_path: Path) -> None:
+def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(40)}, storage_writer=StorageWriter(tmp_path, codec="raw"))
     with Checkpoint.open(tmp_path) as checkpoint:
         (shard,) = checkpoint._opened.saved.shards["a"]
         cut = replace_item(shard.item, sizes=(2,))
         checkpoint._opened.saved.shards["a"] = [replace(shard, item=cut)]
-        with pytest.raises(IntegrityError, match="of a only 2 of 40 elements are there"):
+        with pytest.raises(IntegrityError, match="a: only 2 of 40 elements are stored"):
             checkpoint.load()
-        with pytest.raises(IntegrityError, match="of a only 2 of 40 elements are there"):
+        with pytest.raises(IntegrityError, match="a: only 2 of 40 elements are stored"):
             checkpoint.tensor("a", dtype=torch.float32)
 
 
@@ -479,5 +480,5 @@ def replace_item(item: Item, sizes: tuple[int, ...]) -> Item:
 def test_ranks_of_another_node_are_refused(daemon: Daemon) -> None:
     target = Target.of(daemon.home.root / "gpt" / "best", str(daemon.home.socket))
     assert target is not None
-    with pytest.raises(InvalidRequest, match="ranks 0 and 1 are not on one node"):
+    with pytest.raises(InvalidRequest, match="ranks 0 and 1 are on different nodes"):
         attach(Claim(target, 1, 1, bytes(16)), 1, 2)

@@ -1,4 +1,6 @@
-"""`dcp.save` and `load` of several ranks through ckptd: sharded in every way, resharded, in a process, without collectives, and failing."""
+"""Tests `dcp.save` and `load` of several ranks through ckptd: sharded in every way, resharded, asynchronous, without collectives, and
+failing.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,7 @@ def load(base: Base, name: str) -> None:
 
 
 def refused_save(base: Base, name: str, planner: Any) -> list[str]:
-    """What each rank's error names, by rank."""
+    """Return the ranks that each rank's error names."""
     try:
         save(base, name, planner=planner)
     except dcp.CheckpointException as error:
@@ -91,7 +93,7 @@ def leave() -> None:
 
 
 def changed(found: Any, wanted: Any) -> list[str]:
-    """What differs, but for buffers: each rank has its own, and DCP saves one of them."""
+    """Return what differs, except buffers: each rank has its own, and DCP saves one of them."""
     return [name for name in differing(found, wanted) if not name.startswith("model.norm.running")]
 
 
@@ -99,7 +101,7 @@ def changed(found: Any, wanted: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp", "tp", "2d"])
-def test_saved_and_loaded_on_another_number_of_ranks(base: Base, kind: str) -> None:
+def test_a_save_is_loaded_on_another_number_of_ranks(base: Base, kind: str) -> None:
     with Ranks(4) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(train, 2)
@@ -118,7 +120,7 @@ def test_saved_and_loaded_on_another_number_of_ranks(base: Base, kind: str) -> N
 
 
 @pytest.mark.parametrize("how", ["thread", "process"])
-def test_async_save_of_several_ranks(base: Base, how: str) -> None:
+def test_async_save_of_several_ranks_is_loaded(base: Base, how: str) -> None:
     with Ranks(2) as ranks:
         ranks.call(build, "fsdp2", 1)
         for name in ("one", "two"):
@@ -130,7 +132,7 @@ def test_async_save_of_several_ranks(base: Base, how: str) -> None:
         assert changed(together(ranks.call(whole)), wanted) == []
 
 
-def test_ranks_that_write_over_leave_nothing_of_the_older_checkpoint(base: Base) -> None:
+def test_ranks_that_overwrite_leave_nothing_of_the_older_checkpoint(base: Base) -> None:
     """Each rank keeps its part locked until the next save, and no longer."""
     with Ranks(2) as ranks:
         ranks.call(build, "fsdp2", 1)
@@ -145,8 +147,8 @@ def test_ranks_that_write_over_leave_nothing_of_the_older_checkpoint(base: Base)
     assert len(list(base[0].glob("latest*/*"))) == 3
 
 
-def test_every_rank_by_itself(base: Base) -> None:
-    """`use_collectives=False`: each rank has its own checkpoint, and reads that."""
+def test_each_rank_saves_and_loads_without_collectives(base: Base) -> None:
+    """With `use_collectives=False` each rank has a checkpoint of its own, and reads that one."""
     with Ranks(2) as ranks:
         ranks.call(build, "ddp", 1)
         ranks.call(train, 1)
@@ -190,7 +192,7 @@ class DropsOnRank1(DefaultSavePlanner):
 
 
 class DoublesEverything(DefaultSavePlanner):
-    """What all ranks have is written by all."""
+    """All ranks write what all ranks have."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -207,8 +209,8 @@ class DoublesEverything(DefaultSavePlanner):
         ("ddp", DoublesEverything, "0: InvalidRequest('the planner writes more than once "),
     ],
 )
-def test_what_fails_on_one_rank_fails_the_save(base: Base, kind: str, planner: type, reason: str) -> None:
-    """pytorch#191391: a writer that failed on one rank, and a checkpoint without its tensors."""
+def test_a_failure_on_one_rank_fails_the_save(base: Base, kind: str, planner: type, reason: str) -> None:
+    """pytorch#191391: a writer failed on one rank, and the checkpoint lacked its tensors."""
     with Ranks(2) as ranks:
         ranks.call(build, kind, 1)
         ranks.call(train, 1)

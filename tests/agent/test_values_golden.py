@@ -1,4 +1,4 @@
-"""The golden values document: every extension type of version 1 is read as it was, and encoded again."""
+"""Tests the golden values document: every extension type of version 1 is read as it was written, and encoded again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOCUMENT = (make.PLACE / "values.msgpack").read_bytes()
 
 
 def _codes(document: bytes) -> dict[int, list[bytes]]:
-    """Payloads by extension code, nested ones too."""
+    """Return payloads by extension code, nested ones included."""
     found: dict[int, list[bytes]] = {}
 
     def hook(code: int, data: memoryview) -> None:
@@ -27,7 +27,7 @@ def _codes(document: bytes) -> dict[int, list[bytes]]:
     return found
 
 
-def test_every_extension_type_is_there() -> None:
+def test_the_golden_document_has_every_extension_type() -> None:
     assert sorted(_codes(DOCUMENT)) == list(range(1, 22))
 
 
@@ -68,8 +68,8 @@ def test_names_of_tensors_are_resolved() -> None:
     assert resolved == ["tensor"]
 
 
-def test_encoded_again_it_is_the_same() -> None:
-    """But for what torch.save makes, which is torch's own affair."""
+def test_every_value_is_encoded_to_the_same_bytes() -> None:
+    """The payloads that torch.save makes may differ between versions of torch."""
     again, golden = _codes(make.values_document()), _codes(DOCUMENT)
     assert len(again.pop(18)) == len(golden.pop(18)) == 1
     assert again == golden

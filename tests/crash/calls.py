@@ -1,8 +1,8 @@
-"""The daemon's n-th system call of a kind kills it, or fails: what is promised stays, and the next daemon goes on.
+"""Makes the daemon's n-th system call of one kind kill it or fail: promises are kept, and the next daemon continues.
 
-`python -m tests.crash.calls --runs 60 [--seed N]`; needs strace, which puts the fault in (`-e inject`), so that it hits what the kernel is
-asked for, wherever that is in the program. Lives follow one another on one root and one shared memory. Each trainer compares every bit of
-what it recovers, which must be as new as what was sealed or durable before.
+`python -m tests.crash.calls --runs 60 [--seed N]`. It needs strace, which injects the faults (`-e inject`). So a fault hits what the kernel
+is asked for, wherever in the program the call is made. The daemons follow one another on one root and one shared memory. Each trainer
+compares every bit of what it recovers, which must be as new as what was sealed or durable before.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home
 
 DURABLE = ("pwrite64", "fsync", "fdatasync", "renameat", "renameat2", "unlinkat", "fallocate", "ftruncate", "mkdirat")
-"""What durability hangs on."""
+"""The system calls that durability depends on."""
 ALL = (*DURABLE, "openat", "sendmsg")
 FAULTS = ("signal=SIGKILL", "error=EIO", "error=ENOSPC")
-FIRST = {"openat": 300}  # before that it is Python that begins
+FIRST = {"openat": 300}  # the earlier calls are those of Python's own start
 
 
 class Unavailable(Exception):
-    """There is no strace here, or it may not trace."""
+    """Raised when strace is not installed, or may not trace."""
 
 
 def train(socket: Path, diary: trainers.Diary) -> None:
-    """Recover and compare; then step after step. What fails is noted and gone on from."""
+    """Recover and compare, then save step after step. A failed step is written into the diary, and the next one is tried."""
     torch.set_num_threads(1)
     logging.disable()
     try:
@@ -61,7 +61,7 @@ def train(socket: Path, diary: trainers.Diary) -> None:
 
 
 def live(place: Home, diary: trainers.Diary, fault: str) -> str:
-    """One life of a daemon with this fault; "died", "failed" or "went on"."""
+    """Run one daemon with this fault. Return "died", "failed" (a snapshot failed) or "went on"."""
     under = ("strace", "-D", "-f", "-qq", "--seccomp-bpf", "-o", "/dev/null", "-e", f"inject={fault}")
     daemon = Daemon(place, "--keep-last", "2", "--threads", "1", environment={"CKPTD_STALL_BUDGET": "1"}, under=under)
     finished, failed = diary.count("finished"), diary.count("failed")
@@ -83,7 +83,7 @@ def live(place: Home, diary: trainers.Diary, fault: str) -> str:
 
 
 def older(diary: trainers.Diary) -> list[str]:
-    """Recoveries of less than was promised before."""
+    """Return a problem for each recovery that was older than what was promised before it."""
     promised, problems = (0, -1), []
     for word, key in diary.read():
         if word == "wrong":
@@ -91,14 +91,14 @@ def older(diary: trainers.Diary) -> list[str]:
         elif word == "recovered":
             if key < promised:
                 problems.append(f"{key} was recovered, and {promised} was promised")
-            promised = key  # of what was sealed after a durable one, the damaged may have been passed over
+            promised = key  # not the maximum: the newest promised snapshots may have been damaged and skipped
         elif word in ("sealed", "durable"):
             promised = max(promised, key)
     return problems
 
 
 def run(runs: int, seed: int, seconds: float = float("inf"), kinds: tuple[str, ...] = ALL) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """How lives ended, by fault; what was lost. Raises Unavailable."""
+    """Return how often the daemons ended in which way, by fault, and what was lost. Raises Unavailable."""
     if shutil.which("strace") is None:
         raise Unavailable("strace is not installed")
     chance, ends, problems = Random(seed), Counter[tuple[str, str]](), list[str]()
@@ -114,7 +114,7 @@ def run(runs: int, seed: int, seconds: float = float("inf"), kinds: tuple[str, .
             ends[f"{call} {fault}", how] += 1
             problems += [f"{call}:{fault}:when={nth}: {problem}" for problem in older(diary)]
         if not problems:
-            live(place, diary, "quotactl:error=EIO")  # no fault: everything comes back, and steps are saved again
+            live(place, diary, "quotactl:error=EIO")  # without a fault: everything comes back, and steps are saved again
             last = list(diary.read())[-2:]
             if [word for word, _ in last] != ["durable", "finished"]:
                 problems.append(f"without a fault the last trainer ended with {last}: {place.log_text()[-2000:]}")

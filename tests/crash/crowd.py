@@ -1,13 +1,13 @@
-"""Kill trainers at random microseconds in a crowd: 2 to 50 jobs share one daemon, and the healthy ones must not notice.
+"""Kills trainers at random microseconds in a crowd: 2 to 50 jobs share one daemon, and the healthy ones must not notice.
 
-`python -m tests.crash.crowd --count 200 [--seed N] [--minutes M]`. Half of the jobs are healthy: they save step after step, in memory only
-and durably, and now and then compare the newest snapshot in memory bit for bit. The trainers of the other jobs, the victims, are killed in
-every phase of their lives, half of them while the daemon makes their slots. Some victims get slots of up to 256 MB, so that this takes a
-while. When all trainers are gone, every acknowledged snapshot must be there, and the daemon must have as many descriptors and segments as
-at its start.
+`python -m tests.crash.crowd --count 200 [--seed N] [--minutes M]`. Half of the jobs are healthy: they save step after step, some steps in
+memory only and some durably. Now and then they compare the newest snapshot in memory bit for bit. The trainers of the other jobs, the
+victims, are killed in every phase of their lives, half of them while the daemon makes their slots. Some victims get slots of up to 256 MB,
+so that making them takes a while. When all trainers are gone, every acknowledged snapshot must be there, and the daemon must have as many
+descriptors and segments as after its start.
 
-`--audit 2000` kills so many, prints descriptors, segments, resident memory and journal bytes whenever all trainers are gone, and says
-whether any of them grows.
+`--audit 2000` kills 2000 victims. Whenever all trainers are gone, it prints the daemon's descriptors, segments, resident memory and journal
+bytes. At the end it says whether any of them grows.
 """
 
 from __future__ import annotations
@@ -44,29 +44,34 @@ PHASES = ("born", "begun", "making slots", "mapped", "recovering", "filling", "s
 LONGEST = {
     "born": 0.02, "begun": 0.005, "making slots": 0.0, "mapped": 0.01, "recovering": 0.02, "filling": 0.01, "sealed": 0.02, "durable": 0.02,
 }  # fmt: skip
-"""Seconds into a phase after which a victim is killed at the latest; the time for making slots depends on their size."""
+"""Longest time in seconds from the begin of a phase to the kill. For "making slots" it depends on the size of the slots."""
 SLOWEST = 1.5e9
-"""Bytes of slots that a daemon makes in a second, at least."""
+"""Least speed at which a daemon makes slots, in bytes per second."""
 TINY = (0, 0, 8 << 20)
 BIG = (*TINY, 64 << 20, 64 << 20, 128 << 20, 256 << 20)
-"""Bytes of state that a victim wants slots for: any of these if it is killed while they are made, else a tiny one, which costs less."""
+"""Sizes of the slots of a victim, in bytes of state. Victims that are killed while slots are made draw from BIG, and all others from TINY,
+which costs less.
+"""
 JOBS = (2, 3, 5, 8, 13, 21, 34, 50)
 NO_MEMORY = "no shared memory"
 NO_ROOM = 3
-"""Exit code of a victim for whose slots there was no shared memory."""
+"""Exit code of a victim whose slots did not fit into shared memory."""
 LANES = 4
-"""Victims at once; with slots of 256 MB these take 2 GB."""
+"""Number of victims that run at once. With slots of 256 MB they take 2 GB."""
 OF_A_ROUND = 100
 SECONDS = 60.0
 WRONG = ("Traceback", "internal error", "could not be settled", "Bad file descriptor")
-"""The daemon writes these into its log only when something is wrong with itself."""
+"""Texts that the daemon writes into its log only if something is wrong with the daemon itself."""
 
 
 # -- the trainers
 
 
 def victim(socket: Path, job: str, diary: trainers.Diary, pipe: Connection, big: int, early: bool) -> None:
-    """Live until killed, and tell `pipe` of each phase. `big`: capacity of the slots, 0 for small ones; `early`: made before recovering."""
+    """Run until killed, and report each phase to `pipe`.
+
+    big: capacity of the slots, 0 for small ones. early: make the slots before recovering.
+    """
     with _reported(diary):
         _tell(pipe, "born")
         agent = Agent(job, socket=socket)
@@ -90,7 +95,7 @@ def victim(socket: Path, job: str, diary: trainers.Diary, pipe: Connection, big:
 
 
 def healthy(socket: Path, job: str, diary: trainers.Diary, pause: float, stop: Path, close: bool) -> None:
-    """Save until `stop` exists, checking every answer; then close, or wait to be killed with a snapshot that is only in memory."""
+    """Save until `stop` exists, and check every answer. Then close, or wait to be killed with a snapshot that is only in memory."""
     with _reported(diary):
         agent = Agent(job, socket=socket)
         step = _recover(agent, diary)
@@ -109,7 +114,7 @@ def healthy(socket: Path, job: str, diary: trainers.Diary, pause: float, stop: P
 
 
 def survivor(socket: Path, job: str, diary: trainers.Diary) -> None:
-    """Recover what a killed healthy trainer has left, then close."""
+    """Recover the state of a killed healthy trainer, then close."""
     with _reported(diary):
         agent = Agent(job, socket=socket)
         _recover(agent, diary)
@@ -117,7 +122,7 @@ def survivor(socket: Path, job: str, diary: trainers.Diary) -> None:
 
 
 class _reported:
-    """Write an exception into a file beside the diary. A machine that has run out of shared memory is no fault of the daemon."""
+    """Write an exception into a file beside the diary. A lack of shared memory is not reported, because it is no fault of the daemon."""
 
     def __init__(self, diary: trainers.Diary) -> None:
         self._path = diary.path.with_suffix(".wrong")
@@ -139,7 +144,7 @@ def _tell(pipe: Connection, phase: str) -> None:
 
 
 def _make_slots(agent: Agent, pipe: Connection, big: int) -> None:
-    """Have slots made and mapped for `big` bytes of state, of which none is touched."""
+    """Have slots made and mapped for `big` bytes of state. The state itself is never touched."""
     _tell(pipe, "making slots")
     agent.prepare({"big": torch.empty(big, dtype=torch.uint8)} if big else trainers.blank(SIZE))
     agent._link.handovers.wait_for_threads()
@@ -147,7 +152,7 @@ def _make_slots(agent: Agent, pipe: Connection, big: int) -> None:
 
 
 def _recover(agent: Agent, diary: trainers.Diary) -> int:
-    """Recover, compare every bit, and return the step; 0 if there is nothing."""
+    """Recover, compare every bit, and return the step, or 0 if there is no checkpoint."""
     state = trainers.blank(SIZE)
     found = agent.recover(state)
     if found is None:
@@ -170,7 +175,7 @@ def _save(agent: Agent, diary: trainers.Diary, step: int, *, persist: bool) -> N
 
 
 def _compare(agent: Agent, step: int) -> None:
-    """Compare the snapshot in memory bit for bit; it must be this step's."""
+    """Compare the snapshot in memory bit for bit. It must be that of this step."""
     state = trainers.blank(SIZE)
     found = agent.recover(state)
     assert found is not None
@@ -183,7 +188,7 @@ def _compare(agent: Agent, step: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the daemon holds at a moment when no trainer is there. Bytes."""
+    """The resources of the daemon at a moment when no trainer runs. All sizes are in bytes."""
 
     kills: int
     descriptors: int
@@ -197,11 +202,11 @@ class Sample:
 
 HEAD = f"{'kills':>8}{'descriptors':>13}{'segments':>10}{'resident MB':>13}{'journal MB':>12}"
 GROWTH = {"descriptors": 0.0, "segments": 0.0, "resident": 12e6, "journal": 5e6}
-"""How much more the last quarter of the samples may have than the second; a journal has one file of 4 MiB or two, for a moment."""
+"""How much larger the last quarter of the samples may be than the second. The journal has one or, for a moment, two files of 4 MiB."""
 
 
 def growing(samples: Sequence[Sample]) -> list[str]:
-    """Return what grows from the second quarter of the samples to the last. The first quarter is the warm-up."""
+    """Return the resources that grow from the second quarter of the samples to the last. The first quarter is the warm-up."""
     quarter = len(samples) // 4
     if quarter == 0:
         return []
@@ -218,7 +223,7 @@ def growing(samples: Sequence[Sample]) -> list[str]:
 
 
 class Crowd:
-    """One daemon, and rounds of healthy jobs and victims. `hits` counts the kills by phase, `problems` says what was lost."""
+    """One daemon, and rounds of healthy jobs and victims. `hits` counts the kills by phase, and `problems` lists what was lost."""
 
     def __init__(self, place: Home, number: int) -> None:
         self.hits: Counter[str] = Counter()
@@ -238,7 +243,11 @@ class Crowd:
     # -- one round
 
     def round(self, kills: int, end: float, jobs: int = 0) -> None:
-        """Start the healthy jobs, kill so many victims or until `end`, let all trainers go, and look whether anything was lost."""
+        """Run one round.
+
+        Start the healthy jobs, and kill victims until their number is reached or `end` has come. Then let all trainers end, and check that
+        nothing was lost.
+        """
         self._rounds += 1
         self._noted = {job: len(diary.read()) for job, diary in self._diaries.items()}
         jobs = jobs or self._chance.choice(JOBS)
@@ -275,7 +284,7 @@ class Crowd:
         return self._diaries.setdefault(job, trainers.Diary(self._place.path / f"{job}.diary"))
 
     def _said(self, job: str) -> list[str]:
-        """Return the words that a healthy job has noted in this round."""
+        """Return the words that a healthy job has written into its diary in this round."""
         return [word for word, _ in self._diary(job).read()[self._noted.get(job, 0) :]]
 
     def _wait(self, condition: Callable[[], bool], crowd: dict[str, Any], what: str) -> None:
@@ -288,7 +297,7 @@ class Crowd:
             time.sleep(0.01)
 
     def _broken(self, crowd: dict[str, Any]) -> bool:
-        """Return True if there is no point in going on with this round."""
+        """Return True if this round should not go on."""
         if self._daemon.process.poll() is not None:
             return True
         return bool(self.problems) or any(self._wrong(job).exists() for job in [*crowd, *self._diaries])
@@ -299,9 +308,11 @@ class Crowd:
     # -- victims
 
     def _kill_victims(self, kills: int, end: float, jobs: list[str], crowd: dict[str, Any]) -> None:
-        """Run some lanes at once. Each has jobs of its own, so that no victim takes over from one that lives."""
+        """Kill victims in several lanes at once. Each lane has jobs of its own, so that no victim takes over the job of one that still
+        runs.
+        """
         for job in jobs:
-            self._diary(job)  # so that no lane adds one while another lane looks through them
+            self._diary(job)  # made now, so that no lane adds a diary while another lane iterates over them
         lanes = min(LANES, len(jobs))
         goal = self.hits.total() + kills
         seeds = [self._chance.getrandbits(32) for _ in range(lanes)]
@@ -321,7 +332,7 @@ class Crowd:
             thread.join()
 
     def _kill_one(self, chance: Random, job: str) -> None:
-        """Start a victim, wait until it comes to a phase, and kill it a random time later."""
+        """Start a victim, wait until it reaches a phase, and kill it a random time later."""
         phase = "making slots" if chance.random() < 0.5 else chance.choice(PHASES)
         big = chance.choice(BIG if phase == "making slots" else TINY)
         longest = LONGEST[phase] or 0.01 + 2 * big / SLOWEST
@@ -337,10 +348,10 @@ class Crowd:
                 reached = PHASES[ours.recv_bytes()[0]]
             time.sleep(chance.uniform(0, longest))
         except EOFError:
-            pass  # it has ended by itself
+            pass  # the victim has ended by itself
         process.kill()
         multiprocessing.connection.wait([process.sentinel])
-        with self._lock:  # `start` in another lane looks at every child too, and only one of them can read the exit code
+        with self._lock:  # `start` in another lane also polls every child, and only one of them can read the exit code
             process.join()
         try:
             while ours.poll():
@@ -356,7 +367,7 @@ class Crowd:
     # -- what must hold
 
     def _look(self) -> None:
-        """All trainers are gone: nothing acknowledged may be lost, and nothing may be left over."""
+        """Check, after all trainers are gone, that no acknowledged snapshot is lost and that the daemon has freed everything."""
         if self._daemon.process.poll() is not None:
             self.problems.insert(0, f"the daemon ended with {self._daemon.died()}")
         for job in self._diaries:
@@ -380,7 +391,7 @@ class Crowd:
             self._sample()
 
     def _examine(self, job: str, owed: tuple[int, int]) -> list[str]:
-        """Load the newest checkpoint in storage; it must be as new as what was acknowledged, since all trainers are gone."""
+        """Load the newest checkpoint on storage. All trainers are gone, so it must be as new as what was acknowledged."""
         if owed == (0, -1):
             return []
         try:
@@ -399,10 +410,10 @@ class Crowd:
         try:
             return len(os.listdir(f"/proc/{self._daemon.process.pid}/fd"))
         except OSError:
-            return -1  # it has ended
+            return -1  # the daemon has ended
 
     def _at_rest(self) -> int:
-        """Return the number of descriptors once it has stayed the same for a while: after its start a daemon still closes one."""
+        """Return the number of descriptors once it has been stable for a while. Shortly after its start, a daemon still closes one."""
         seen: list[int] = []
         while len(seen) < 10 or len(set(seen[-10:])) > 1:
             seen.append(self._descriptors())
@@ -417,7 +428,7 @@ class Crowd:
 
 
 def older(diary: trainers.Diary) -> list[str]:
-    """Return the recoveries that were older than what had been acknowledged before them."""
+    """Return a problem for each recovery that was older than what had been acknowledged before it."""
     owed, problems = (0, -1), []
     for word, key in diary.read():
         if word == "recovered" and key < owed:
@@ -439,8 +450,8 @@ def run(
 ) -> tuple[Counter[str], list[str]]:
     """Return how many victims were killed in each phase, and what was lost.
 
-    count: victims to kill, unless `seconds` are over before; number: the seed; jobs: size of the crowd, 0 for another in each round; tell:
-    called with a sample whenever all trainers are gone.
+    count: number of victims to kill, unless `seconds` are over earlier. number: the random seed. jobs: size of the crowd, or 0 for a new
+    size in each round. tell: called with a sample whenever all trainers are gone.
     """
     end = time.monotonic() + seconds
     with home() as place:

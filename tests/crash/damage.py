@@ -1,8 +1,8 @@
-"""Damage, exhaustively: every bit of a journal and of a manifest, every length that they may be cut to, bits of parts at random.
+"""Damages files exhaustively: every bit and every length of a journal and a manifest, and random bits of parts.
 
-`python -m tests.crash.damage [--journal BYTES] [--parts N] [--seed N]`. A journal is read as it was, or as a shorter one that lacks nothing
-that a later record says was durable, or is called corrupt. A manifest is refused. A checkpoint with a damaged part is refused, or loads bit
-for bit (what is between the chunks holds nothing).
+`python -m tests.crash.damage [--journal BYTES] [--parts N] [--seed N]`. A damaged journal must be read as it was, or be reported as
+corrupt, or be read as a shorter journal, which may lack no record that a later record calls durable. A damaged manifest must be refused. A
+checkpoint with a damaged part must be refused or load bit for bit: the gaps between the chunks hold no data.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tests.support.daemons import home, running
 from tests.support.trainers import JOB, assert_equal, expected
 
 Found = tuple[int, list[str]]
-"""How many were tried, and what was wrong with any."""
+"""The number of damaged files that were tried, and the problems that were found."""
 
 
 def journal_of(size: int) -> tuple[bytes, list[jf.RawRecord]]:
-    """A journal file of `size` bytes, as full as it gets, and what is in it."""
+    """Return the bytes of a full journal file of `size` bytes, and its records."""
     with tempfile.TemporaryDirectory() as place, mock.patch.object(jf, "FILE_SIZE", size), ThreadPoolExecutor(1) as pool:
         directory = os.open(place, os.O_RDONLY)
         journal = Journal.open(PosixFileSystem(), directory, pool)
@@ -57,7 +57,7 @@ def journal_of(size: int) -> tuple[bytes, list[jf.RawRecord]]:
 
 
 def misread(damaged: bytes, records: list[jf.RawRecord]) -> str:
-    """What is wrong with how a damaged journal is read; "" if nothing is."""
+    """Return what is wrong with the way in which a damaged journal is read, or "" if nothing is."""
     try:
         found = jf.scan(damaged, 1)
     except IntegrityError:
@@ -80,7 +80,9 @@ def journal_bits(size: int) -> Found:
 
 
 def journal_lengths(size: int) -> Found:
-    """Of the whole file: a journal that was cut is corrupt, since it was as long as it gets before it had its name."""
+    """Cut the journal file to every length. Each cut must be reported as corrupt, because a journal file has its full length before it gets
+    its name.
+    """
     data, _ = journal_of(size)
     problems = []
     with tempfile.TemporaryDirectory() as place, mock.patch.object(jf, "FILE_SIZE", size), ThreadPoolExecutor(1) as pool:
@@ -105,7 +107,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def checkpoint() -> Iterator[Path]:
-    """The directory of one, of a small state, in two files."""
+    """Context manager. Yields the directory of a checkpoint that holds a small state in two files."""
     with home() as place:
         with running(place, "--codec", "zstd:1", "--files-per-rank", "2"):
             agent = Agent(JOB, socket=place.socket)

@@ -1,14 +1,15 @@
-"""What a power cut may leave of a sequence of file operations: everything that POSIX allows, and nothing else.
+"""Models what a power cut may leave of a sequence of file operations: everything that POSIX allows, and nothing else.
 
-`Recorder` does the operations on the real file system and lists them. `Disk` follows the list and keeps apart what is synced from what is
-only in the page cache. `Disk.after_cut` is what is found after a power cut, for one legal fate of each pending change:
+`Recorder` does the operations on the real file system and lists them. `Disk` follows the list, and keeps synced data apart from data that
+is only in the page cache. `Disk.after_cut` returns the tree that is found after a power cut, for one legal fate of each pending change:
 
-* a write is lost, whole, or torn: any of its 512-byte sectors are there, those that are not are as before, or zeros beyond the old end;
+* a write is lost, whole or torn: of a torn write, any of its 512-byte sectors are written, and the others keep the old data, or zeros
+  beyond the old end;
 * a file may have its new length with or without its new data;
-* of the pending changes of a directory any may be lost, in any combination: a sync of a file says nothing about its name.
+* any combination of the pending changes of a directory may be lost: a sync of a file says nothing about its name.
 
-What an fsync or fdatasync of the file, or an fsync of the directory, has returned for is there. The page cache survives the death of a
-process: `Disk.cached` is what the next process sees, with the same changes still pending.
+A change is durable once an fsync or fdatasync of its file, or an fsync of its directory, has returned. The page cache survives the death of
+a process: `Disk.cached` is the tree that the next process sees, with the same changes still pending.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from ckptd.shared.fs import Buffer, PosixFileSystem
 
 SECTOR = 512
 TOP = 0
-"""The directory that the root is made in: it is durable, what is in it need not be."""
+"""The node of the directory in which the root is made. It is durable, but its entries need not be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation. `node`: the file or directory that it changes; `name`: in that directory; `other`: the new node or name."""
+    """One operation.
+
+    node: the file or directory that it changes. name: the entry in that directory. other: the new node or the new name.
+    """
 
     kind: str
     node: int
@@ -45,16 +49,16 @@ class Step:
 
 
 Note = tuple[str, Any]
-"""Something that was promised, between two operations."""
+"""A promise that was made between two operations."""
 Tree = dict[str, "tuple[int, bytes | Tree]"]
-"""Names to nodes, and what is in them."""
+"""Maps names to nodes and their contents."""
 
 
 class Recorder(PosixFileSystem):
-    """Only what lies under `top` is listed. `before` is called with each step before it is done, and may raise OSError."""
+    """A file system that lists the operations below `top`. `before` is called with each step before it is done, and may raise OSError."""
 
     def __init__(self, top: Path, disk: Disk, before: Callable[[Step], None] = lambda step: None) -> None:
-        """The empty `top` gets what the next process sees of the disk."""
+        """Fill the empty directory `top` with the tree that the next process would see."""
         self.steps: list[Step] = []
         self.notes: list[tuple[int, Note]] = []
         self._before = before
@@ -132,7 +136,9 @@ class Recorder(PosixFileSystem):
         self._step(step, lambda: super(Recorder, self).rename(old, new, directory, replace=replace))
 
     def link(self, old: str, old_directory: int, new: str, directory: int) -> None:
-        """A file that was made around this seam, like the daemon's lock, is empty: its new name is a new empty file to the disk."""
+        """Record a link to a file that was made without this seam, such as the daemon's lock. Such a file is empty, so the link counts as a
+        new empty file.
+        """
         found = os.stat(old, dir_fd=old_directory, follow_symlinks=False)
         with self._lock:
             known = found.st_ino in self._nodes
@@ -168,7 +174,7 @@ class _Directory:
 LOST, WHOLE, TORN, EMPTY = range(4)
 FATES = ("lost", "whole", "torn", "empty")
 Fate = Callable[[Step], "tuple[int, int]"]
-"""What becomes of a pending change: one of the four, and a seed for which sectors of a torn write are there. EMPTY: its length only."""
+"""Maps a pending change to its fate, and to a seed that selects the sectors of a torn write. With EMPTY only the length changes."""
 
 
 class Disk:
@@ -178,7 +184,7 @@ class Disk:
 
     @property
     def nodes(self) -> int:
-        """How many there have ever been."""
+        """The number of nodes that have ever existed."""
         return 1 + max((*self._files, *self._directories))
 
     def copy(self) -> Disk:
@@ -204,7 +210,7 @@ class Disk:
                 self._directories[_number(step.other)] = _Directory()
 
     def pending(self) -> list[Step]:
-        """Changes that a power cut may lose, of what could still be reached."""
+        """Return the changes that a power cut may lose, in files and directories that can still be reached."""
         reached: list[Step] = []
         seen = {TOP}
         waiting = [TOP]
@@ -262,7 +268,7 @@ def _written(file: _File, fate: Fate) -> bytes:
 
 
 def _entries(directory: _Directory, fate: Fate) -> dict[str, int]:
-    """A change that is there carries its node with it, whatever came of the changes before."""
+    """Return the entries of a directory. A change that survives keeps its node, even if earlier changes of that node are lost."""
     found, cached = dict(directory.synced), dict(directory.synced)
     for step in directory.pending:
         kept = fate(step)[0] != LOST
@@ -273,7 +279,7 @@ def _entries(directory: _Directory, fate: Fate) -> dict[str, int]:
         elif step.kind == "rename":
             assert isinstance(step.other, str)
             if cached[step.name] == cached.get(step.other):
-                continue  # two names of one file: rename(2) does nothing
+                continue  # both names are links to one file: rename(2) then does nothing
             cached[step.other] = node = cached.pop(step.name)
             if kept:
                 found.pop(step.name, None)
@@ -286,7 +292,7 @@ def _entries(directory: _Directory, fate: Fate) -> dict[str, int]:
 
 
 def lay(tree: Tree, where: Path) -> dict[int, int]:
-    """Make these files in an empty directory; which node each inode is."""
+    """Write this tree into an empty directory. Return the node of each inode."""
     made = {os.stat(where).st_ino: TOP}
     for name, (node, content) in tree.items():
         path = where / name
@@ -300,7 +306,7 @@ def lay(tree: Tree, where: Path) -> dict[int, int]:
 
 
 def every_fate(pending: list[Step]) -> Iterator[Fate]:
-    """All combinations of lost and whole; and each write, all else being whole or lost, torn or empty."""
+    """Yield all combinations of lost and whole changes. Then yield each write torn or empty, with all others lost or all others whole."""
     numbers = {id(step): number for number, step in enumerate(pending)}
 
     def of(fates: list[tuple[int, int]]) -> Fate:
@@ -319,7 +325,7 @@ def every_fate(pending: list[Step]) -> Iterator[Fate]:
 
 
 def some_fate(chance: Random) -> Fate:
-    """One at random: mostly whole, mostly lost, or anything."""
+    """Return a random fate: mostly whole, mostly lost, or any mix."""
     known: dict[int, tuple[int, int]] = {}
     whole = chance.choice([0.1, 0.5, 0.9])
 

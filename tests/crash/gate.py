@@ -1,8 +1,9 @@
-"""The fsync-gate on a real ext4: a disk that takes writes and loses them, says so once at the next fsync, and "ok" ever after.
+"""Tests the fsync-gate on a real ext4: a disk accepts writes, loses them, reports this at the next fsync, and then reports success.
 
-`python -m tests.crash.gate --rounds 20 [--seed N]`; needs root. Whatever a daemon has acknowledged must be there, bit for bit, once the
-page cache is dropped: whoever syncs the same file again is lied to (https://wiki.postgresql.org/wiki/Fsync_Errors). While the disk starves,
-nothing but a failure may be told, or the daemon may end; once it is fed, work goes on.
+`python -m tests.crash.gate --rounds 20 [--seed N]`; needs root. Everything that a daemon has acknowledged must be there, bit for bit, after
+the page cache has been dropped. A program that syncs the same file a second time gets a false success
+(https://wiki.postgresql.org/wiki/Fsync_Errors). While the disk starves, a snapshot may only fail, or the daemon may end. After the disk has
+been fed, work continues.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ BUDGET = {"CKPTD_STALL_BUDGET": "5"}
 
 
 def buffered() -> None:
-    """Without O_DIRECT, as where the file system has none: parts go through the page cache."""
+    """Disable O_DIRECT, as on a file system without it, so that parts go through the page cache."""
     create = PosixFileSystem.create
     PosixFileSystem.create = lambda *arguments, direct=False, **options: create(*arguments, **options)  # type: ignore[method-assign]
 
 
 class Gate:
-    """Lives of a daemon whose disk starves now and then; `ends`: what was told of each snapshot."""
+    """Runs daemons whose disk starves now and then. `ends` counts how the snapshots ended."""
 
     def __init__(self, place: Home, disk: ThinImage, seed: int) -> None:
         self.problems: list[str] = []
@@ -66,7 +67,7 @@ class Gate:
         return Daemon(self._place, *OPTIONS, environment=BUDGET, forked=buffered).wait_ready()
 
     def _save(self, agent: Agent, daemon: Daemon, step: int) -> Daemon:
-        """One snapshot, on a disk that may starve before it or during it; the daemon that is there afterwards."""
+        """Save one snapshot on a disk that may starve before or during the save. Return the daemon that runs afterwards."""
         starved = self._chance.random() < 0.6
         if starved and self._chance.random() < 0.5:
             self._disk.starve()
@@ -86,7 +87,7 @@ class Gate:
             self.ends["the daemon ended"] += 1
             if not starved:
                 self.problems.append(f"the daemon ended, and the disk is well: {self._place.log_text()[-2000:]}")
-        time.sleep(0.05)  # what comes after the acknowledgement may meet the disk as well
+        time.sleep(0.05)  # writes after the acknowledgement may hit the starved disk as well
         ended = daemon.process.poll() is not None
         self._disk.feed()
         if ended or daemon.process.poll() is not None:
@@ -105,7 +106,7 @@ class Gate:
         return ""
 
     def _look(self) -> None:
-        """Whether what was acknowledged is there, now that nothing comes from the page cache."""
+        """Check that everything acknowledged is there, now that nothing comes from the page cache."""
         found, problems = examine(self._place.root, SIZE)
         self.problems += problems
         if found < self._durable:
@@ -113,7 +114,7 @@ class Gate:
 
 
 def run(rounds: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """What was told of each snapshot, of four a round; what was lost. Raises Unavailable."""
+    """Return how the snapshots ended, four in each round, and what was lost. Raises Unavailable."""
     end = time.monotonic() + seconds
     with home() as place, closing(ThinImage()) as disk:
         gate = Gate(place, disk, seed)

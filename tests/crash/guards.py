@@ -1,9 +1,9 @@
-"""Is every guard guarded? Each one is taken out in turn, and some test must go red.
+"""Checks that each guard is tested: removes one guard at a time, and expects a test to fail.
 
 `python -m tests.crash.guards [--only TEXT] [--jobs N]`. The guards are found in the source: every sync of a file or directory, every rename
-or publication that must not replace, every condition that ends in an IntegrityError, and a few that are named below. A copy of the tree
-without the guard is made, and the checks of its module are run there, one after the other, until one fails. A guard whose checks all pass
-is a failure.
+or publication that must not replace, every condition that raises IntegrityError, and a few that are listed below. The rig copies the tree
+without the guard, and runs the checks of its module there, one after the other, until one fails. A guard is untested if all its checks
+pass.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ NAMED = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`module` with `text` in place of its own; what it lacks is at `line`."""
+    """A module without one of its guards. `text` is the changed source, `line` is where the guard was, and `what` describes it."""
 
     module: str
     line: int
@@ -102,7 +102,7 @@ def _replaced(lines: list[str], node: ast.stmt | ast.expr, by: str) -> str:
 
 
 def red(mutant: Mutant) -> str:
-    """The check that went red; "" if none did."""
+    """Return the check that failed without the guard, or "" if all passed."""
     return _red(CHECKS[mutant.module], mutant)
 
 
@@ -131,12 +131,12 @@ def _red(checks: tuple[str, ...], mutant: Mutant | None) -> str:
 def run(
     only: str = "", jobs: int = 2, part: tuple[int, int] = (0, 1), seconds: float = float("inf"), seed: int = 0
 ) -> tuple[int, list[str]]:
-    """Return how many guards were taken out, and those that nobody missed.
+    """Return the number of guards that were removed, and those that no check missed.
 
-    Raises AssertionError if a check that went red is also red with every guard in its place.
+    Raises AssertionError if a check that failed without a guard also fails with every guard in place.
 
-    only: text that their description holds; part: number and count of equal shares; seconds: how long to go on; then the seed says which
-    guards come first.
+    only: text that the description of the guard contains. part: number of this share, and the number of equal shares. seconds: time limit;
+    with one, the seed decides which guards come first.
     """
     chosen = [mutant for mutant in mutants() if only in str(mutant)][part[0] :: part[1]]
     if seconds < float("inf"):

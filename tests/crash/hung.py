@@ -1,9 +1,9 @@
-"""A disk that hangs: jobs that live in memory go on sealing, and recover on the daemon whose disk hangs.
+"""Tests a disk that hangs: jobs that live in memory continue to seal, and recover from the daemon whose disk hangs.
 
-`python -m tests.crash.hung --rounds 20 [--seed N]`. The disk is frozen (FIFREEZE of a real ext4, where there is one), or some of the
-daemon's calls under its root wait: open, create, fsync, rename, listing. One job saves to the disk, so that something is under way when the
-disk hangs, and one lives in memory. While the disk hangs the second job seals, dies, comes back, recovers its newest step bit for bit and
-seals again, and the daemon answers every request. Once the disk answers again, everything that was asked to be durable becomes so.
+`python -m tests.crash.hung --rounds 20 [--seed N]`. Either the disk is frozen (FIFREEZE of a real ext4, where available), or some of the
+daemon's calls under its root wait: open, create, fsync, rename, listing. One job saves to the disk, so that a save is running when the disk
+hangs. Another job lives in memory. While the disk hangs, this job seals, dies, restarts, recovers its newest step bit for bit, and seals
+again, and the daemon answers every request. Once the disk answers again, every snapshot that was asked to be durable becomes durable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.daemons import Daemon, Home, home
 
 SIZE = 20_000
 SECONDS = 60.0
-"""For anything that must happen. Nothing here is measured."""
+"""Timeout in seconds for anything that must happen. It measures nothing."""
 FIFREEZE, FITHAW = 0xC0045877, 0xC0045878  # linux/fs.h
 CALLS = ("open", "fsync", "fdatasync", "rename", "link", "mkdir", "unlink", "listdir", "posix_fallocate", "pwrite")
 OPTIONS = ("--keep-last", "2", "--codec", "raw", "--threads", "1")
@@ -39,7 +39,7 @@ ENVIRONMENT = {"CKPTD_STORAGE_TIMEOUT": "1", "CKPTD_STALL_BUDGET": "2"}
 
 
 def obey(pipe: Any, socket: Path, job: str) -> None:
-    """Be a trainer that does as it is told over a pipe."""
+    """Run as a trainer that executes the commands that it gets over a pipe."""
     torch.set_num_threads(1)
     logging.disable()
     agent: Agent | None = None
@@ -78,7 +78,7 @@ class Trainer:
         theirs.close()
 
     def ask(self, *command: Any) -> Any:
-        """Raises AssertionError if the trainer found something wrong, or hangs."""
+        """Send a command, and return the answer. Raises AssertionError if the trainer finds something wrong, or hangs."""
         self._pipe.send(command)
         assert self._pipe.poll(2 * SECONDS), f"{command} hangs"
         answer = self._pipe.recv()
@@ -93,7 +93,7 @@ class Trainer:
 
 
 def make_calls_wait(flag: Path, root: Path, names: tuple[str, ...]) -> None:
-    """Make these calls of this process wait while `flag` exists, where they touch a file under `root`."""
+    """Make these calls of this process wait while `flag` exists, if they touch a file under `root`."""
 
     def touches(argument: Any) -> bool:
         if isinstance(argument, bool) or not isinstance(argument, (int, str, os.PathLike)):
@@ -176,7 +176,7 @@ class Round:
         return made
 
     def _disk(self) -> Image | None:
-        """Return an ext4 that can be frozen, in half of the rounds and where there can be one."""
+        """Return an ext4 that can be frozen, in half of the rounds and if this machine can mount one."""
         if self._chance.random() < 0.5:
             return None
         try:
@@ -206,7 +206,7 @@ class Round:
             os.close(fd)
 
     def _sealed(self, daemon: Daemon, job: str, step: int) -> None:
-        """Wait until the daemon says that it knows of the seal."""
+        """Wait until the daemon reports that it knows of the seal."""
         end = time.monotonic() + SECONDS
         while True:
             known = next(found["last_sealed"] for found in daemon.status()["jobs"] if found["job"] == job)
@@ -217,7 +217,7 @@ class Round:
 
 
 def run(rounds: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Return how often the disk hung, by how, and what went wrong. `number`: the seed."""
+    """Return how often the disk hung, by kind of hang, and what went wrong. `number` is the random seed."""
     chance, done, end = Random(number), Counter[str](), time.monotonic() + seconds
     for _ in range(rounds):
         if time.monotonic() > end:

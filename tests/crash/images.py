@@ -1,4 +1,4 @@
-"""File systems of our own, in memory: an ext4 that can lose its power, and one whose disk can lose what is written."""
+"""File systems in memory for tests: an ext4 that can lose its power, and one whose disk can lose writes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 
 EXT4_IOC_SHUTDOWN = 0x8004587D  # linux/fs/ext4/ext4.h
 FLUSHED, NOT_FLUSHED = 1, 2
-"""Whether the file system's own journal reaches the disk; data that was not synced never does."""
+"""Whether the journal of the file system itself is written to the disk before the cut. Data that was not synced is lost in both cases."""
 
 
 class Unavailable(Exception):
-    """This machine has no loop mounts for us."""
+    """Raised when this process cannot mount an image here."""
 
 
 class Image:
@@ -45,7 +45,7 @@ class Image:
         call("mount", "-o", "loop,errors=continue", str(self.file), str(self.where))
 
     def stop(self, how: int) -> None:
-        """As a power cut would."""
+        """Stop the file system as a power cut would."""
         fd = os.open(self.where, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, EXT4_IOC_SHUTDOWN, struct.pack("I", how))
@@ -53,7 +53,7 @@ class Image:
             os.close(fd)
 
     def again(self) -> None:
-        """Unmount and mount: what is only in the page cache is gone."""
+        """Unmount and mount again, which drops everything that is only in the page cache."""
         unmount(self.where)
         self.mount()
 
@@ -77,7 +77,7 @@ class FewInodes(Image):
 
 
 class ThinImage(Image):
-    """An ext4 on a disk that has promised more room than it has: a starved one takes writes into the page cache, and loses them."""
+    """An ext4 on a disk that has promised more room than it has. A starved disk accepts writes into the page cache, and loses them."""
 
     def make(self, megabytes: int) -> None:
         self.thin = self.place / "thin"
@@ -87,14 +87,14 @@ class ThinImage(Image):
         with sparse.open("wb") as file:
             file.truncate(megabytes << 20)
         call("mkfs.ext4", "-q", "-F", "-E", "nodiscard", str(sparse))
-        call("cp", "--sparse=never", str(sparse), str(self.file))  # its own journal and tables shall have their room for ever
+        call("cp", "--sparse=never", str(sparse), str(self.file))  # keeps room for journal and tables
         sparse.unlink()
         self.mount()
         call("fstrim", str(self.where))
         unmount(self.where)
 
     def mount(self) -> None:
-        """With requests of a page each: of a larger one that gets half its room, the loop device says that all went well."""
+        """Mount with requests of one page each. The loop device would report success for a larger request of which only half had room."""
         super().mount()
         device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(self.where))
         Path("/sys/block", Path(device).name, "queue/max_sectors_kb").write_text("4")
@@ -116,7 +116,7 @@ class ThinImage(Image):
 
 
 def fill(file: io.FileIO, size: int) -> None:
-    """Write zeros, so many at once, until there is no room."""
+    """Write zeros, `size` bytes at a time, until there is no room."""
     try:
         while file.write(bytes(size)):
             pass
@@ -129,7 +129,7 @@ def unmount(where: Path) -> None:
     for _ in range(100):
         if subprocess.run(["umount", str(where)], check=False, capture_output=True).returncode == 0:
             return
-        time.sleep(0.05)  # whoever was killed has not closed its files yet
+        time.sleep(0.05)  # a killed process may not have closed its files yet
     raise RuntimeError(f"{where} is still in use")
 
 

@@ -1,9 +1,9 @@
-"""Interruptions of the agent: Ctrl-C, signal handlers that call it, nested calls, forks and threads, at any line of any public call.
+"""Interrupts the agent with Ctrl-C, signal handlers that call it, nested calls, forks and threads, at any line of any public call.
 
-`python -m tests.crash.interrupts --count 500 [--seed N] [--minutes M]`. A real daemon and a real trainer. A trace function counts the lines
-that the main thread runs in ckptd, and at the n-th it raises KeyboardInterrupt, makes a nested call, or forks. Timers do the same between
-any two instructions, in Python and in C. After every try snapshots must be sealed and become durable again within a few calls, which needs
-every slot, and `recover` must give back the newest of them, bit for bit. A watchdog reports what hangs, with the stacks of all threads.
+`python -m tests.crash.interrupts --count 500 [--seed N] [--minutes M]`. It runs a real daemon and a real trainer. A trace function counts
+the lines that the main thread runs in ckptd. At the n-th line it raises KeyboardInterrupt, makes a nested call, or forks. Timers do the
+same between any two instructions, in Python and in C. After every try, snapshots must again be sealed and durable within a few calls, which
+needs every slot, and `recover` must return the newest of them, bit for bit. A watchdog reports a hang with the stacks of all threads.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ BUDGET = {"CKPTD_STALL_BUDGET": "1"}
 HANG_SECONDS = 60.0
 MOST_PROBLEMS = 3
 HOLDS = 3
-"""Exit code of a forked child that has its parent's segments."""
+"""Exit code of a forked child that still has its parent's segments."""
 FURTHER = 8
-"""Snapshots after a try of which one must be sealed."""
+"""Number of snapshots after a try, of which one must be sealed."""
 PLACES = tuple(str(Path(path).resolve()) for package in (ckptd.agent, ckptd.shared) for path in package.__path__)
 CALLS = ("snapshot", "recover", "go back", "prepare", "close")
 NESTED = ("snapshot", "close", "recover")
 CHILDREN = ("a child that ends", "a child with an agent")
 KINDS = (
-    *8 * ["Ctrl-C at a line of snapshot", "Ctrl-C from a timer in snapshot"],  # what users do most, and where most can be left
+    *8 * ["Ctrl-C at a line of snapshot", "Ctrl-C from a timer in snapshot"],  # most used, and with most state to leave behind
     *(f"Ctrl-C at a line of {call}" for call in CALLS),
     *(f"Ctrl-C from a timer in {call}" for call in CALLS),
     *(f"{inner} at a line of {call}" for call in CALLS for inner in NESTED),
@@ -62,14 +62,14 @@ KINDS = (
 
 
 class Wrong(Exception):
-    """A promise is broken."""
+    """Raised when a promise is broken."""
 
 
 @cache
 def _exits(code: CodeType) -> frozenset[int]:
-    """Return where `with` statements of this code call `__exit__` at their normal end.
+    """Return the offsets at which `with` statements of this code call `__exit__` at their normal end.
 
-    Python takes no signal between the end of the body and that call, so nothing is raised there; a trace function could.
+    Python handles no signal between the end of the body and that call. A trace function could raise there, so these lines are not counted.
     """
     found, last = set(), list[dis.Instruction]()
     for instruction in dis.get_instructions(code):
@@ -80,7 +80,7 @@ def _exits(code: CodeType) -> frozenset[int]:
 
 
 class Lines:
-    """Counts lines of ckptd that this thread runs, and calls `act` at the n-th of them."""
+    """Counts the lines of ckptd that this thread runs, and calls `act` at the n-th of them."""
 
     def __init__(self, at: int, act: Callable[[], None]) -> None:
         self.seen = 0
@@ -106,7 +106,7 @@ class Lines:
 
 
 class Trainer:
-    """In the trainer's process: tries one kind after another."""
+    """Runs in the trainer's process, and tries one kind of interruption after another."""
 
     def __init__(self, socket: Path, segments: Path, seed: int) -> None:
         self._segments, self._reading = segments, False
@@ -155,7 +155,7 @@ class Trainer:
                 agent.close()
 
     def attempt(self, kind: str) -> None:
-        """Try one kind, then see whether everything that was promised holds. Raises Wrong."""
+        """Try one kind of interruption, then check that every promise holds. Raises Wrong."""
         if kind == "threads":
             self._threads()
         else:
@@ -176,7 +176,7 @@ class Trainer:
             raise Wrong(self._wrong)
         self.check()
 
-    # -- what comes in between, and when
+    # -- the interruptions, and when they come
 
     def _at_line(self, call: str, act: Callable[[], None]) -> Any:
         return Lines(self._chance.randrange(1, self._lines[call] + 1), act).traced()
@@ -211,7 +211,7 @@ class Trainer:
                 if "set a flag in the handler" not in str(error):
                     self._wrong = f"a nested {inner} was refused with {error!r}"
             except CkptdError:
-                pass  # it ran, and could not be done: what matters is seen afterwards
+                pass  # the nested call ran and failed: `check` looks at the result
 
         return act
 
@@ -238,7 +238,7 @@ class Trainer:
         return act
 
     def _holds_segments(self) -> bool:
-        """Return True if this process has mapped or opened a segment. What a recovery was reading when it forked does not count."""
+        """Return True if this process has mapped or opened a segment. Segments that a recovery was reading during the fork do not count."""
         if self._reading:
             return False
         opened = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
@@ -261,13 +261,13 @@ class Trainer:
     # -- what must hold
 
     def check(self) -> None:
-        """Snapshots are sealed and durable again, in every slot, and the newest comes back. Raises Wrong."""
+        """Check that snapshots are sealed and durable again, in every slot, and that the newest comes back. Raises Wrong."""
         if self.agent.closed:
             with suppress(CkptdError):
                 self.agent.close()
             self.agent = Agent(trainers.JOB, socket=self._socket)
         try:
-            for _ in range(3):  # more than there are slots
+            for _ in range(3):  # more snapshots than there are slots
                 self._saved()
             state = trainers.blank(SIZE)
             recovered = self.agent.recover(state)
@@ -290,10 +290,10 @@ class Trainer:
 
 
 def serve(pipe: Connection, socket: Path, segments: Path, seed: int, stacks: Path) -> None:
-    """Try what comes over the pipe, and answer with what is wrong, "" if nothing is."""
+    """Try each kind that comes over the pipe, and answer with what is wrong, or "" if nothing is."""
     torch.set_num_threads(1)
     logging.disable()
-    sys.unraisablehook = lambda _: None  # Ctrl-C in a destructor
+    sys.unraisablehook = lambda _: None  # for Ctrl-C in a destructor
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
         trainer = Trainer(socket, segments, seed)
@@ -307,7 +307,7 @@ def serve(pipe: Connection, socket: Path, segments: Path, seed: int, stacks: Pat
 
 
 class Watched:
-    """A trainer process, from outside."""
+    """A trainer process, seen from outside."""
 
     def __init__(self, place: Home, seed: int) -> None:
         self._stacks = place.path / "stacks"
@@ -317,7 +317,7 @@ class Watched:
         theirs.close()
 
     def answer(self) -> str:
-        """Return what is wrong, "" if nothing is."""
+        """Return what is wrong, or "" if nothing is."""
         try:
             if self._pipe.poll(HANG_SECONDS):
                 said: str = self._pipe.recv()
@@ -340,7 +340,7 @@ class Watched:
 
 
 def run(count: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Try `count` interruptions, or for so many seconds, from the seed `number`. Return what was tried, and what is wrong."""
+    """Try `count` interruptions, or as many as fit into `seconds`, from the seed `number`. Return what was tried, and what is wrong."""
     chance, tried, problems = Random(number), Counter[str](), list[str]()
     end = time.monotonic() + seconds
     with home() as place, running(place, *OPTIONS, environment=BUDGET, forked=True):

@@ -1,8 +1,8 @@
-"""SIGKILLs at random microseconds of a running job, and a table of what they hit.
+"""Kills a running job with SIGKILL at random microseconds, and prints a table of what the kills hit.
 
-`python -m tests.crash.kills --kills 50 --megabytes 256` (or `make kills KILLS=50`). Trainer, daemon or both die; the survivor goes on, the
-dead are started again, and every recovery must be bit-equal to what was captured at the step that it reports, and never older than
-what was acknowledged. The phase of a kill is read off the segment headers and the files that it left.
+`python -m tests.crash.kills --kills 50 --megabytes 256` (or `make kills KILLS=50`). The trainer, the daemon or both are killed. A survivor
+continues, and the killed processes are started again. Every recovery must be equal, bit for bit, to what was captured at the step that it
+reports, and never older than what was acknowledged. The phase of a kill is read from the segment headers and the files that remain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.storage import source
 
 PHASES = ("filling", "sealed", "writing", "before manifest", "after")
 VICTIMS = ("trainer", "daemon", "both")
-_LONGEST_WAIT = {"filling": 0.05, "sealed": 0.02, "writing": 0.3, "before manifest": 0.002, "after": 0.05}  # seconds into a phase
+_LONGEST_WAIT = {"filling": 0.05, "sealed": 0.02, "writing": 0.3, "before manifest": 0.002, "after": 0.05}  # in seconds
 
 
 def base(megabytes: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ def base(megabytes: int) -> torch.Tensor:
 
 
 def job(socket: Path, diary: trainers.Diary, megabytes: int) -> None:
-    """Recover, check, then snapshot step after step for ever, noting what was promised."""
+    """Recover and check, then snapshot step after step for ever, and write each promise into the diary."""
     torch.set_num_threads(1)
     start = base(megabytes)
     weight = torch.zeros_like(start)
@@ -88,7 +88,7 @@ def _headers(place: Home) -> list[SegmentHeader]:
 
 
 def phase(place: Home) -> str | None:
-    """How far the save is that is furthest on and not committed yet, as a stranger sees it; None before the first snapshot."""
+    """Return the phase of the uncommitted save that has come furthest, judged by headers and files. None before the first snapshot."""
     headers = [header for header in _headers(place) if header.step is not None]
     found = {_phase(place, header) for header in headers}
     return next((name for name in ("before manifest", "writing", "filling", "sealed", "after") if name in found), None)
@@ -116,7 +116,7 @@ def _phase(place: Home, header: SegmentHeader) -> str:
 
 
 def run(kills: int, megabytes: int, seed: int, *, most: int = 0) -> Tally:
-    """At least `kills` kills, and more (up to `most`) until no phase is empty."""
+    """Kill at least `kills` times, and more (up to `most`) until each phase was hit."""
     chance = random.Random(seed)
     result = Tally(PHASES, VICTIMS)
     with home() as place:
@@ -145,7 +145,7 @@ def run(kills: int, megabytes: int, seed: int, *, most: int = 0) -> Tally:
 
 
 def _kill(daemon: Daemon, trainer: Any, victim: str) -> None:
-    """SIGKILL the victim and stop the other in the same instant, so that the phase can be read."""
+    """SIGKILL the victim and SIGSTOP the other process in the same instant, so that the phase can be read."""
     pids = {"trainer": [trainer.pid], "daemon": [daemon.process.pid], "both": [trainer.pid, daemon.process.pid]}[victim]
     others = [pid for pid in (trainer.pid, daemon.process.pid) if pid not in pids]
     for pid in pids:
@@ -161,7 +161,7 @@ def _kill(daemon: Daemon, trainer: Any, victim: str) -> None:
 def _revive(
     place: Home, diary: trainers.Diary, daemon: Daemon, trainer: Any, victim: str, megabytes: int, result: Tally
 ) -> tuple[Daemon, Any]:
-    """Start what is dead, let the survivor go on, and see that nothing acknowledged is lost."""
+    """Start the killed processes again, let the survivor continue, and check that nothing acknowledged is lost."""
     promised = diary.newest("sealed", "durable")
     if victim != "trainer":
         daemon.close()

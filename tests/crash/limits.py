@@ -1,10 +1,10 @@
-"""Descriptors, memory, disk or inodes run out, and come back: afterwards the daemon serves again, and nothing acknowledged is lost.
+"""Makes descriptors, memory, disk space or inodes run out and come back: the daemon must serve again and lose nothing.
 
-`python -m tests.crash.limits --tries 100 [--seed N]`. In each try a real daemon is short of one thing: open files (from the start, or by
-prlimit while it works), memory (a cgroup), room or inodes of its disk at the start, or places in the backlog of the socket. Jobs save and
-are killed meanwhile, and more clients come than fit. Then the pressure goes. The daemon must answer, or must have ended with a sentence and
-an exit code; then a fresh one serves. Every job gets back, bit for bit, at least what was acknowledged; no checkpoint is deleted, and the
-daemon's descriptors return to the start.
+`python -m tests.crash.limits --tries 100 [--seed N]`. In each try a real daemon lacks one resource: open files (from the start, or by
+prlimit while it works), memory (a cgroup), space or inodes of its disk at the start, or places in the backlog of its socket. Meanwhile jobs
+save and are killed, and more clients come than fit. Then the shortage ends. The daemon must answer, or must have ended with a reason and an
+exit code; in that case a fresh daemon must serve. Every job gets back, bit for bit, at least what was acknowledged. No checkpoint is
+deleted, and the number of the daemon's descriptors returns to that of the start.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SIZE = 4000
 STEPS = 3
 JOBS = 3
 MOST = 140
-"""Descriptors that the jobs of a try need, clients that come and go included, with some to spare."""
+"""Number of descriptors that the jobs of a try need, including those for clients that come and go, with some to spare."""
 STORM = 300
 PLENTY = 4096
 SECONDS = 30.0
-"""For an answer after the pressure has gone. It is waited for, not measured."""
+"""Timeout in seconds for an answer after the shortage has ended. It measures nothing."""
 OPTIONS = ("--keep-last", "0", "--codec", "zstd:1", "--threads", "2")
-ENVIRONMENT = {"CKPTD_STALL_BUDGET": "1", "CKPTD_MEMORY_TTL": "1"}  # segments of dead jobs take descriptors
+ENVIRONMENT = {"CKPTD_STALL_BUDGET": "1", "CKPTD_MEMORY_TTL": "1"}  # segments of dead jobs take descriptors until then
 
 
 def work(socket: Path, diary: trainers.Diary, job: str) -> None:
-    """Be a trainer: recover, save step after step, and note what is acknowledged. What fails is tried again, as a launcher would."""
+    """Run as a trainer: make an agent, retrying while that fails, then save step after step, and note each outcome in the diary."""
     torch.set_num_threads(1)
     logging.disable()
     while True:
@@ -77,7 +77,7 @@ def descriptors(daemon: Daemon) -> int:
 
 
 def settled(condition: Callable[[], bool]) -> bool:
-    """Wait for it, half a minute at most."""
+    """Wait for the condition, 30 s at most. Return whether it holds."""
     until = time.monotonic() + SECONDS
     while not condition() and time.monotonic() < until:
         time.sleep(0.02)
@@ -85,7 +85,7 @@ def settled(condition: Callable[[], bool]) -> bool:
 
 
 class Try:
-    """One shortage on a root and shared memory of its own. `problems` says what was lost, or who was not served."""
+    """One shortage, with a root and shared memory of its own. `problems` lists what was lost, and who was not served."""
 
     def __init__(self, place: Home, chance: Random, what: str) -> None:
         self.place, self.chance, self.what = place, chance, what
@@ -98,7 +98,7 @@ class Try:
     def problem(self, text: str) -> None:
         self.problems.append(f"{self.what}: {text}\n{self.place.log_text()[-1500:]}")
 
-    # -- the pressure
+    # -- the shortage
 
     def start(self, *jobs: str) -> None:
         for job in jobs:
@@ -107,7 +107,7 @@ class Try:
             self._trainers.append(trainer)
 
     def clients(self, count: int) -> None:
-        """Connect so many, of which some say nothing; those that do not fit in the backlog go away again."""
+        """Connect this many clients, some of which stay silent. Clients that do not fit into the backlog are closed again."""
         for _ in range(count):
             client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
@@ -132,7 +132,9 @@ class Try:
         self._trainers.clear()
 
     def under_way(self, daemon: Daemon) -> None:
-        """Let the jobs work for a while as clients come and go, once one has heard from the daemon; then kill them at some moment."""
+        """Let the jobs work while clients come and go, and kill them at a random moment. The time begins once a job has heard from the
+        daemon.
+        """
         settled(lambda: any(diary.read() for diary in self.diaries.values()) or daemon.process.poll() is not None)
         until = time.monotonic() + self.chance.uniform(0.2, 0.8)
         while time.monotonic() < until and daemon.process.poll() is None:
@@ -144,7 +146,7 @@ class Try:
     # -- afterwards
 
     def ended(self, daemon: Daemon, *, by_kernel: bool = False) -> bool:
-        """Return True if the daemon has ended. It must have said why."""
+        """Return True if the daemon has ended. It must have logged the reason."""
         code = daemon.process.poll()
         if code is None:
             return False
@@ -161,7 +163,7 @@ class Try:
         return Daemon(self.place, *OPTIONS, environment=ENVIRONMENT)
 
     def answers(self, daemon: Daemon) -> bool:
-        """Return True once the daemon answers."""
+        """Return True once the daemon answers, or False if it ends or does not answer in time."""
 
         def asked() -> bool:
             try:
@@ -172,7 +174,7 @@ class Try:
         return settled(asked) and daemon.process.poll() is None
 
     def attach(self, job: str) -> Agent:
-        """Return an agent of this job; the daemon may ask it to come later. Raises CkptdError."""
+        """Return an agent of this job. While the daemon answers Busy, this retries. Raises CkptdError."""
         until = time.monotonic() + SECONDS
         while True:
             try:
@@ -183,7 +185,7 @@ class Try:
                 time.sleep(0.05)
 
     def serves(self, daemon: Daemon, own: int | None) -> None:
-        """Every job gets back what was acknowledged, and can save again; then the descriptors are those of the start."""
+        """Check that every job gets back what was acknowledged and can save again, and that no descriptor has leaked."""
         for job, diary in self.diaries.items():
             promised = max((diary.newest("sealed", "durable"), (0, -1)))
             try:
@@ -208,7 +210,7 @@ class Try:
             self.problem(f"{descriptors(daemon)} descriptors are open, {own} were at the start")
 
     def finish(self, daemon: Daemon, own: int | None, *, by_kernel: bool = False) -> Daemon:
-        """The pressure has gone."""
+        """Check the daemon after the shortage has ended. If it has ended, start another one. Return the daemon that runs."""
         if self.ended(daemon, by_kernel=by_kernel):
             daemon, own = self.fresh(daemon), None
             if not daemon.reached_ready():
@@ -232,7 +234,7 @@ def _limited(case: Try, soft: int, hard: int) -> Daemon:
 
 
 def few_from_the_start(case: Try, limit: int) -> Daemon:
-    """The daemon may open `limit` files, hard: at the end prlimit gives it plenty."""
+    """Run a daemon with a hard limit of `limit` open files. At the end, prlimit raises the limit."""
     daemon = _limited(case, limit, limit)
     own = None
     if daemon.reached_ready():
@@ -248,7 +250,7 @@ def few_from_the_start(case: Try, limit: int) -> Daemon:
 
 
 def fewer_meanwhile(case: Try, limit: int) -> Daemon:
-    """The soft limit sinks to `limit` while the daemon works, and clients wait; then it rises again."""
+    """Lower the soft limit to `limit` while the daemon works, so that clients wait. Then raise it again."""
     daemon = _limited(case, PLENTY, PLENTY).wait_ready()
     own, pid = descriptors(daemon), daemon.process.pid
     case.start(*case.diaries)
@@ -265,7 +267,7 @@ def fewer_meanwhile(case: Try, limit: int) -> Daemon:
 
 
 def storm(case: Try, limit: int) -> Daemon:
-    """Three hundred clients connect at once, more than fit and more than the backlog holds: each is served or told to come later."""
+    """Connect `STORM` clients at once, more than fit and more than the backlog holds. Each must be served or be told to retry later."""
     daemon = _limited(case, MOST, MOST).wait_ready()
     own = descriptors(daemon)
     case.start("job-0")
@@ -280,7 +282,7 @@ def storm(case: Try, limit: int) -> Daemon:
                 word = "served"
             except errors.Busy:
                 word = "told to come later"
-            except errors.DaemonUnreachable as error:  # the backlog is full, or it hung up before the client could say hello
+            except errors.DaemonUnreachable as error:  # the backlog is full, or the daemon has closed the connection
                 if "does not answer" in str(error):
                     break
                 time.sleep(0.01)
@@ -301,13 +303,13 @@ def storm(case: Try, limit: int) -> Daemon:
 
 
 def raise_hard(daemon: Daemon) -> None:
-    """Give the daemon plenty of descriptors, if this process may. Otherwise the pressure goes with the clients."""
+    """Raise the daemon's limit of descriptors, if this process may. Otherwise the shortage ends when the clients leave."""
     with suppress(ProcessLookupError, PermissionError):
         resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE, (PLENTY, PLENTY))
 
 
 def little_memory(case: Try, megabytes: int) -> Daemon:
-    """The daemon's cgroup has so many megabytes; the kernel may kill it."""
+    """Run the daemon in a cgroup of this many megabytes. The kernel may kill it."""
     with cgroup(megabytes) as group:
         under = ("sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh")
         daemon = Daemon(case.place, *OPTIONS, environment=ENVIRONMENT, under=under)
@@ -323,7 +325,9 @@ def little_memory(case: Try, megabytes: int) -> Daemon:
 
 @contextmanager
 def cgroup(megabytes: int) -> Iterator[Path]:
-    """A cgroup with a memory limit, of version 2 where it has the memory controller, else of version 1. Raises Unavailable."""
+    """Context manager. Yields a cgroup with a memory limit: of version 2 if it has the memory controller, else of version 1. Raises
+    Unavailable.
+    """
     top = Path("/sys/fs/cgroup")
     two = top / "cgroup.controllers"
     second = two.exists() and "memory" in two.read_text().split()
@@ -340,7 +344,7 @@ def cgroup(megabytes: int) -> Iterator[Path]:
         yield group
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
-            with suppress(OSError):  # it goes on without the limit, until it is closed
+            with suppress(OSError):  # the process continues without the limit, until it is closed
                 (group.parent / "cgroup.procs").write_text(pid)
         for _ in range(100):
             with suppress(OSError):
@@ -350,7 +354,7 @@ def cgroup(megabytes: int) -> Iterator[Path]:
 
 
 def full_at_the_start(case: Try, inodes: bool) -> Daemon:
-    """The disk has no room, or no inodes, when the daemon starts again. Raises Unavailable."""
+    """Start the daemon again on a disk without space, or without inodes. Raises Unavailable."""
     with ExitStack() as held:
         image = images.Image(16)
         held.callback(image.close)
@@ -393,7 +397,7 @@ def exhaust(where: Path, *, inodes: bool) -> None:
 
 
 def kinds(chance: Random) -> Iterator[tuple[str, Callable[[Try], Daemon]]]:
-    """The order of tries. Every limit comes once before one comes again."""
+    """Yield the tries in order. Every limit comes once before any limit comes again."""
     while True:
         limits = list(range(16, MOST))
         chance.shuffle(limits)
@@ -409,7 +413,7 @@ def kinds(chance: Random) -> Iterator[tuple[str, Callable[[Try], Daemon]]]:
 
 
 def run(count: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Return how many tries of each kind were made, with what came of them, and what was lost. `number` is the seed."""
+    """Return how many tries of each kind were made, with their outcomes, and what was lost. `number` is the random seed."""
     chance, done, problems = Random(number), Counter[str](), list[str]()
     end = time.monotonic() + seconds
     for tried, (kind, act) in enumerate(kinds(chance)):

@@ -1,9 +1,9 @@
-"""Deaths at every pair of failpoints, one after the other: the second comes while what the first has left is recovered, or after.
+"""Kills at every pair of failpoints: the second death comes while the remains of the first are recovered, or after that.
 
-`python -m tests.crash.lives --deaths 3026 [--seed N]`, or `--pairs 1/2`: half of all pairs, each until it has come about. Lives of a daemon
-and a trainer follow one another on one root and one shared memory, in an order in which each point comes once after each other. Often the
-trainer outlives its daemon, and goes on with the next. Each recovery is compared bit for bit, and must be as new as what was promised
-before it; every manifest that is found must be sound.
+`python -m tests.crash.lives --deaths 3026 [--seed N]`, or `--pairs 1/2`, which tries one half of all pairs until each has happened. Daemons
+and trainers follow one another on one root and one shared memory, in an order in which each point comes once after each other point. Often
+the trainer outlives its daemon and continues with the next one. Each recovery is compared bit for bit, and must be as new as what was
+promised before it. Every manifest that is found must be sound.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True) 
         trainers.train(socket, diary, 1, STEPS, armed, SIZE, wait_every=1, linger=linger)
     except CkptdError as error:
         diary.path.with_name("gave up").write_text(f"{error.code}: {error}")
-        sys.exit(GAVE_UP)  # as it may when its daemon dies
+        sys.exit(GAVE_UP)  # a trainer may end with an error when its daemon dies
     except BaseException:
         diary.path.with_name("wrong").write_text(traceback.format_exc())
         raise
 
 
 class Lives:
-    """`hit`: deaths by point; `pairs`: those that came one after the other; `problems`: what was lost."""
+    """Runs daemons and trainers that die. `hit` counts deaths by point, `pairs` has the points that were hit one after the other, and
+    `problems` lists what was lost.
+    """
 
     def __init__(self, place: Home, seed: int, promises: tuple[str, ...] = ("sealed", "durable")) -> None:
-        """`promises`: the words in the diary that bind the next life."""
+        """promises: the words in the diary whose steps the next recovery must not lose."""
         self.problems: list[str] = []
         self.hit: Counter[str] = Counter()
         self.pairs: set[tuple[str, str]] = set()
@@ -68,7 +70,7 @@ class Lives:
         self._before = ""
 
     def live(self, point: str, nth: int = 1) -> None:
-        """Recover, save, and die at this point, when it is come to the n-th time; or at some moment, if it never is."""
+        """Recover, save, and die at this point when it is reached for the n-th time. If it is never reached, die at a random moment."""
         deadly = f"{point}=kill@{nth}"
         daemon = Daemon(self._place, *OPTIONS, failpoints=deadly if point in failpoints.DAEMON else "", environment=BUDGET, forked=True)
         try:
@@ -96,7 +98,7 @@ class Lives:
         self._look(point)
 
     def _work(self, daemon: Daemon, point: str, armed: str) -> None:
-        if self._trainer is not None and (armed or self._finished()):  # its last steps may have been skipped between the daemons
+        if self._trainer is not None and (armed or self._finished()):  # its last steps may have been skipped between two daemons
             self.end_trainer()
         if self._trainer is None:
             self._begun = len(self._diary.read())
@@ -118,11 +120,11 @@ class Lives:
         return self._trainer is not None and self._trainer.exitcode == -signal.SIGKILL
 
     def _finished(self) -> bool:
-        """Whether this trainer has taken all its steps."""
+        """Return True if this trainer has taken all its steps."""
         return any(word == "finished" for word, _ in self._diary.read()[self._begun :])
 
     def rest(self) -> None:
-        """A life in peace: everything is saved, and nothing is left in memory."""
+        """Run one trainer without deaths: every step is saved, and nothing is left in memory."""
         if self._trainer is not None:
             self.end_trainer()
         if self.problems:
@@ -134,9 +136,9 @@ class Lives:
             trainer.join()
             words = Counter(word for word, _ in self._diary.read()[self._begun :])
             if words["durable"] < STEPS or self._place.segment_files():
-                self.problems.append(f"in peace: {words}, {self._place.segment_files()}: {self._place.log_text()[-2000:]}")
+                self.problems.append(f"without faults: {words}, {self._place.segment_files()}: {self._place.log_text()[-2000:]}")
             if daemon.stop():
-                self.problems.append("in peace: the daemon did not end well")
+                self.problems.append("without faults: the daemon did not end well")
         self._look("the end")
 
     def end_trainer(self) -> None:
@@ -144,24 +146,24 @@ class Lives:
         self._trainer.join()
         self._trainer = None
 
-    # -- what else happens, and when
+    # -- what else happens, for subclasses to override
 
     def cut(self) -> None:
-        """At the moment of the death."""
+        """Called at the moment of the death."""
 
     def outlives(self) -> bool:
-        """Whether the trainer goes on with the next daemon."""
+        """Return True if the trainer shall continue with the next daemon."""
         notes = self._diary.read()[self._begun :]
         at_work = any(word == "sealed" for word, _ in notes) and not self._finished()
         return at_work and self._trainer.is_alive() and self.chance.random() < 0.5
 
     def mend(self) -> None:
-        """Once everything is dead."""
+        """Called once every process that had to die is dead."""
 
     # -- what must hold
 
     def _look(self, point: str) -> None:
-        """Whether each recovery was as new as what had been promised before it; and that every manifest there is sound."""
+        """Check that each recovery was as new as what had been promised before it, and that every manifest is sound."""
         promised, durable = (0, -1), self._diary.newest("durable")
         for word, key in self._diary.read():
             if word == "recovered" and key < promised:
@@ -174,7 +176,7 @@ class Lives:
 
 
 def examine(root: Path, size: int) -> tuple[tuple[int, int], list[str]]:
-    """(attempt, step) of the newest checkpoint, (0, -1) if there is none; and what is wrong with any."""
+    """Return (attempt, step) of the newest checkpoint, or (0, -1) if there is none, and a problem for each unsound one."""
     newest, problems = (0, -1), []
     for manifest in sorted((root / trainers.JOB).glob("*/manifest.json")):
         try:
@@ -188,7 +190,7 @@ def examine(root: Path, size: int) -> tuple[tuple[int, int], list[str]]:
 
 
 def _ends(daemon: Daemon) -> bool:
-    """Whether it has ended, or does so in a moment: the trainer may be seen to end before it."""
+    """Return True if the daemon has ended, or ends within 5 s. The trainer may be seen to end first."""
     try:
         daemon.died(5)
     except subprocess.TimeoutExpired:
@@ -197,7 +199,7 @@ def _ends(daemon: Daemon) -> bool:
 
 
 def each_after_each(points: Sequence[str]) -> Iterator[str]:
-    """A shortest round in which every point follows every point, itself too: a de Bruijn sequence of order 2."""
+    """Yield a shortest cycle in which every point follows every point, including itself: a de Bruijn sequence of order 2."""
     for number, one in enumerate(points):
         yield one
         for other in points[number + 1 :]:
@@ -207,7 +209,7 @@ def each_after_each(points: Sequence[str]) -> Iterator[str]:
 
 
 def rounds(points: Sequence[str], chance: Random) -> Iterator[tuple[str, int]]:
-    """Points, and when they are deadly: after the first round not only the first time that they are come to."""
+    """Yield points, and the pass at which each kills. In the first round this is the first pass, later also the second or third."""
     for point in each_after_each(chance.sample(points, len(points))):
         yield point, 1
     while True:
@@ -228,14 +230,14 @@ def run(deaths: int, seed: int, seconds: float = float("inf")) -> Lives:
 
 
 class Deaths(Lives):
-    """No trainer goes on: so each point is come to in each life."""
+    """Like `Lives`, but no trainer continues with another daemon, so that each point is reached each time."""
 
     def outlives(self) -> bool:
         return False
 
 
 def run_pairs(seed: int, part: int, parts: int) -> tuple[Lives, set[tuple[str, str]]]:
-    """Every point after every point, or one part of that; and the pairs that did not come about, though tried again."""
+    """Hit every point after every point, or one part of these pairs. Return the pairs that did not happen even after retries."""
     with home() as place:
         lives = Deaths(place, seed)
         order = list(each_after_each((*failpoints.AGENT, *failpoints.DAEMON)))
@@ -251,7 +253,7 @@ def run_pairs(seed: int, part: int, parts: int) -> tuple[Lives, set[tuple[str, s
 
 
 def report(lives: Lives, what: str, seed: int) -> int:
-    """Print it; the exit code."""
+    """Print the result. Return the exit code."""
     for point, count in sorted(lives.hit.items()):
         print(f"{point:24} {count}")
     print(*lives.problems, sep="\n")

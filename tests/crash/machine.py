@@ -1,8 +1,9 @@
-"""Any order of things that happen to a job: start, snapshot, kill, cut power, fill the disk, recover, forget, pin; drawn by Hypothesis.
+"""Puts a job through any order of events, drawn by Hypothesis: start, snapshot, kill, power cut, full disk, recovery, forget, pin.
 
-`python -m tests.crash.machine --steps 2000 [--seed N]`. Real daemons, real trainers, SIGKILL, and the ext4 image of `power.py` where there
-is one. After every step the oracles: what is recovered is bit for bit what was captured, and as new as what was promised; a daemon that
-should be there answers; at the end of each life work goes on, every checkpoint verifies, and nothing is left in shared memory.
+`python -m tests.crash.machine --steps 2000 [--seed N]`. It uses real daemons, real trainers, SIGKILL, and the ext4 image of `power.py`
+where one can be mounted. After every step: what is recovered must be, bit for bit, what was captured, and as new as what was promised, and
+a running daemon must answer. At the end of each example the job must save again, every checkpoint must verify, and shared memory must be
+empty.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ SECONDS = 120.0
 F = TypeVar("F", bound=Callable[..., None])
 
 done: Counter[str] = Counter()
-"""Steps taken, by name."""
+"""Number of steps taken, by name."""
 
 
 def serve(pipe: Connection, socket: Any) -> None:
-    """A trainer that does as it is told."""
+    """Run as a trainer that executes the commands that it gets."""
     torch.set_num_threads(1)
     logging.disable()
     agent: Agent | None = None
@@ -78,7 +79,9 @@ def serve(pipe: Connection, socket: Any) -> None:
 
 
 def when(holds: Callable[[Any], bool]) -> Callable[[F], F]:
-    """Else the step is left out. Not by Hypothesis's `precondition`: what is drawn must not depend on when a daemon found its disk full."""
+    """Skip the step unless `holds`. Hypothesis's `precondition` does not fit: what is drawn must not depend on when a daemon finds its disk
+    full.
+    """
 
     def wrap(function: F) -> F:
         @functools.wraps(function)
@@ -92,7 +95,7 @@ def when(holds: Callable[[Any], bool]) -> Callable[[F], F]:
 
 
 def _key(tag: str) -> Key:
-    """Return (attempt, step) of a checkpoint's directory; this rig gives no tags of its own."""
+    """Return (attempt, step) of a checkpoint's directory. This rig uses no tags of its own."""
     parsed = names.parse_tag_directory(tag)
     assert parsed is not None
     assert parsed[1] is not None
@@ -100,7 +103,7 @@ def _key(tag: str) -> Key:
 
 
 class Job(RuleBasedStateMachine):
-    """A daemon, a trainer and a disk, and the rules of what may happen to them. `pinned` holds the tags that were pinned by hand."""
+    """A daemon, a trainer and a disk, and the rules for what may happen to them. `pinned` holds the tags that were pinned by hand."""
 
     @initialize(files_per_rank=st.sampled_from([1, 2]))
     def begin(self, files_per_rank: int) -> None:
@@ -129,7 +132,7 @@ class Job(RuleBasedStateMachine):
             raise answer
         return answer
 
-    # -- what happens
+    # -- events
 
     @rule()
     @when(lambda self: self.daemon is None)
@@ -153,7 +156,7 @@ class Job(RuleBasedStateMachine):
     @rule()
     @when(lambda self: self.daemon is not None and not self.full)
     def stop_daemon(self) -> None:
-        """As for an upgrade."""
+        """Stop the daemon with SIGTERM, as for an upgrade."""
         done["stop daemon"] += 1
         assert self.daemon is not None
         assert self.daemon.stop() == 0
@@ -161,7 +164,7 @@ class Job(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), persist=st.sampled_from([True, True, False]), wait=st.booleans())
     def train(self, count: int, persist: bool, wait: bool) -> None:
-        """Steps of a trainer, which is started if there is none; while the daemon is gone too."""
+        """Take steps with the trainer, which is started if there is none. The daemon may be gone meanwhile."""
         if self.trainer is None:
             if self.daemon is None:
                 self.start_daemon()
@@ -225,15 +228,15 @@ class Job(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     @when(lambda self: self.attempt > 0 and not self.full)
     def forget(self, which: int) -> None:
-        """A checkpoint, by the daemon or, if it is gone, by one made for that."""
+        """Delete a checkpoint through the daemon, or, if no daemon runs, without one."""
         done["forget"] += 1
         for tag in self._tags()[which : which + 1]:
             socket = self.place.socket if self.daemon else None
             try:
                 (row,) = forgetting.forget(self.place.root / trainers.JOB / tag, [], socket, dry_run=False)
             except NotFound:
-                return  # the daemon has retired it since it was listed
-            excused = ("there is no checkpoint", "in the memory of a running trainer")  # retention has deleted it meanwhile
+                return  # the daemon has retired the checkpoint since it was listed
+            excused = ("there is no checkpoint", "in the memory of a running trainer")  # the first: retention has deleted it meanwhile
             assert row["deleted"] == (tag not in self.pinned) or any(words in row["error"] for words in excused), row
             if row["deleted"]:
                 self.oracle.forget(_key(tag), [_key(left) for left in self._tags()])
@@ -246,12 +249,12 @@ class Job(RuleBasedStateMachine):
             try:
                 forgetting.pin(self.place.root / trainers.JOB / tag, remove=remove)
             except (NotFound, OSError):
-                return  # retired meanwhile, or there is no room
+                return  # the checkpoint was retired meanwhile, or the disk is full
             (self.pinned.discard if remove else self.pinned.add)(tag)
             self.oracle.pin(_key(tag), remove=remove)
 
     def _tags(self) -> list[str]:
-        """Of all that is committed; the highest steps first."""
+        """Return the tags of all committed checkpoints, the highest steps first."""
         storage = open_root(self.place.root)
         return [tag for tag in reversed(storage.tags(trainers.JOB)) if storage.has_manifest(trainers.JOB, tag)]
 
@@ -319,7 +322,7 @@ class Job(RuleBasedStateMachine):
                 self.disk.close()
 
     def _end(self) -> None:
-        """Everything that was promised is there, and work goes on."""
+        """Check that everything that was promised is there, and that the job can save again."""
         if self.full:
             self.free_disk()
         if self.trainer is not None:
@@ -341,14 +344,14 @@ class Job(RuleBasedStateMachine):
             try:
                 opened = Checkpoint.open(job, manifest.parent.name)
             except NotFound:
-                continue  # the daemon has retired it since it was listed
+                continue  # the daemon has retired the checkpoint since it was listed
             with opened as checkpoint:
                 assert checkpoint.step is not None
                 trainers.assert_equal(checkpoint.load(), checkpoint.step, SIZE)
 
 
 def run(steps: int, number: int, of_a_life: int = 100) -> tuple[Counter[str], str]:
-    """Steps taken, by name, and the first life that broke a promise, as Hypothesis shows it; "" if none did."""
+    """Return the number of steps taken, by name, and the first example that broke a promise, as Hypothesis prints it, or ""."""
     done.clear()
     chosen = settings(
         max_examples=max(1, steps // of_a_life), stateful_step_count=of_a_life, deadline=None, database=None, print_blob=False,

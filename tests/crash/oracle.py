@@ -1,11 +1,14 @@
-"""Which checkpoint a recovery owes, given what was acknowledged, forgotten by hand and pinned. Pure; used by `machine.py`."""
+"""Computes the oldest checkpoint that a recovery may return, from what was acknowledged, forgotten by hand and pinned.
+
+The functions here are pure. `machine.py` uses them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 Key = tuple[int, int]
-"""(attempt, step): checkpoints are ordered by it."""
+"""(attempt, step), the order of checkpoints."""
 NOTHING: Key = (0, -1)
 
 
@@ -23,25 +26,27 @@ class Oracle:
         self._keep = keep
         self._sealed = NOTHING
         self._durable: dict[Key, int] = {}
-        """Acknowledged as durable, and how many newer checkpoints were forgotten since it was last known to be there."""
+        """The keys acknowledged as durable, each with the number of newer checkpoints that were forgotten since it was last known to be
+        there.
+        """
         self._pinned: set[Key] = set()
 
     def sealed(self, key: Key) -> None:
-        """A snapshot was acknowledged as sealed: it is owed for as long as the node stands."""
+        """Record that a snapshot was acknowledged as sealed. It must not be lost as long as the node stands."""
         self._sealed = max(self._sealed, key)
 
     def durable(self, key: Key) -> None:
-        """A snapshot was acknowledged as durable: it is owed whatever happens to the node."""
+        """Record that a snapshot was acknowledged as durable. It must not be lost whatever happens to the node."""
         self._durable[key] = 0
 
     def pin(self, key: Key, *, remove: bool = False) -> None:
-        """A pin was set, so the checkpoint was there then, and retention cannot delete it; or a pin, if there was one, was removed."""
+        """Record that a pin was set or removed. When a pin is set, the checkpoint is there, and retention cannot delete it from then on."""
         if key in self._durable and (key in self._pinned or not remove):
             self._durable[key] = 0
         (self._pinned.discard if remove else self._pinned.add)(key)
 
     def forget(self, key: Key, left: Collection[Key]) -> None:
-        """A person has deleted a checkpoint; afterwards those in `left` were seen to be there."""
+        """Record that a person has deleted a checkpoint. Those in `left` were seen to be there afterwards."""
         self.forgotten.add(key)
         self._durable.pop(key, None)
         for known in self._durable:
@@ -49,14 +54,14 @@ class Oracle:
                 self._durable[known] = 0
             elif known < key:
                 self._durable[known] += 1
-        if self._sealed <= key:  # a newer seal may have taken its place in memory, and that one is deleted
+        if self._sealed <= key:  # a newer sealed snapshot may have replaced this one in memory, and the newer one has been deleted
             self._sealed = NOTHING
 
     def cut_power(self) -> None:
-        """Everything that was in memory is lost."""
+        """Record a power cut: everything that was only in memory is lost."""
         self._sealed = NOTHING
 
     @property
     def owed(self) -> Key:
-        """The oldest checkpoint that a recovery may bring back now."""
+        """Return the oldest checkpoint that a recovery may bring back now."""
         return max([self._sealed, *(key for key, forgotten in self._durable.items() if forgotten < self._keep)])

@@ -1,9 +1,9 @@
-"""Power cuts of a real ext4: at every failpoint of the daemon, and at random moments.
+"""Cuts the power of a real ext4 at every failpoint of the daemon, and at random moments.
 
-`python -m tests.crash.power --cuts 60 [--seed N]`; needs root, for the loop mount. The file system is stopped as a power cut would stop
-it (EXT4_IOC_SHUTDOWN, linux/fs/ext4/ext4.h; with and without its journal flushed), shared memory is emptied, everything is killed, and the
-image is mounted again. The next daemon recovers, and the next trainer compares every bit of what it gets: never older than what was
-durable.
+`python -m tests.crash.power --cuts 60 [--seed N]`; needs root, for the loop mount. The file system is stopped as by a power cut
+(EXT4_IOC_SHUTDOWN, linux/fs/ext4/ext4.h; with and without a flush of its journal), shared memory is emptied, every process is killed, and
+the image is mounted again. The next daemon recovers, and the next trainer compares every bit of what it gets, which must not be older than
+what was durable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.daemons import Home, home
 
 
 class Machine(Lives):
-    """Lives on a disk that loses its power when one ends; what was in memory is gone."""
+    """Runs daemons and trainers on a disk that loses its power at each death. What was in memory is then gone."""
 
     def __init__(self, place: Home, disk: Image, seed: int) -> None:
         super().__init__(place, seed, promises=("durable",))
@@ -42,7 +42,7 @@ class Machine(Lives):
 
 
 def run(cuts: int, seed: int, seconds: float = float("inf")) -> Machine:
-    """Raises Unavailable."""
+    """Run `cuts` power cuts. Raises Unavailable."""
     end = time.monotonic() + seconds
     with home() as place, closing(Image()) as disk:
         machine = Machine(place, disk, seed)

@@ -1,8 +1,9 @@
-"""SIGKILLs of a whole torchrun at random microseconds of its snapshots, and a table of what they hit.
+"""Kills a whole torchrun with SIGKILL at random microseconds of its snapshots, and prints a table of what the kills hit.
 
-`python -m tests.crash.rank_kills --kills 20 --megabytes 256`. Four ranks train a model sharded by FSDP2 and die together, with the daemon
-or without it. A new torchrun must get back on every rank, bit for bit, what was captured at the step that it reports, and nothing older
-than what all ranks had sealed. At the end what is in memory comes back on two times two ranks, what is on storage on one, two and three.
+`python -m tests.crash.rank_kills --kills 20 --megabytes 256`. Four ranks train a model sharded by FSDP2. They die together, with or without
+the daemon. A new torchrun must get back on every rank, bit for bit, what was captured at the step that it reports, and nothing older than
+what all ranks had sealed. At the end, the snapshot in memory is recovered on a mesh of two times two ranks, and the checkpoint on storage
+on one, two and three ranks.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ PHASES = ("some ranks filling", "all sealed", "writing", "before manifest", "aft
 VICTIMS = ("ranks", "daemon too")
 RANKS = 4
 KEEP = ("--keep-last", "2")
-_LONGEST_WAIT = dict(zip(PHASES, (0.05, 0.02, 0.3, 0.002, 0.05), strict=True))  # seconds into a phase
+_LONGEST_WAIT = dict(zip(PHASES, (0.05, 0.02, 0.3, 0.002, 0.05), strict=True))  # longest wait in a phase, in seconds
 _ROOT = Path(__file__).parent.parent.parent
-_SECONDS = 300.0  # for anything at all; nothing is measured
+_SECONDS = 300.0  # timeout for any event; it measures nothing
 _wait_for = partial(wait_for, seconds=_SECONDS)
 
 Key = tuple[int, int]
@@ -46,7 +47,7 @@ Key = tuple[int, int]
 
 
 class Job:
-    """The torchrun that runs now, and the diaries of all that have run."""
+    """The torchrun that runs now, and the diaries of all earlier runs."""
 
     def __init__(self, place: Home, megabytes: int) -> None:
         self._place, self._megabytes = place, megabytes
@@ -76,23 +77,23 @@ class Job:
         return [sum(said == word for said, _ in diary.read()) for diary in self.diaries]
 
     def last(self, word: str) -> set[Key]:
-        """What each rank has last noted with this word."""
+        """Return the last keys that the ranks have written with this word."""
         return {[key for said, key in diary.read() if said == word][-1] for diary in self.diaries}
 
     def promised(self) -> Key:
-        """The newest that all ranks have sealed, or one knows to be durable; (0, -1) if there is none."""
+        """Return the newest key that all ranks have sealed, or that one rank knows to be durable, or (0, -1) if there is none."""
         noted = [list(diary.read()) for diary in self.diaries]
         sealed = set.intersection(*({key for word, key in words if word == "sealed"} for words in noted))
         durable = {key for words in noted for word, key in words if word == "durable"}
         return max(sealed | durable, default=(0, -1))
 
     def look(self) -> None:
-        """Remember who there is to kill: finding out takes long."""
+        """List the processes to kill. This is done ahead of the kill, because it takes long."""
         this = psutil.Process(self._torchrun.pid)
         self._processes = [this, *this.children(recursive=True)]
 
     def kill(self) -> None:
-        """All of it, at once."""
+        """Kill all processes at once."""
         if not self._processes and self.running:
             self.look()
         for process in self._processes:
@@ -103,7 +104,7 @@ class Job:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Nobody may be there to bury those whose parent died with them."""
+    """Return True if the process runs. A zombie does not count: its parent may be dead as well, so that nobody reaps it."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -111,7 +112,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def phase(place: Home) -> str | None:
-    """How far the save is that is furthest on and not committed yet, as a stranger sees it; None before the first snapshot."""
+    """Return the phase of the uncommitted save that has come furthest, judged by headers and files. None before the first snapshot."""
     sealed: dict[Key, set[int]] = defaultdict(set)
     begun: set[Key] = set()
     for path in place.segment_files():
@@ -152,7 +153,9 @@ def _saved(place: Home, key: Key) -> str:
 def run(
     kills: int, megabytes: int, seed: int, *, most: int = 0, meshes: Sequence[str] = ("hsdp", "tp"), worlds: Sequence[int] = (1, 2, 3)
 ) -> Tally:
-    """At least `kills` kills, and more (up to `most`) until no phase is empty; then `meshes` from memory, and `worlds` from storage."""
+    """Kill at least `kills` times, and more (up to `most`) until each phase was hit. Then recover on `meshes` from memory and on `worlds`
+    from storage.
+    """
     chance = random.Random(seed)
     result = Tally(PHASES, VICTIMS)
     with home() as place:
@@ -186,7 +189,7 @@ def run(
 
 
 def _revive(job: Job, result: Tally) -> None:
-    """Start it again, and see that nothing promised is lost."""
+    """Start what was killed again, and check that nothing promised is lost."""
     promised, before = job.promised(), job.count("recovered")
     job.start()
 
@@ -208,7 +211,7 @@ def _revive(job: Job, result: Tally) -> None:
 def _check_at_the_end(
     place: Home, daemon: Daemon, job: Job, megabytes: int, result: Tally, meshes: Sequence[str], worlds: Sequence[int]
 ) -> Daemon:
-    """What is in memory on other meshes; then, once it is on storage alone, on other numbers of ranks."""
+    """Recover from memory on other meshes. Then, once the checkpoint is on storage only, recover on other numbers of ranks."""
     _wait_for(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the ranks")
     sealed = daemon.status()["jobs"][0]["last_sealed"]
     if (sealed["attempt"], sealed["step"]) < job.promised():

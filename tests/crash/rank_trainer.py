@@ -1,8 +1,8 @@
-"""What the ranks of crash tests do: they save a state that follows from the step's number alone, small or sharded by FSDP2.
+"""The code of the ranks in crash tests. They save a state that follows from the step's number alone, small or sharded by FSDP2.
 
-Of the small one a tensor is sharded over the ranks, two are the same on all, and some values are each rank's own; `extra` changes its
-shape at every hundredth step, so that all ranks plan anew there. The functions before "under torchrun" are for `tests.support.ranks`: a
-rank keeps its agent and its pendings in `HERE`. Run as a module this is the training script of `rank_kills.py`.
+In the small state one tensor is sharded over the ranks, two are the same on all ranks, and some values are each rank's own. `extra` changes
+its shape at every hundredth step, so that all ranks plan again there. The functions before "under torchrun" are for `tests.support.ranks`:
+a rank keeps its agent and its pendings in `HERE`. Run as a module, this is the training script of `rank_kills.py`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ckptd.shared import messages as m
 from tests.support.ranks import HERE
 from tests.support.trainers import JOB, Diary
 
-SIZE = 40_002  # four ranks do not get the same
+SIZE = 40_002  # not divisible by 4: the shards differ in size
 LAYERS, COLUMNS, BLOCK = 4, 512, 128
 
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store looks up every peer's name: 5 s where a server does not answer
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store resolves each peer's name: 5 s without a DNS server
 
 Outcome = tuple[str, str, str]
 """How a snapshot ended: its state, the kind of its error, and the message."""
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
-    """The tensors that ranks share, each in one piece."""
+    """Return the tensors that the ranks share, each whole."""
     generator = torch.Generator().manual_seed(step)
     return {
         "weight": torch.randn(SIZE, generator=generator),
@@ -48,18 +48,18 @@ def whole(step: int) -> dict[str, torch.Tensor]:
 
 
 def own(step: int, rank: int) -> dict[str, Any]:
-    """What is a rank's own."""
+    """Return the values that belong to this rank alone."""
     return {"rank": rank, "step": step, "tensor": torch.full((3 + rank,), 10.0 * step + rank)}
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """This rank's part of it all."""
+    """Return the whole state as this rank saves it."""
     made = whole(step)
     return {**made, "weight": _shard(made["weight"]), "step": step, "own": per_rank(own(step, dist.get_rank()))}
 
 
 def blank(step: int) -> dict[str, Any]:
-    """A state to recover this step into."""
+    """Return a state into which this step can be recovered."""
     made = {name: torch.zeros_like(tensor) for name, tensor in whole(step).items()}
     mine = {"rank": -1, "step": -1, "tensor": torch.zeros(3 + dist.get_rank())}
     return {**made, "weight": _shard(made["weight"]), "step": -1, "own": per_rank(mine)}
@@ -74,12 +74,12 @@ def _shard(tensor: torch.Tensor) -> DTensor:
 
 
 def differences(state: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Keys under which two states of this rank are not bit for bit the same."""
+    """Return the keys under which two states of this rank are not bit for bit the same."""
     return [key for key in wanted if not _same(state[key], wanted[key])]
 
 
 def _same(one: Any, other: Any) -> bool:
-    one, other = (getattr(value, "value", value) for value in (one, other))  # what per_rank holds
+    one, other = (getattr(value, "value", value) for value in (one, other))  # for the contents of per_rank
     if isinstance(one, DTensor):
         return torch.equal(one.to_local(), other.to_local())
     if isinstance(one, torch.Tensor):
@@ -89,15 +89,15 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# -- what ranks are told to do
+# -- commands to the ranks
 
 
 def begin(socket: Path, job: str) -> int:
-    """An agent for what follows; its attempt."""
+    """Make the agent for the following commands. Return its attempt."""
     agent = HERE["agent"] = Agent(job, socket=socket)
     HERE["pendings"] = {}
     agent.prepare(state_of(1))
-    agent._link.handovers.wait_for_threads()  # a stall budget is then for other things than new slots
+    agent._link.handovers.wait_for_threads()  # so that no later snapshot spends its stall budget on new slots
     return agent.attempt
 
 
@@ -106,7 +106,7 @@ def arm(specification: str) -> None:
 
 
 def stop_at(point: str) -> None:
-    """SIGSTOP to this process once it comes to the point, one time."""
+    """Send SIGSTOP to this process once, when it reaches the point."""
 
     def stop() -> bool:
         failpoints.arm("")
@@ -118,8 +118,10 @@ def stop_at(point: str) -> None:
 
 
 def take(steps: Sequence[int], pause: float = 0.0, tag: str | None = None, change: str = "") -> list[str]:
-    """Snapshot after snapshot, waiting for none; the states that they are in at once. `pause`: seconds before the first; `change`: a
-    "tensor" or a "lambda" more in the state."""
+    """Take one snapshot after another without waiting. Return their states right after each call.
+
+    pause: seconds before the first snapshot. change: adds a "tensor" or a "lambda" to the state.
+    """
     time.sleep(pause)
     found = []
     for step in steps:
@@ -127,14 +129,14 @@ def take(steps: Sequence[int], pause: float = 0.0, tag: str | None = None, chang
         if change:
             state["more"] = torch.ones(5) if change == "tensor" else lambda: None
         pending = HERE["pendings"][step] = HERE["agent"].snapshot(state, step=step, tag=tag)
-        state["weight"].to_local().zero_()  # what comes after the call must not matter
+        state["weight"].to_local().zero_()  # changes after the call must not reach the snapshot
         state["bias"].zero_()
         found.append(pending.state)
     return found
 
 
 def ends(steps: Sequence[int], seconds: float = 60.0) -> list[Outcome]:
-    """What became of each, once nothing more will; a TimeoutError if that takes longer."""
+    """Wait until each snapshot is durable or has failed, and return the outcomes. A timeout is an outcome as well."""
     found = []
     for step in steps:
         pending = HERE["pendings"][step]
@@ -148,8 +150,12 @@ def ends(steps: Sequence[int], seconds: float = 60.0) -> list[Outcome]:
 
 
 def recover(like: int, wrong: bool = False) -> tuple[int, str, list[str], list[str]]:
-    """Into a blank state that fits step `like`: which step came back, from where, what was passed over, and what differs from what was
-    captured. `wrong`: a state that fits none; then step -1, the kind of the error and its message, and what was written all the same."""
+    """Recover into a blank state that fits step `like`.
+
+    Return the recovered step, its source, the candidates that were passed over, and the keys that differ from what was captured. With
+    `wrong`, the state fits no checkpoint. In that case return -1, the kind of the error, its message, and the keys that were overwritten
+    nevertheless.
+    """
     state = blank(like)
     if wrong:
         state["bias"] = torch.zeros(7)
@@ -163,7 +169,7 @@ def recover(like: int, wrong: bool = False) -> tuple[int, str, list[str], list[s
 
 
 def hand_over(step: int) -> str:
-    """Tell the daemon of a seal, whatever has become of it; the kind of the error."""
+    """Report a seal to the daemon, whatever has become of the snapshot. Return the kind of the error, or ""."""
     agent, pending = HERE["agent"], HERE["pendings"][step]
     try:
         agent._link.client.call(lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=step), m.Sealed, 60)
@@ -173,7 +179,7 @@ def hand_over(step: int) -> str:
 
 
 def close() -> str:
-    """The kind of the error, if there is one."""
+    """Close the agent. Return the kind of the error, or ""."""
     try:
         HERE["agent"].close(timeout=60)
     except CkptdError as error:
@@ -185,18 +191,21 @@ def close() -> str:
 
 
 def base(number: int, first: int, last: int) -> torch.Tensor:
-    """Rows `first` to `last` of the tensor of this number at step 0, made in blocks so that a rank makes little but its own."""
+    """Return rows `first` to `last` of a tensor at step 0. They are made in blocks, so that a rank makes little more than its own rows."""
     blocks = range(first // BLOCK, -(-last // BLOCK))
     made = [torch.randn(BLOCK, COLUMNS, generator=torch.Generator().manual_seed((number << 32) + block)) for block in blocks]
     return torch.cat([torch.empty(0, COLUMNS), *made])[first - blocks.start * BLOCK :][: last - first].clone()
 
 
 class Training:
-    """FSDP2 parameters and Adam's moments, of at least so many megabytes a rank on four ranks. At each step every element is what it was at
-    step 0, and the step's number more. `how`: "fsdp" on any number of ranks, "hsdp" or "tp" (and FSDP2) on two times two."""
+    """FSDP2 parameters and Adam's moments, of at least `megabytes` on each of four ranks.
+
+    At step n, every element is its value at step 0 plus n. `how` is "fsdp" on any number of ranks, or "hsdp" or "tp" (with FSDP2) on two
+    times two ranks.
+    """
 
     def __init__(self, megabytes: int, how: str = "fsdp") -> None:
-        rows = megabytes * 1_000_000 // (3 * COLUMNS * LAYERS) + 1  # 4 bytes on 4 ranks; a parameter and two moments
+        rows = megabytes * 1_000_000 // (3 * COLUMNS * LAYERS) + 1  # 4 bytes an element, 4 ranks, a parameter and two moments
         with torch.device("meta"):
             layers = [torch.nn.Linear(COLUMNS, rows + number, bias=False) for number in range(LAYERS)]
         self.model = torch.nn.Sequential(*layers)
@@ -220,7 +229,7 @@ class Training:
         return weights + [self.optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq") for weight in weights]
 
     def bases(self) -> list[torch.Tensor]:
-        """This rank's rows of each tensor at step 0."""
+        """Return this rank's rows of each tensor at step 0."""
         found = []
         for number, tensor in enumerate(self.tensors()):
             share = -(-tensor.shape[0] // dist.get_world_size())
@@ -229,7 +238,7 @@ class Training:
         return found
 
     def begin(self) -> None:
-        """The optimizer's first step, as it were."""
+        """Make the optimizer's state, as its first step would."""
         for weight in self.model.parameters():
             moments = {name: torch.zeros_like(weight.detach()) for name in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
@@ -241,7 +250,7 @@ class Training:
 
 
 def train(socket: Path, diary: Diary, megabytes: int) -> None:
-    """Recover, check, then snapshot step after step for ever, most of them without waiting, noting what was promised."""
+    """Recover, check, then snapshot step after step for ever, mostly without waiting, and write each promise into the diary."""
     training = Training(megabytes)
     agent = Agent(JOB, socket=socket)
     state = training.state(-1)
@@ -265,7 +274,7 @@ def train(socket: Path, diary: Diary, megabytes: int) -> None:
         if pending.state in ("sealed", "durable"):
             diary.note("sealed", pending.attempt, step)
             pendings.append(pending)
-            if step % 3 == 0:  # a long step: the daemon is done, for once, before the next begins
+            if step % 3 == 0:  # now and then a long step, so that the daemon is done before the next snapshot begins
                 pending.wait("durable")
         for done in [pending for pending in pendings if pending.state == "durable"]:
             diary.note("durable", done.attempt, done.step)
@@ -276,7 +285,7 @@ def train(socket: Path, diary: Diary, megabytes: int) -> None:
 
 
 def recover_whole(socket: Path, megabytes: int, how: str, step: int, source: str) -> None:
-    """Into this mesh; every tensor, gathered, is what it was on four ranks at that step."""
+    """Recover into this mesh. Each tensor, gathered, must equal what four ranks held at that step."""
     training = Training(megabytes, how)
     agent = Agent(JOB, socket=socket)
     state = training.state(-1)

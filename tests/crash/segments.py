@@ -1,8 +1,8 @@
-"""Segments of shared memory that are cut, removed, replaced or damaged at random moments, by somebody who may.
+"""Cuts, removes, replaces or damages segments of shared memory at random moments, as another process of the same user could.
 
-`python -m tests.crash.segments --damages 200 [--seed N]`. The daemon lives through all of it and answers (a mapping that is cut short would
-be its SIGBUS, so it has none). A trainer whose own segment is cut may die of that. The next one gets back, bit for bit, at least what was
-durable; at the end work goes on, and nothing is left over.
+`python -m tests.crash.segments --damages 200 [--seed N]`. The daemon must survive all of it and answer. It maps no segment, because a
+mapping that is cut short would kill it with SIGBUS. A trainer whose own segment is cut may die of that. The next trainer gets back, bit for
+bit, at least what was durable. At the end the job saves again, and nothing is left over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOWLY = "seal.received=sleep(0.002),persist.created=sleep(0.002),slot.created=s
 
 
 def damage(path: Path, kind: str, chance: Random) -> None:
-    """Raises OSError if it has gone meanwhile, or is no file any more: to open a FIFO would hold this process up."""
+    """Damage a segment. Raises OSError if it has disappeared, or is no longer a regular file: opening a FIFO would block this process."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path} has been replaced already")
@@ -47,9 +47,9 @@ def damage(path: Path, kind: str, chance: Random) -> None:
         chance.choice([path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/etc/passwd")])()
     else:
         with path.open("r+b") as file:
-            at = chance.randrange(3 * HEADER)  # two copies, then the checksums
+            at = chance.randrange(3 * HEADER)  # the two copies of the header, then the checksums
             file.seek(at)
-            for byte in file.read(1):  # none, if it has been cut already
+            for byte in file.read(1):  # the file has no byte there if it has been cut already
                 file.seek(at)
                 file.write(bytes([byte ^ 1 << chance.randrange(8)]))
 
@@ -66,7 +66,7 @@ def settled(condition: Callable[[], bool]) -> bool:
 
 
 def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chance: Random) -> tuple[bool, str]:
-    """A trainer, and a damage at some moment of its life; whether it was done, and what went wrong."""
+    """Run a trainer, and damage a segment at some moment. Return whether that was done, and what went wrong."""
     durable, begun = diary.newest("durable"), len(diary.read())
     trainer = forks.context().Process(target=train, args=(place.socket, diary, "", True), daemon=True)
     trainer.start()
@@ -98,13 +98,13 @@ def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chan
     if trainer.exitcode not in (-signal.SIGKILL, -signal.SIGBUS) and not done:
         gave_up = place.path / "gave up"
         why = gave_up.read_text() if trainer.exitcode == GAVE_UP and gave_up.exists() else ""
-        if "was skipped" not in why:  # as on a machine that is busier than the stall budget is long
+        if "was skipped" not in why:  # this also happens on a machine that is busy for longer than the stall budget
             return done, f"{kind}: the trainer ended with {trainer.exitcode}; {why}"
     return done, ""
 
 
 def run(damages: int, seed: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """How many of each kind, and what went wrong."""
+    """Return how many damages of each kind were done, and what went wrong."""
     chance, kinds, end = Random(seed), Counter[str](), time.monotonic() + seconds
     with home() as place:
         diary = trainers.Diary(place.path / "diary")
@@ -125,7 +125,7 @@ def run(damages: int, seed: int, seconds: float = float("inf")) -> tuple[Counter
             left = daemon.status()["shared_memory"]["segments"]
             if words["durable"] < STEPS or left or not settled(lambda: descriptors(daemon) <= before):
                 problems.append(
-                    f"in peace: {words}, {left} segments, {descriptors(daemon) - before} descriptors: {place.log_text()[-2000:]}"
+                    f"without faults: {words}, {left} segments, {descriptors(daemon) - before} descriptors: {place.log_text()[-2000:]}"
                 )
         newest, unsound = examine(place.root, SIZE)
         if newest < diary.newest("durable"):

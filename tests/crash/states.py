@@ -1,9 +1,9 @@
-"""Power cuts on a simulated disk: of a job's life every state that a cut may leave is laid out, and a daemon started on it.
+"""Cuts power on a simulated disk: starts a daemon on every state that a power cut may leave of a job's operations.
 
-`python -m tests.crash.states --states 20000 [--seed N]`. Lives follow one another on one disk: a daemon is killed at a random operation,
-the next one recovers from the page cache and goes on, and so do their changes that are not synced yet. Each state is one of a random moment
-of a random life. After its recovery everything that was acknowledged before that moment must be there, bit for bit, `newest` must name the
-newest, nothing may lie about, and no attempt may be given out twice.
+`python -m tests.crash.states --states 20000 [--seed N]`. A daemon is killed at a random operation, and the next one recovers from the page
+cache and continues, while changes that are not synced stay pending. Each state is that of a random moment in the life of a random daemon.
+After a recovery from it, everything that was acknowledged before that moment must be there, bit for bit. `newest` must name the newest
+checkpoint, no file may be left over, and no attempt may be claimed twice.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from tests.support.daemons import recover_only
 from tests.support.trainers import JOB, assert_equal, blank, expected
 
 SIZE = 300
-"""Elements of the largest tensor: states are laid out thousands of times."""
+"""Number of elements of the largest tensor. It is small, because the states are laid out thousands of times."""
 KEEP = 2
 JOURNAL = 16 << 10
-"""Of a journal file, so that there are several."""
+"""Size of a journal file in bytes. It is small, so that there are several files."""
 
 
 def config(place: Path, shm: Path, files_per_rank: int = 1) -> Config:
@@ -57,7 +57,7 @@ def config(place: Path, shm: Path, files_per_rank: int = 1) -> Config:
 
 @contextmanager
 def directory() -> Iterator[Path]:
-    """In memory: the disk under it is simulated."""
+    """Context manager. Yields a directory in memory, because the disk is simulated."""
     where = Path(tempfile.mkdtemp(prefix="ckptd-states-", dir="/dev/shm"))
     try:
         yield where
@@ -74,7 +74,9 @@ def simulated() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Life:
-    """What a daemon did from the first operation to the last, on a disk as it was; `notes`: what was promised, and after which step."""
+    """What a daemon did from its first operation to its last, and the disk on which it began. `notes` has the promises, each with the
+    number of the step before it.
+    """
 
     before: Disk
     steps: list[Step]
@@ -84,7 +86,10 @@ class Life:
 
 @dataclass(slots=True)
 class Promises:
-    """`durable`: (attempt, step) of what was acknowledged, and its tag; `attempt`: the highest given out."""
+    """The promises that hold at a moment.
+
+    durable: maps (attempt, step) of each acknowledged checkpoint to its tag. attempt: the highest attempt that was claimed.
+    """
 
     durable: dict[tuple[int, int], str | None] = field(default_factory=dict)
     attempt: int = 0
@@ -102,7 +107,7 @@ class Promises:
 
 
 def train(socket: Path, note: Callable[[str, Any], None], chance: Random, alive: Callable[[], bool]) -> None:
-    """A trainer, while the daemon lives."""
+    """Run a trainer until the daemon dies."""
     agent = None
     try:
         agent = Agent(JOB, socket=socket)
@@ -122,7 +127,7 @@ def train(socket: Path, note: Callable[[str, Any], None], chance: Random, alive:
         if chance.random() < 0.5:
             agent.close(timeout=5)
     except (CkptdError, TimeoutError):
-        pass  # the daemon has died of an error that was injected
+        pass  # the daemon has died of an injected error
     finally:
         if agent is not None:
             agent._link.client.close()
@@ -130,7 +135,7 @@ def train(socket: Path, note: Callable[[str, Any], None], chance: Random, alive:
 
 
 async def live(place: Path, recorder: Recorder, chance: Random) -> None:
-    """A daemon and a trainer in this process."""
+    """Run a daemon and a trainer in this process."""
     with directory() as shm:
         app = App(config(place, shm, chance.choice((1, 3))), fs=recorder)
         daemon = asyncio.create_task(app.run())
@@ -153,7 +158,7 @@ def a_life(before: Disk, promised: Promises, chance: Random, fault: Callable[[St
 
 
 def lives(chance: Random, count: int) -> Iterator[Life]:
-    """Each begins where the one before was killed; some meet a full disk, some a call that fails."""
+    """Yield lives of daemons. Each begins where the one before was killed. Some meet a full disk, and some a call that fails."""
     disk, promised = Disk(), Promises()
     for number in range(count):
         faults = (lambda step: None, full(chance), failing(chance))
@@ -166,13 +171,13 @@ def lives(chance: Random, count: int) -> Iterator[Life]:
 
 
 def a_moment(steps: list[Step], chance: Random) -> int:
-    """After so many of them; often just before the names in a directory are safe."""
+    """Return a random number of operations after which the daemon is killed, often just before a directory is synced."""
     unsafe = [number for number, step in enumerate(steps) if step.kind == "sync directory"]
     return chance.choice(unsafe) if unsafe and chance.random() < 0.5 else chance.randrange(len(steps) + 1)
 
 
 def full(chance: Random) -> Callable[[Step], None]:
-    """From the n-th new file on, there is no room for another."""
+    """Return a fault: from the n-th new file on, the disk is full."""
     countdown = chance.choice([0, 0, 1, chance.randrange(30)])
 
     def fault(step: Step) -> None:
@@ -186,7 +191,7 @@ def full(chance: Random) -> Callable[[Step], None]:
 
 
 def failing(chance: Random) -> Callable[[Step], None]:
-    """The n-th call of a kind fails."""
+    """Return a fault: the n-th call of one kind fails."""
     kind, countdown = chance.choice(["write", "sync", "sync directory", "rename", "create", "allocate", "unlink"]), chance.randrange(12)
     number = chance.choice([errno.EIO, errno.ENOSPC])
 
@@ -201,13 +206,13 @@ def failing(chance: Random) -> Callable[[Step], None]:
 
 
 class Examiner:
-    """Starts a daemon on what a power cut has left, and looks whether every promise was kept."""
+    """Starts a daemon on what a power cut has left, and checks that every promise was kept."""
 
     def __init__(self) -> None:
         self._sound: set[bytes] = set()
 
     async def examine(self, tree: Tree, promised: Promises) -> str:
-        """What is wrong; "" if nothing is."""
+        """Return what is wrong, or "" if nothing is."""
         with directory() as place, directory() as shm:
             lay(tree, place)
             try:
@@ -251,11 +256,11 @@ class Examiner:
 
 
 OF_A_LIFE, LIVES = 40, 6
-"""States of each life; lives of one disk."""
+"""Number of states of each life, and number of lives on one disk."""
 
 
 def run(states: int, seed: int, seconds: float = float("inf"), most: int = 20) -> tuple[int, list[str]]:
-    """How many different states were examined, and what was wrong with any; ends after `most` of those."""
+    """Return how many different states were examined, and what was wrong. Ends after `most` problems."""
     chance, examiner, seen, problems = Random(seed), Examiner(), set[bytes](), list[str]()
     logging.getLogger("ckptd").setLevel(logging.CRITICAL + 1)
     end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""What kills at random moments have hit, and what became of it: shared by `kills.py` and `rank_kills.py`."""
+"""Counts what kills at random moments have hit, and their outcome, for `kills.py` and `rank_kills.py`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Tally:
         return sum(self.hits.values())
 
     def empty(self) -> list[str]:
-        """Phases that no kill has hit."""
+        """Return the phases that no kill has hit."""
         return [name for name in self.phases if not any(self.hits[name, victim] for victim in self.victims)]
 
     def wanted(self, kills: int) -> str:
-        """Which phase to hit next: each in turn for so many kills, then those that are empty."""
+        """Return the phase to hit next: each in turn for `kills` kills, then those that no kill has hit."""
         return self.phases[self.kills % len(self.phases)] if self.kills < kills else (self.empty() or self.phases)[0]
 
     def table(self) -> str:
@@ -38,7 +38,7 @@ class Tally:
         return "\n".join([*rows, *self.checked, f"{self.kills} kills, {self.recovered} recoveries, {len(self.lost)} lost"])
 
     def report(self) -> int:
-        """Print it; the exit code."""
+        """Print the table. Return the exit code."""
         for lost in self.lost:
             print(f"LOST: {lost}")
         for name in self.empty():

@@ -1,4 +1,4 @@
-"""A few seconds of the crowd, and the pure parts of its verdict. `python -m tests.crash.crowd` kills more."""
+"""Runs the crowd for a few seconds, and tests the pure parts of its verdict. `python -m tests.crash.crowd` kills more."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def test_healthy_jobs_do_not_notice_that_others_are_killed() -> None:
 
 
 def samples(**values: list[int]) -> list[Sample]:
-    """Return samples in which only these grow."""
+    """Return samples in which only these values change."""
     constant = {"descriptors": 20, "segments": 0, "resident": 40_000_000, "journal": 4 << 20}
     length = len(next(iter(values.values())))
     return [Sample(100 * n, **{**constant, **{name: series[n] for name, series in values.items()}}) for n in range(length)]
 
 
-def test_a_warm_up_is_no_growth() -> None:
+def test_growth_in_the_first_quarter_is_not_reported() -> None:
     assert crowd.growing(samples(resident=[30_000_000, *7 * [60_000_000]])) == []
     assert crowd.growing(samples(descriptors=[18, 19, *6 * [20]])) == []
 
 
-def test_what_grows_is_named() -> None:
+def test_a_resource_that_grows_is_named() -> None:
     (problem,) = crowd.growing(samples(descriptors=[20, 20, 20, 21, 21, 22, 22, 23]))
     assert problem.startswith("descriptors grows")
     (problem,) = crowd.growing(samples(resident=[40_000_000 + 4_000_000 * n for n in range(8)]))
@@ -36,7 +36,7 @@ def test_what_grows_is_named() -> None:
     assert problem.startswith("journal grows")
 
 
-def test_too_few_samples_say_nothing() -> None:
+def test_fewer_than_four_samples_report_no_growth() -> None:
     assert crowd.growing(samples(descriptors=[20, 21, 22])) == []
 
 

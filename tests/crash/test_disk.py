@@ -1,4 +1,4 @@
-"""The simulated disk is the real one as long as nothing is cut; and every state that a cut may leave of the short recipes is sound."""
+"""Tests the simulated disk: without a power cut it equals the real one, and every state that a cut may leave of a recipe is sound."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def at(recorder: Recorder, moment: int | None = None) -> Disk:
 
 
 def cuts(recorder: Recorder, first: int = 0) -> Iterator[tuple[int, dict[str, object]]]:
-    """What may be left, after every operation from `first` on, for every fate of what was pending."""
+    """Yield every tree that may be left: after every operation from `first` on, for every fate of the pending changes."""
     for moment in range(first, len(recorder.steps) + 1):
         disk = at(recorder, moment)
         for fate in every_fate(disk.pending()):
@@ -46,7 +46,7 @@ def cuts(recorder: Recorder, first: int = 0) -> Iterator[tuple[int, dict[str, ob
 
 
 def at_random(recorder: Recorder, top: Path, chance: Random) -> None:
-    """One operation that the file system allows, or none."""
+    """Do one random operation that the file system allows, or none."""
     place = chance.choice([top, *(path for path in top.iterdir() if path.is_dir())])
     name, other = (f"{chance.randrange(4)}" for _ in range(2))
     with opened_directory(recorder, str(place)) as directory:
@@ -80,7 +80,7 @@ def at_random(recorder: Recorder, top: Path, chance: Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_is_cached_is_what_the_real_one_shows(recorder: Recorder, tmp_path: Path, seed: int) -> None:
+def test_the_simulated_page_cache_equals_the_real_file_system(recorder: Recorder, tmp_path: Path, seed: int) -> None:
     chance, top = Random(seed), tmp_path / "disk"
     for _ in range(60):
         at_random(recorder, top, chance)
@@ -126,7 +126,7 @@ def test_a_synced_file_without_its_name_is_lost_and_a_name_may_be_without_its_fi
     assert [left for _, left in cuts(recorder, 5)] == [{"b": b"abc"}]
 
 
-def test_steps_elsewhere_are_not_listed(recorder: Recorder, tmp_path: Path) -> None:
+def test_operations_outside_the_directory_are_not_listed(recorder: Recorder, tmp_path: Path) -> None:
     with opened_directory(recorder, str(tmp_path)) as directory:
         fd = recorder.create("a", directory)
         recorder.write(fd, b"abc", 0)
@@ -147,11 +147,11 @@ def test_a_step_may_be_made_to_fail(tmp_path: Path) -> None:
     assert (recorder.steps, listed(tmp_path)) == ([], {})
 
 
-# -- exhaustively: recipes that promise something
+# -- exhaustive tests of the recipes
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_what_is_published_is_whole_or_as_it_was_and_stays(recorder: Recorder, tmp_path: Path, replace: bool) -> None:
+def test_a_published_file_is_whole_or_as_before_and_then_stays(recorder: Recorder, tmp_path: Path, replace: bool) -> None:
     old, new = b"old" * 400, b"new" * 500
     with opened_directory(recorder, str(tmp_path / "disk")) as directory:
         if replace:
@@ -165,15 +165,15 @@ def test_what_is_published_is_whole_or_as_it_was_and_stays(recorder: Recorder, t
     assert count >= 20
 
 
-def test_directories_that_are_made_stay(recorder: Recorder, tmp_path: Path) -> None:
+def test_made_directories_survive_a_power_cut(recorder: Recorder, tmp_path: Path) -> None:
     root = tmp_path / "disk" / "a" / "root"
     make_directories(recorder, root)
     PosixStorage(root, recorder).ensure("job/tag.a0001")
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"a": {"root": {"job": {"tag.a0001": {}}}}}]
 
 
-def test_directories_that_a_dead_process_made_stay_too(recorder: Recorder, tmp_path: Path) -> None:
-    """Made, and its maker killed before it had synced them: the next one cannot know."""
+def test_directories_made_by_a_dead_process_survive_a_power_cut(recorder: Recorder, tmp_path: Path) -> None:
+    """A process made the directories, and was killed before it had synced them. The next process cannot know whether they are synced."""
     root = tmp_path / "disk" / "root"
     for path in (root, root / "job", root / "job" / "tag.a0001"):
         with opened_directory(recorder, str(path.parent)) as directory:
@@ -184,7 +184,7 @@ def test_directories_that_a_dead_process_made_stay_too(recorder: Recorder, tmp_p
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"root": {"job": {"tag.a0001": {}}}}]
 
 
-def test_a_manifest_that_a_dead_process_renamed_stays_once_the_rest_is_swept(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_manifest_renamed_by_a_dead_process_stays_once_its_directory_is_swept(recorder: Recorder, tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
     storage.ensure("job/tag.a0001")
     with storage.directory("job/tag.a0001") as directory:
@@ -198,7 +198,7 @@ def test_a_manifest_that_a_dead_process_renamed_stays_once_the_rest_is_swept(rec
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {"tag.a0001": {"manifest.json": b"{}"}}}]
 
 
-def test_a_tag_that_a_dead_process_removed_stays_away(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_tag_removed_by_a_dead_process_stays_removed(recorder: Recorder, tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
     storage.ensure("job/tag.a0001")
     with storage.directory("job") as directory:
@@ -207,7 +207,7 @@ def test_a_tag_that_a_dead_process_removed_stays_away(recorder: Recorder, tmp_pa
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"job": {}}]
 
 
-def test_a_pin_stays_and_stays_away(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_pin_and_its_removal_survive_a_power_cut(recorder: Recorder, tmp_path: Path) -> None:
     storage = open_root(tmp_path / "disk", recorder)
     storage.pin("job", "tag.a0001")
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}]
@@ -215,7 +215,7 @@ def test_a_pin_stays_and_stays_away(recorder: Recorder, tmp_path: Path) -> None:
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {}}}}]
 
 
-def test_a_pin_that_a_dead_process_made_stays_too(recorder: Recorder, tmp_path: Path) -> None:
+def test_a_pin_made_by_a_dead_process_survives_a_power_cut(recorder: Recorder, tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path / "disk", recorder)
     storage.ensure(".ckptd/pins/job")
     with storage.directory(".ckptd/pins/job") as directory:
@@ -224,7 +224,7 @@ def test_a_pin_that_a_dead_process_made_stays_too(recorder: Recorder, tmp_path: 
     assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{".ckptd": {"pins": {"job": {"tag.a0001": b""}}}}]
 
 
-def test_newest_of_a_job_without_checkpoints_stays_away(recorder: Recorder, tmp_path: Path) -> None:
+def test_newest_of_a_job_without_checkpoints_stays_removed(recorder: Recorder, tmp_path: Path) -> None:
     storage = open_root(tmp_path / "disk", recorder)
     PosixStorage(tmp_path / "disk", recorder).ensure("job")
     storage.publish_newest("job", "tag.a0001")

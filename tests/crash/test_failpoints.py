@@ -1,4 +1,4 @@
-"""A death at every named point, of trainer or daemon; then a restart, and everything that was acknowledged is there, bit for bit.
+"""Kills the trainer or the daemon at every failpoint: after a restart everything that was acknowledged is there, bit for bit.
 
 Each point is tried alone, and again with a second death during the recovery from the first.
 """
@@ -28,7 +28,7 @@ SECOND_KILLS = [p for p in failpoints.DAEMON if p.startswith(("start.", "journal
 
 
 def _first_life(place: Home, diary: trainers.Diary) -> None:
-    """Some steps, sealed and durable, then everything dies."""
+    """Save some steps, sealed and durable, then kill everything."""
     with running(place, *KEEP, forked=True) as daemon:
         trainer = trainers.start(place.socket, diary, *FIRST)
         assert _finished(diary, 1, trainer, daemon)
@@ -38,7 +38,7 @@ def _first_life(place: Home, diary: trainers.Diary) -> None:
 
 
 def _finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -> bool:
-    """Wait until so many trainers have taken all their steps (True), or this one or its daemon has died (False)."""
+    """Wait until `lives` trainers have taken all their steps. Return False if this trainer or its daemon has died before."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if diary.count("finished") >= lives:
@@ -50,7 +50,7 @@ def _finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -
 
 
 def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
-    """Recover and go on, with `point` deadly to the process that it belongs to; afterwards everything is dead."""
+    """Recover and continue, with `point` armed to kill the process that passes it. Afterwards everything is dead."""
     deadly = f"{point}=kill"
     daemon = Daemon(place, *KEEP, failpoints=deadly if point in failpoints.DAEMON else "", forked=True)
     try:
@@ -72,7 +72,7 @@ def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
 
 
 def _check(place: Home, diary: trainers.Diary) -> None:
-    """A last start without deaths: nothing acknowledged is lost or older, all bytes are right, work goes on, nothing leaks."""
+    """Start once more, without deaths: nothing acknowledged is lost, all bytes are right, the job saves again, and nothing leaks."""
     sealed, durable = diary.newest("sealed", "durable"), diary.newest("durable")
     with running(place, *KEEP, forked=True) as daemon:
         agent = Agent(trainers.JOB, socket=place.socket)
@@ -94,7 +94,7 @@ def _check(place: Home, diary: trainers.Diary) -> None:
 
 
 def _check_storage(root: Path) -> None:
-    """Every manifest there verifies and is what its step was; nothing else lies about."""
+    """Check that every manifest verifies and has the tensors of its step, and that no other file is left."""
     tags = [path for path in (root / trainers.JOB).iterdir() if path.name != "newest"]
     assert (root / trainers.JOB / "newest").read_text().startswith("step-00000100.")
     for tag in tags:
@@ -123,6 +123,6 @@ def test_second_death_during_recovery(place: Home, point: str, second: str) -> N
     _check(place, diary)
 
 
-def test_there_are_enough_points() -> None:
+def test_there_are_at_least_25_distinct_failpoints() -> None:
     assert len(failpoints.AGENT + failpoints.DAEMON) >= 25
     assert len(set(failpoints.AGENT + failpoints.DAEMON)) == len(failpoints.AGENT + failpoints.DAEMON)

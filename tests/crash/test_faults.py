@@ -1,4 +1,6 @@
-"""Faults at the worst moment, each once a bug: of the journal, of a restart, of a race. Nothing sealed is lost, nothing is stuck."""
+"""Faults at the worst moment, each of which was a bug once: in the journal, at a restart, in a race. Nothing sealed is lost, and nothing
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ def disarm() -> Any:
 
 
 def seal_and_die(place: Home) -> None:
-    """Step 1 sealed and saved nowhere; trainer and daemon dead."""
+    """Seal step 1 without saving it, and kill trainer and daemon."""
     with running(place, failpoints="persist.created=hang") as daemon:
         diary = trainers.Diary(place.path / "diary")
         trainer = trainers.start(place.socket, diary, 1, 1)
@@ -54,14 +56,14 @@ def test_a_journal_that_breaks_at_the_start_costs_no_sealed_snapshot(place: Home
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3, 4])
-def test_a_broken_journal_ends_the_daemon_and_the_next_one_goes_on(place: Home, nth: int) -> None:
+def test_a_broken_journal_ends_the_daemon_and_the_next_one_continues(place: Home, nth: int) -> None:
     first = Daemon(place, failpoints=f"journal.syncing=error(EIO)@{nth}").wait_ready()
     trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 3)
     assert first.died() == 1
     assert "cannot write the journal" in place.log_text()
     first.close()
     with running(place):
-        if nth == 1:  # its very first request failed: it cannot begin without a daemon
+        if nth == 1:  # its first request failed: it cannot begin an attempt without a daemon
             trainer.join()
             trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 3)
         until(
@@ -75,7 +77,7 @@ def test_no_room_for_the_journal_costs_the_records_and_not_the_snapshots(place: 
     small = {"CKPTD_FAILPOINTS": ""}
     with running(place, failpoints="journal.rotating=error(ENOSPC)@2", environment=small) as daemon:
         agent = Agent("job", socket=place.socket)
-        content = "x" * 500_000  # not in the journal; the names below are, and fill it
+        content = "x" * 500_000  # this record is not in the journal; the names below fill the journal
         done = 0
         for step in range(1, 30):
             done += agent.snapshot({"x": torch.ones(3)}, step=step, user_content=content).wait("durable", timeout=60).state == "durable"
@@ -113,7 +115,7 @@ def header_state(path: Any) -> int:
         return int(read_header(file.fileno()).state)
 
 
-def test_going_back_keeps_what_was_sealed_and_answers_every_wait(place: Home) -> None:
+def test_going_back_keeps_sealed_snapshots_and_ends_every_wait(place: Home) -> None:
     with running(place, failpoints="persist.created=sleep(0.5)"):
         agent = Agent("job", socket=place.socket)
         agent.snapshot(trainers.expected(1, SIZE), step=1).wait("durable", timeout=60)
@@ -143,7 +145,7 @@ def test_a_trainer_killed_while_its_slots_are_made_leaves_none(place: Home) -> N
         assert place.segment_files() == []
 
 
-def test_sigterm_ends_it_while_a_trainer_keeps_saving(place: Home) -> None:
+def test_sigterm_ends_the_daemon_while_a_trainer_keeps_saving(place: Home) -> None:
     with running(place, failpoints="persist.created=sleep(0.3)") as daemon:
         trainer = trainers.start(place.socket, trainers.Diary(place.path / "diary"), 1, 100_000, wait_every=10**9)
         until(lambda: (place.root / trainers.JOB).exists(), "save")
@@ -152,7 +154,7 @@ def test_sigterm_ends_it_while_a_trainer_keeps_saving(place: Home) -> None:
         trainer.join()
 
 
-def test_many_memory_only_snapshots_before_a_lost_daemon(place: Home) -> None:
+def test_many_memory_only_snapshots_do_not_hinder_a_reconnection(place: Home) -> None:
     first = Daemon(place).wait_ready()
     agent = Agent("job", socket=place.socket)
     old = agent.snapshot({"x": torch.ones(3)}, step=0, persist=False)
@@ -172,7 +174,7 @@ def test_memory_only_slots_are_not_refilled_under_their_check(place: Home) -> No
     with running(place, "--threads", "1", "--codec", "zstd:15") as daemon:
         agent = Agent("job", socket=place.socket)
         size = 3_000_000
-        agent.snapshot(trainers.expected(1, size), step=1)  # keeps the one worker busy
+        agent.snapshot(trainers.expected(1, size), step=1)  # keeps the only worker thread busy
         for step in range(2, 8):
             agent.snapshot(trainers.expected(step, size), step=step, persist=step % 3 == 0)
         agent.close()
@@ -190,7 +192,7 @@ def test_after_a_growth_beyond_the_quota_the_old_size_still_fits(place: Home) ->
         agent.close()
 
 
-def test_close_gives_up_on_a_stopped_daemon(place: Home) -> None:
+def test_close_times_out_if_the_daemon_is_stopped(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.1"}) as daemon:
         agent = Agent("job", socket=place.socket)
         until(lambda: agent.snapshot({"x": torch.ones(3)}, step=next(numbers)).state == "sealed", "snapshot")
@@ -201,7 +203,7 @@ def test_close_gives_up_on_a_stopped_daemon(place: Home) -> None:
         daemon.process.send_signal(signal.SIGCONT)
 
 
-def test_slots_that_take_long_hold_the_training_once(place: Home) -> None:
+def test_slots_that_take_long_to_make_hold_up_training_only_once(place: Home) -> None:
     with running(place, failpoints="slot.creating=sleep(2)", environment={"CKPTD_STALL_BUDGET": "0.5"}):
         agent = Agent("job", socket=place.socket)
         skipped = [
@@ -215,8 +217,8 @@ def test_slots_that_take_long_hold_the_training_once(place: Home) -> None:
         agent.close()
 
 
-def test_a_stuck_disk_holds_up_nobody_but_its_snapshots(place: Home) -> None:
-    """Every worker thread hangs in a sync, as in one of a dead NFS server."""
+def test_a_stuck_disk_holds_up_only_the_snapshots_being_saved_to_it(place: Home) -> None:
+    """Every worker thread hangs in a sync, as on an NFS mount whose server is gone."""
     hung = {"CKPTD_STALL_BUDGET": "0.2"}
     with running(place, "--threads", "2", failpoints="persist.syncing=hang", environment=hung) as daemon:
         agent = Agent("job", socket=place.socket)
@@ -234,7 +236,7 @@ def test_a_stuck_disk_holds_up_nobody_but_its_snapshots(place: Home) -> None:
         trainers.assert_equal(state, 7, SIZE)
         daemon.process.terminate()
         with pytest.raises(subprocess.TimeoutExpired):
-            daemon.died(2)  # it waits for what is under way; systemd kills it once that takes too long
+            daemon.died(2)  # the daemon waits for the running saves; systemd would kill it after a timeout
         daemon.kill()
     with running(place):
         for pending in pendings[:2]:
@@ -261,7 +263,7 @@ def test_a_slow_disk_costs_snapshots_and_no_memory(place: Home) -> None:
         trainers.assert_equal(checkpoint.load(), max(pending.step for pending in saved), SIZE)
 
 
-def test_slots_that_were_cut_while_they_were_made_cost_one_snapshot(place: Home) -> None:
+def test_a_slot_cut_short_while_it_is_made_costs_one_snapshot(place: Home) -> None:
     with running(place, failpoints="slot.passing=sleep(1)@1") as daemon:
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(3)}, step=1, on_busy="skip")
@@ -290,7 +292,7 @@ def link_of(descriptor: str) -> str:
 numbers = iter(range(100, 100_000))
 
 
-def test_a_step_that_was_skipped_may_be_asked_for_again(place: Home) -> None:
+def test_a_skipped_step_may_be_requested_again(place: Home) -> None:
     with running(place, failpoints="persist.created=sleep(0.7)", environment={"CKPTD_STALL_BUDGET": "60"}):
         agent = Agent("job", socket=place.socket)
         for step in (1, 2):

@@ -1,6 +1,6 @@
-"""A root without a free block, or without a free inode: the daemon starts, memory is recovered, and deleting a checkpoint makes room.
+"""Tests a root without a free block, or without a free inode: the daemon starts, memory is recovered, and deleting a checkpoint makes room.
 
-On a real ext4 in memory; skipped where no image can be mounted.
+It needs a real ext4 in memory, and is skipped where no image can be mounted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZE = 50_000
 
 
 class Full:
-    """A small disk, how to use it up, and a root on it."""
+    """A small disk with a root on it, and the function that uses the disk up."""
 
     def __init__(self, disk: Image, place: Home, use_up: Callable[[Path], None]) -> None:
         self.disk, self.place, self._use_up = disk, place, use_up
@@ -82,13 +82,13 @@ def full(request: pytest.FixtureRequest, place: Home) -> Iterator[Full]:
 
 
 def let_go(agent: Agent) -> None:
-    """End a trainer as SIGKILL would: nothing is told, its locks go."""
+    """End a trainer as SIGKILL would: it sends nothing, and its locks are released."""
     agent._link.client.close()
     agent._link.handovers.slots.drop()
 
 
 def life(full: Full, before: Callable[[], None] = lambda: None) -> None:
-    """Steps 1 to 3 durable and step 4 sealed in memory only; then daemon and trainer are killed, and the disk is used up."""
+    """Make steps 1 to 3 durable, and seal step 4 in memory only. Then kill daemon and trainer, and use up the disk."""
     with running(full.place, "--keep-last", "0") as daemon:
         agent = Agent(trainers.JOB, socket=full.place.socket)
         for step in (1, 2, 3):
@@ -117,12 +117,12 @@ def forget(full: Full, tags: list[str], socket: Path | None) -> None:
 
 
 def goes_on(full: Full, which: slice) -> None:
-    """On the full disk: memory is recovered, checkpoints are deleted, and the next save becomes durable."""
+    """Check, on the full disk, that memory is recovered, checkpoints can be deleted, and the next save becomes durable."""
     place = full.place
     with running(place, "--keep-last", "0"):
         agent, source, step = recover(full)
         assert (source, step) == ("memory", 4)
-        forget(full, full.tags()[which], place.socket)  # two of them: the blocks of one make no room for another
+        forget(full, full.tags()[which], place.socket)  # two checkpoints, because the blocks of one do not suffice for another
         assert agent.snapshot(trainers.expected(5, SIZE), step=5).wait("durable", timeout=60).state == "durable"
         agent.close()
         until(lambda: open_root(place.root).read_newest(trainers.JOB) == "step-00000005.a0002", "newest")
@@ -135,8 +135,8 @@ def test_a_daemon_starts_on_a_full_disk_and_room_can_be_made(full: Full, which: 
     assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000002.log", names.JOURNAL_SPARE]
 
 
-def test_a_root_without_a_spare_journal_file_starts_too(full: Full) -> None:
-    """As one of an older ckptd, or one whose spare was deleted."""
+def test_a_daemon_starts_on_a_full_disk_without_a_spare_journal_file(full: Full) -> None:
+    """The root of an older ckptd, or one whose spare file was deleted."""
     life(full, before=lambda: (full.journal / names.JOURNAL_SPARE).unlink(missing_ok=True))
     goes_on(full, slice(0, 2))
     assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000001.log"]
@@ -145,10 +145,10 @@ def test_a_root_without_a_spare_journal_file_starts_too(full: Full) -> None:
         assert sorted(path.name for path in full.journal.iterdir()) == ["0000000000000002.log", names.JOURNAL_SPARE]
 
 
-def test_an_errand_makes_room_where_no_daemon_runs(full: Full) -> None:
+def test_forget_makes_room_while_no_daemon_runs(full: Full) -> None:
     life(full)
     forget(full, full.tags()[:2], None)
-    assert full.tags() == ["step-00000003.a0001", "step-00000004.a0001"]  # and there was room to save what was in memory
+    assert full.tags() == ["step-00000003.a0001", "step-00000004.a0001"]  # after that there was also room to save the snapshot in memory
 
 
 def test_every_start_on_a_full_disk_succeeds(full: Full) -> None:
@@ -160,7 +160,7 @@ def test_every_start_on_a_full_disk_succeeds(full: Full) -> None:
 
 
 @pytest.mark.parametrize("full", ["blocks"], indirect=True)
-def test_a_root_that_is_mounted_read_only_is_told_in_one_sentence(full: Full) -> None:
+def test_a_read_only_root_is_reported_in_one_sentence(full: Full) -> None:
     with running(full.place):
         pass
     subprocess.run(["mount", "-o", "remount,ro", str(full.disk.where)], check=True)
@@ -173,7 +173,7 @@ def test_a_root_that_is_mounted_read_only_is_told_in_one_sentence(full: Full) ->
 
 @pytest.mark.parametrize("taken", ["the job", "the tag"])
 def test_failed_saves_leave_nothing_in_the_journal(place: Home, taken: str) -> None:
-    """Somebody has put a file in the place of a directory: every save fails, and the journal forgets each of them."""
+    """A file is in the place of a directory, so every save fails. The journal forgets each failed save."""
     job = place.root / trainers.JOB
     with running(place, environment={"CKPTD_STALL_BUDGET": "60"}):
         agent = Agent(trainers.JOB, socket=place.socket)
@@ -194,7 +194,7 @@ def test_failed_saves_leave_nothing_in_the_journal(place: Home, taken: str) -> N
 
 
 def journal_state(place: Home) -> JournalState:
-    """Replay a copy of the journal of a running daemon."""
+    """Return the state that a replay of a copy of the running daemon's journal gives."""
     with tempfile.TemporaryDirectory() as copy, ThreadPoolExecutor(1) as pool:
         for path in place.journal.glob("*.log"):
             shutil.copy(path, copy)

@@ -1,4 +1,4 @@
-"""Today's daemon and agent recover a node that commit 5811ec8 left when its processes were killed (see golden/make_node.py)."""
+"""Tests that this version recovers a node that commit 5811ec8 left when its processes were killed (see golden/make_node.py)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.support.ranks import Ranks
 
 ARCHIVE = Path(__file__).parents[1] / "golden" / "v1" / "node.tar.xz"
 KEEP_ALL = ("--keep-last", "0")
-"""Retention is not the subject here: whatever this daemon deletes, it deletes because the journal says so."""
+"""Retention is off: anything that this daemon deletes, it deletes because the journal says so."""
 
 
 @pytest.fixture
 def node(place: Home) -> Home:
-    """The node as the dead processes of 5811ec8 left it; nothing runs there yet."""
+    """The node as the killed processes of 5811ec8 left it. No process runs on it yet."""
     make_node.unpack(ARCHIVE, place)
     return place
 
 
 def files(place: Home) -> dict[str, bytes]:
-    """Return every file of the root and its content, but for what belongs to this host's daemon."""
+    """Return the content of every file of the root, except those of this host's daemon."""
     found = {str(path.relative_to(place.root)): path.read_bytes() for path in place.root.rglob("*") if path.is_file()}
     return {name: data for name, data in found.items() if not name.startswith(f"{names.CONTROL}/{names.host()}/")}
 
 
 def under(found: dict[str, bytes], job: str, tag: str) -> dict[str, bytes]:
-    """Return the files of one checkpoint."""
+    """Return the files of one checkpoint, with their content."""
     return {name: data for name, data in found.items() if name.startswith(f"{job}/{tag}/")}
 
 
@@ -48,7 +48,7 @@ def headers(place: Home) -> list[SegmentHeader]:
     return found
 
 
-def test_the_archive_holds_what_its_maker_says(node: Home) -> None:
+def test_the_archive_holds_what_make_node_describes(node: Home) -> None:
     committed = list(make_node.committed(node))
     assert committed == sorted((job, tag) for job, left in JOBS.items() for tag in left.committed)
     sealed = {(h.job, h.rank, (h.attempt, h.step)) for h in headers(node) if h.state is SlotState.SEALED}
@@ -68,7 +68,7 @@ def test_the_archive_holds_what_its_maker_says(node: Home) -> None:
     assert [part is None for part in state.staged["/".join(WRITTEN)].values()] == [False]
 
 
-def test_everything_comes_back(node: Home) -> None:
+def test_every_job_is_recovered_and_every_begun_save_and_deletion_is_settled(node: Home) -> None:
     before = files(node)
     with running(node, *KEEP_ALL) as daemon:
         recovered = {}
@@ -103,7 +103,7 @@ def test_everything_comes_back(node: Home) -> None:
 
 def test_every_checkpoint_verifies(node: Home) -> None:
     with running(node, *KEEP_ALL) as daemon:
-        assert daemon.stop() == 0  # the newest snapshots in memory are saved before it ends
+        assert daemon.stop() == 0  # a stopping daemon saves the newest snapshots in memory
     committed = list(make_node.committed(node))
     saved = [(job, names.tag_directory(left.newest[1], None, left.newest[0])) for job, left in JOBS.items()]
     kept = {(job, tag) for job, left in JOBS.items() for tag in left.committed} - {RETIRING}

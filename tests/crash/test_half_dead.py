@@ -1,8 +1,8 @@
-"""Jobs of four ranks of which one is in trouble: killed, stopped or late, in every phase of a snapshot; or of another mind than the others.
+"""Tests jobs of four ranks of which one is killed, stopped or late in any phase of a snapshot, or does something else than the others.
 
-Whatever it is: the others' calls return, they go on to later steps and are told whom they waited for; nothing is committed that is not
-whole; and the job, started again, has the newest step that all ranks had sealed. Four jobs at once, each with another rank in trouble,
-share a daemon, since most of the time is spent waiting for deadlines.
+In each case the calls of the other ranks return, later steps are saved, and the errors name the rank that was waited for. Nothing
+incomplete is committed. The job, started again, gets the newest step that all ranks had sealed. Four jobs, each with another rank in
+trouble, share a daemon and run at once, because most of the time is spent waiting for deadlines.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.support import forks, trainers
 from tests.support.daemons import Home, running
 from tests.support.ranks import Ranks
 
-# Read before any rank is forked. What every rank would import anew: DTensor wants torch._dynamo, and pytest is this process's main module.
+# Imported before any rank is forked, or else every rank would import it: DTensor needs torch._dynamo, and pytest is the main module here.
 forks.context().set_forkserver_preload(["tests.support.trainers", "tests.crash.rank_trainer", "torch._dynamo", "pytest"])
 
 JOB = trainers.JOB
 WORLD = range(4)
 PHASES = ("before", "agent.planning", "agent.granted", "agent.copying", "agent.documents", "agent.sealed", "agent.handed_over")
 FAST = {"CKPTD_RANK_TIMEOUT": "2", "CKPTD_STALL_BUDGET": "1"}
-PLANNING = {"CKPTD_RANK_TIMEOUT": "4", "CKPTD_STALL_BUDGET": "1"}  # as by default, ranks give up a plan before the daemon gives up the step
+PLANNING = {"CKPTD_RANK_TIMEOUT": "4", "CKPTD_STALL_BUDGET": "1"}  # as by default, ranks stop planning before the daemon fails the step
 _starting = threading.Lock()
 
 
@@ -46,31 +46,31 @@ def wait_stopped(ranks: Ranks, *which: int) -> None:
 
 
 def blamed(message: str) -> set[int]:
-    """Ranks that a message names, but for those that have passed it on."""
+    """Return the ranks that a message names, except those that have passed the message on."""
     said = re.sub(r"^(rank \d+: )+", "", message)
     return {int(number) for found in re.findall(r"\branks? (\d+(?:, \d+)*)", said) for number in found.split(", ")}
 
 
 def start(place: Home, job: str = JOB) -> Ranks:
-    with _starting:  # one after the other is faster than all at once
+    with _starting:  # starting one job after the other is faster than all at once
         ranks = Ranks(len(WORLD))
         ranks.call(trainer.begin, place.socket, job)
     return ranks
 
 
 def at_once(ranks: Ranks, step: int) -> bool:
-    """Whether all ranks save this step."""
+    """Return True if all ranks save this step."""
     ranks.call(trainer.take, [step])
     return ranks.call(trainer.ends, [step]) == [[("durable", "", "")]] * ranks.world_size
 
 
 def save(ranks: Ranks, step: int) -> int:
-    """The first step from this one on that all ranks save: on a busy machine a rank may be late by itself."""
+    """Return the first step, from this one on, that all ranks save. On a busy machine any rank may be late."""
     return next(number for number in range(step, step + 5) if at_once(ranks, number))
 
 
 def check_storage(place: Home, job: str = JOB) -> set[int]:
-    """Every manifest verifies and holds one step of all ranks; the steps."""
+    """Check that every manifest verifies and holds one step of all ranks. Return the steps."""
     steps = set()
     for path in sorted((place.root / job).glob("*.a*")):
         with Checkpoint.open(place.root / job, path.name) as checkpoint:
@@ -92,7 +92,7 @@ def check_storage(place: Home, job: str = JOB) -> set[int]:
 
 
 def hit(ranks: Ranks, victim: int, phase: str, fault: str, steps: list[int], late: float) -> None:
-    """The victim sets out to take these steps, and comes to its phase of the first."""
+    """Let the victim take these steps, and wait until the fault has hit it in the given phase of the first step."""
     only = [victim]
     if fault == "kill" and phase == "before":
         ranks.kill(victim)
@@ -111,7 +111,10 @@ def hit(ranks: Ranks, victim: int, phase: str, fault: str, steps: list[int], lat
 
 
 def suffer(place: Home, victim: int, phase: str, fault: str) -> None:
-    """A job's life. Of the ranks that are stopped half go on later, and half are killed like that; those that are late all go on."""
+    """Run the whole life of a job.
+
+    Half of the stopped ranks continue later, and half are killed while they are stopped. Late ranks all continue.
+    """
     job, others = f"job{victim}", [rank for rank in WORLD if rank != victim]
     planning = phase == "agent.planning"
     again = fault == "sleep" or (fault == "stop" and (victim + PHASES.index(phase)) % 2 == 0)
@@ -133,7 +136,7 @@ def suffer(place: Home, victim: int, phase: str, fault: str) -> None:
             ranks.results(only=[victim])
             outcomes += ranks.call(trainer.ends, steps, only=[victim])
         saved = [{number for number, (state, _, _) in zip(steps, found, strict=True) if state == "durable"} for found in outcomes]
-        assert saved == saved[:1] * len(outcomes)  # for all or for none
+        assert saved == saved[:1] * len(outcomes)  # each step is saved by all ranks or by none
         durable = {first} | saved[0]
         if again:
             durable.add(save(ranks, steps[-1] + 1))
@@ -145,7 +148,7 @@ def suffer(place: Home, victim: int, phase: str, fault: str) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("fault", ["kill", "stop", "sleep"])
-def test_a_rank_in_trouble_costs_no_more_than_the_step(place: Home, phase: str, fault: str) -> None:
+def test_a_killed_stopped_or_late_rank_fails_no_more_than_the_step(place: Home, phase: str, fault: str) -> None:
     environment = PLANNING if phase == "agent.planning" else FAST
     with running(place, "--keep-last", "0", environment=environment), ThreadPoolExecutor(len(WORLD)) as pool:
         for job in [pool.submit(suffer, place, victim, phase, fault) for victim in WORLD]:
@@ -174,7 +177,7 @@ def test_a_plan_that_is_made_too_late_is_not_kept(place: Home, victim: int) -> N
         assert at_once(ranks, 101)
 
 
-def test_a_step_that_is_skipped_names_the_rank_that_does_not_hand_over(place: Home) -> None:
+def test_a_skipped_step_names_the_rank_that_has_not_sealed(place: Home) -> None:
     others = [0, 1, 3]
     with running(place, environment={"CKPTD_STALL_BUDGET": "1"}), start(place) as ranks:
         assert at_once(ranks, 1)
@@ -183,8 +186,8 @@ def test_a_step_that_is_skipped_names_the_rank_that_does_not_hand_over(place: Ho
         assert [(state, blamed(why)) for [(state, _, why)] in ranks.call(trainer.ends, [3], only=others)] == [("skipped", {2})] * 3
 
 
-def test_a_rank_that_comes_late_completes_the_step(place: Home) -> None:
-    """Later than the stall budget, so that the others have skipped a step meanwhile; earlier than rank_timeout."""
+def test_a_rank_that_seals_late_completes_the_step(place: Home) -> None:
+    """The rank comes after the stall budget, so that the others have skipped a step meanwhile, but before rank_timeout."""
     others = [0, 1, 3]
     with running(place, environment={"CKPTD_STALL_BUDGET": "1"}), start(place) as ranks:
         assert at_once(ranks, 1)
@@ -207,10 +210,10 @@ def test_a_step_that_others_have_skipped_is_skipped_by_a_late_rank(place: Home) 
         assert at_once(ranks, 5)
 
 
-# -- ranks of different minds
+# -- ranks that do different things
 
 
-def test_structure_that_changes_on_one_rank_fails_one_step_on_all(place: Home) -> None:
+def test_a_structure_that_changes_on_one_rank_fails_one_step_on_all(place: Home) -> None:
     others = [0, 1, 3]
     with running(place), start(place) as ranks:
         assert at_once(ranks, 1)
@@ -228,7 +231,7 @@ def test_structure_that_changes_on_one_rank_fails_one_step_on_all(place: Home) -
         assert check_storage(place) == {1, 3, 5}
 
 
-def test_a_rank_that_gives_up_planning_before_others_have_copied_heals_all_the_same(place: Home) -> None:
+def test_ranks_save_again_after_one_has_given_up_planning_before_the_others(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0.5"}), start(place) as ranks:
         first = save(ranks, 1)
         ranks.call(trainer.arm, "agent.copying=sleep(4)@1", only=[0, 1, 3])
@@ -242,15 +245,15 @@ def test_a_rank_that_gives_up_planning_before_others_have_copied_heals_all_the_s
         assert check_storage(place) == {first, second}
 
 
-def test_slots_that_were_asked_for_too_early_are_replaced_by_larger_ones(place: Home) -> None:
+def test_slots_requested_before_the_state_grew_are_replaced_by_larger_ones(place: Home) -> None:
     with running(place) as daemon, start(place) as ranks:
-        steps = [98, 99, 20_000_000, 20_000_001, 60_000_000]  # `extra` has a hundredth of that
+        steps = [98, 99, 20_000_000, 20_000_001, 60_000_000]  # `extra` has a hundredth as many elements
         assert [step for step in steps if at_once(ranks, step)] == steps
         assert check_storage(place) == set(steps)
         assert daemon.status()["counters"]["failed"] == 0
 
 
-def test_structure_that_changes_on_all_ranks_costs_nothing(place: Home) -> None:
+def test_a_structure_that_changes_on_all_ranks_fails_no_step(place: Home) -> None:
     with running(place) as daemon, start(place) as ranks:
         steps = [98, 99, 100, 101, 200, 300, 301]
         assert [step for step in steps if at_once(ranks, step)] == steps
@@ -258,7 +261,7 @@ def test_structure_that_changes_on_all_ranks_costs_nothing(place: Home) -> None:
         assert daemon.status()["counters"]["failed"] == 0
 
 
-def test_without_a_stall_budget_ranks_can_plan_all_the_same(place: Home) -> None:
+def test_ranks_can_plan_without_a_stall_budget(place: Home) -> None:
     with running(place, environment={"CKPTD_STALL_BUDGET": "0"}), start(place) as ranks:
         first = next(step for step in range(1, 90) if at_once(ranks, step))  # skipped while slots are being made
         ranks.begin(trainer.take, [100], 0.4, only=[2])
@@ -268,7 +271,7 @@ def test_without_a_stall_budget_ranks_can_plan_all_the_same(place: Home) -> None
         assert check_storage(place) >= {first, 100}
 
 
-def test_one_step_has_one_tag(place: Home) -> None:
+def test_a_step_with_different_tags_on_two_ranks_fails(place: Home) -> None:
     with running(place), start(place) as ranks:
         assert at_once(ranks, 1)
         for step, tag in ((2, "b"), (4, None)):
@@ -285,7 +288,7 @@ def test_one_step_has_one_tag(place: Home) -> None:
 
 
 def test_a_state_that_cannot_be_saved_fails_on_all_ranks(place: Home) -> None:
-    """With the first snapshot, while others wait for its plan, and with a later one, when they have sealed theirs."""
+    """The value comes with the first snapshot, whose plan the others wait for, and again later, after the others have sealed."""
     with running(place), start(place) as ranks:
         for step in (1, 3):
             ranks.begin(trainer.take, [step], 0.0, None, "lambda", only=[1])
@@ -299,7 +302,7 @@ def test_a_state_that_cannot_be_saved_fails_on_all_ranks(place: Home) -> None:
         assert check_storage(place) == {2, 4}
 
 
-# -- going back
+# -- recovery
 
 
 def test_a_state_that_does_not_fit_on_one_rank_is_written_on_none(place: Home) -> None:
@@ -317,7 +320,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_written_on_none(place: Home) -
 
 
 @pytest.mark.parametrize("damaged", [0, 2])
-def test_all_ranks_pass_over_what_is_damaged_on_one(place: Home, damaged: int) -> None:
+def test_all_ranks_pass_over_a_checkpoint_with_one_damaged_part(place: Home, damaged: int) -> None:
     with running(place):
         with start(place) as ranks:
             assert [at_once(ranks, step) for step in (1, 2, 3)] == [True] * 3
@@ -334,11 +337,11 @@ def test_all_ranks_pass_over_what_is_damaged_on_one(place: Home, damaged: int) -
             assert at_once(ranks, 4)
 
 
-# -- beside a zombie, and without a daemon
+# -- beside the ranks of an older attempt, and without a daemon
 
 
 def evidence(place: Home, attempt: int) -> dict[str, bytes]:
-    """All that belongs to an attempt: its slots, its checkpoints; and the journal."""
+    """Return the content of everything that belongs to an attempt, its slots and checkpoints, and of the journal."""
     found = {}
     for path in place.segment_files():
         with path.open("rb") as file:
@@ -349,7 +352,7 @@ def evidence(place: Home, attempt: int) -> dict[str, bytes]:
     return found
 
 
-def test_a_zombie_beside_the_new_attempt_changes_nothing(place: Home) -> None:
+def test_ranks_of_an_older_attempt_change_nothing_of_the_newer_one(place: Home) -> None:
     with running(place) as daemon, start(place) as old:
         assert at_once(old, 1)
         for rank in WORLD:
@@ -378,7 +381,7 @@ def test_a_zombie_beside_the_new_attempt_changes_nothing(place: Home) -> None:
         assert check_storage(place) == {1, 2, 3, 4}
 
 
-def test_a_zombie_is_told_of_the_new_attempt(place: Home) -> None:
+def test_ranks_of_an_older_attempt_are_fenced(place: Home) -> None:
     with running(place), start(place) as old:
         assert at_once(old, 1)
         old.call(trainer.stop_at, "agent.documents", only=[3])
@@ -392,8 +395,8 @@ def test_a_zombie_is_told_of_the_new_attempt(place: Home) -> None:
 
 
 @pytest.mark.parametrize("fate", ["all go on", "one dies", "all die"])
-def test_a_daemon_that_is_killed_between_seals(place: Home, fate: str) -> None:
-    """All ranks have sealed step 1, which is saved nowhere, and half of them step 2."""
+def test_a_daemon_killed_between_the_seals_of_ranks_loses_no_complete_step(place: Home, fate: str) -> None:
+    """All ranks have sealed step 1, which is not saved yet, and half of the ranks have sealed step 2."""
     budget = {"CKPTD_STALL_BUDGET": "20"}
     with running(place, failpoints="persist.created=hang", environment=budget) as first, start(place) as ranks:
         assert ranks.call(trainer.take, [1]) == [["sealed"]] * 4

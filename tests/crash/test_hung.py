@@ -1,4 +1,4 @@
-"""A few rounds of a disk that hangs; see `hung.py`."""
+"""Runs a few rounds of a disk that hangs; see `hung.py`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def test_memory_does_not_wait_for_the_disk() -> None:
     assert done.total() == 2
 
 
-def test_a_daemon_ends_past_a_call_that_hangs(place: Home) -> None:
-    """Python itself would wait for the thread, so that no new daemon could start."""
+def test_a_daemon_ends_while_a_disk_call_hangs(place: Home) -> None:
+    """Otherwise Python would wait for the thread at exit, and no new daemon could start."""
     flag = place.path / "hangs"
     daemon = Daemon(place, forked=partial(hung.make_calls_wait, flag, place.root, ("statvfs",))).wait_ready()
     flag.touch()
-    time.sleep(2.5)  # the room of the root is measured each second
+    time.sleep(2.5)  # the daemon measures the free space of the root each second
     assert daemon.stop() == 0
-    assert "the disk still holds up ckptd-storage" in place.log_text()
+    assert "the disk still blocks ckptd-storage" in place.log_text()

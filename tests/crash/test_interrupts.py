@@ -1,4 +1,4 @@
-"""A few dozen interruptions of the agent, of every kind that there is."""
+"""Interrupts the agent a few dozen times, once in each way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short version of `make kills`: every phase is hit, nothing is lost."""
+"""The short version of `make kills`: every phase is hit, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few shortages, one of each kind; and that descriptors that run out once do not make the daemon deaf."""
+"""Tests one shortage of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which failpoints are deadly."""
+"""Tests the order in which failpoints kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_every_point_follows_every_point_once() -> None:
     assert sorted(pairwise(order)) == sorted(product("abcde", repeat=2))
 
 
-def test_in_the_first_round_a_point_is_deadly_at_once() -> None:
+def test_in_the_first_round_each_point_kills_at_its_first_pass() -> None:
     first = list(islice(rounds("abcde", Random(1)), 26))
     assert {nth for _, nth in first} == {1}
     assert set(pairwise(point for point, _ in first)) == set(product("abcde", repeat=2))

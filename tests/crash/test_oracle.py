@@ -1,4 +1,4 @@
-"""What the state machine's oracle owes after seals, commits, deletions by hand, pins and power cuts."""
+"""Tests what the state machine's oracle expects after seals, commits, deletions by hand, pins and power cuts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.crash.oracle import NOTHING, Oracle
 
 
 def committed(*keys: tuple[int, int]) -> Oracle:
-    """Return an oracle of the two newest to which these were acknowledged as sealed and durable."""
+    """Return an oracle that keeps the two newest, after these keys were acknowledged as sealed and durable."""
     made = Oracle(keep=2)
     for key in keys:
         made.sealed(key)
@@ -23,9 +23,9 @@ def test_the_newest_is_owed() -> None:
 
 
 def test_two_attempts_of_one_step_forgotten_by_hand() -> None:
-    """Seed 1987100287: after step 3 of attempts 1 and 2 were forgotten, the machine still expected step 3 of attempt 1."""
+    """Found with seed 1987100287: after step 3 of attempts 1 and 2 were forgotten, the machine still expected step 3 of attempt 1."""
     oracle = committed((1, 1), (1, 2), (1, 3))
-    oracle.sealed((2, 3))  # saved unasked: never acknowledged as durable
+    oracle.sealed((2, 3))  # saved without a request, so it was never acknowledged as durable
     oracle.forget((1, 3), left=[(2, 3)])
     assert oracle.owed == (2, 3)
     oracle.forget((2, 3), left=[])
@@ -39,7 +39,7 @@ def test_the_next_older_one_is_owed_once_the_newest_is_forgotten() -> None:
     assert oracle.owed == (1, 2)
 
 
-def test_one_that_was_seen_is_owed_however_many_newer_ones_were_forgotten() -> None:
+def test_a_checkpoint_that_was_seen_is_owed_however_many_newer_ones_were_forgotten() -> None:
     oracle = committed((1, 1))
     for step in (4, 3, 2):
         oracle.forget((1, step), left=[(1, 1)])
@@ -50,7 +50,7 @@ def test_one_that_was_seen_is_owed_however_many_newer_ones_were_forgotten() -> N
     assert oracle.owed == NOTHING
 
 
-def test_one_older_that_is_forgotten_takes_nothing_from_a_newer_one() -> None:
+def test_forgetting_an_older_checkpoint_does_not_excuse_a_newer_one() -> None:
     oracle = committed((1, 1), (1, 2), (1, 3))
     oracle.forget((1, 1), left=[])
     oracle.forget((1, 2), left=[])
@@ -70,7 +70,7 @@ def test_a_pinned_one_is_owed_until_the_pin_is_removed_and_two_newer_ones_are_fo
     assert oracle.owed == NOTHING
 
 
-def test_removing_a_pin_that_is_not_there_says_nothing() -> None:
+def test_removing_a_missing_pin_changes_nothing() -> None:
     oracle = committed((1, 1))
     oracle.forget((1, 3), left=[])
     oracle.pin((1, 1), remove=True)

@@ -1,4 +1,4 @@
-"""A dead trainer's process number is another process's now: its snapshot is an orphan all the same, since pidfd and lock say so."""
+"""Tests a trainer whose pid another process has got after its death: pidfd and lock still show that its snapshot is orphaned."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ time.sleep(600)
 
 
 def heir(pid: int) -> subprocess.Popen[bytes]:
-    """Another process of that number."""
+    """Start another process that gets this pid."""
     for _ in range(100):
         LAST_PID.write_text(str(pid - 1))
         process = subprocess.Popen(["sleep", "600"])
@@ -38,22 +38,21 @@ def heir(pid: int) -> subprocess.Popen[bytes]:
     raise AssertionError(f"nobody got the number {pid}")
 
 
-def test_a_number_that_is_another_processs_now() -> None:
+def test_a_snapshot_is_saved_although_its_trainers_pid_is_reused() -> None:
     if subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode:
-        # CI runs it as root.
-        pytest.skip("needs root, for process numbers of its own")  # reason: only a process namespace gives out a number at will
+        pytest.skip("needs root, for process numbers of its own")
     command = [*ALONE, sys.executable, "-m", "tests.crash.test_pid"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["sealed", "same", "saved"], done.stderr
 
 
 def main() -> None:
-    """In a namespace where nobody else takes a number."""
+    """Run in a pid namespace, in which no other process takes a pid."""
     with home() as place, running(place) as daemon:
         trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(place.socket)], stdout=subprocess.PIPE, text=True)
         assert trainer.stdout is not None
         print(trainer.stdout.readline().strip())
-        daemon.process.send_signal(signal.SIGSTOP)  # so that it sees nothing of the death until the number is taken
+        daemon.process.send_signal(signal.SIGSTOP)  # so that the daemon cannot notice the death before the pid is reused
         trainer.kill()
         trainer.wait()
         other = heir(trainer.pid)

@@ -1,4 +1,4 @@
-"""Moments that the rig would have to be lucky to hit; and that it says so when a promise is broken."""
+"""Tests moments that the rig would rarely hit, and that the rig reports a broken promise."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def life() -> Life:
 
 
 def examine(disk: Disk, promised: Promises) -> str:
-    """After a power cut that loses all that is not synced."""
+    """Examine the state after a power cut that loses everything that is not synced."""
     with simulated():
         return asyncio.run(Examiner().examine(disk.after_cut(lambda _: (LOST, 0)), promised))
 
 
 def recovered(disk: Disk) -> None:
-    """By a daemon that is then killed."""
+    """Recover with a daemon that is then killed, and apply its operations to the disk."""
     with directory() as place, directory() as shm, simulated():
         recorder = Recorder(place, disk)
         asyncio.run(recover_only(config(place, shm), recorder))
@@ -33,35 +33,35 @@ def recovered(disk: Disk) -> None:
 
 
 def before(life: Life, kind: str, name: str, number: int = -1) -> int:
-    """So many operations come before that one."""
+    """Return the number of operations before that one."""
     found = [at for at, step in enumerate(life.steps) if step.kind == kind and name in (step.name, step.other)]
     return found[number]
 
 
-def test_a_manifest_that_was_renamed_by_a_daemon_that_died_is_durable_once_the_next_has_recovered(life: Life) -> None:
+def test_a_recovery_makes_a_manifest_renamed_by_a_dead_daemon_durable(life: Life) -> None:
     moment = before(life, "rename", "manifest.json") + 1
-    *_, (_, (_, key)) = life.notes  # the last to be told
+    *_, (_, (_, key)) = life.notes  # the last promise
     disk = after(life, moment)
     recovered(disk)
     assert examine(disk, Promises({key[:2]: None})) == ""
 
 
-def test_what_is_told_is_durable(life: Life) -> None:
+def test_every_acknowledged_checkpoint_is_durable(life: Life) -> None:
     assert [what for _, (what, _) in life.notes] == ["attempt", *["durable"] * 4]
     for moment, _ in life.notes:
         assert examine(after(life, moment), life.promised.with_notes(life.notes, moment)) == ""
 
 
-def test_an_attempt_that_is_given_out_twice_is_seen(life: Life) -> None:
+def test_an_attempt_that_is_given_out_twice_is_reported(life: Life) -> None:
     assert "attempt 9 was given out and is not known any more" in examine(after(life, len(life.steps)), Promises(attempt=9))
 
 
-def test_a_sync_that_does_nothing_is_seen(life: Life) -> None:
+def test_a_sync_that_does_nothing_is_reported(life: Life) -> None:
     lost = [step for step in life.steps if step.kind != "sync"]
     assert examine(after(Life(Disk(), lost, [], Promises()), len(lost)), life.promised.with_notes(life.notes, len(life.steps))) != ""
 
 
-def test_calls_that_fail_are_met(life: Life) -> None:
+def test_a_failed_sync_of_a_directory_breaks_no_promise(life: Life) -> None:
     failed: list[Step] = []
 
     def fault(step: Step) -> None:
@@ -74,5 +74,5 @@ def test_calls_that_fail_are_met(life: Life) -> None:
     assert examine(after(again, len(again.steps)), again.promised.with_notes(again.notes, len(again.steps))) == ""
 
 
-def test_a_few_states_of_several_lives() -> None:
+def test_a_sample_of_states_breaks_no_promise() -> None:
     assert run(150, 1) == (150, [])

@@ -1,4 +1,4 @@
-"""How the rigs share the time, and what makes a run fail. Nothing is started here."""
+"""Tests how the rigs share the time, and what makes a run fail. No rig is started here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def row(tried: int = 1, lost: int = 0, absent: str = "") -> Row:
     return Row("kind", "things", tried, lost * ["lost"], absent=absent)
 
 
-def test_a_run_in_which_all_tried_and_nothing_was_lost() -> None:
+def test_a_run_without_losses_succeeds() -> None:
     assert trust.verdict({"lives": row(3), "power": row(4)}, ["lives", "power"]) == (["7 tried, 0 lost"], 0)
 
 
@@ -58,7 +58,7 @@ def test_a_rig_that_tried_nothing_makes_the_run_fail() -> None:
     assert lines[-1] == "3 tried, 0 lost"
 
 
-def test_a_rig_that_the_machine_has_not_got_the_means_for_does_not() -> None:
+def test_a_rig_that_this_machine_cannot_run_does_not_make_the_run_fail() -> None:
     assert trust.verdict({"lives": row(3), "power": row(0, absent="no loop mounts")}, ["lives", "power"])[1] == 0
 
 
@@ -66,7 +66,7 @@ def test_a_loss_makes_the_run_fail() -> None:
     assert trust.verdict({"lives": row(3, lost=2)}, ["lives"]) == (["3 tried, 2 lost"], 1)
 
 
-def test_what_came_of_the_tries_is_not_counted_as_tried() -> None:
+def test_outcomes_of_tries_are_not_counted_as_tries() -> None:
     counted = Counter({"memory": 2, "  durable": 40, "not tried: inodes: no loop mounts": 1})
     made = trust.Alike("shortages", "tries", lambda count, number, seconds: (counted, ["lost"]))(3, 1.0, 7)
     assert (made.kind, made.unit, made.tried, made.problems) == ("shortages", "tries", 2, ["lost"])

@@ -1,4 +1,4 @@
-"""Another user of the node gets nothing and stops nobody: one try of each kind, of those that the rig draws by the hundred."""
+"""Tests that another user of the node gets nothing and stops nobody: one try of each kind that the rig draws by the hundred."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.crash.images import Unavailable
 @pytest.fixture(scope="module")
 def python() -> Iterator[str]:
     if os.geteuid():
-        pytest.skip("becoming another user needs root")  # reason: without another user there is nobody to keep out
+        pytest.skip("becoming another user needs root")
     with tempfile.TemporaryDirectory(prefix="ckptd-users-") as place:
         os.chmod(place, 0o755)
         try:
             yield users.python(Path(place) / "venv")
         except Unavailable as error:
-            pytest.skip(str(error))  # reason: the only Python is in root's home
+            pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def python() -> Iterator[str]:
         ("locks", "-", 0o700),
     ],
 )
-def test_a_stranger_gets_nothing_and_stops_nobody(python: str, kind: str, shape: str, mode: int) -> None:
+def test_another_user_gets_nothing_and_stops_nobody(python: str, kind: str, shape: str, mode: int) -> None:
     case = users.Case(kind, shape, mode, 23_456, python)
     try:
         assert users.attempt(case) == ""
@@ -47,7 +47,7 @@ def test_a_stranger_gets_nothing_and_stops_nobody(python: str, kind: str, shape:
         case.remove()
 
 
-def test_locks_of_a_stranger_hide_nothing(python: str) -> None:
+def test_locks_of_another_user_hide_no_checkpoint(python: str) -> None:
     case = users.Case("locks", "-", 0o755, 23_457, python)
     try:
         assert users.attempt(case) == ""

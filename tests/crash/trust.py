@@ -1,9 +1,9 @@
-"""Run every rig that looks for lost checkpoints, and print one table: `python -m tests.crash.trust --minutes 20 [--seed N]`.
+"""Runs every rig that looks for lost checkpoints, and prints one table: `python -m tests.crash.trust --minutes 20 [--seed N]`.
 
-`make trust MINUTES=20` does the same. `--short` is the amount that CI runs, `--long` the counts that a release is measured by (hours). With
-`--minutes` every rig gets its share of the time, however short that is. Each task that ends prints a line: how much was tried, how much of
-it was lost, and its seed. Then comes the table by kind, and a last line that adds it up. The exit code is 1 if something was lost, and also
-if a rig tried nothing, unless the machine has not got what that rig needs. Interrupted, it prints the table of what has ended.
+`make trust MINUTES=20` does the same. `--short` is the amount that CI runs, and `--long` the amount by which a release is measured (hours).
+With `--minutes`, every rig gets its share of the time, however short that is. Each task that ends prints a line: how much was tried, how
+much was lost, and its seed. Then comes the table by kind, and a last line with the sums. The exit code is 1 if something was lost, and also
+if a rig tried nothing although this machine has what it needs. When interrupted, it prints the table of the tasks that have ended.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ LANES = 2
 FOREVER = 1 << 40
 """The count of a rig that is limited by its time alone."""
 ROUND = len((*failpoints.AGENT, *failpoints.DAEMON)) ** 2 + 1
-"""Lives in which every failpoint has been deadly after every other."""
+"""Number of deaths after which every failpoint has killed after every other failpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`hit`: the different things that were, with their name; `kills`: SIGKILLs among what was tried; `absent`: why it could not be."""
+    """What a rig has tried.
+
+    hit: the names of the different things that were hit. kills: the number of SIGKILLs among the tries. absent: the reason why the rig
+    could not run.
+    """
 
     kind: str
     unit: str
@@ -131,7 +135,7 @@ def _machine(count: int, seconds: float, seed: int) -> Row:
 
 
 def _journal(count: int, seconds: float, seed: int) -> Row:
-    """Try a journal of `count` bytes; or, within `seconds`, ever larger ones. One of twice the size takes four times as long."""
+    """Try a journal of `count` bytes or, within `seconds`, larger and larger ones. A journal of twice the size takes four times as long."""
     found, size, end = list[damage.Found](), count if count < FOREVER else 256, time.monotonic() + seconds
     while True:
         begun = time.monotonic()
@@ -161,15 +165,15 @@ def _guards(count: int, seconds: float, seed: int) -> Row:
 
 
 Counted = Callable[[int, int, float], tuple[Counter[str], list[str]]]
-"""`run(count, number, seconds)` of a rig's module: what was tried, by name, and what was lost. `number` is the seed.
+"""`run(count, number, seconds)` of a rig's module. It returns what was tried, by name, and what was lost. `number` is the seed.
 
-Names that begin with a space count what came of the tries, and those that begin with "not tried" what the machine has not got.
+Names that begin with a space count the outcomes of tries. Names that begin with "not tried" tell what this machine lacks.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """A rig whose module has `run` with the signature of `Counted`; it needs no function of its own here."""
+    """A rig whose module has a `run` with the signature of `Counted`. It needs no function of its own here."""
 
     kind: str
     unit: str
@@ -182,10 +186,10 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """`run` tries so many, or for so many seconds, whichever is over first.
+    """`run` tries a given number of things, or as many as fit into a given time, whichever ends first.
 
-    `short` and `long` have a count for each task; 0 stands for a rig that has an end by itself. `shares` is the number of tasks when
-    minutes are given.
+    `short` and `long` have a count for each task; 0 stands for a rig that ends by itself. `shares` is the number of tasks when minutes are
+    given.
     """
 
     run: Callable[[int, float, int], Row]
@@ -205,17 +209,17 @@ RIGS: dict[str, Rig] = {
     "segments": Rig(_segments, (60,), (1000,)),
     "journal": Rig(_journal, (4096,), (65_536,)),
     "checkpoint": Rig(_checkpoint, (4000,), (100_000,)),
-    # Rigs with the same signature: a line here, and the import above, is all that one more of them needs.
+    # A new rig with the same signature needs only a line here and the import above.
     "crowd": Rig(Alike("trainers killed in a crowd", "SIGKILLs of trainers", crowd.run), (60,), (2000,)),
     "interrupts": Rig(Alike("interruptions of the agent", "interruptions", interrupts.run), (36,), (2000,)),
     "users": Rig(Alike("another user of the node", "tries", users.run), (24,), (500,)),
     "limits": Rig(Alike("shortages", "tries", limits.run), (12,), (300,)),
     "hung": Rig(Alike("disk that hangs", "hangs", hung.run), (4,), (100,)),
 }
-"""By the name that `--only` takes. The two tasks of `guards` stand first: they take halves by the parity of their seeds."""
+"""The rigs, by the name that `--only` takes. The two tasks of `guards` come first: they take halves by the parity of their seeds."""
 
 Task = tuple[str, int, float, int]
-"""A rig's name, how many to try, for how many seconds, and the seed."""
+"""The name of a rig, how many to try, for how many seconds, and the seed."""
 
 
 def tasks(minutes: float | None, long: bool, seed: int, only: Collection[str] = ()) -> list[Task]:
@@ -228,7 +232,9 @@ def tasks(minutes: float | None, long: bool, seed: int, only: Collection[str] = 
 
 
 def verdict(rows: Mapping[str, Row], expected: Collection[str]) -> tuple[list[str], int]:
-    """Return the last lines and the exit code. `rows` has the sum of each rig that has ended; `expected` names all that should have."""
+    """Return the last lines and the exit code. `rows` has the sum of each rig that has ended; `expected` names all rigs that should have
+    ended.
+    """
     lost = sum(len(row.problems) for row in rows.values())
     idle = [name for name in expected if name not in rows or (not rows[name].tried and not rows[name].absent)]
     lines = [f"tried nothing: {', '.join(idle)}; nothing is known of what they look for: give them more time"] if idle else []

@@ -1,10 +1,10 @@
-"""Another user of the node, who tries everything that an ordinary account may do to a victim's daemon, memory and checkpoints.
+"""Plays another user of the node, who tries everything that an ordinary account may do to a victim's daemon, memory and checkpoints.
 
-`python -m tests.crash.users --tries 60 [--seed N]`, as root. A thief (uid 65534) takes names before the victim comes, listens where the
-victim expects its daemon, locks, opens, cuts and deletes files, signals processes and connects to sockets. The victim (a random uid, for
-which nothing else runs) trains. In each try its snapshots become durable, a second life recovers the newest one bit for bit, nothing that
-the victim has in memory is read, nothing that belongs to the thief is used or changed, and no call hangs. Where the thief owns the root or
-the socket that the victim names, the victim is refused with a sentence, and goes on with its own.
+`python -m tests.crash.users --tries 60 [--seed N]`, as root. A thief (uid 65534) takes names before the victim needs them, listens where
+the victim expects its daemon, locks, opens, cuts and deletes files, signals processes, and connects to sockets. The victim (a random uid
+without other processes) trains. In each try its snapshots must become durable, and a second run must recover the newest one bit for bit.
+The thief must read nothing that the victim has in memory, nothing of the thief's may be used or changed, and no call may hang. Where the
+thief owns the root or the socket that the victim names, the victim must be refused with an error, and can use its own instead.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ GROUPS = (
 
 
 class Case:
-    """One try: the paths of the victim `uid`, below a directory where everybody may make files, as in /tmp."""
+    """One try: the paths of the victim `uid`, below a directory in which everybody may make files, as in /tmp."""
 
     def __init__(self, kind: str, shape: str, mode: int, uid: int, python: str) -> None:
         self.kind, self.shape, self.mode, self.uid, self.python = kind, shape, mode, uid, python
@@ -80,14 +80,14 @@ class Case:
 
     @property
     def taken(self) -> Path | None:
-        """The name that the thief takes before the victim comes."""
+        """The name that the thief takes before the victim needs it."""
         where = self.kind.removeprefix("daemon in the ").replace(" ", "_")
         places = {"socket_directory": self.plain, "segment_directory": self.segments, "socket": self.socket,
                   "runtime_directory": self.runtime, "root": self.root}  # fmt: skip
         return places.get(where)
 
     def memory(self) -> list[Path]:
-        """Every directory of this victim in the tmpfs and in /tmp."""
+        """Return every directory of this victim in the tmpfs and in /tmp."""
         return [*Path("/dev/shm").glob(f"ckptd-{self.uid}-*"), *Path("/tmp").glob(f"ckptd-{self.uid}*")]
 
     def processes(self) -> list[psutil.Process]:
@@ -112,7 +112,8 @@ class Case:
 def python(place: Path) -> str:
     """Return a Python that other users can run, with the packages of this one. Raises Unavailable if there is none.
 
-    This one may be in root's home. Then one of the same version in /usr/bin will do, with a virtual environment at `place` around it.
+    This Python may lie in root's home. Then another of the same version in /usr/bin is used, in a virtual environment that is made at
+    `place`.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (place / "bin").mkdir(parents=True)
@@ -133,7 +134,7 @@ def python(place: Path) -> str:
 
 
 def become(uid: int) -> None:
-    """Run this process as `uid`, for ever, and with the umask of most systems."""
+    """Run this process as `uid` from now on, with the umask that most systems set."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -144,7 +145,7 @@ def become(uid: int) -> None:
 
 
 def victim(case: Case, life: int, answer: Connection) -> None:
-    """Train from one fork to its end, and answer with the steps saved and recovered, or with the error."""
+    """Train in a forked process. Answer with the steps saved and recovered, or with the error."""
     become(case.uid)
     torch.set_num_threads(1)
     for key in [key for key in os.environ if key.startswith(("CKPTD_", "XDG_", "STATE_"))]:
@@ -183,19 +184,19 @@ def _train(case: Case, life: int) -> str:
     for step in range(STEPS * (life - 1) + 1, STEPS * life + 1):
         agent.snapshot(trainers.expected(step, SIZE), step=step).wait("durable", timeout=SECONDS)
         if case.kind == "at work":
-            time.sleep(0.1)  # for the thief
+            time.sleep(0.1)  # gives the thief time to work
     state = trainers.blank(SIZE)
     recovered = agent.recover(state)
     if recovered is None or recovered.step != STEPS * life:
         return f"recovered {recovered} after {STEPS * life} was durable"
     trainers.assert_equal(state, STEPS * life, SIZE)
     if case.kind == "locks":
-        agent.close()  # so that the next life recovers from storage
+        agent.close()  # the next run then recovers from storage
     return ""
 
 
 def run_victim(case: Case, life: int) -> str:
-    """Run one life of the victim to its end; it leaves without a word, as after SIGKILL. Return what went wrong, or ""."""
+    """Run one victim to its end. It exits without closing its agent, as after SIGKILL. Return what went wrong, or ""."""
     mine, its = Pipe()
     process = forks.context().Process(target=victim, args=(case, life, its), daemon=True)
     process.start()
@@ -210,7 +211,7 @@ def run_victim(case: Case, life: int) -> str:
 
 
 def run_daemon(case: Case) -> str:
-    """Run `ckptd run` as the victim, at a name that is not a dead daemon's socket. It is to refuse, and to leave the name alone."""
+    """Run `ckptd run` as the victim, with a socket name that the thief has taken. It must refuse, and leave the name alone."""
     before = _status(case.socket)
     command = [
         case.python,
@@ -245,7 +246,7 @@ def _status(path: Path) -> tuple[int, int, int] | None:
 
 
 class FakeDaemon:
-    """A daemon of the thief, that speaks the protocol as far as a trainer needs to save: its memory would have the victim's tensors."""
+    """A daemon of the thief that speaks enough of the protocol for a trainer to save. Its memory would then hold the victim's tensors."""
 
     def __init__(self, path: Path, root: Path) -> None:
         self._root, self.heard = root, list[str]()
@@ -306,7 +307,7 @@ class FakeDaemon:
 
 
 class Thief:
-    """What the thief has taken, holds and has got. `loot` says everything that it should not have got."""
+    """What the thief has taken and holds. `loot` lists everything that the thief should not have got."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -316,7 +317,7 @@ class Thief:
         self._clients: list[socket.socket] = []
 
     def take(self) -> None:
-        """Make something of `case.shape` at the name that the victim will need."""
+        """Make a file of the kind `case.shape` at the name that the victim will need."""
         path, own = self.case.taken, self.case.thiefs
         assert path is not None
         own.mkdir()
@@ -340,7 +341,7 @@ class Thief:
             case "dangling link":
                 path.symlink_to(own / "nothing")
             case "second name":
-                with suppress(OSError):  # on another file system
+                with suppress(OSError):  # the name is on another file system
                     os.link(own / "file", path)
             case "daemon":
                 self._take_with_daemon(path)
@@ -351,7 +352,7 @@ class Thief:
             return
         path.mkdir()
         path.chmod(0o777)
-        if path == self.case.root:  # and everything in it that a daemon would make
+        if path == self.case.root:  # together with everything in it that a daemon would make
             for part in (path / ".ckptd", path / ".ckptd" / names.host(), path / trainers.JOB):
                 part.mkdir()
                 part.chmod(0o777)
@@ -360,7 +361,7 @@ class Thief:
             self.daemons.append(FakeDaemon(path / name, self.case.root))
 
     def lock(self) -> None:
-        """Lock every file and directory that can be opened, manifests exclusively and others by turns, and keep the locks."""
+        """Lock every file and directory that can be opened, manifests exclusively and the others alternately, and keep the locks."""
         for number, path in enumerate(self._paths()):
             kind = fcntl.LOCK_EX if path.name == names.MANIFEST or number % 2 else fcntl.LOCK_SH
             try:
@@ -373,10 +374,10 @@ class Thief:
                 if key in self._held or status.st_uid == THIEF:
                     raise FileExistsError
                 fcntl.flock(fd, kind | fcntl.LOCK_NB)
-                if stat.S_ISREG(status.st_mode):  # of an open file description, for reading: for writing the file must be open for writing
+                if stat.S_ISREG(status.st_mode):  # an OFD lock for reading: one for writing needs a writable descriptor
                     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
             except OSError:
-                os.close(fd)  # the victim has it; the next round tries again
+                os.close(fd)  # the victim holds a lock; the next round tries again
             else:
                 self._held[key] = fd
 
@@ -441,7 +442,7 @@ class Thief:
 
 
 def thief(case: Case, orders: Connection) -> None:
-    """Obey: take a name, lock or work until the next order, and tell at last what was got."""
+    """Execute orders: take a name, or lock, or work until the next order. At the end, answer with the loot."""
     become(THIEF)
     it = Thief(case)
     while True:
@@ -464,7 +465,7 @@ def thief(case: Case, orders: Connection) -> None:
         orders.send("")
 
 
-# -- a try
+# -- one try
 
 
 def attempt(case: Case) -> str:
@@ -489,7 +490,7 @@ def attempt(case: Case) -> str:
             if not any(problems):
                 problems.append(run_victim(case, life))
                 if case.kind == "locks" and life == 1:
-                    orders.send("lock")  # also the newest, and nobody else has it: the victim is gone
+                    orders.send("lock")  # the newest checkpoint can be locked as well: the victim has ended, so nobody else holds a lock
                     orders.recv()
         if case.taken is not None and before is not None and _status(case.taken) != before:
             problems.append(f"{case.taken} was replaced")
@@ -503,7 +504,9 @@ def attempt(case: Case) -> str:
 
 
 def _is_thiefs(path: Path) -> bool:
-    """Return True for a directory of the thief. It could not take the name if the file system has no second names across it."""
+    """Return True if the directory belongs to the thief. False also if the thief could not take the name, because the file system has no
+    hard links across it.
+    """
     return path.is_dir() and not path.is_symlink() and path.lstat().st_uid == THIEF
 
 
@@ -518,7 +521,7 @@ def _used(case: Case) -> list[str]:
 
 
 def cases(chance: Random, python: str) -> Iterator[Case]:
-    """Give every group in turn, each time with another shape and mode."""
+    """Yield every group in turn, each time with another shape and mode."""
     shapes = {group: chance.sample(SHAPES, len(SHAPES)) for group in GROUPS}
     number = 0
     while True:
@@ -533,7 +536,7 @@ def cases(chance: Random, python: str) -> Iterator[Case]:
 
 
 def run(count: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
-    """Do `count` tries, or as many as fit into `seconds`, with seed `number`. Return how many of each kind, and what went wrong.
+    """Do `count` tries, or as many as fit into `seconds`, with seed `number`. Return how many of each kind were done, and what went wrong.
 
     Raises Unavailable if this process cannot become another user.
     """

@@ -1,4 +1,4 @@
-"""Which slot a snapshot gets, and what becomes of slots whose owner ends while they are being made. No processes."""
+"""Tests which slot a snapshot gets, and what happens to slots whose owner ends while they are being made. No processes are started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptd.shared.plan import MIN_CHUNK
 
 
 class Rank:
-    """An admission with one owner. `between` runs on the event loop after the segment of this number has been made."""
+    """An admission with one owner. `between` runs on the event loop after the segment with this number has been made."""
 
     def __init__(self, path: Path) -> None:
         self.slots = Slots(PosixFileSystem(), path, "ckptd-test", 1 << 30)
@@ -37,7 +37,7 @@ class Rank:
         return slot
 
     def end(self) -> None:
-        """Do what the daemon does for a trainer that has died."""
+        """Do what the daemon does when a trainer has died."""
         del self.owners[self.owner.identity]
         for slot in self.slots.of(*self.owner.identity):
             self.admission.vacate(slot)
@@ -48,7 +48,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_trainer_that_dies_while_its_slots_are_made_costs_nobody_else_a_descriptor(tmp_path: Path, number: int) -> None:
+def test_a_trainer_that_dies_while_its_slots_are_made_closes_no_descriptor_of_others(tmp_path: Path, number: int) -> None:
     """The dead trainer's slots are released when its death is noticed, and once more when the allocation fails.
 
     Other files are opened in between. They get the numbers of the descriptors that the first release has closed.
@@ -87,8 +87,8 @@ def slot(rank: int, name: str) -> Any:
     return SimpleNamespace(name=f"{name}{rank}", owner=("job", 1, rank), header=SimpleNamespace(job="job", rank=rank))
 
 
-async def test_a_rank_that_was_granted_its_slot_while_another_waits_does_not_hold_that_one_up() -> None:
-    """Slots become free, and before the decision of the waiting rank goes on, the other rank takes its own."""
+async def test_a_rank_that_gets_its_slot_while_another_waits_does_not_block_the_other() -> None:
+    """Slots become free. Before the waiting rank gets its decision, the other rank takes its own slot."""
     owners = [Owner("job", 1, rank, 2) for rank in (0, 1)]
     slots = [slot(rank, name) for rank in (0, 1) for name in "ab"]
     found = SimpleNamespace(slots={one.name: one for one in slots}, of=lambda *identity: [one for one in slots if one.owner == identity])

@@ -1,4 +1,4 @@
-"""Attempts are claimed where no inode is left, too, and never twice."""
+"""Tests that attempts are claimed even without a free inode, and that no attempt is claimed twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptd.shared.storage.repository import Repository
 
 
 class Full(PosixFileSystem):
-    """No inode is left, or something else fails, once `fault` is set."""
+    """A file system without a free inode, or with another fault, once `fault` is set."""
 
     fault = 0
     no_links = 0
@@ -66,7 +66,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     made.calls.close()
 
 
-async def test_attempts_rise_and_two_claims_are_kept(place: Place) -> None:
+async def test_attempts_increase_and_the_newest_two_claims_are_kept(place: Place) -> None:
     assert [await place.claim(0) for _ in range(4)] == [1, 2, 3, 4]
     assert place.claimed() == ["a0003", "a0004"]
     assert await place.claim(9) == 10
@@ -91,7 +91,7 @@ async def test_the_first_claim_of_a_job_is_a_link_to_the_lock_file(place: Place)
 
 
 @pytest.mark.parametrize("full", [False, True])
-async def test_a_claim_that_somebody_has_made_meanwhile_is_never_taken(place: Place, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_number_that_is_claimed_already_is_not_used(place: Place, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     place.claims.joinpath("a0001").touch()
     place.claims.joinpath("a0002").touch()
     place.fs.fault = errno.ENOSPC if full else 0
@@ -109,7 +109,7 @@ async def test_without_links_the_error_is_that_there_is_no_room(place: Place, nu
     assert place.claimed() == ["a0001"]
 
 
-async def test_what_is_no_empty_file_is_not_linked(place: Place) -> None:
+async def test_only_an_empty_file_is_linked(place: Place) -> None:
     place.claims.joinpath("a0001").write_text("mine")
     place.claims.joinpath("a0002").symlink_to("a0001")
     place.lock.unlink()
@@ -131,11 +131,11 @@ async def test_exactly_one_number_is_claimed_and_by_one_daemon(place: Place) -> 
     other = Attempts(place.storage, place.calls)
     assert await place.attempts.claim("gpt", 3) is True
     assert await other.claim("gpt", 3) is False
-    assert await place.attempts.claim("gpt", 3) is False  # it is durable: whoever claims it now is another run
+    assert await place.attempts.claim("gpt", 3) is False  # the claim is durable: another run has it now
     assert place.claimed() == ["a0003"]
 
 
-async def test_a_claim_whose_sync_failed_is_this_daemons_still(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_claim_whose_sync_failed_still_belongs_to_this_daemon(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(directory: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

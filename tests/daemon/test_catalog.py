@@ -1,4 +1,4 @@
-"""What is known of snapshots and checkpoints, and what follows from it."""
+"""Tests what the catalog knows of snapshots and checkpoints, and the decisions that follow from it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_snapshot_is_complete_with_all_its_ranks() -> None:
 
 
 @pytest.mark.parametrize("state", SnapshotState)
-def test_what_is_in_memory(state: SnapshotState) -> None:
+def test_a_complete_snapshot_is_in_memory_until_its_release(state: SnapshotState) -> None:
     assert snapshot(1, state).in_memory is (state not in (SnapshotState.FILLING, SnapshotState.RELEASED))
     assert snapshot(1, state, world_size=2, seals=1).in_memory is False
 
@@ -76,7 +76,7 @@ def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture)
 # -- checkpoints
 
 
-def test_a_checkpoint_is_what_its_manifest_says() -> None:
+def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
     parts = [
         PartEntry(rank=rank, file=part_file(rank, bytes(16)), bytes=100 + rank, raw_bytes=5, items=1, index_sha256="0" * 64)
         for rank in (0, 1)
@@ -103,7 +103,7 @@ def test_the_newest_checkpoint_is_by_attempt_and_step() -> None:
     assert checkpoint(20, 2, 3) not in made.live_checkpoints()
 
 
-def test_what_is_retiring_is_not_durable() -> None:
+def test_a_retiring_checkpoint_is_not_durable() -> None:
     made = Job("gpt")
     made.commit(checkpoint(5))
     assert made.is_durable(1, 5)
@@ -141,17 +141,17 @@ def test_the_newest_in_memory_is_complete() -> None:
         (SnapshotState.RELEASED, True, False),
     ],
 )
-def test_slots_are_given_up_only_behind_a_newer_seal_and_with_nothing_owed(state: SnapshotState, persist: bool, settled: bool) -> None:
+def test_slots_are_released_only_behind_a_newer_seal_and_once_durable(state: SnapshotState, persist: bool, settled: bool) -> None:
     old = snapshot(4, state, persist=persist)
     made = job(old, snapshot(5))
     assert made.is_settled(old) is settled
     assert made.releasable() == ([old] if settled else [])
-    assert job(old).releasable() == []  # nothing newer is sealed
+    assert job(old).releasable() == []  # no newer snapshot is sealed
     assert job(old, snapshot(5, world_size=2, seals=1)).releasable() == []
     assert job(old, snapshot(5, SnapshotState.FILLING)).releasable() == []
 
 
-def test_slots_that_are_being_read_are_not_given_up() -> None:
+def test_slots_that_are_being_read_are_not_released() -> None:
     old = snapshot(4, SnapshotState.DURABLE)
     made = job(old, snapshot(5))
     with old.held(), old.held():
@@ -162,25 +162,25 @@ def test_slots_that_are_being_read_are_not_given_up() -> None:
     assert made.releasable() == [old]
 
 
-def test_slots_of_a_rank_that_has_detached_are_given_up_once_durable() -> None:
+def test_slots_of_a_detached_rank_are_released_once_durable() -> None:
     for state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.FAILED, SnapshotState.DURABLE):
         newest = snapshot(5, state)
         newest.unwanted = True
         assert job(newest).releasable() == ([newest] if state is SnapshotState.DURABLE else [])
 
 
-def test_the_newest_copy_in_memory_is_never_given_up() -> None:
+def test_the_newest_copy_in_memory_is_never_released() -> None:
     made = job(*(snapshot(step, SnapshotState.DURABLE) for step in (3, 4, 5)))
     assert [s.step for s in made.releasable()] == [3, 4]
 
 
 @pytest.mark.parametrize("state", [s for s in SnapshotState if s not in (SnapshotState.NEW, SnapshotState.STAGED, SnapshotState.SKIPPED)])
-def test_what_is_owed_when_the_trainer_is_gone(state: SnapshotState) -> None:
+def test_the_newest_complete_snapshot_is_owed_when_the_trainer_is_gone(state: SnapshotState) -> None:
     newest = snapshot(5, state, persist=False)
     made = job(snapshot(4), newest)
     expected: Snapshot | None = newest if state in (SnapshotState.SEALED, SnapshotState.FAILED) else None
     if state in (SnapshotState.FILLING, SnapshotState.RELEASED):
-        expected = made.snapshots[1, 4]  # not in memory, so the one before counts
+        expected = made.snapshots[1, 4]  # the newest is not in memory, so the one before it counts
     assert made.owed() is expected
     made.commit(checkpoint(5))
     made.commit(checkpoint(4))

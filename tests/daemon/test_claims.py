@@ -1,4 +1,4 @@
-"""Attempts that begin in memory while the disk hangs, and are claimed once it answers."""
+"""Tests attempts that begin in memory while the disk hangs, and are claimed once it answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ JOB = Job("gpt", attempt=2)
 
 
 class Storage:
-    """Plays `Attempts`: answers once `answers` is set. `taken`: numbers of other daemons; `fails`: claims that fail before they succeed."""
+    """Plays `Attempts`, and answers once `answers` is set.
+
+    taken: numbers of other daemons. fails: number of claims that fail before one succeeds.
+    """
 
     def __init__(self, newest: int = 2, *taken: int) -> None:
         self.newest, self.taken, self.fails = newest, {*taken}, 0
@@ -38,7 +41,7 @@ class Storage:
 
 
 class Made(Claims):
-    """With the attempts that were lost to others."""
+    """The claims, with a list of the attempts that were lost to other daemons."""
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage, seconds=0.01)  # type: ignore[arg-type]
@@ -46,7 +49,7 @@ class Made(Claims):
         self.on_loss = lambda job, attempt: self.losses.append(attempt)
 
 
-async def test_a_storage_that_answers_decides() -> None:
+async def test_storage_that_answers_decides_the_number() -> None:
     storage = Storage(6, 7, 8)
     storage.answers.set()
     made = Made(storage)
@@ -55,7 +58,7 @@ async def test_a_storage_that_answers_decides() -> None:
     assert (storage.asked, made.losses) == ([7, 8, 9], [])
 
 
-async def test_a_job_that_is_in_memory_begins_without_the_disk_and_is_saved_with_it() -> None:
+async def test_a_job_in_memory_begins_without_the_disk_and_saves_once_it_answers() -> None:
     storage = Storage()
     made = Made(storage)
     assert await made.claim(JOB, 2) == 3
@@ -68,13 +71,13 @@ async def test_a_job_that_is_in_memory_begins_without_the_disk_and_is_saved_with
     assert (storage.asked, made.losses) == ([3], [])
 
 
-async def test_a_job_that_nobody_knows_cannot_begin() -> None:
+async def test_an_unknown_job_cannot_begin_without_the_disk() -> None:
     with pytest.raises(StorageError, match="cannot claim an attempt of job 'gpt': the storage has not answered"):
         await Made(Storage(0)).claim(Job("gpt"), 0)
 
 
-async def test_two_attempts_of_one_outage_are_both_this_daemons() -> None:
-    """The trainer came back twice. Whichever claim the disk takes first, neither counts as another daemon's."""
+async def test_two_attempts_begun_in_one_outage_both_belong_to_this_daemon() -> None:
+    """The trainer came back twice. Whichever claim reaches the disk first, neither counts as another daemon's."""
     storage = Storage()
     made = Made(storage)
     storage.each[3], storage.each[4] = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""The `ckptd` command as a user types it: real processes, exit codes, one sentence for each mistake."""
+"""Tests the `ckptd` command as a user types it: real processes, exit codes, and one sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_daemon_takes_no_core_from_the_training(daemon: Daemon) -> None:
 
 
 def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
-    """The private socket of a root is tried first; the user's own comes after it."""
+    """The private socket of a root is tried first, then the user's own socket."""
     runtime = place.path / "run"
     environment = {"CKPTD_ROOT": str(place.root), "XDG_RUNTIME_DIR": str(runtime)}
     runtime.mkdir(mode=0o700)
@@ -74,7 +74,7 @@ def test_status_passes_over_the_socket_of_a_dead_daemon(place: Home) -> None:
 
 
 def test_a_start_that_hangs_can_be_ended_by_sigterm(place: Home) -> None:
-    """Nothing is owed yet, so the signal keeps its default action."""
+    """No snapshot waits to be saved yet, so the signal keeps its default action."""
     daemon = Daemon(place, failpoints="start.locked=hang", forked=True)
     try:
         until(lambda: list(place.root.glob("**/lock")), "lock of the root")
@@ -92,7 +92,7 @@ def test_a_crash_in_native_code_leaves_a_traceback(daemon: Daemon) -> None:
     assert "daemon/app.py" in log or "daemon/cli.py" in log
 
 
-def test_status(full: Daemon) -> None:
+def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
     text = ckptd("status", "--socket", full.home.socket)
     assert text.returncode == 0
     assert "ckptd 0.1.0 is ready" in text.stdout
@@ -106,7 +106,7 @@ def test_status(full: Daemon) -> None:
     assert job["pending"] == []
 
 
-def test_ls_and_show(full: Daemon) -> None:
+def test_ls_and_show_list_and_describe_checkpoints(full: Daemon) -> None:
     root = full.home.root
     rows = json.loads(ckptd("ls", root, "--json").stdout)
     assert [(row["job"], row["step"], row["newest"], row["damaged"]) for row in rows] == [("gpt", 1, False, None), ("gpt", 2, True, None)]
@@ -121,7 +121,7 @@ def test_ls_and_show(full: Daemon) -> None:
     assert "w       [1000]  float32" in text
 
 
-def test_a_checkpoint_of_several_files(place: Home) -> None:
+def test_a_checkpoint_of_several_files_is_shown_and_verified(place: Home) -> None:
     with running(place, "--files-per-rank", "3", "--bytes-per-file", "1M", "--codec", "raw", environment={"CKPTD_CHUNK_SIZE": "256Ki"}):
         agent = Agent("gpt", socket=place.socket)
         state = {"w": torch.arange(1 << 20)}  # 8 MiB
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_several_files(place: Home) -> None:
         agent.close()
         tag = place.root / "gpt" / "step-00000001.a0001"
         lengths = [path.stat().st_size for path in tag.glob("rank-*.ckpt")]
-        assert len(lengths) >= 11  # 32 chunks, three to a file
+        assert len(lengths) >= 11  # 32 chunks, three in each file
         assert max(lengths) <= 10**6
         assert f"in {len(lengths)} files" in ckptd("show", place.root / "gpt").stdout
         assert ckptd("verify", place.root / "gpt").returncode == 0
@@ -142,8 +142,8 @@ def test_a_checkpoint_of_several_files(place: Home) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_directory_that_is_one_checkpoint(full: Daemon, tmp_path: Path) -> None:
-    """Made outside every root, or copied out of one."""
+def test_commands_accept_a_directory_that_is_one_checkpoint(full: Daemon, tmp_path: Path) -> None:
+    """The directory was made outside every root, or copied out of one."""
     alone, copy = tmp_path / "alone", tmp_path / "copy"
     dcp.save({"w": torch.arange(1000.0)}, storage_writer=StorageWriter(alone, codec="raw"))
     shutil.copytree(full.home.root / "gpt" / "step-00000002.a0001", copy)
@@ -157,7 +157,7 @@ def test_a_directory_that_is_one_checkpoint(full: Daemon, tmp_path: Path) -> Non
         for verb in ("forget", "pin"):
             refused = ckptd(verb, path)
             assert refused.returncode == 1
-            assert "is a checkpoint by itself, outside every root" in refused.stderr
+            assert "is a checkpoint outside every root" in refused.stderr
     part = next(alone.glob("rank-*.ckpt"))
     part.write_bytes(part.read_bytes()[:5000] + b"?" + part.read_bytes()[5001:])
     damaged = ckptd("verify", alone)
@@ -180,10 +180,10 @@ def test_a_copy_of_any_name_is_a_checkpoint(full: Daemon, tmp_path: Path) -> Non
         assert verified.returncode == 0, verified.stdout
     misplaced = full.home.root / "gpt" / "step-00005000.a0002"
     shutil.copytree(one, misplaced)
-    assert "DAMAGED: " in ckptd("verify", misplaced).stdout  # in a root it would be taken for that step
+    assert "DAMAGED: " in ckptd("verify", misplaced).stdout  # in a root the name would stand for that step
 
 
-def test_a_file_that_is_called_manifest_hides_nothing(full: Daemon) -> None:
+def test_a_file_called_manifest_hides_no_checkpoint(full: Daemon) -> None:
     root = full.home.root
     for directory in (root, root / "gpt"):
         (directory / "manifest.json").write_text("{}")
@@ -206,14 +206,14 @@ def test_the_manifest_says_how_many_files_there_are(full: Daemon) -> None:
         Checkpoint.open(path.parent)
 
 
-def test_a_checkpoint_that_goes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_deleted_during_a_listing_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     monkeypatch.setattr(report, "find_job_or_checkpoint", lambda path: (open_root(path.parent), path.name, None))
     with pytest.raises(NotFound, match="holds no checkpoint any more"):
         report.listing(tmp_path)
 
 
-def test_ls_of_one_checkpoint(full: Daemon) -> None:
+def test_ls_lists_one_checkpoint(full: Daemon) -> None:
     (row,) = json.loads(ckptd("ls", full.home.root / "gpt" / "step-00000002.a0001", "--json").stdout)
     assert (row["job"], row["tag"], row["newest"]) == ("gpt", "step-00000002.a0001", True)
 
@@ -260,14 +260,14 @@ def test_verify_finds_a_flipped_byte(full: Daemon) -> None:
         (["frobnicate"], 2, "No such command 'frobnicate'"),
     ],
 )  # fmt: skip
-def test_mistakes(full: Daemon, arguments: list[str], code: int, words: str) -> None:
+def test_each_mistake_gives_one_sentence_and_its_exit_code(full: Daemon, arguments: list[str], code: int, words: str) -> None:
     result = ckptd(*(a.format(root=full.home.root, socket=full.home.socket) for a in arguments))
     assert (result.returncode, words in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
     assert full.status()["ready"]
 
 
-def test_errors_as_json(full: Daemon) -> None:
+def test_errors_are_printed_as_json_on_request(full: Daemon) -> None:
     result = ckptd("show", full.home.root / "gpt" / "nope", "--json")
     found = json.loads(result.stdout)
     assert (found["error"]["code"], found["exit"], result.returncode) == ("not-found", 10, 10)
@@ -282,7 +282,7 @@ def test_an_unknown_setting_names_the_nearest(place: Home, tmp_path: Path) -> No
     assert not place.root.exists()
 
 
-def test_help_is_for_newcomers() -> None:
+def test_help_shows_the_first_commands_of_a_newcomer() -> None:
     result = ckptd("--help")
     assert result.returncode == 0
     for verb in ("run", "status", "ls", "show", "verify"):
@@ -315,13 +315,13 @@ def test_a_stale_socket_is_replaced(place: Home) -> None:
         assert daemon.status()["ready"]
 
 
-def test_sigint_ends_it_in_order(place: Home) -> None:
+def test_sigint_ends_the_daemon_cleanly(place: Home) -> None:
     with running(place) as daemon:
         daemon.process.send_signal(signal.SIGINT)
         assert daemon.died() == 0
 
 
-def test_the_watchdog_and_readiness_are_told_to_systemd(place: Home) -> None:
+def test_systemd_gets_readiness_and_the_watchdog_message(place: Home) -> None:
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
@@ -337,7 +337,7 @@ def test_the_watchdog_and_readiness_are_told_to_systemd(place: Home) -> None:
             assert word == b"STOPPING=1"
 
 
-def test_socket_activation(place: Home) -> None:
+def test_a_daemon_serves_the_socket_that_systemd_passes(place: Home) -> None:
     import socket
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -355,4 +355,4 @@ def test_socket_activation(place: Home) -> None:
     assert found["ready"]
     daemon.terminate()
     assert daemon.wait(60) == 0
-    assert place.socket.exists()  # it is systemd's
+    assert place.socket.exists()  # the file belongs to systemd

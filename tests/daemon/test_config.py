@@ -1,4 +1,4 @@
-"""Settings: who wins, what is a size, and every bound."""
+"""Tests settings: their precedence, how sizes are written, and every bound."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "ckptd.toml"
 
 
-# -- who wins
+# -- precedence
 
 
 def test_defaults() -> None:
@@ -98,7 +98,7 @@ def test_every_setting_may_stand_in_the_file_and_in_the_environment(name: str, f
     assert type(getattr(load(given, {}, file), name)) is type(getattr(make(), name))
 
 
-def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_relative_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/ada")
     config = load({"root": "sub/../ckpts", "socket": "s", "state_dir": "state"}, {}, None)
@@ -107,13 +107,13 @@ def test_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("missing", "words"), [("root", "no root: .*--root DIR"), ("socket", "no socket: .*--socket PATH")])
-def test_root_and_socket_must_be_said(missing: str, words: str) -> None:
+def test_root_and_socket_must_be_set(missing: str, words: str) -> None:
     with pytest.raises(InvalidConfig, match=words):
         load({key: value for key, value in ROOT.items() if key != missing}, {}, None)
 
 
 @pytest.mark.parametrize("variable", ["CKPTD_JOB", "CKPTD_FAILPOINTS", "CKPTD_PYTHON"])
-def test_variables_of_the_agent_are_no_settings(variable: str) -> None:
+def test_variables_of_the_agent_are_not_settings(variable: str) -> None:
     assert load(ROOT, {variable: "whatever"}, None) == load(ROOT, {}, None)
 
 
@@ -133,8 +133,10 @@ def test_an_unknown_setting_names_the_nearest(typo: str, meant: str, file: Path)
         load({**ROOT, typo: "1"}, {}, None)
 
 
-def test_an_unknown_setting_near_to_none_lists_them() -> None:
-    with pytest.raises(InvalidConfig, match=r"there is no setting 'zzzzzzzz'; known are bytes_per_file, chunk_size, codec, .*, threads$"):
+def test_an_unknown_setting_that_resembles_none_lists_all() -> None:
+    with pytest.raises(
+        InvalidConfig, match=r"there is no setting 'zzzzzzzz'; the settings are bytes_per_file, chunk_size, codec, .*, threads$"
+    ):
         load({**ROOT, "zzzzzzzz": 1}, {}, None)
 
 
@@ -209,14 +211,14 @@ def test_booleans_in_the_environment(text: str, value: bool) -> None:
         (" 8 Mi ", 8 << 20), ("7b", 7),
     ],
 )  # fmt: skip
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_parsed_with_their_units(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(
     "text", ["", "k", "-1", "+1", "1 2", "1.", ".5", "1,5G", "1e3", "0x10", "1GG", "1Pi", "1i", "1ib", "one", "inf", "nan", "1\n2"]
 )
-def test_what_is_no_size(text: str) -> None:
+def test_anything_but_a_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_size(text)
 
@@ -252,7 +254,7 @@ def test_what_is_no_size(text: str) -> None:
         ("idle_timeout", [0.0, 0.1], [-1.0, float("nan")]),
     ],
 )
-def test_bounds(name: str, good: list[Any], bad: list[Any]) -> None:
+def test_values_out_of_bounds_are_refused_by_name(name: str, good: list[Any], bad: list[Any]) -> None:
     for value in good:
         assert getattr(make(**{name: value}), name) == value
     for value in bad:
@@ -269,6 +271,6 @@ def test_the_memory_budget_holds_four_chunks() -> None:
         make(chunk_size=64 << 10, memory_budget=(256 << 10) - 1)
 
 
-def test_a_config_does_not_change() -> None:
+def test_a_config_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().slots = 3  # type: ignore[misc]

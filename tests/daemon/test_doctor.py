@@ -1,4 +1,4 @@
-"""Each check of `ckptd doctor`, with values of its own and on this machine; and the verb."""
+"""Tests each check of `ckptd doctor`, with given values and on this machine, and the command itself."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
         (resource.RLIM_INFINITY, 256, OK, 107374178, "ranks fit"),
     ],
 )
-def test_open_files(hard: int, most: int, level: str, fit: int, words: str) -> None:
+def test_the_limit_of_open_files_is_checked(hard: int, most: int, level: str, fit: int, words: str) -> None:
     check = doctor.check_files(PLAN, 20, hard, most)
     assert (check.level, check.values["ranks_fit"]) == (level, fit)
     assert words in check.message
 
 
-def test_locked_memory() -> None:
+def test_the_limit_of_locked_memory_is_checked() -> None:
     assert doctor.check_locked_memory(resource.RLIM_INFINITY).level == OK
     check = doctor.check_locked_memory(8 << 20)
     assert (check.level, check.values) == (WARNING, {"limit": 8 << 20})
 
 
-def test_shared_memory(tmp_path: Path) -> None:
+def test_the_size_of_shared_memory_is_checked(tmp_path: Path) -> None:
     check = doctor.check_shared_memory(Path("/dev/shm"), 4, 4 << 20)
     assert check.values["largest_state_bytes"] == 1 << 20
-    assert check.level == WARNING  # little
+    assert check.level == WARNING  # little shared memory is free
     assert doctor.check_shared_memory(Path("/dev/shm"), 2, 0).values["slots"] == 2
     assert doctor.check_shared_memory(tmp_path / "nowhere", 2, 0).level == FAILED
     assert "it is no tmpfs" in doctor.check_shared_memory(Path("/proc"), 2, 0).message or os.geteuid()
 
 
-def test_a_root_that_works(tmp_path: Path) -> None:
+def test_a_usable_root_passes(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     before = list(tmp_path.iterdir())
     found = by_name(list(doctor.check_root(tmp_path)))
@@ -65,24 +65,24 @@ def test_a_root_that_works(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == before
 
 
-def test_a_root_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_of_a_missing_root_the_nearest_parent_is_checked(tmp_path: Path) -> None:
     found = by_name(list(doctor.check_root(tmp_path / "a" / "b")))
     assert f"{tmp_path} (where {tmp_path / 'a' / 'b'} will be made)" in found["root"].message
     assert not found["root"].values["exists"]
     assert not (tmp_path / "a").exists()
 
 
-def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_written_fails(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (check,) = doctor.check_root(tmp_path / "file")
     assert (check.name, check.level) == ("root", FAILED)
 
 
-def test_a_root_without_room() -> None:
+def test_a_root_with_little_room_is_a_warning() -> None:
     try:
         image = Image(16)
     except Unavailable as error:
-        pytest.skip(str(error))  # reason: CI runs it as root
+        pytest.skip(str(error))
     try:
         check = by_name(list(doctor.check_root(image.where)))["root"]
         assert check.level == WARNING
@@ -101,7 +101,7 @@ def test_a_root_without_room() -> None:
         (0o777, 0o077, WARNING, "every user may write there"),
     ],
 )
-def test_permissions(tmp_path: Path, mode: int, mask: int, level: str, words: str) -> None:
+def test_the_permissions_of_the_root_are_checked(tmp_path: Path, mode: int, mask: int, level: str, words: str) -> None:
     tmp_path.chmod(mode)
     before = os.umask(mask)
     try:
@@ -112,7 +112,7 @@ def test_permissions(tmp_path: Path, mode: int, mask: int, level: str, words: st
     assert words in check.message
 
 
-def test_socket_directory(tmp_path: Path) -> None:
+def test_the_directory_of_the_socket_is_checked(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     assert doctor.check_socket_directory(tmp_path).level == OK
     assert doctor.check_socket_directory(tmp_path / "later").values["exists"] is False
@@ -124,7 +124,7 @@ def test_socket_directory(tmp_path: Path) -> None:
         assert "who could replace the socket" in doctor.check_socket_directory(tmp_path).message
 
 
-def test_kernel_and_event_loop() -> None:
+def test_the_kernel_and_the_event_loop_are_checked() -> None:
     found = by_name(list(doctor.check_kernel()))
     assert set(found) == {"pidfd", "SO_PEERPIDFD", "memfd"}
     one, other = socket.socketpair()
@@ -138,7 +138,7 @@ def test_kernel_and_event_loop() -> None:
     assert [doctor.check_event_loop(there).level for there in (True, False)] == [OK, WARNING]
 
 
-def test_the_verb(tmp_path: Path) -> None:
+def test_the_command_prints_the_checks(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     done = ckptd("doctor", "--root", tmp_path, "--socket", tmp_path / "s")
     assert done.returncode == 0, done.stdout

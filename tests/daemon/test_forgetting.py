@@ -1,4 +1,6 @@
-"""`ckptd forget` and `ckptd pin`, retention that the job or the settings say, and who keeps a checkpoint from being deleted."""
+"""Tests `ckptd forget` and `ckptd pin`, retention as the job or the settings choose it, and readers that keep a checkpoint from being
+deleted.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from tests.support.strangers import KINDS, NOBODY, holding, is_another_user
 
 
 def ckptd(*arguments: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The command in this process, since a hundred others would take minutes."""
+    """Run the command in this process, because a hundred other processes would take minutes."""
     clean: dict[str, str | None] = {key: None for key in os.environ if key.startswith(("CKPTD_", "XDG_RUNTIME"))}
     found = CliRunner().invoke(main, [str(argument) for argument in arguments], env={**clean, **(environment or {})})
     assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
@@ -53,7 +55,7 @@ def storage(place: Home) -> Repository:
 
 
 def settled(place: Home, wanted: list[int]) -> None:
-    """Retention follows the answer."""
+    """Wait until only these steps are left. Retention runs after the answer."""
     until(lambda: sorted(path.name for path in (place.root / "gpt").glob("*.a*")) == [tag(step) for step in wanted], "retention")
 
 
@@ -67,7 +69,7 @@ def tag(step: int, attempt: int = 1) -> str:
 
 @pytest.fixture(params=["daemon", "none"])
 def socket(request: pytest.FixtureRequest, place: Home) -> Any:
-    """Six checkpoints, and how to name the daemon of their root: there is one, or there is none any more."""
+    """Make six checkpoints. Return the options that name the daemon of their root, which runs or has ended."""
     if request.param == "none":
         with running(place):
             train(place, range(1, 7))
@@ -79,8 +81,8 @@ def socket(request: pytest.FixtureRequest, place: Home) -> Any:
             yield ["--socket", place.socket]
 
 
-def test_one_is_forgotten(place: Home, socket: list[Any]) -> None:
-    """Once as a user does it, in a process of its own."""
+def test_forget_deletes_one_checkpoint(place: Home, socket: list[Any]) -> None:
+    """This case runs once in a process of its own, as a user does it."""
     ckptd = test_cli.ckptd
     path = place.root / "gpt" / "step-00000003"
     assert rows(ckptd("forget", path, "--dry-run", "--json", *socket)) == [(tag(3), False, None)]
@@ -96,7 +98,7 @@ def test_one_is_forgotten(place: Home, socket: list[Any]) -> None:
     assert "no checkpoint 'step-00000003' of job 'gpt'" in gone.stderr
 
 
-def test_what_policies_do_not_keep_is_forgotten(place: Home, socket: list[Any]) -> None:
+def test_forget_deletes_what_no_policy_keeps(place: Home, socket: list[Any]) -> None:
     keep = ["--keep", "LatestN(1)", "--keep", "BestN('loss', 1)", "--keep", "EveryNSteps(3)"]
     job = place.root / "gpt"
     assert rows(ckptd("forget", job, *keep, "--dry-run", "--json", *socket)) == [
@@ -119,7 +121,7 @@ def test_the_newest_is_forgotten_and_newest_names_the_one_before(place: Home, so
         Checkpoint.open(place.root / "gpt")
 
 
-def test_nobody_deletes_what_is_pinned(place: Home, socket: list[Any]) -> None:
+def test_a_pinned_checkpoint_is_never_deleted(place: Home, socket: list[Any]) -> None:
     path = place.root / "gpt" / tag(2)
     assert ckptd("pin", path).stdout == "gpt/step-00000002.a0001: pinned\n"
     assert ckptd("pin", path).returncode == 0
@@ -138,13 +140,13 @@ def test_nobody_deletes_what_is_pinned(place: Home, socket: list[Any]) -> None:
     job = ckptd("forget", place.root / "gpt", "--keep", "LatestN(4)", "--json", *socket)
     assert rows(job) == [(tag(1), True, None), (tag(2), False, why)]
     assert steps(place) == [2, 3, 4, 5, 6]
-    assert ckptd("pin", path, "--remove").stdout == "gpt/step-00000002.a0001: not pinned any more\n"
+    assert ckptd("pin", path, "--remove").stdout == "gpt/step-00000002.a0001: no longer pinned\n"
     assert ckptd("pin", path, "--remove").returncode == 0
     assert ckptd("forget", path, *socket).returncode == 0
     assert steps(place) == [3, 4, 5, 6]
 
 
-def test_nobody_deletes_what_is_being_read(place: Home, socket: list[Any]) -> None:
+def test_a_checkpoint_that_is_being_read_is_never_deleted(place: Home, socket: list[Any]) -> None:
     path = place.root / "gpt" / tag(2)
     with Checkpoint.open(path) as checkpoint:
         run = ckptd("forget", path, *socket)
@@ -183,14 +185,14 @@ def test_verify_does_not_call_a_checkpoint_damaged_that_a_deleter_has_locked(pla
     assert ckptd("verify", place.root / "gpt").returncode == 0
 
 
-def test_a_damaged_one_is_forgotten(place: Home, socket: list[Any]) -> None:
+def test_a_damaged_checkpoint_can_be_forgotten(place: Home, socket: list[Any]) -> None:
     manifest = place.root / "gpt" / tag(2) / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-5])
     assert ckptd("forget", place.root / "gpt" / tag(2), *socket).stdout == "gpt/step-00000002.a0001: deleted\n"
     assert not manifest.parent.exists()
 
 
-def test_somebody_elses_file_stays(place: Home, socket: list[Any]) -> None:
+def test_forget_leaves_files_of_other_programs(place: Home, socket: list[Any]) -> None:
     mine = place.root / "gpt" / tag(2) / "notes.txt"
     mine.write_text("mine")
     assert ckptd("forget", mine.parent, *socket).returncode == 0
@@ -201,12 +203,12 @@ def test_somebody_elses_file_stays(place: Home, socket: list[Any]) -> None:
     ("arguments", "code", "words"),
     [
         (["gpt"], 1, "is a job: say which of its checkpoints to keep, like --keep 'LatestN(5)', or name one"),
-        (["gpt/step-00000001", "--keep", "LatestN(1)"], 1, "is one checkpoint: --keep is for a job"),
+        (["gpt/step-00000001", "--keep", "LatestN(1)"], 1, "is one checkpoint, and --keep needs a job"),
         (["gpt", "--keep", "LatestM(1)"], 2, "--keep: there is no retention policy 'LatestM'; did you mean 'LatestN'?"),
         (["gpt/step-00000009"], 10, "no checkpoint 'step-00000009' of job 'gpt'"),
     ],
 )
-def test_bad_input(place: Home, arguments: list[str], code: int, words: str) -> None:
+def test_each_wrong_argument_gives_one_sentence(place: Home, arguments: list[str], code: int, words: str) -> None:
     with running(place) as daemon:
         train(place, [1, 2])
         run = ckptd("forget", place.root / arguments[0], *arguments[1:], "--socket", daemon.home.socket)
@@ -216,7 +218,7 @@ def test_bad_input(place: Home, arguments: list[str], code: int, words: str) -> 
         assert steps(place) == [1, 2]
 
 
-def test_a_daemon_that_is_not_found_is_asked_for(place: Home) -> None:
+def test_forget_asks_for_the_socket_of_a_daemon_that_it_cannot_find(place: Home) -> None:
     with running(place):
         train(place, [1, 2])
         run = ckptd("forget", place.root / "gpt" / tag(1))
@@ -226,7 +228,7 @@ def test_a_daemon_that_is_not_found_is_asked_for(place: Home) -> None:
         assert steps(place) == [1, 2]
 
 
-def test_a_daemon_of_another_root(place: Home, tmp_path: Path) -> None:
+def test_a_named_socket_of_another_root_is_refused(place: Home, tmp_path: Path) -> None:
     with running(place) as daemon:
         (tmp_path / "gpt").mkdir()
         train(place, [1])
@@ -236,15 +238,15 @@ def test_a_daemon_of_another_root(place: Home, tmp_path: Path) -> None:
         assert f"serves {place.root}, not {tmp_path}" in run.stderr
 
 
-def test_without_a_daemon_nothing_else_goes(place: Home) -> None:
-    """Whatever the settings of the root's daemon are, more than the default's ten stay."""
+def test_forget_without_a_daemon_deletes_nothing_else(place: Home) -> None:
+    """Whatever the settings of the root's daemon are, more checkpoints stay than the ten of the default."""
     with running(place, "--keep-last", "0"):
         train(place, range(1, 13))
     assert ckptd("forget", place.root / "gpt" / tag(5)).returncode == 0
     assert len(steps(place)) == 11
 
 
-def test_without_a_daemon_what_was_owed_is_saved_too(place: Home) -> None:
+def test_forget_without_a_daemon_also_saves_what_was_owed(place: Home) -> None:
     with running(place):
         train(place, [1, 2])
     with running(place, failpoints="seal.journaled=kill@1") as daemon:
@@ -260,7 +262,7 @@ def test_without_a_daemon_what_was_owed_is_saved_too(place: Home) -> None:
     assert torch.equal(Checkpoint.open(place.root / "gpt").load()["w"], torch.full((10,), 7.0))
 
 
-def test_what_a_running_trainer_has_in_memory_stays_until_it_has_gone_on(place: Home) -> None:
+def test_a_checkpoint_in_the_memory_of_a_running_trainer_is_not_deleted(place: Home) -> None:
     with running(place):
         agent = Agent("gpt", socket=place.socket)
         path = place.root / "gpt" / tag(2)
@@ -288,7 +290,7 @@ def leave(steps: Sequence[int], socket: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["its daemon", "the next daemon", "none"])
-def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home, by: str) -> None:
+def test_a_forgotten_checkpoint_is_not_saved_again_from_memory(place: Home, by: str) -> None:
     named = ["--socket", place.socket]
     with running(place) as daemon:
         process = forks.context().Process(target=leave, args=((1, 2), place.socket))
@@ -313,8 +315,8 @@ def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home, by: str) -
         assert steps(place) == [1]
 
 
-def test_a_step_that_a_dead_rank_had_sealed_alone(place: Home) -> None:
-    """Of two ranks, killed with their daemon, one still has step 1 in its slot; the other's slots have gone on."""
+def test_a_step_that_one_dead_rank_alone_had_sealed_can_be_forgotten(place: Home) -> None:
+    """Of two ranks, killed with their daemon, one still has step 1 in its slot. The other has filled its slots with later steps."""
     with running(place, "--slots", "2") as daemon, Ranks(2) as ranks:
         ranks.call(work, place.socket)
         daemon.kill()
@@ -333,7 +335,7 @@ def work(socket: Path) -> None:
     HERE["agent"].snapshot({"w": torch.ones(10)}, step=1).wait("durable", timeout=60)
 
 
-def test_a_damaged_segment_is_in_nobodys_way(place: Home) -> None:
+def test_a_damaged_segment_does_not_keep_a_checkpoint_from_being_deleted(place: Home) -> None:
     with running(place) as daemon:
         train(place, [1, 2])
         agent = Agent("other", socket=place.socket)
@@ -345,7 +347,7 @@ def test_a_damaged_segment_is_in_nobodys_way(place: Home) -> None:
         agent._link.client.close()
 
 
-def test_a_pin_of_a_damaged_one_can_be_removed(place: Home) -> None:
+def test_the_pin_of_a_damaged_checkpoint_can_be_removed(place: Home) -> None:
     with running(place):
         train(place, [1, 2])
     path = place.root / "gpt" / tag(1)
@@ -357,8 +359,8 @@ def test_a_pin_of_a_damaged_one_can_be_removed(place: Home) -> None:
     assert steps(place) == [2]
 
 
-def test_the_environments_shared_memory_is_looked_through(place: Home, tmp_path: Path) -> None:
-    """`CKPTD_SHM_DIR` may name another one than the default."""
+def test_forget_looks_through_the_shared_memory_that_the_environment_names(place: Home, tmp_path: Path) -> None:
+    """`CKPTD_SHM_DIR` may name another directory than the default."""
     assert "cannot make" in ckptd("forget", saved_once(place), environment={"CKPTD_SHM_DIR": str(tmp_path / "gone")}).stderr
     assert steps(place) == [1]
 
@@ -369,17 +371,17 @@ def saved_once(place: Home) -> Path:
     return place.root / "gpt" / tag(1)
 
 
-# -- what the job says
+# -- the job's own policy
 
 
-def test_a_job_keeps_what_it_says(place: Home) -> None:
+def test_a_job_is_kept_by_its_own_policies(place: Home) -> None:
     with running(place, "--keep-last", "1"):
         train(place, range(1, 8), retention=[LatestN(2), BestN("loss", 1), EveryNSteps(3)])
         settled(place, [3, 4, 6, 7])
         assert "LatestN(n=2), BestN(metric='loss', n=1" in ckptd("show", place.root / "gpt").stdout
 
 
-def test_it_counts_across_restarts_until_something_newer_is_said(place: Home) -> None:
+def test_the_policies_of_a_job_hold_across_restarts_until_newer_ones_come(place: Home) -> None:
     with running(place, "--keep-last", "1"):
         train(place, range(1, 4), retention=PreserveAll())
     for _ in range(2):
@@ -392,13 +394,13 @@ def test_it_counts_across_restarts_until_something_newer_is_said(place: Home) ->
         until(lambda: [path.name for path in (place.root / "gpt").glob("*.a*")] == [tag(6, 3)], "retention")
 
 
-def test_the_daemon_keeps_what_its_settings_say(place: Home) -> None:
+def test_a_job_without_policies_is_kept_by_the_settings(place: Home) -> None:
     with running(place, "--keep-last", "1", "--keep", "EveryNSteps(4)", "--keep", "BestN('loss', 1)"):
         train(place, range(1, 8))
         settled(place, [4, 7])
 
 
-def test_retention_passes_over_what_is_pinned_or_read_and_comes_back(place: Home) -> None:
+def test_retention_skips_a_pinned_or_read_checkpoint_and_retries_later(place: Home) -> None:
     with running(place, "--keep-last", "1"):
         agent = Agent("gpt", socket=place.socket)
 
@@ -418,8 +420,8 @@ def test_retention_passes_over_what_is_pinned_or_read_and_comes_back(place: Home
         agent.close()
 
 
-def test_a_pin_that_came_after_the_daemon_died_counts(place: Home) -> None:
-    """It had written down that it would delete this one."""
+def test_a_pin_set_after_the_death_of_the_daemon_stops_its_deletion(place: Home) -> None:
+    """The daemon had already journaled that it would delete this checkpoint."""
     with running(place, "--keep-last", "1", failpoints="retire.intended=kill@1") as daemon:
         agent = Agent("gpt", socket=place.socket)
         for step in (1, 2):
@@ -430,7 +432,7 @@ def test_a_pin_that_came_after_the_daemon_died_counts(place: Home) -> None:
     with running(place, "--keep-last", "1"):
         assert steps(place) == [1, 2]
         assert ckptd("pin", place.root / "gpt" / tag(1), "--remove").returncode == 0
-        train(place, [3, 4])  # two are to go, which this daemon does not do at its first commit
+        train(place, [3, 4])  # two checkpoints are beyond the policy; the daemon does not delete several at its first commit
         until(lambda: not (place.root / "gpt" / tag(1)).exists(), "retention")
 
 
@@ -438,7 +440,7 @@ def test_a_pin_that_came_after_the_daemon_died_counts(place: Home) -> None:
     ("given", "words"),
     [([], "retention has 0 policies"), ("LatestN(5)", "retention has 'LatestN"), (5, "'int' object is not iterable")],
 )
-def test_what_is_no_retention(place: Home, given: Any, words: str) -> None:
+def test_an_invalid_policy_is_refused(place: Home, given: Any, words: str) -> None:
     with running(place) as daemon, pytest.raises(InvalidRequest, match=words):
         Agent("gpt", socket=daemon.home.socket, retention=given)
 

@@ -1,4 +1,4 @@
-"""The journal on a real file system, and on one that fails when told to."""
+"""Tests the journal on a real file system, and on one that fails on command."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ FIRST = "0000000000000001.log"
 SECOND = "0000000000000002.log"
 THIRD = "0000000000000003.log"
 SPARE = "spare"
-HANG = 5.0  # seconds after which a call that should have ended counts as hanging
+HANG = 5.0  # seconds after which a call counts as hanging
 
 
 class FaultyFileSystem(PosixFileSystem):
-    """`faults[call]` is asked before each such call; what it raises is raised. `calls` are those that changed anything."""
+    """A file system with faults. `faults[call]` is called before each such call, and may raise. `calls` lists the calls that changed
+    anything.
+    """
 
     def __init__(self) -> None:
         self.faults: dict[str, Callable[[], None]] = {}
@@ -86,7 +88,7 @@ def fail(number: int) -> Callable[[], None]:
 
 
 class Place:
-    """A directory for journals, and what lies in it."""
+    """A directory for journals, and access to its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,13 +103,13 @@ class Place:
         return journal
 
     def started(self, *live: str) -> Journal:
-        """Open and start, as a daemon does whose storage holds the jobs `live`."""
+        """Open and start a journal, as a daemon does whose storage holds the jobs `live`."""
         journal = self.open()
         journal.start(live or ("gpt",))
         return journal
 
     def names(self) -> list[str]:
-        """All but the spare."""
+        """Return all names except that of the spare."""
         return sorted(path.name for path in self.path.iterdir() if path.name != SPARE)
 
     @property
@@ -121,7 +123,7 @@ class Place:
         return jf.scan((self.path / name).read_bytes(), int(name[:16], 16))
 
     def add(self, *records: jf.RawRecord, name: str = FIRST, version: int = 1) -> None:
-        """Append records to a file behind the journal's back, as another version of ckptd would."""
+        """Append records to a file while no journal has it open, as another version of ckptd would."""
         data, found = bytearray((self.path / name).read_bytes()), self.scan(name)
         end, crc = found.end, found.last_crc
         for record in records:
@@ -161,17 +163,17 @@ def staging(number: int) -> r.Staging:
 
 
 def bulky(number: int, length: int = 900_000) -> r.Dropped:
-    """A large record that leaves nothing in the state."""
+    """Return a large record that leaves nothing in the state."""
     return r.Dropped(job="gpt", attempt=1, step=number, tag=f"t{number}", reason=f"{number}" + "x" * length)
 
 
 def decoded(scan: jf.Scan) -> list[r.Record]:
-    """All records behind the STATE record."""
+    """Return all records behind the STATE record."""
     return [r.decode(record.type, record.payload) for record in scan.records[1:]]
 
 
 async def ended(journal: Journal, call: asyncio.Task[None]) -> BaseException | None:
-    """What a call raised. Fails the test if it neither returned nor raised."""
+    """Return what a call raised. Fails the test if the call neither returned nor raised."""
     await asyncio.wait([call], timeout=HANG)
     if not call.done():
         writer = journal._writer
@@ -181,7 +183,7 @@ async def ended(journal: Journal, call: asyncio.Task[None]) -> BaseException | N
     return call.exception()
 
 
-# -- the ordinary way
+# -- normal operation
 
 
 async def test_a_new_journal_is_one_file_with_an_empty_state(place: Place) -> None:
@@ -201,7 +203,7 @@ async def test_a_new_journal_is_one_file_with_an_empty_state(place: Place) -> No
     await journal.close()
 
 
-async def test_what_was_appended_is_there_after_a_death(place: Place) -> None:
+async def test_appended_records_survive_a_death(place: Place) -> None:
     journal = place.started()
     await journal.append(begun(1))
     await journal.append(staging(5), staging(6))
@@ -212,7 +214,7 @@ async def test_what_was_appended_is_there_after_a_death(place: Place) -> None:
     assert [(record.sequence, record.durable) for record in found.records] == [(1, 0), (2, 1), (3, 2), (4, 2)]
     assert decoded(found) == [begun(1), staging(5), staging(6)]
 
-    again = place.open()  # the first was never closed
+    again = place.open()  # the first journal was never closed
     assert (again.state, again.records, again.torn, again.corrupt) == (state, 4, 0, 0)
 
 
@@ -241,7 +243,7 @@ async def test_a_file_is_never_reused(place: Place) -> None:
     assert place.open().state.jobs["gpt"].attempt == 5
 
 
-async def test_a_file_that_is_there_is_never_replaced(place: Place) -> None:
+async def test_an_existing_file_is_never_replaced(place: Place) -> None:
     journal = place.open()
     (place.path / FIRST).write_bytes(b"somebody's")
     with pytest.raises(FileExistsError):
@@ -249,7 +251,7 @@ async def test_a_file_that_is_there_is_never_replaced(place: Place) -> None:
     assert (place.path / FIRST).read_bytes() == b"somebody's"
 
 
-async def test_many_at_once_are_one_write_and_one_sync(place: Place) -> None:
+async def test_records_appended_at_once_share_one_write_and_one_sync(place: Place) -> None:
     journal = place.started()
     place.fs.calls.clear()
     await asyncio.gather(*(journal.append(staging(n)) for n in range(50)))
@@ -276,7 +278,7 @@ async def test_nothing_is_acknowledged_before_the_sync(place: Place) -> None:
     assert journal.state.jobs["gpt"].attempt == 1
 
 
-async def test_a_waiter_that_gives_up_takes_nobody_along(place: Place) -> None:
+async def test_a_cancelled_append_does_not_fail_the_others(place: Place) -> None:
     journal = place.started()
     first, second = asyncio.create_task(journal.append(begun(1))), asyncio.create_task(journal.append(staging(1)))
     await asyncio.sleep(0)
@@ -288,14 +290,14 @@ async def test_a_waiter_that_gives_up_takes_nobody_along(place: Place) -> None:
     assert decoded(place.scan()) == [begun(1), staging(1), staging(2)]
 
 
-async def test_nothing_to_append_is_no_write(place: Place) -> None:
+async def test_an_append_of_no_records_writes_nothing(place: Place) -> None:
     journal = place.started()
     place.fs.calls.clear()
     await journal.append()
     assert place.fs.calls == []
 
 
-async def test_close_waits_for_what_is_under_way(place: Place) -> None:
+async def test_close_waits_for_appends_under_way(place: Place) -> None:
     journal = place.started()
     task = asyncio.create_task(journal.append(begun(1)))
     await asyncio.sleep(0)
@@ -324,7 +326,7 @@ async def test_a_full_file_is_followed_by_another(place: Place) -> None:
 
 
 async def test_files_are_chained(place: Place) -> None:
-    """FORMAT.md, section 7: the header holds the crc of the last record of the segment before."""
+    """FORMAT.md, section 7: the header holds the crc of the last record of the file before."""
     journal = place.started()
     for number in range(4):
         await journal.append(bulky(number))
@@ -342,7 +344,7 @@ async def test_files_are_chained_over_a_restart(place: Place) -> None:
     assert place.scan(SECOND).header.previous_crc == last != 0
 
 
-async def test_the_new_file_is_durable_before_the_old_one_goes(place: Place) -> None:
+async def test_the_new_file_is_durable_before_the_old_one_is_removed(place: Place) -> None:
     journal = place.started()
     await journal.append(begun(1))
     place.fs.calls.clear()
@@ -350,7 +352,7 @@ async def test_the_new_file_is_durable_before_the_old_one_goes(place: Place) -> 
     assert place.fs.calls == ["create", "allocate", "write", "sync", "rename", "sync_directory", "unlink", "sync_directory"]
 
 
-async def test_a_death_between_the_new_file_and_the_end_of_the_old(place: Place) -> None:
+async def test_a_death_between_the_new_file_and_the_removal_of_the_old_loses_nothing(place: Place) -> None:
     journal = place.started()
     await journal.append(begun(1))
     old = (place.path / FIRST).read_bytes()
@@ -373,7 +375,7 @@ async def test_strange_files_are_left_alone(place: Place) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-async def test_without_room_for_a_new_file_and_without_a_spare_the_caller_may_try_again(place: Place, number: int) -> None:
+async def test_without_room_for_a_new_file_and_without_a_spare_the_caller_may_retry(place: Place, number: int) -> None:
     journal = place.started()
     await journal.append(begun(1))
     for n in range(4):
@@ -407,7 +409,7 @@ async def test_a_small_record_still_fits_when_there_is_no_room_for_a_new_file(pl
     assert decoded(place.scan())[-1] == begun(1)
 
 
-async def test_the_first_start_without_room_raises_what_the_system_said(place: Place) -> None:
+async def test_the_first_start_without_room_raises_the_systems_error(place: Place) -> None:
     place.fs.faults = {"allocate": fail(errno.ENOSPC)}
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         place.open().start(["gpt"])
@@ -418,7 +420,7 @@ async def test_the_first_start_without_room_raises_what_the_system_said(place: P
 
 
 def no_room(place: Place, number: int = errno.ENOSPC) -> None:
-    """Files cannot be created or grow; what is allocated can be written."""
+    """Make the disk full: files cannot be created or grow, and only allocated space can be written."""
     place.fs.faults = {"create": fail(number), "allocate": fail(number)}
 
 
@@ -449,14 +451,14 @@ async def test_on_a_full_disk_the_spare_becomes_the_new_file_and_the_old_one_the
     steps = ["rename", "sync_directory", "write", "sync", "rename", "sync_directory", "rename", "sync_directory"]
     assert place.fs.calls == ["create", *made, *steps]
     assert (place.names(), (place.path / SECOND).stat().st_ino, place.spare.stat().st_ino) == ([SECOND], spare, first)
-    for n in range(30):  # again and again
+    for n in range(30):  # several times in a row
         await again.append(begun(n), bulky(n))
     assert place.open().state.jobs["gpt"].attempt == 29
     assert place.open().state == again.state
     assert int(place.names()[0][:16], 16) > 5
 
 
-async def test_what_a_death_has_left_of_a_file_from_the_spare_becomes_the_spare_again(place: Place) -> None:
+async def test_a_half_made_file_from_the_spare_becomes_the_spare_again_after_a_death(place: Place) -> None:
     journal = place.started()
     await journal.append(begun(1))
     place.spare.rename(place.path / f"{SECOND}.tmp")
@@ -468,8 +470,8 @@ async def test_what_a_death_has_left_of_a_file_from_the_spare_becomes_the_spare_
     assert place.open().state.jobs["gpt"].attempt == 2
 
 
-async def test_a_file_that_is_superseded_is_as_good_as_a_spare(place: Place) -> None:
-    """A death came between the publication of the second file and the end of the first."""
+async def test_a_superseded_file_is_used_as_a_spare(place: Place) -> None:
+    """A death came between the publication of the second file and the removal of the first."""
     journal = place.started()
     old = (place.path / FIRST).read_bytes()
     await journal.append(begun(1))
@@ -480,7 +482,7 @@ async def test_a_file_that_is_superseded_is_as_good_as_a_spare(place: Place) -> 
     no_room(place)
     place.fs.calls.clear()
     third = place.started()
-    # The second file's name is durable before the first one goes; its new name is, before it is written over.
+    # The name of the second file is durable before the first one is renamed, and the new name is durable before the file is overwritten.
     assert place.fs.calls[:8] == ["create", "sync_directory", "rename", "sync_directory", "rename", "sync_directory", "write", "sync"]
     assert place.names() == [THIRD]
     assert place.spare.exists()
@@ -520,7 +522,7 @@ SABOTAGE = [sabotage_link, sabotage_second_name, sabotage_fifo, sabotage_length,
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGE)
-async def test_what_is_no_spare_is_not_written_to(place: Place, sabotage: Callable[[Place], None]) -> None:
+async def test_a_file_that_is_unfit_as_a_spare_is_not_written_to(place: Place, sabotage: Callable[[Place], None]) -> None:
     if sabotage is sabotage_owner and os.getuid():
         pytest.skip("only root gives a file to somebody else")
     journal = place.started()
@@ -528,7 +530,7 @@ async def test_what_is_no_spare_is_not_written_to(place: Place, sabotage: Callab
     sabotage(place)
     mine = (place.path / "mine").read_bytes() if (place.path / "mine").exists() else None
     no_room(place)
-    again = place.started()  # goes on in the last file
+    again = place.started()  # the journal continues in its last file
     await again.append(begun(2))
     assert FIRST in place.names()
     place.fs.faults = {}
@@ -576,7 +578,7 @@ async def test_half_a_spare_that_cannot_be_deleted_is_no_error(place: Place) -> 
 # -- a full disk without a spare
 
 
-async def test_without_a_spare_the_last_file_goes_on(place: Place) -> None:
+async def test_without_a_spare_the_journal_continues_in_its_last_file(place: Place) -> None:
     journal = place.started()
     await journal.append(begun(1), staging(5))
     place.spare.unlink()
@@ -594,8 +596,8 @@ async def test_without_a_spare_the_last_file_goes_on(place: Place) -> None:
     assert (place.names(), place.spare.exists()) == ([SECOND], True)
 
 
-async def test_a_last_file_that_goes_on_is_written_once_more_and_synced(place: Place) -> None:
-    """A sync that failed may have left the page cache with what the disk has not."""
+async def test_a_last_file_that_is_continued_is_rewritten_and_synced(place: Place) -> None:
+    """After a failed sync, the page cache may hold data that the disk does not have."""
     data = await _written(place)
     place.spare.unlink()
     no_room(place)
@@ -608,7 +610,7 @@ async def test_a_last_file_that_goes_on_is_written_once_more_and_synced(place: P
     assert place.fs.calls == ["create", "sync_directory", "sync", "sync_directory"]
 
 
-async def test_a_torn_tail_is_zeroed_before_the_last_file_goes_on(place: Place) -> None:
+async def test_a_torn_tail_is_zeroed_before_the_last_file_is_continued(place: Place) -> None:
     data = await _written(place)
     end = place.scan().end
     (place.path / FIRST).write_bytes(data[:end] + b"half a record" + b"\xff" * (len(data) - end - 13))
@@ -622,7 +624,7 @@ async def test_a_torn_tail_is_zeroed_before_the_last_file_goes_on(place: Place) 
     assert (again.torn, again.state.jobs["gpt"].attempt, len(again.state.staged)) == (0, 2, 4)
 
 
-async def test_a_corrupt_file_goes_on_behind_what_can_be_read(place: Place) -> None:
+async def test_a_corrupt_file_is_continued_behind_its_readable_records(place: Place) -> None:
     data = await _written(place)
     records = place.scan().records
     third = jf.HEADER_SIZE + sum(-(-(jf.RECORD_SIZE + len(record.payload)) // 8) * 8 for record in records[:3])
@@ -636,7 +638,7 @@ async def test_a_corrupt_file_goes_on_behind_what_can_be_read(place: Place) -> N
     assert (again.state.jobs["gpt"].attempt, list(again.state.staged)) == (2, ["gpt/step-00000000.a0001"])
 
 
-async def test_a_file_of_which_nothing_can_be_read_becomes_the_new_one(place: Place) -> None:
+async def test_a_file_without_readable_records_becomes_the_new_file(place: Place) -> None:
     (place.path / FIRST).write_bytes(bytes(len(await _written(place))))
     place.spare.unlink()
     no_room(place)
@@ -656,8 +658,8 @@ async def test_a_corrupt_file_is_moved_aside_where_it_cannot_be_copied(place: Pl
     assert [name[:29] for name in place.names()] == [f"{FIRST}.corrupt.", SECOND]
 
 
-async def test_a_short_file_cannot_go_on(place: Place) -> None:
-    """It was cut behind its records: it could not be written whole."""
+async def test_a_short_file_cannot_be_continued(place: Place) -> None:
+    """It was cut behind its records, so it could not be written whole."""
     data = await _written(place)
     (place.path / FIRST).write_bytes(data[: len(data) // 2])
     place.spare.unlink()
@@ -680,7 +682,7 @@ async def test_a_copy_that_fails_half_way_is_removed(place: Place) -> None:
 
 
 @pytest.mark.parametrize("call", ["write", "sync", "sync_directory"])
-async def test_a_last_file_that_cannot_go_on_raises_what_the_system_said(place: Place, call: str) -> None:
+async def test_a_last_file_that_cannot_be_continued_raises_the_systems_error(place: Place, call: str) -> None:
     await _written(place)
     place.spare.unlink()
     no_room(place)
@@ -691,8 +693,8 @@ async def test_a_last_file_that_cannot_go_on_raises_what_the_system_said(place: 
     assert len(place.open(strict=True).state.staged) == 4
 
 
-async def test_no_room_once_the_new_file_has_its_name_is_not_to_be_tried_again(place: Place) -> None:
-    """What is appended to the old file then would be lost: the new one is read after it."""
+async def test_a_full_disk_after_the_new_file_has_its_name_breaks_the_journal(place: Place) -> None:
+    """Records appended to the old file would be lost then, because the new one is read after it."""
     journal = place.started()
     for n in range(4):
         await journal.append(bulky(n))
@@ -716,10 +718,10 @@ async def test_an_error_of_the_disk_while_rotating_breaks_the_journal(place: Pla
     place.fs.faults = {}
     with pytest.raises(JournalBroken):
         await journal.append(begun(1))
-    assert place.open().records >= 1  # whichever file is there is whole
+    assert place.open().records >= 1  # either file alone is whole
 
 
-async def test_a_batch_that_is_larger_than_a_file(place: Place) -> None:
+async def test_a_batch_larger_than_a_file_is_spread_over_files(place: Place) -> None:
     journal = place.started()
     await journal.append(*(bulky(n) for n in range(6)), begun(7))
     assert {path.stat().st_size for path in place.path.iterdir()} == {jf.FILE_SIZE}
@@ -767,7 +769,9 @@ async def test_a_state_that_is_larger_than_a_record_spans_several(place: Place) 
 
 
 async def test_a_state_too_large_for_a_file_loses_files_of_failed_saves_and_starts(place: Place) -> None:
-    """As a journal of an older ckptd may hold: until its files are deleted, nothing new begins; what shrinks the state is taken."""
+    """The journal of an older ckptd may hold such a state. Until these files are deleted, no save begins; records that shrink the state are
+    accepted.
+    """
     journal = place.started()
     journal.state.staged = {f"gpt/t{n}": {f"{n:01000d}": None} for n in range(4200)}
     again = place.open()
@@ -796,7 +800,7 @@ async def test_too_many_failed_saves_refuse_new_ones_and_nothing_else(place: Pla
             "see the daemon's log for the reason, mend it, and restart ckptd$",
         ):
             await journal.append(begun(1), refused)
-    assert "gpt" not in journal.state.jobs  # of one call all or nothing is written
+    assert "gpt" not in journal.state.jobs  # of the records of one call, all or none are written
     dropped = [r.Dropped(job="gpt", attempt=1, step=n, tag=staging(n).tag, reason="x") for n in range(30_000)]
     await journal.append(begun(2), *dropped[:15_000])
     assert journal.state.jobs["gpt"].attempt == 2
@@ -827,8 +831,8 @@ async def test_jobs_that_storage_does_not_have_are_forgotten_at_a_start(place: P
     assert {name: job.attempt for name, job in place.open().state.jobs.items()} == expected
 
 
-async def test_a_commit_of_a_job_that_the_journal_does_not_know(place: Place) -> None:
-    """As after a journal that was set aside: the manifests are the truth, and what follows is noted all the same."""
+async def test_a_commit_of_a_job_unknown_to_the_journal_is_accepted(place: Place) -> None:
+    """This happens after a journal was set aside. The manifests are the truth, and later records are still accepted."""
     journal = place.started()
     committed = r.Committed(job="gpt", attempt=1, step=5, tag="t", seq=3)
     assert await ended(journal, asyncio.create_task(journal.append(committed))) is None
@@ -852,7 +856,7 @@ async def test_a_failed_write_or_sync_breaks_the_journal_for_good(place: Place, 
     assert (caught.value.errno, caught.value.retry) == (number, False)
     assert told == [caught.value]
     assert journal.state.jobs["gpt"].attempt == 1
-    place.fs.faults = {}  # the next sync would say that all is well, and it would be a lie
+    place.fs.faults = {}  # the next sync would report success, although data is lost
     place.fs.calls.clear()
     for attempt in (3, 4):
         with pytest.raises(JournalBroken):
@@ -861,7 +865,7 @@ async def test_a_failed_write_or_sync_breaks_the_journal_for_good(place: Place, 
     assert place.open().state.jobs["gpt"].attempt in (1, 2)
 
 
-async def test_a_bug_in_the_writer_breaks_the_journal_and_leaves_nobody_waiting(place: Place) -> None:
+async def test_a_bug_in_the_writer_breaks_the_journal_and_ends_every_append(place: Place) -> None:
     def bug() -> None:
         raise ZeroDivisionError("a bug")
 
@@ -872,7 +876,7 @@ async def test_a_bug_in_the_writer_breaks_the_journal_and_leaves_nobody_waiting(
     assert "a bug" in str(error)
 
 
-async def test_who_waits_behind_a_failed_sync_fails_too(place: Place) -> None:
+async def test_appends_that_wait_behind_a_failed_sync_fail_too(place: Place) -> None:
     journal = place.started()
     reached, go_on = threading.Event(), threading.Event()
 
@@ -891,7 +895,7 @@ async def test_who_waits_behind_a_failed_sync_fails_too(place: Place) -> None:
     go_on.set()
     done = await asyncio.gather(first, second, return_exceptions=True)
     assert [type(result) for result in done] == [JournalBroken, JournalBroken]
-    assert place.fs.calls == []  # no second sync of the same file
+    assert place.fs.calls == []  # the same file is not synced a second time
 
 
 @pytest.mark.parametrize("point", ["journal.writing", "journal.syncing", "journal.synced"])
@@ -921,7 +925,7 @@ async def test_failpoints_of_a_rotation(place: Place, point: str, names: list[st
 
 
 async def _written(place: Place) -> bytes:
-    """A file of one attempt and four parts, one batch each."""
+    """Return a file of one attempt and four parts, with one batch each."""
     journal = place.started()
     await journal.append(begun(1))
     for number in range(4):
@@ -1038,9 +1042,9 @@ def link_nowhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, link_nowhere])
-async def test_what_is_no_file_is_set_aside_as_corrupt(place: Place, make: Callable[[Path], None]) -> None:
+async def test_anything_but_a_regular_file_is_set_aside_as_corrupt(place: Place, make: Callable[[Path], None]) -> None:
     make(place.path / FIRST)
-    with pytest.raises(IntegrityError, match="is no regular file|it is a symbolic link"):
+    with pytest.raises(IntegrityError, match="is not a regular file|it is a symbolic link"):
         place.open(strict=True)
     journal = place.open()
     assert journal.corrupt == 1
@@ -1070,29 +1074,29 @@ async def test_directories_with_names_of_the_journal_are_left_alone(place: Place
     assert place.open().state.jobs["gpt"].attempt == 2
 
 
-async def test_a_journal_that_was_not_begun_is_closed_all_the_same(place: Place) -> None:
+async def test_a_journal_that_was_not_started_can_be_closed(place: Place) -> None:
     journal = place.open()
     await journal.close()
     assert place.names() == []
 
 
-async def test_what_is_set_aside_is_synced(place: Place) -> None:
+async def test_a_file_set_aside_is_synced(place: Place) -> None:
     (place.path / FIRST).write_bytes(flip(await _written(place), 8 * 200))
     place.fs.calls.clear()
     place.open()
     assert place.fs.calls == ["create", "write", "sync"]
 
 
-async def test_what_was_set_aside_before_is_not_replaced(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_set_aside_earlier_is_not_replaced(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptd.daemon.journal.secrets.token_hex", lambda _: "same")
-    (place.path / FIRST).write_bytes(await _written(place) + bytes(10))  # it has grown
+    (place.path / FIRST).write_bytes(await _written(place) + bytes(10))  # the file has grown
     (place.path / f"{FIRST}.corrupt.same").write_bytes(b"evidence")
     with pytest.raises(StorageError, match="File exists"):
         place.open()
     assert (place.path / f"{FIRST}.corrupt.same").read_bytes() == b"evidence"
 
 
-async def test_what_can_be_read_of_a_corrupt_file_counts(place: Place) -> None:
+async def test_the_readable_records_of_a_corrupt_file_count(place: Place) -> None:
     data = await _written(place)
     records = place.scan().records
     third = jf.HEADER_SIZE + sum(-(-(jf.RECORD_SIZE + len(record.payload)) // 8) * 8 for record in records[:3])
@@ -1103,7 +1107,7 @@ async def test_what_can_be_read_of_a_corrupt_file_counts(place: Place) -> None:
     assert list(journal.state.staged) == ["gpt/step-00000000.a0001"]
 
 
-async def test_a_corrupt_newest_file_leaves_the_one_before(place: Place) -> None:
+async def test_of_a_corrupt_newest_file_the_one_before_counts(place: Place) -> None:
     data = await _written(place)
     (place.path / SECOND).write_bytes(bytes(100))
     journal = place.open()
@@ -1126,7 +1130,7 @@ async def test_a_newer_record_is_refused_and_nothing_changed(place: Place) -> No
     assert place.contents() == before
 
 
-async def test_a_newer_record_that_may_be_ignored_is(place: Place) -> None:
+async def test_a_newer_record_that_may_be_ignored_is_ignored(place: Place) -> None:
     await _written(place)
     place.add(jf.RawRecord(77, jf.IGNORABLE, 7, 6, b"anything at all"), jf.RawRecord(*_raw(begun(5)), 8, 7, r.encode(begun(5))[1]))
     journal = place.open(strict=True)

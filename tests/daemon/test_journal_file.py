@@ -1,7 +1,7 @@
-"""One journal file as bytes: what any damage to it looks like to the reader.
+"""Tests one journal file as bytes, and how the reader sees any damage to it.
 
-The oracle knows what was written: records that are untouched up to the first one that is not are found, and none besides. The rest is clean
-if only zeros are left, corrupt if a record behind says that the damaged one was durable, and a torn tail otherwise.
+The oracle knows what was written. All records before the first damaged one must be found, and no others. The rest of the file is clean if
+it holds only zeros, corrupt if a later record says that the damaged one was durable, and a torn tail otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADER = FileHeader(number=7, salt=bytes(range(16)), previous_crc=0x1234)
 
 
 class Written:
-    """A journal with known contents; `places` are the offsets of its records, padding included."""
+    """A journal with known contents. `places` has the offsets of its records, padding included."""
 
     def __init__(self, batches: list[list[bytes]], tail: int = 0, header: FileHeader = HEADER) -> None:
         self.records: list[RawRecord] = []
@@ -55,7 +55,7 @@ class Written:
         self.data = bytes(data) + bytes(tail)
 
     def check(self, damaged: bytes) -> Ending:
-        """Compare what `scan` says with what is known."""
+        """Compare what `scan` returns with what is known."""
         found = scan(damaged, 7)
         intact = [damaged[start:end].ljust(end - start, b"\0") == self.data[start:end] for start, end in self.places]
         good = next((n for n, ok in enumerate(intact) if not ok), len(intact))
@@ -81,7 +81,7 @@ def _journal() -> Written:
 JOURNAL = _journal()
 
 
-def test_the_sample_is_of_the_size_that_this_is_about() -> None:
+def test_the_sample_has_4_kb_and_payloads_of_every_length_modulo_8() -> None:
     assert 3800 < len(JOURNAL.data) < 4200
     assert {len(record.payload) % 8 for record in JOURNAL.records} == set(range(8))
 
@@ -108,13 +108,13 @@ def test_record_is_as_documented() -> None:
 
 @steady
 @given(st.lists(st.lists(st.binary(max_size=100), max_size=4), max_size=6), st.integers(0, 300))
-def test_what_is_written_is_read(batches: list[list[bytes]], tail: int) -> None:
+def test_written_records_are_read(batches: list[list[bytes]], tail: int) -> None:
     written = Written(batches, tail)
     found = scan(written.data, 7)
     assert (found.header, found.records, found.ending, found.end) == (HEADER, written.records, Ending.CLEAN, written.end)
 
 
-def test_the_largest_payload() -> None:
+def test_the_largest_payload_is_written_and_a_larger_one_refused() -> None:
     for kind, most in ((1, MAX_STATE), (2, MAX_PAYLOAD), (9, MAX_PAYLOAD)):
         record = RawRecord(kind, 0, 1, 0, bytes(most))
         data = HEADER.encode() + encode_record(HEADER.salt, HEADER.crc, record)[0] + bytes(64)
@@ -148,7 +148,7 @@ def test_every_truncation() -> None:
 
 
 def test_every_zero_filled_tail() -> None:
-    for length in range(48):  # the rest of the header is zeros anyway
+    for length in range(48):  # the rest of the header is zeros in any case
         with pytest.raises(IntegrityError):
             scan(JOURNAL.data[:length].ljust(len(JOURNAL.data), b"\0"), 7)
     for length in range(48, len(JOURNAL.data)):
@@ -156,7 +156,7 @@ def test_every_zero_filled_tail() -> None:
 
 
 def test_every_lost_sector() -> None:
-    """What was acknowledged is never lost in silence, wherever 512 bytes come back as zeros."""
+    """Wherever 512 bytes come back as zeros, the loss of an acknowledged record is reported."""
     for start in range(HEADER_SIZE, JOURNAL.end, 8):
         damaged = JOURNAL.data[:start] + bytes(512) + JOURNAL.data[start + 512 :]
         ending = JOURNAL.check(damaged[: len(JOURNAL.data)])
@@ -165,7 +165,7 @@ def test_every_lost_sector() -> None:
 
 
 def test_a_torn_last_write_is_never_taken_for_corruption() -> None:
-    """Any subset of the sectors of the last batch may have reached the disk: nobody was told that it is durable."""
+    """Any subset of the sectors of the last batch may have reached the disk. No record of it was acknowledged as durable."""
     noise = random.Random(5)
     written = Written([[noise.randbytes(90)] * 3, [noise.randbytes(100)] * 4, [noise.randbytes(400) for _ in range(8)]], tail=600)
     first = written.places[7][0]
@@ -208,7 +208,7 @@ def test_records_in_another_order_are_not_read() -> None:
 
 
 def test_records_of_another_file_are_not_read() -> None:
-    """Blocks of an old file may come back behind the end; its salt is another."""
+    """Blocks of an old file may come back behind the end. The old file has another salt."""
     old = Written([[b"old"] * 5] * 5, header=FileHeader(6, b"another salt....", 0))
     for cut in (HEADER_SIZE, JOURNAL.places[7][1], JOURNAL.end):
         spliced = JOURNAL.data[:cut] + old.data[HEADER_SIZE:]
@@ -235,7 +235,7 @@ def test_a_file_is_known_by_its_number() -> None:
 
 
 @pytest.mark.parametrize(("at", "value"), [(8, 2), (12, 1)])
-def test_a_newer_file_is_told_from_a_broken_one(at: int, value: int) -> None:
+def test_a_newer_file_is_not_called_damaged(at: int, value: int) -> None:
     newer = bytearray(JOURNAL.data)
     newer[at] = value
     with pytest.raises(NewerFormat):
@@ -245,12 +245,12 @@ def test_a_newer_file_is_told_from_a_broken_one(at: int, value: int) -> None:
 @pytest.mark.parametrize(
     "data", [b"", bytes(10), bytes(64), bytes(4096), b"CKPTDJNL" + bytes(56)], ids=["none", "10", "64", "4096", "magic"]
 )
-def test_what_is_no_journal_is_refused(data: bytes) -> None:
+def test_anything_but_a_journal_is_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
         scan(data, 7)
 
 
-def test_a_record_that_claims_more_than_there_is() -> None:
+def test_a_record_that_claims_too_many_bytes_is_a_torn_tail() -> None:
     for length in (1, MAX_PAYLOAD, MAX_PAYLOAD + 1, (1 << 32) - 1):
         damaged = JOURNAL.data[: JOURNAL.end] + struct.pack("<IIIBBHQQ", 1, length, JOURNAL.crcs[-1], 2, 0, 1, 99, 98)
         found = scan(damaged, 7)

@@ -1,4 +1,4 @@
-"""The plan for descriptors, and that real daemons keep to it."""
+"""Tests the plan for descriptors, and that real daemons keep to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def limited(place: Home, soft: int, hard: int, *arguments: str, **environment: s
     return Daemon(place, *arguments, under=under, environment=environment)
 
 
-def test_numbers() -> None:
+def test_the_plan_counts_descriptors_for_slots_and_ranks() -> None:
     plan = limits.DescriptorPlan(slots=2)
     assert plan.per_rank == 10
     assert plan.least == 51
@@ -37,11 +37,11 @@ def test_numbers() -> None:
 
 
 @pytest.mark.parametrize("slots", [2, 3, 8])
-def test_as_many_are_accepted_as_are_said_to_fit(slots: int) -> None:
+def test_as_many_clients_are_accepted_as_the_plan_says(slots: int) -> None:
     plan = limits.DescriptorPlan(slots)
     for limit in range(plan.least, 400):
         fit = plan.ranks(limit)
-        for segments in (0, slots * fit):  # none is left of an earlier run, or those of as many ranks are
+        for segments in (0, slots * fit):  # no segments of an earlier run are left, or those of as many ranks are
             accepted = 0
             while plan.fits(limit, accepted, accepted, segments):
                 accepted += 1
@@ -86,7 +86,7 @@ def test_a_daemon_raises_its_own_limit(place: Home) -> None:
     daemon.stop()
 
 
-def test_a_daemon_that_could_serve_nobody_does_not_start(place: Home) -> None:
+def test_a_daemon_without_room_for_one_rank_does_not_start(place: Home) -> None:
     daemon = limited(place, 50, 50)
     assert daemon.died() == 2
     assert "the limit of 50 open files (RLIMIT_NOFILE) is too low" in place.log_text()
@@ -95,11 +95,11 @@ def test_a_daemon_that_could_serve_nobody_does_not_start(place: Home) -> None:
 
 @pytest.mark.parametrize("slots", [2, 4])
 def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
-    """One rank at rest takes its connection's and one for each slot; a daemon of its own no more than `OWN`."""
+    """One idle rank takes one descriptor for its connection and one for each slot. The daemon itself takes at most `OWN`."""
     with running(place, "--slots", str(slots)) as daemon:
         until(lambda: opened(daemon) <= limits.OWN, "rest")
         own, agents = opened(daemon), []
-        assert own >= limits.OWN - 6  # asyncio's event loop has fewer
+        assert own >= limits.OWN - 6  # asyncio's own event loop has fewer
         for rank in range(3):
             agents.append(Agent(f"job-{rank}", socket=place.socket))
             agents[-1].snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
@@ -110,8 +110,8 @@ def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
         until(lambda: opened(daemon) == own, "return to the start")
 
 
-def test_clients_beyond_the_limit_are_told_so_before_descriptors_run_out(place: Home) -> None:
-    daemon = limited(place, 91, 91).wait_ready()  # five ranks
+def test_clients_beyond_the_limit_get_an_error_before_descriptors_run_out(place: Home) -> None:
+    daemon = limited(place, 91, 91).wait_ready()  # room for five ranks
     held = [Channel(place.socket, 30) for _ in range(5)]
     with pytest.raises(errors.Busy, match="has 5 clients and no room for another one within its limit of 91 open files.*LimitNOFILE="):
         Channel(place.socket, 30)
@@ -131,8 +131,8 @@ def reaches(place: Home) -> bool:
     return True
 
 
-def test_ranks_that_fit_come_back_after_a_restart_and_to_a_new_run(place: Home, tmp_path: Path) -> None:
-    """Segments of the run before are still there when all ranks start again."""
+def test_ranks_that_fit_reconnect_after_a_restart_and_fit_in_a_new_run(place: Home, tmp_path: Path) -> None:
+    """The segments of the previous run still exist when all ranks start again."""
     limit = limits.DescriptorPlan(2).needed(3)
     for run in (1, 2):
         daemon = limited(place, limit, limit).wait_ready()
@@ -148,22 +148,22 @@ def test_ranks_that_fit_come_back_after_a_restart_and_to_a_new_run(place: Home, 
         again = limited(place, limit, limit).wait_ready()
         for agent in agents:
             until(lambda agent=agent: agent._link.client.connected, "connection after the restart")  # type: ignore[misc]
-            agent._link.client.close()  # as if its process had ended: no farewell
+            agent._link.client.close()  # as if its process had ended without a message
         again.stop()
 
 
-def test_out_of_descriptors_once_is_not_deaf_for_ever(place: Home) -> None:
-    """Clients that come while none is left wait, and are served afterwards."""
+def test_a_daemon_that_ran_out_of_descriptors_accepts_clients_again(place: Home) -> None:
+    """Clients that come while no descriptor is left wait, and are served afterwards."""
     daemon = Daemon(place).wait_ready()
     pid = daemon.process.pid
     _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))  # the numbers below 3 are taken by the standard streams
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))  # the numbers below 3 belong to the standard streams
     waiting = [socket.socket(socket.AF_UNIX) for _ in range(10)]
     for client in waiting:
         client.connect(str(place.socket))
     until(lambda: "no client can be accepted: Too many open files" in place.log_text(), "word in the log")
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
-    status = daemon.status()  # behind those that came before
+    status = daemon.status()  # behind the earlier clients
     assert (status["ready"], status["descriptors"]["accepting_paused"], status["counters"]["accept_pauses"]) == (True, None, 1)
     for client in waiting:
         client.close()

@@ -1,4 +1,4 @@
-"""The listening socket: nothing but a dead daemon's own socket is ever removed, and nobody else can replace it."""
+"""Tests the listening socket: only a dead daemon's own socket is ever removed, and no other user can replace it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def path(place: Home) -> Path:
     return place.socket
 
 
-def test_a_new_socket_is_for_its_user_alone(path: Path) -> None:
+def test_a_new_socket_is_accessible_to_its_user_only(path: Path) -> None:
     listener, ours = listen(path.parent / "made" / "s")
     assert ours
     assert (path.parent / "made").stat().st_mode & 0o777 == 0o700
@@ -29,7 +29,7 @@ def test_a_new_socket_is_for_its_user_alone(path: Path) -> None:
 
 
 def test_a_file_at_the_sockets_name_is_left_alone(place: Home) -> None:
-    """`--socket FILE` once deleted any file, since a file refuses connections as a dead daemon's socket does."""
+    """`--socket FILE` once deleted any file, because a file refuses connections as a dead daemon's socket does."""
     place.socket.write_text("a thesis")
     daemon = Daemon(place)
     assert not daemon.reached_ready()
@@ -40,7 +40,7 @@ def test_a_file_at_the_sockets_name_is_left_alone(place: Home) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "FIFO", "link to a socket", "link to nothing"])
-def test_what_is_no_socket_is_left_alone(path: Path, kind: str) -> None:
+def test_anything_but_a_socket_is_left_alone(path: Path, kind: str) -> None:
     target = path.parent / "target"
     if kind == "directory":
         path.mkdir()
@@ -67,8 +67,8 @@ def test_a_dead_daemons_socket_is_replaced(path: Path) -> None:
     listener.close()
 
 
-def test_a_live_daemon_that_accepts_nobody_is_busy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its queue is full: connect(2) would wait for ever."""
+def test_a_live_daemon_with_a_full_queue_is_not_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue is full, so connect(2) would wait for ever."""
     monkeypatch.setattr("ckptd.daemon.listener._PROBE_SECONDS", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as live, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as first:
         live.bind(str(path))
@@ -81,7 +81,7 @@ def test_a_live_daemon_that_accepts_nobody_is_busy(path: Path, monkeypatch: pyte
 
 def test_a_dead_socket_of_another_user_is_left_alone(path: Path) -> None:
     if os.getuid():
-        pytest.skip("giving a file away needs root")  # reason: without somebody else's socket there is nothing to refuse
+        pytest.skip("giving a file away needs root")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(path))
     os.chown(path, 65534, 65534)
@@ -101,7 +101,7 @@ def test_a_directory_where_others_may_replace_it_is_refused(path: Path) -> None:
 
 
 def test_many_ranks_may_connect_at_once(path: Path) -> None:
-    """More than 128, before the daemon accepts the first; the kernel allows net.core.somaxconn."""
+    """More than 128 ranks connect before the daemon accepts the first. The kernel allows net.core.somaxconn."""
     listener, _ = listen(path)
     count = min(1000, int(Path("/proc/sys/net/core/somaxconn").read_text()))
     assert count > 128

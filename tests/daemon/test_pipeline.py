@@ -1,4 +1,4 @@
-"""From a sealed slot to a durable part: what is read is checked, what is written is whole or not there."""
+"""Tests the way from a sealed slot to a durable part: what is read is checked, and a part is whole or not there."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pipeline() -> Iterator[Pipeline]:
 def part(
     pipeline: Pipeline, slot: SealedSlot, directory: Path, *, codec_name: str = "raw", change: bool = False, fs: FileSystem | None = None
 ) -> PartReader:
-    """Checksums, then the part; with `change` a byte of the slot is another one in between."""
+    """Make the checksums, then the part. With `change`, a byte of the slot changes in between."""
 
     async def save() -> str:
         checks = await pipeline.checksum(slot)
@@ -74,8 +74,8 @@ def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, tm
     reader.close()
 
 
-def test_a_slot_of_larger_chunks_than_the_daemon_makes_now(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
-    """Made before a restart with another chunk_size."""
+def test_a_slot_with_larger_chunks_than_the_present_setting_is_saved(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
+    """The slot was made before a restart with another chunk_size."""
     header = replace(HEADER, chunk_size=4 * MIN_CHUNK)
     slot = SealedSlot.read(fd, seal(fd, header, PLAN))
     assert max(chunk.length for chunk in slot.ranges) > MIN_CHUNK
@@ -84,27 +84,27 @@ def test_a_slot_of_larger_chunks_than_the_daemon_makes_now(fd: int, pipeline: Pi
     reader.close()
 
 
-def test_a_document_that_is_damaged(fd: int) -> None:
+def test_a_slot_with_a_damaged_document_is_refused(fd: int) -> None:
     header = seal(fd, HEADER, PLAN)
     os.pwrite(fd, b"?", HEADER.data_offset + header.plan.offset + 10)
     with pytest.raises(IntegrityError, match="plan document of gpt step 5 is damaged in memory"):
         SealedSlot.read(fd, header)
 
 
-def test_a_plan_that_is_not_the_one_that_was_signed(fd: int) -> None:
+def test_a_plan_that_does_not_match_the_signature_is_refused(fd: int) -> None:
     header = seal(fd, HEADER, PLAN, signature=bytes(32))
     with pytest.raises(IntegrityError, match="is not the one that was sealed"):
         SealedSlot.read(fd, header)
 
 
-def test_documents_that_lie_over_the_tensors(fd: int) -> None:
+def test_documents_that_overlap_the_tensors_are_refused(fd: int) -> None:
     header = seal(fd, HEADER, PLAN)
     values = Extent(header.values.offset - 64, header.values.length, header.values.crc)
-    with pytest.raises(IntegrityError, match="lie over its tensors"):
+    with pytest.raises(IntegrityError, match="overlap its tensors"):
         SealedSlot.read(fd, seal(fd, HEADER, PLAN, values=values))
 
 
-def test_a_segment_that_is_cut_short(fd: int, pipeline: Pipeline) -> None:
+def test_a_segment_cut_short_is_refused(fd: int, pipeline: Pipeline) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     os.ftruncate(fd, HEADER.data_offset + 90_000)
     with pytest.raises(IntegrityError, match="the segment has been cut short: that copy in memory is lost"):
@@ -120,14 +120,14 @@ def test_memory_that_changes_after_the_checksums_leaves_no_part(fd: int, pipelin
 
 def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
-    pipeline._memory.threads = 0  # nobody does anything, and nobody fails
+    pipeline._memory.threads = 0  # no worker does anything, and none fails
     with pytest.raises(IntegrityError, match=f"0 of {len(slot.ranges)} chunks have a result"):
         part(pipeline, slot, tmp_path)
     assert os.listdir(tmp_path) == []
 
 
 def test_an_error_of_any_worker_fails_the_part(fd: int, tmp_path: Path) -> None:
-    """pytorch/pytorch#191391: DCP's threads lost it, and the checkpoint lacked tensors."""
+    """pytorch/pytorch#191391: DCP's threads lost the error, and the checkpoint lacked tensors."""
 
     class Full(PosixFileSystem):
         writes = 0

@@ -1,4 +1,4 @@
-"""Records, and the state that they add up to."""
+"""Tests records, and the state that they add up to."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ def test_jobs_with_nothing_under_way_are_forgotten_unless_they_live() -> None:
     assert (state.staged, state.retiring) == ({"b/t": {"f": None}}, {"c/t": ["f"]})
 
 
-# -- what they add up to
+# -- the state that they add up to
 
 
-def test_attempts_and_seals_rise() -> None:
+def test_attempts_and_seals_only_increase() -> None:
     state = state_of(begun(1, 4), sealed(1, 7, 4), sealed(1, 5, 4))
     assert state.jobs == {"gpt": r.JobState(attempt=1, world_size=4, sealed_step=7, seq=0)}
     state.apply(begun(2, 8))
@@ -127,12 +127,12 @@ def test_attempts_and_seals_rise() -> None:
     assert state.jobs == {"gpt": r.JobState(attempt=2, world_size=8, sealed_step=-1, seq=0)}
 
 
-def test_seq_rises() -> None:
+def test_seq_only_increases() -> None:
     committed = [r.Committed(job="gpt", attempt=1, step=5, tag="t", seq=seq) for seq in (3, 9, 4)]
     assert state_of(*committed).jobs["gpt"].seq == 9
 
 
-def test_what_is_staged_until_it_is_committed_or_dropped() -> None:
+def test_files_are_staged_until_the_save_is_committed_or_dropped() -> None:
     state = state_of(staging("f"), staging("g"), durable("f"), staging("f"), staging("h", "u.a0001"))
     assert state.staged == {"gpt/t.a0001": {"f": durable("f"), "g": None}, "gpt/u.a0001": {"h": None}}
     state.apply(r.Committed(job="gpt", attempt=1, step=5, tag="t.a0001", seq=1))
@@ -145,25 +145,25 @@ def test_a_part_is_known_without_its_staging() -> None:
     assert state_of(durable("f")).staged == {"gpt/t.a0001": {"f": durable("f")}}
 
 
-def test_what_is_retiring_until_it_is_retired() -> None:
+def test_a_checkpoint_is_retiring_until_it_is_retired() -> None:
     state = state_of(r.Retiring(job="gpt", tag="t", files=["f", "g"]), r.Retiring(job="gpt", tag="u", files=[]))
     assert state.retiring == {"gpt/t": ["f", "g"], "gpt/u": []}
     state.apply(r.Retired(job="gpt", tag="t"))
     state.apply(r.Retired(job="gpt", tag="never heard of"))
     assert state.retiring == {"gpt/u": []}
     state.apply(r.Retiring(job="gpt", tag="t.a0001", files=["f"]))
-    state.apply(r.Committed(job="gpt", attempt=1, step=5, tag="t.a0001", seq=1))  # in its place, so that it must have been gone
+    state.apply(r.Committed(job="gpt", attempt=1, step=5, tag="t.a0001", seq=1))  # the name is taken again, so it must have been free
     assert state.retiring == {"gpt/u": []}
 
 
 @steady
-@example([sealed(1, 5), begun(1)])  # a seal is noted before its attempt where the journal was lost
+@example([sealed(1, 5), begun(1)])  # where the journal was lost, a seal may be recorded before its attempt
 @given(st.lists(ANY, max_size=30))
-def test_replaying_twice_is_replaying_once(records: list[r.Record]) -> None:
+def test_replay_is_idempotent(records: list[r.Record]) -> None:
     assert state_of(*records, *records) == state_of(*records)
 
 
-def test_a_record_of_no_kind_changes_nothing() -> None:
+def test_a_record_of_an_unknown_type_changes_nothing() -> None:
     state = r.JournalState()
     state.apply(r.Record())
     assert state == r.JournalState()
@@ -233,7 +233,7 @@ def test_files_that_were_never_durable_are_left_out_first() -> None:
     assert len(kept.staged) == 101 - left_out
 
 
-def test_what_is_under_way_is_measured_without_the_jobs() -> None:
+def test_the_size_of_saves_and_deletions_under_way_leaves_out_the_jobs() -> None:
     state = state_of(begun(1))
     empty = r.under_way(state)
     assert empty == r.under_way(r.JournalState())

@@ -1,4 +1,4 @@
-"""What a daemon does before it is ready with what another one left: it is finished, undone, or left for the next start."""
+"""Tests what a starting daemon does with the remains of another one: each is finished, undone, or left for the next start."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STRAY = names.part_file(0, bytes(range(1, 17)))
 
 
 class Failing(PosixFileSystem):
-    """Every call of this kind fails."""
+    """A file system on which every call of one kind fails."""
 
     def __init__(self, call: str) -> None:
         setattr(self, call, self._fail)
@@ -61,7 +61,7 @@ class Root:
         return journal_directory(PosixFileSystem(), self._state, self.path, self.storage)
 
     async def journal(self, *records: r.Record) -> None:
-        """What it had written down."""
+        """The journal that the daemon wrote."""
         with self._directory() as directory, ThreadPoolExecutor(1) as pool:
             journal = Journal.open(PosixFileSystem(), directory, pool)
             journal.start()
@@ -69,7 +69,7 @@ class Root:
             await journal.close()
 
     def left(self) -> r.JournalState:
-        """What the journal says is under way."""
+        """What is under way according to the journal."""
         with self._directory() as directory, ThreadPoolExecutor(1) as pool:
             return Journal.open(PosixFileSystem(), directory, pool).state
 
@@ -98,7 +98,7 @@ def staging(file: str, rank: int = 0) -> r.Staging:
 
 
 async def uncommitted(root: Root, world_size: int = 1, files: int = 1) -> Manifest:
-    """Parts of all ranks, durable and in the journal; the manifest is what was going to be."""
+    """Leave parts of all ranks, durable and in the journal. Return the manifest that was about to be published."""
     manifest = write_checkpoint(root.path, world_size=world_size, files=files)
     (root.path / "gpt" / TAG / names.MANIFEST).unlink()
     await root.journal(*(staging(part.file, part.rank) for part in manifest.parts), *(durable(manifest, n) for n in range(world_size)))
@@ -120,7 +120,7 @@ async def test_a_root_that_is_gone_cannot_be_scanned(root: Root, calls: StorageC
         await scan_job(root.storage, Job("gpt"), calls)
 
 
-async def test_what_a_scan_finds(root: Root, calls: StorageCalls) -> None:
+async def test_a_scan_finds_sound_damaged_and_unfinished_checkpoints(root: Root, calls: StorageCalls) -> None:
     job = Job("gpt")
     for step in (1000, 2000, 3000, 4000, 5000, 6000):
         write_checkpoint(root.path, step=step)
@@ -133,7 +133,7 @@ async def test_what_a_scan_finds(root: Root, calls: StorageCalls) -> None:
     (place / "step-00004000.a0002" / names.MANIFEST).unlink()
     (place / "step-00004000.a0002" / names.MANIFEST).mkdir()
     (place / "step-00005000.a0002" / names.MANIFEST).unlink()
-    os.mkfifo(place / "step-00005000.a0002" / names.MANIFEST)  # whoever opens it to read waits for somebody to write
+    os.mkfifo(place / "step-00005000.a0002" / names.MANIFEST)  # opening a FIFO for reading would wait for a writer
     (place / "step-00006000.a0002" / names.MANIFEST).rename(place / "manifest")
     (place / "step-00006000.a0002" / names.MANIFEST).symlink_to(place / "manifest")
     writer = os.open(place / "step-00005000.a0002" / names.MANIFEST, os.O_RDWR)
@@ -141,12 +141,12 @@ async def test_what_a_scan_finds(root: Root, calls: StorageCalls) -> None:
     os.close(writer)
     assert job.checkpoints == {}
     assert sorted(job.damaged) == [f"step-0000{n}000.a0002" for n in (3, 4, 5, 6)]
-    assert job.damaged["step-00004000.a0002"] == job.damaged["step-00005000.a0002"] == "manifest.json is no regular file"
+    assert job.damaged["step-00004000.a0002"] == job.damaged["step-00005000.a0002"] == "manifest.json is not a regular file"
     assert "cannot read the manifest of gpt/step-00006000.a0002: Too many levels of symbolic links" in job.damaged["step-00006000.a0002"]
 
 
-async def test_what_has_run_out_is_not_taken_for_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else an older checkpoint, or none, would be recovered."""
+async def test_a_lack_of_descriptors_is_not_taken_for_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an older checkpoint, or none, would be recovered."""
 
     def read(*_: Any) -> Manifest:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -157,8 +157,8 @@ async def test_what_has_run_out_is_not_taken_for_damage(root: Root, monkeypatch:
         await root.start()
 
 
-async def test_a_manifest_of_a_newer_ckptd_is_no_damage(root: Root, calls: StorageCalls) -> None:
-    """An older checkpoint is not recovered in its place: the recovery is told to upgrade."""
+async def test_a_manifest_of_a_newer_ckptd_is_not_called_damaged(root: Root, calls: StorageCalls) -> None:
+    """No older checkpoint is recovered in its place: the recovery says that ckptd must be upgraded."""
     write_checkpoint(root.path)
     newer = write_checkpoint(root.path, step=2000)
     path = root.path / "gpt" / "step-00002000.a0002" / names.MANIFEST
@@ -173,14 +173,14 @@ async def test_a_manifest_of_a_newer_ckptd_is_no_damage(root: Root, calls: Stora
 
 
 async def test_a_daemon_that_only_starts_deletes_no_checkpoint(root: Root) -> None:
-    """They may have been trained under another `keep_last`. `newest` is repaired."""
+    """The checkpoints may have been trained under another `keep_last`. Only `newest` is repaired."""
     tags = [write_checkpoint(root.path, step=step).tag for step in range(1, 31)]
     await root.start()
     assert root.storage.tags("gpt") == tags
     assert root.storage.read_newest("gpt") == tags[-1]
 
 
-async def test_a_segment_that_cannot_be_opened_for_want_of_something_ends_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_segment_that_cannot_be_opened_for_lack_of_a_resource_ends_the_start(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     place = root._place / "shm" / names.segment_directory(root.path)
     place.mkdir(mode=0o700)
     segment = place / f"{'0' * 32}.seg"
@@ -198,7 +198,7 @@ async def test_a_segment_that_cannot_be_opened_for_want_of_something_ends_it(roo
     assert segment.exists()
 
 
-async def test_a_root_that_cannot_be_read_ends_it(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_root_that_cannot_be_read_ends_the_start(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     def jobs(self: Repository) -> list[str]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -207,7 +207,7 @@ async def test_a_root_that_cannot_be_read_ends_it(root: Root, monkeypatch: pytes
         await root.start()
 
 
-async def test_what_the_journal_knows_of_a_job_that_has_something_under_way(root: Root) -> None:
+async def test_jobs_with_something_under_way_are_known_from_the_journal(root: Root) -> None:
     begun = r.Begun(job="gpt", attempt=5, world_size=3)
     committed = r.Committed(job="other", attempt=1, step=3, tag="step-00000003.a0001", seq=9)
     other = r.Staging(job="other", attempt=1, step=4, rank=0, tag="step-00000004.a0001", file=STRAY)
@@ -229,7 +229,7 @@ async def test_a_deletion_is_finished(root: Root) -> None:
 
 
 @pytest.mark.parametrize("how", ["pinned", "read"])
-async def test_a_deletion_is_called_off_for_what_is_pinned_or_read_since(root: Root, how: str) -> None:
+async def test_a_deletion_is_cancelled_if_the_checkpoint_is_pinned_or_read_since(root: Root, how: str) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
     held = None
@@ -274,7 +274,7 @@ async def test_a_deletion_that_fails_is_left_for_the_next_start(root: Root) -> N
 # -- what was being saved
 
 
-async def test_what_was_committed_loses_only_what_was_staged_beside_it(root: Root) -> None:
+async def test_of_a_committed_checkpoint_only_files_staged_beside_it_are_deleted(root: Root) -> None:
     manifest = write_checkpoint(root.path)
     part = manifest.parts[0].file
     place = root.path / "gpt" / TAG
@@ -303,14 +303,14 @@ async def dropped(root: Root) -> None:
     assert root.left().staged == {}
 
 
-async def test_parts_of_some_ranks_are_not(root: Root) -> None:
+async def test_durable_parts_of_only_some_ranks_are_not_committed(root: Root) -> None:
     manifest = write_checkpoint(root.path, world_size=2)
     (root.path / "gpt" / TAG / names.MANIFEST).unlink()
     await root.journal(*(staging(part.file, part.rank) for part in manifest.parts), durable(manifest, 0))
     await dropped(root)
 
 
-async def test_a_part_that_is_not_durable_is_not(root: Root) -> None:
+async def test_a_part_that_is_not_durable_is_not_committed(root: Root) -> None:
     (root.path / "gpt" / TAG).mkdir(parents=True)
     (root.path / "gpt" / TAG / STRAY).write_bytes(b"half")
     await root.journal(staging(STRAY))
@@ -319,7 +319,7 @@ async def test_a_part_that_is_not_durable_is_not(root: Root) -> None:
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: bytes(len(data)), lambda data: None], ids=["cut", "zeros", "gone"])
 @pytest.mark.parametrize("file", [names.part_file(0, NONCE), names.part_file(0, NONCE, 1)])
-async def test_a_damaged_part_is_not(root: Root, file: str, damage: Callable[[bytes], bytes | None]) -> None:
+async def test_a_damaged_part_is_not_committed(root: Root, file: str, damage: Callable[[bytes], bytes | None]) -> None:
     await uncommitted(root, files=2)
     part = root.path / "gpt" / TAG / file
     changed = damage(part.read_bytes())
@@ -329,7 +329,7 @@ async def test_a_damaged_part_is_not(root: Root, file: str, damage: Callable[[by
     await dropped(root)
 
 
-async def test_beside_a_manifest_that_is_damaged_nothing_is_touched(root: Root) -> None:
+async def test_beside_a_damaged_manifest_no_file_is_touched(root: Root) -> None:
     manifest = await uncommitted(root)
     (root.path / "gpt" / TAG / names.MANIFEST).write_bytes(b"{}")
     parts = await root.start()
@@ -337,7 +337,7 @@ async def test_beside_a_manifest_that_is_damaged_nothing_is_touched(root: Root) 
     assert list(parts.catalog.job("gpt").damaged) == [TAG]
 
 
-async def test_what_cannot_be_swept_is_left_for_the_next_start(root: Root) -> None:
+async def test_files_that_cannot_be_swept_are_left_for_the_next_start(root: Root) -> None:
     (root.path / "gpt" / TAG).mkdir(parents=True)
     (root.path / "gpt" / TAG / STRAY).write_bytes(b"half")
     await root.journal(staging(STRAY))
@@ -347,7 +347,7 @@ async def test_what_cannot_be_swept_is_left_for_the_next_start(root: Root) -> No
 
 
 @pytest.mark.parametrize("what", ["staged", "committed", "retiring"])
-async def test_a_journal_that_breaks_meanwhile_ends_it_and_the_next_one_goes_on(root: Root, what: str) -> None:
+async def test_a_journal_that_breaks_during_a_start_ends_it_and_the_next_start_continues(root: Root, what: str) -> None:
     manifest = await uncommitted(root) if what == "staged" else write_checkpoint(root.path)
     if what == "committed":
         await root.journal(staging(manifest.parts[0].file))
@@ -360,7 +360,7 @@ async def test_a_journal_that_breaks_meanwhile_ends_it_and_the_next_one_goes_on(
     assert (root.left().staged, root.left().retiring) == ({}, {})
 
 
-async def test_a_root_of_many_jobs(root: Root) -> None:
+async def test_a_root_of_many_jobs_is_scanned(root: Root) -> None:
     for job in ("a", "b", "c"):
         write_checkpoint(root.path, job)
     parts = await root.start()

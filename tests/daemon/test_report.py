@@ -1,4 +1,4 @@
-"""What the command line prints of manifests that say anything at all."""
+"""Tests what the command line prints of manifests with any content."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_manifest_of_any_shape_is_shown_or_refused(metadata: Any, entry: Any, 
         assert report.manifest_json(manifest)["user_content"] == manifest.user_content
 
 
-def test_what_a_terminal_would_obey_is_escaped(tmp_path: Path) -> None:
+def test_control_characters_for_terminals_are_escaped(tmp_path: Path) -> None:
     described = {"state_dict_metadata": {EVIL: {"dtype": EVIL, "size": [8]}}, "planner_data": None}
     changes: dict[str, Any] = {
         "metadata": described,
@@ -67,7 +67,7 @@ def test_a_damaged_tensor_is_named_without_its_escapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["show", "verify", "ls"])
-def test_a_manifest_of_762_bytes_costs_nothing(tmp_path: Path, verb: str) -> None:
+def test_a_manifest_that_claims_2_to_the_62_ranks_is_refused_at_no_cost(tmp_path: Path, verb: str) -> None:
     place = forge(tmp_path, (8,), [[((0,), (8,))]], world_size=(1 << 62) - 1)
     said = CliRunner().invoke(main, [verb, str(place)])
     assert said.exit_code == (0 if verb == "ls" else 13)

@@ -1,4 +1,4 @@
-"""Which checkpoints go, and which never."""
+"""Tests which checkpoints retention deletes, and which it never deletes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def keys(checkpoints: list[StoredCheckpoint]) -> list[tuple[int, int | None]]:
     return [(c.attempt, c.step) for c in checkpoints]
 
 
-def test_those_beyond_the_newest_go_oldest_first() -> None:
+def test_checkpoints_beyond_the_newest_are_deleted_oldest_first() -> None:
     checkpoints = [make(1, step) for step in (30, 10, 50, 20, 40)]
     assert keys(to_retire(checkpoints, 2)) == [(1, 10), (1, 20), (1, 30)]
     assert keys(to_retire(checkpoints, 4)) == [(1, 10)]
@@ -37,11 +37,11 @@ def test_zero_keeps_all() -> None:
     assert to_retire([make(1, step) for step in range(100)], 0) == []
 
 
-def test_nothing_goes_of_nothing() -> None:
+def test_of_no_checkpoints_none_is_deleted() -> None:
     assert to_retire([], 1) == []
 
 
-def test_a_users_tag_never_goes_and_takes_no_place() -> None:
+def test_a_user_tag_is_never_deleted_and_does_not_count() -> None:
     checkpoints = [make(1, 1, "best"), make(1, 2), make(1, 3), make(1, 4, "other")]
     assert keys(to_retire(checkpoints, 1)) == [(1, 2)]
     assert to_retire([make(1, step, f"tag{step}") for step in range(5)], 1) == []
@@ -56,8 +56,8 @@ def test_an_older_attempt_stays_until_its_step_is_passed() -> None:
     assert keys(to_retire([*older, make(2, 150), make(2, 250)], 1)) == [(1, 100), (1, 200), (2, 150)]
 
 
-def test_a_users_tag_does_not_pass_a_step() -> None:
-    """Only what retention itself may count on."""
+def test_a_user_tag_does_not_pass_a_step() -> None:
+    """Retention relies only on checkpoints without a user tag."""
     assert to_retire([make(1, 100), make(2, 50), make(2, 150, "best")], 1) == []
 
 
@@ -66,14 +66,14 @@ def test_attempts_count_before_steps() -> None:
     assert keys(to_retire([make(1, 5), make(2, 20), make(3, 5)], 2)) == [(1, 5)]
 
 
-def test_without_steps_the_number_counts() -> None:
+def test_checkpoints_without_steps_are_ordered_by_number() -> None:
     checkpoints = [make(1, None, seq=seq) for seq in (3, 1, 2)]
     assert [c.seq for c in to_retire(checkpoints, 1)] == [1, 2]
 
 
 @steady
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 30), st.booleans()), unique_by=lambda t: t[:2], max_size=25), st.integers(1, 6))
-def test_what_is_never_deleted(shapes: list[tuple[int, int, bool]], keep: int) -> None:
+def test_user_tags_the_newest_and_unpassed_steps_are_never_deleted(shapes: list[tuple[int, int, bool]], keep: int) -> None:
     checkpoints = [make(attempt, step, "mine" if user else None) for attempt, step, user in shapes]
     gone = to_retire(checkpoints, keep)
     assert not [c for c in gone if c.user_tag]
@@ -83,4 +83,4 @@ def test_what_is_never_deleted(shapes: list[tuple[int, int, bool]], keep: int) -
     for c in gone:
         assert any(k.attempt > c.attempt and (k.step or 0) >= (c.step or 0) for k in own) or c.attempt == own[-1].attempt
     again = [c for c in checkpoints if c not in gone]
-    assert to_retire(again, keep) == []  # it settles
+    assert to_retire(again, keep) == []  # a second run deletes nothing more

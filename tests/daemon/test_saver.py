@@ -1,4 +1,4 @@
-"""The order of things on storage, and what it refuses to commit."""
+"""Tests the order of a save's operations on storage, and what is never committed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAN = sample_plan(30_000)
 
 
 class Faulty(PosixFileSystem):
-    """The first calls of a kind fail: `faults` says how many, and with what."""
+    """A file system on which the first calls of a kind fail. `faults` says how many, and with which error."""
 
     def __init__(self) -> None:
         self.faults: dict[str, tuple[int, int]] = {}
@@ -63,7 +63,7 @@ class Faulty(PosixFileSystem):
 
 @dataclass
 class Journal:
-    """What was appended, in order. It breaks at the first record of a kind in `breaks`."""
+    """Records what was appended, in order. It breaks at the first record of a kind in `breaks`."""
 
     records: list[r.Record] = field(default_factory=list)
     state: r.JournalState = field(default_factory=r.JournalState)
@@ -78,7 +78,9 @@ class Journal:
 
 
 class World:
-    """A saver on a real disk and real slots, one for each rank of a snapshot; `told`: where the snapshot was when ranks heard of it."""
+    """A saver on a real disk, with real slots: one for each rank of a snapshot. `told` has the state of the snapshot at each report to the
+    ranks.
+    """
 
     def __init__(self, place: Path, world_size: int = 1) -> None:
         (place / "root").mkdir()
@@ -145,7 +147,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def failed(world: World, words: str) -> None:
-    """Nothing is committed, nothing lies about, and ranks were told why."""
+    """Check that nothing is committed, that no file is left, and that the ranks got the reason."""
     assert words in world.snapshot.reason
     assert world.told == [SnapshotState.FAILED]
     assert not world.committed()
@@ -153,7 +155,7 @@ def failed(world: World, words: str) -> None:
     assert (world.counters["failed"], world.counters["persisted"]) == (1, 0)
 
 
-def test_the_order_of_a_save(world: World) -> None:
+def test_a_save_syncs_and_journals_in_order(world: World) -> None:
     world.run()
     assert [type(record) for record in world.journal.records] == [r.Staging, r.PartDurable, r.Committed]
     assert world.told == [SnapshotState.DURABLE]
@@ -192,7 +194,7 @@ def test_a_slot_that_is_filled_again_while_it_is_checked_is_not_saved(world: Wor
     failed(world, "the slot was filled again while it was being checked")
 
 
-def test_a_slot_that_was_filled_again_before_it_is_saved_is_not(world: World) -> None:
+def test_a_slot_that_was_filled_again_before_its_save_is_not_saved(world: World) -> None:
     asyncio.run(world.saver.check(world.snapshot))
     world.snapshot.seals[0].generation -= 1
     world.run()
@@ -248,7 +250,7 @@ def test_two_ranks_are_committed_together(tmp_path: Path) -> None:
 # -- what fails on storage
 
 
-def test_after_an_io_error_a_part_is_written_anew_under_another_name(world: World) -> None:
+def test_after_an_io_error_a_part_is_written_again_under_another_name(world: World) -> None:
     world.fs.faults["create"] = 1, errno.EIO
     world.run()
     first, second = (record.file for record in world.journal.records if isinstance(record, r.Staging))
@@ -258,21 +260,21 @@ def test_after_an_io_error_a_part_is_written_anew_under_another_name(world: Worl
 
 
 @pytest.mark.parametrize(("count", "number", "words"), [(2, errno.EIO, "Input/output error"), (1, errno.ENOSPC, "No space left")])
-def test_what_cannot_be_written_fails(world: World, count: int, number: int, words: str) -> None:
+def test_a_part_that_cannot_be_written_fails_the_snapshot(world: World, count: int, number: int, words: str) -> None:
     world.fs.faults["create"] = count, number
     world.run()
     failed(world, words)
     assert isinstance(world.journal.records[-1], r.Dropped)
 
 
-def test_what_cannot_be_swept_is_still_told(world: World) -> None:
+def test_a_failed_save_is_reported_although_its_files_cannot_be_swept(world: World) -> None:
     world.fs.faults |= {"create": (1, errno.ENOSPC), "remove_directory": (1, errno.EIO)}
     world.run()
     assert (world.told, world.storage.tags("gpt")) == ([SnapshotState.FAILED], [world.snapshot.tag])
-    assert list(world.journal.state.staged) == [f"gpt/{world.snapshot.tag}"]  # for the next start
+    assert list(world.journal.state.staged) == [f"gpt/{world.snapshot.tag}"]  # the next start sweeps it
 
 
-def test_an_error_of_ours_is_told_as_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_reported_as_an_internal_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def write_part(*_: Any) -> None:
         raise RuntimeError("odd")
 
@@ -282,7 +284,7 @@ def test_an_error_of_ours_is_told_as_one(world: World, monkeypatch: pytest.Monke
     assert world.snapshot.code == "internal"
 
 
-def test_a_checkpoint_that_is_there_is_left_alone(world: World) -> None:
+def test_a_checkpoint_that_exists_is_left_alone(world: World) -> None:
     there = write_checkpoint(world.root, step=5, attempt=1)
     world.run()
     assert "is committed already; choose another tag" in world.snapshot.reason
@@ -295,25 +297,25 @@ def test_beside_a_manifest_that_cannot_be_read_nothing_is_deleted(world: World) 
     place.mkdir(parents=True)
     (place / names.MANIFEST).write_bytes(b"{}")
     world.run()
-    assert len(world.storage.files("gpt", world.snapshot.tag)) == 2  # the part too
+    assert len(world.storage.files("gpt", world.snapshot.tag)) == 2  # the part stays as well
     assert world.told == [SnapshotState.FAILED]
 
 
 @pytest.mark.parametrize("record", [r.Staging, r.PartDurable, r.Committed])
-def test_a_journal_that_breaks_ends_it_without_a_word(world: World, record: type[r.Record]) -> None:
+def test_a_journal_that_breaks_ends_a_save_without_a_report(world: World, record: type[r.Record]) -> None:
     world.journal.breaks = (record,)
     world.run()
     assert world.told == []
 
 
-def test_a_journal_that_breaks_while_it_is_swept_ends_it_without_a_word(world: World) -> None:
+def test_a_journal_that_breaks_during_the_sweep_ends_a_save_without_a_report(world: World) -> None:
     world.fs.faults["create"] = 1, errno.ENOSPC
     world.journal.breaks = (r.Dropped,)
     world.run()
     assert world.told == []
 
 
-def test_a_journal_that_breaks_at_a_deletion(world: World) -> None:
+def test_a_journal_that_breaks_at_a_deletion_leaves_the_snapshot_durable(world: World) -> None:
     write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.journal.breaks = (r.Retiring,)
@@ -321,8 +323,8 @@ def test_a_journal_that_breaks_at_a_deletion(world: World) -> None:
     assert (world.told, world.counters["retired"]) == ([SnapshotState.DURABLE], 0)
 
 
-def test_a_slot_is_held_from_the_moment_its_check_is_asked_for(world: World) -> None:
-    """Otherwise a newer seal could release it before the check runs, and the slot filled again would be taken for damage."""
+def test_a_slot_is_held_as_soon_as_its_check_is_requested(world: World) -> None:
+    """Otherwise a newer seal could release it before the check runs, and the slot, filled again, would be taken for damage."""
     world.snapshot.persist = False
 
     async def save() -> None:
@@ -353,11 +355,13 @@ def test_nothing_is_saved_before_its_attempt_is_claimed(world: World) -> None:
     assert len(world.journal.records) == records
 
 
-# -- what follows a commit
+# -- after a commit
 
 
 def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """They may have been trained under another policy, and whoever changed it by mistake has until then to change it back."""
+    """The checkpoints may have been trained under another policy. A person who changed it by mistake has until the second commit to undo
+    that.
+    """
     tags = [write_checkpoint(world.root, step=step, attempt=1).tag for step in (1, 2, 3, 4)]
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
@@ -371,14 +375,14 @@ def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World
     assert (world.job.announced, world.counters["retired"]) == ("", 4)
 
 
-def test_one_checkpoint_goes_at_the_first_commit(world: World) -> None:
+def test_a_changed_policy_deletes_a_single_checkpoint_at_the_first_commit(world: World) -> None:
     write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     assert (world.storage.tags("gpt"), world.job.announced) == ([world.snapshot.tag], "")
 
 
-def test_where_a_newer_ckptd_has_saved_retention_is_off(world: World) -> None:
+def test_retention_deletes_nothing_where_a_newer_ckptd_has_saved(world: World) -> None:
     write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.job.newer["best.a0001"] = "manifest was written by a newer ckptd"
@@ -386,7 +390,7 @@ def test_where_a_newer_ckptd_has_saved_retention_is_off(world: World) -> None:
     assert len(world.storage.tags("gpt")) == 2
 
 
-def test_the_oldest_goes_once_there_is_a_newer_one(world: World) -> None:
+def test_the_oldest_is_deleted_once_there_is_a_newer_one(world: World) -> None:
     write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
@@ -396,7 +400,7 @@ def test_the_oldest_goes_once_there_is_a_newer_one(world: World) -> None:
 
 
 @pytest.mark.parametrize("call", ["replace", "remove_directory"])
-def test_what_cannot_be_tidied_is_tried_again(world: World, call: str) -> None:
+def test_a_deletion_that_fails_is_retried_after_the_next_commit(world: World, call: str) -> None:
     write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.fs.faults[call] = 1, errno.EIO
@@ -406,7 +410,7 @@ def test_what_cannot_be_tidied_is_tried_again(world: World, call: str) -> None:
     assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([world.snapshot.tag], world.snapshot.tag)
 
 
-def test_a_storage_error_while_tidying_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_storage_error_during_retention_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def retire(*_: Any) -> None:
         raise StorageError("no room for the journal")
 
@@ -417,35 +421,35 @@ def test_a_storage_error_while_tidying_is_counted(world: World, monkeypatch: pyt
     assert (world.told, world.counters["tidy_failures"]) == ([SnapshotState.DURABLE], 1)
 
 
-def test_a_job_without_checkpoints_has_nothing_to_tidy(world: World) -> None:
+def test_retention_of_a_job_without_checkpoints_does_nothing(world: World) -> None:
     asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.read_newest("gpt") is None
 
 
-# -- what is not to be saved
+# -- snapshots that are not saved
 
 
-def test_what_is_for_memory_only_is_checked_and_not_saved(world: World) -> None:
+def test_a_memory_only_snapshot_is_checked_and_not_saved(world: World) -> None:
     world.snapshot.persist = False
     world.run()
     assert (world.snapshot.state, world.told, world.journal.records) == (SnapshotState.SEALED, [], [])
     assert read_check(world.held[0].fd, world.held[0].header) is not None
 
 
-def test_checksums_that_are_there_are_compared_and_left(world: World) -> None:
+def test_existing_checksums_are_compared_and_kept(world: World) -> None:
     asyncio.run(world.saver.check(world.snapshot))
     world.snapshot.seals[0].checked = False
     asyncio.run(world.saver.check(world.snapshot))
     assert world.snapshot.seals[0].checked
 
 
-def test_a_snapshot_that_was_released_meanwhile_is_not_told_of(world: World) -> None:
+def test_a_snapshot_released_meanwhile_is_not_reported(world: World) -> None:
     world.snapshot.state = SnapshotState.RELEASED
     asyncio.run(world.saver._fail(world.snapshot, StorageError("gone")))
     assert (world.told, world.snapshot.state) == ([], SnapshotState.RELEASED)
 
 
-def test_a_task_that_was_replaced_takes_nothing_away(world: World) -> None:
+def test_a_replaced_task_does_not_remove_its_successor(world: World) -> None:
     async def again() -> None:
         first = world.saver.start(world.snapshot)
         while not first.done():
@@ -459,11 +463,11 @@ def test_a_task_that_was_replaced_takes_nothing_away(world: World) -> None:
     asyncio.run(again())
 
 
-# -- what is forgotten, and what stays
+# -- deletion on request
 
 
 def saved_twice(world: World) -> tuple[str, str]:
-    """Two committed checkpoints of the job, and `newest`."""
+    """Save two committed checkpoints of the job, and `newest`."""
     for step in (3, 4):
         write_checkpoint(world.root, step=step, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
@@ -475,7 +479,7 @@ def forget(world: World, tag: str) -> str:
     return asyncio.run(world.saver.deleter.forget(world.job, tag))
 
 
-def test_the_newest_is_forgotten_and_newest_moves_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newest_moves_before_the_newest_checkpoint_is_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = saved_twice(world)
     seen = []
     delete = world.storage.delete_files
@@ -494,7 +498,7 @@ def test_the_newest_is_forgotten_and_newest_moves_first(world: World, monkeypatc
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_the_newest_is_forgotten_where_another_hint_has_no_room(world: World, number: int) -> None:
+def test_the_newest_is_deleted_on_a_disk_without_room_for_another_hint(world: World, number: int) -> None:
     old, new = saved_twice(world)
     world.fs.faults["create"] = 1, number
     assert forget(world, new) == ""
@@ -503,7 +507,7 @@ def test_the_newest_is_forgotten_where_another_hint_has_no_room(world: World, nu
     assert world.storage.read_newest("gpt") == old
 
 
-def test_the_newest_is_not_forgotten_where_another_hint_cannot_be_written(world: World) -> None:
+def test_the_newest_is_not_deleted_if_another_hint_cannot_be_written(world: World) -> None:
     _, new = saved_twice(world)
     world.fs.faults["create"] = 1, errno.EIO
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
@@ -512,12 +516,12 @@ def test_the_newest_is_not_forgotten_where_another_hint_cannot_be_written(world:
     assert world.storage.has_manifest("gpt", new)
 
 
-def test_what_is_not_there_is_not_forgotten(world: World) -> None:
+def test_a_missing_checkpoint_cannot_be_forgotten(world: World) -> None:
     assert forget(world, "step-00000009.a0001") == "there is no checkpoint gpt/step-00000009.a0001"
     assert world.journal.records == []
 
 
-def test_what_is_pinned_or_read_stays(world: World) -> None:
+def test_a_pinned_or_read_checkpoint_cannot_be_forgotten(world: World) -> None:
     old, new = saved_twice(world)
     world.storage.pin("gpt", old)
     assert forget(world, old) == f"checkpoint gpt/{old} is pinned"
@@ -532,7 +536,7 @@ def test_what_is_pinned_or_read_stays(world: World) -> None:
     assert (world.job.retiring, world.counters["retired"]) == (set(), 1)
 
 
-def test_what_is_damaged_is_forgotten_with_its_parts_and_nothing_else(world: World) -> None:
+def test_a_damaged_checkpoint_is_deleted_with_its_parts_and_no_other_file(world: World) -> None:
     old, _ = saved_twice(world)
     place = world.root / "gpt" / old
     (place / names.MANIFEST).write_bytes(b"{}")
@@ -544,7 +548,7 @@ def test_what_is_damaged_is_forgotten_with_its_parts_and_nothing_else(world: Wor
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_what_cannot_be_deleted_is_as_it_was(world: World, damaged: bool) -> None:
+def test_a_checkpoint_that_cannot_be_deleted_is_unchanged(world: World, damaged: bool) -> None:
     old, _ = saved_twice(world)
     if damaged:
         (world.root / "gpt" / old / names.MANIFEST).write_bytes(b"{}")
@@ -556,8 +560,10 @@ def test_what_cannot_be_deleted_is_as_it_was(world: World, damaged: bool) -> Non
 
 
 @pytest.mark.parametrize("error", [StorageError("no room for the journal"), JournalBroken("cannot write the journal")])
-def test_what_the_journal_has_no_room_for_is_not_hidden(world: World, monkeypatch: pytest.MonkeyPatch, error: StorageError) -> None:
-    """Nothing was deleted: recovery must find it."""
+def test_a_deletion_that_the_journal_cannot_record_leaves_the_checkpoint_visible(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: StorageError
+) -> None:
+    """Nothing was deleted, so recovery must find the checkpoint."""
     old, new = saved_twice(world)
 
     async def full(*_: Any) -> None:
@@ -570,7 +576,7 @@ def test_what_the_journal_has_no_room_for_is_not_hidden(world: World, monkeypatc
     assert world.job.is_durable(1, 4)
 
 
-def test_one_that_cannot_be_deleted_does_not_keep_the_others(world: World) -> None:
+def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_the_others(world: World) -> None:
     write_checkpoint(world.root, step=2, attempt=1)
     _, new = saved_twice(world)
     world.fs.faults["remove_directory"] = 1, errno.EACCES
@@ -580,7 +586,7 @@ def test_one_that_cannot_be_deleted_does_not_keep_the_others(world: World) -> No
     assert (world.counters["tidy_failures"], world.counters["retired"], world.job.retiring) == (1, 1, set())
 
 
-def test_a_directory_in_the_place_of_newest(world: World) -> None:
+def test_a_directory_in_the_place_of_newest_is_left_alone(world: World) -> None:
     saved_twice(world)
     newest = world.root / "gpt" / names.NEWEST
     newest.unlink()
@@ -596,13 +602,13 @@ async def settled(world: World) -> None:
     await world.saver.settle(world.snapshot)
 
 
-def test_settled_is_what_nothing_is_under_way_for(world: World) -> None:
+def test_settle_waits_until_no_save_is_under_way(world: World) -> None:
     asyncio.run(settled(world))
     assert world.told == [SnapshotState.DURABLE]
 
 
 def test_a_damaged_checkpoint_of_many_files_is_forgotten_by_its_parts(tmp_path: Path) -> None:
-    """A record of the journal has room for so many names only."""
+    """A record of the journal has room for a limited number of names."""
     world = World(tmp_path)
     (part,) = write_checkpoint(tmp_path / "root", files=3).parts
     tag = "step-00001000.a0002"

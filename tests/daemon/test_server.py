@@ -1,4 +1,4 @@
-"""Hostile and broken clients against a real daemon: they get one sentence or nothing, and others do not notice."""
+"""Tests hostile and broken clients against a real daemon: they get one sentence or nothing, and other clients do not notice."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connect(daemon: Daemon) -> socket.socket:
 
 
 def answers(client: socket.socket) -> list[Any]:
-    """Everything up to the hang-up."""
+    """Return everything that comes until the daemon closes the connection."""
     decoder, found = frames.Decoder(), []
     try:
         while data := client.recv(65536):
@@ -62,8 +62,8 @@ def test_a_rank_that_hangs_up_while_its_attempt_begins_is_not_connected(place: H
         until(lambda: daemon.status()["jobs"][0]["ranks_connected"] == 0, "end of the connection")
 
 
-def test_news_that_comes_after_a_failed_begin_is_kept_until_the_next(place: Home) -> None:
-    """A rank that goes back still waits for the snapshot that it left."""
+def test_progress_after_a_failed_begin_is_kept_until_the_next_begin(place: Home) -> None:
+    """A rank that begins its next attempt still waits for the snapshot of the attempt before."""
     with running(place, failpoints="persist.intended=sleep(1)@1,attempt.claiming=error(EIO)@2") as daemon:
         agent = Agent("gpt", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(3)}, step=1)
@@ -82,11 +82,11 @@ def test_news_that_comes_after_a_failed_begin_is_kept_until_the_next(place: Home
         (b"GET / HTTP/1.1\r\n\r\n", "this is not ckptd's protocol"),
         (struct.pack("<I", 0xFFFFFFFF), "a frame claims 4294967295 bytes; 1 to 1048576 are allowed"),
         (struct.pack("<I", 0), "a frame claims 0 bytes"),
-        (frames.encode(b"\xc1" * 10), "a message cannot be understood"),
-        (frames.encode(msgspec.msgpack.encode({"type": "begin"})), "a message cannot be understood"),
-        (frames.encode(msgspec.msgpack.encode({"type": "status", "id": 1})), "Status cannot come while the session is new"),
-        (hello() + frames.encode(m.encode(m.Find(id=2))), "Find cannot come while the session is"),
-        (hello() + hello(2), "Hello cannot come while the session is"),
+        (frames.encode(b"\xc1" * 10), "a message cannot be decoded"),
+        (frames.encode(msgspec.msgpack.encode({"type": "begin"})), "a message cannot be decoded"),
+        (frames.encode(msgspec.msgpack.encode({"type": "status", "id": 1})), "Status is not allowed while the session is new"),
+        (hello() + frames.encode(m.encode(m.Find(id=2))), "Find is not allowed while the session is"),
+        (hello() + hello(2), "Hello is not allowed while the session is"),
         (frames.encode(m.encode(m.Done(re=1))), "Done does not go from agent to daemon"),
     ],
 )
@@ -114,8 +114,8 @@ def without_uvloop() -> None:
 
 
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
-def test_the_next_client_with_the_same_descriptor_number_is_heard(place: Home, event_loop: str) -> None:
-    """The daemon hangs up on a client while it waits for that client's next bytes. The next client gets the same number."""
+def test_the_next_client_with_the_same_descriptor_number_gets_answers(place: Home, event_loop: str) -> None:
+    """The daemon closes a connection while it waits for that client's next bytes. The next client gets the same descriptor number."""
     daemon = Daemon(place, forked=without_uvloop if event_loop == "asyncio" else True).wait_ready()
     try:
         for _ in range(3):
@@ -132,7 +132,7 @@ def test_the_next_client_with_the_same_descriptor_number_is_heard(place: Home, e
         daemon.kill()
 
 
-def test_random_bytes_and_mutated_frames(daemon: Daemon) -> None:
+def test_random_bytes_and_mutated_frames_disturb_no_other_client(daemon: Daemon) -> None:
     chance = random.Random(7)
     valid = [
         hello(),
@@ -154,7 +154,7 @@ def test_random_bytes_and_mutated_frames(daemon: Daemon) -> None:
             client.shutdown(socket.SHUT_WR)
             answers(client)
     still_serves(daemon)
-    assert process.num_fds() <= before + 16  # segments that mutated trainers were given, no more
+    assert process.num_fds() <= before + 16  # only the segments that the mutated requests were granted
 
 
 def test_descriptors_sent_along_are_dropped(daemon: Daemon) -> None:
@@ -172,7 +172,7 @@ def test_descriptors_sent_along_are_dropped(daemon: Daemon) -> None:
     still_serves(daemon)
 
 
-def test_half_frames_and_silent_clients_do_not_hold_others_up(daemon: Daemon) -> None:
+def test_half_frames_and_silent_clients_do_not_delay_others(daemon: Daemon) -> None:
     silent = [connect(daemon) for _ in range(100)]
     for client in silent:
         client.sendall(b"\x10\x00")
@@ -181,7 +181,7 @@ def test_half_frames_and_silent_clients_do_not_hold_others_up(daemon: Daemon) ->
         client.close()
 
 
-def test_too_many_connections_are_told_so(place: Home) -> None:
+def test_connections_beyond_the_limit_get_an_error(place: Home) -> None:
     with running(place, environment={"CKPTD_MAX_CONNECTIONS": "3"}) as daemon:
         held = [Channel(place.socket, 30) for _ in range(3)]
         with pytest.raises(errors.Busy, match="this daemon has 3 clients already; try again later"):
@@ -196,7 +196,7 @@ def test_too_many_connections_are_told_so(place: Home) -> None:
                 continue
 
 
-def test_other_ranks_segments_are_out_of_reach(daemon: Daemon) -> None:
+def test_a_rank_cannot_use_the_segments_of_other_ranks(daemon: Daemon) -> None:
     owner = Agent("mine", socket=daemon.home.socket)
     owner.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
     name = daemon.home.segment_files()[0].name
@@ -218,7 +218,7 @@ def test_other_ranks_segments_are_out_of_reach(daemon: Daemon) -> None:
     owner.close()
 
 
-def test_a_lying_client_cannot_seal_what_is_not_sealed(daemon: Daemon) -> None:
+def test_a_client_cannot_seal_a_slot_whose_header_is_not_sealed(daemon: Daemon) -> None:
     liar = Channel(daemon.home.socket, 30)
 
     def ask(request: Any) -> Any:
@@ -253,7 +253,7 @@ def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str)
     victim = max(daemon.home.segment_files(), key=lambda path: path.stat().st_mtime_ns)
     with victim.open("rb") as file:
         while read_check(file.fileno(), read_header(file.fileno())) is None:
-            daemon.status()  # the window between the seal and its checksums
+            daemon.status()  # between the seal and its checksums a change is not noticed
     if damage == "unlink":
         victim.unlink()
     elif damage == "replace":
@@ -266,7 +266,7 @@ def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str)
         with victim.open("r+b") as file:
             file.seek(40_000)
             file.write(b"\xff\xfe")
-    reader = Agent("job", socket=daemon.home.socket)  # a new attempt: the old trainer is a zombie now
+    reader = Agent("job", socket=daemon.home.socket)  # a new attempt: the old trainer is fenced from now on
     state = {"x": torch.zeros(100_000, dtype=torch.int64)}
     recovered = reader.recover(state)
     assert recovered is not None
@@ -277,7 +277,7 @@ def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str)
     still_serves(daemon)
 
 
-def test_an_answer_beyond_a_frame_is_an_error_and_not_silence(daemon: Daemon) -> None:
+def test_a_reply_too_large_for_a_frame_becomes_an_error(daemon: Daemon) -> None:
     root = daemon.home.root
     for number in range(3000):
         (root / f"job-{number:04d}-{'x' * 90}" / "step-00000001.a0001").mkdir(parents=True)
@@ -287,7 +287,7 @@ def test_an_answer_beyond_a_frame_is_an_error_and_not_silence(daemon: Daemon) ->
         assert status["jobs_not_shown"] == 2500
 
 
-def test_a_huge_name_in_a_foreign_manifest_does_not_silence_recover(daemon: Daemon) -> None:
+def test_a_huge_name_in_a_foreign_manifest_does_not_break_recover(daemon: Daemon) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     agent.snapshot({"x": torch.ones(1)}, step=1).wait("durable", timeout=60)
     source = daemon.home.root / "job" / "step-00000001.a0001" / "manifest.json"
@@ -309,8 +309,7 @@ def running_again(daemon: Daemon) -> Any:
 
 def test_another_user_is_refused(daemon: Daemon) -> None:
     if os.getuid():
-        # CI runs it as root.
-        pytest.skip("becoming another user needs root")  # reason: the kernel says who the peer is (SO_PEERCRED); it cannot be played
+        pytest.skip("becoming another user needs root")
     os.chmod(daemon.home.path, 0o755)
     os.chmod(daemon.home.socket, 0o666)
     told, tells = os.pipe()

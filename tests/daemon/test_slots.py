@@ -1,4 +1,4 @@
-"""Segments: made within the quota, passed on, adopted, released; and who holds them."""
+"""Tests segments: they are made within the quota, passed on, adopted and released, and their holders are known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.segment import SegmentHeader, SlotState, read_header, this_boot, write_header
 
-SIZE = 16384  # two headers, a page of checks, a page of data
+SIZE = 16384  # two headers, a page of checksums, a page of data
 STRANGE = "0123456789abcdef0123456789abcdef.seg"
 
 
@@ -33,7 +33,7 @@ def header(slot: int = 0, **changes: Any) -> SegmentHeader:
 
 
 def open_descriptors() -> int:
-    """Of this process, that are of segments: others come and go with what earlier tests left to be collected."""
+    """Return this process's descriptors of segments. Others come and go with objects of earlier tests."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -52,9 +52,9 @@ class Shm:
         self._opened: list[Slots] = []
 
     def open(self, quota: int = 1 << 30, fs: PosixFileSystem | None = None) -> Slots:
-        """As a daemon does that starts after those that opened it before have died."""
+        """Open the slots as a daemon does that starts after the earlier daemons have died."""
         for dead in self._opened:
-            with suppress(OSError):  # a test closed it itself
+            with suppress(OSError):  # a test has closed it itself
                 fcntl.flock(dead._directory, fcntl.LOCK_UN)
         slots = Slots(fs or PosixFileSystem(), self.path, "ckptd-test", quota)
         self._opened.append(slots)
@@ -67,7 +67,7 @@ class Shm:
         for slots in self._opened:
             try:
                 slots.close()
-            except OSError:  # a test closed it itself
+            except OSError:  # a test has closed it itself
                 pass
 
 
@@ -80,7 +80,7 @@ def shm(tmp_path: Path) -> Iterator[Shm]:
 
 @contextmanager
 def trainer(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds an flock on `path` until it is told to end."""
+    """Context manager. Run a process that holds an flock on `path`."""
     code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -94,7 +94,7 @@ def trainer(path: Path) -> Iterator[subprocess.Popen[str]]:
 # -- the directory
 
 
-def test_the_directory_is_ours_alone(shm: Shm) -> None:
+def test_the_directory_is_accessible_to_its_user_only(shm: Shm) -> None:
     before = os.umask(0)
     try:
         slots = shm.open()
@@ -108,14 +108,14 @@ def test_the_directory_is_ours_alone(shm: Shm) -> None:
 def test_a_directory_that_others_may_enter_is_refused(shm: Shm, mode: int) -> None:
     shm.inside.mkdir()
     shm.inside.chmod(mode)
-    with pytest.raises(StorageError, match=f"with mode {mode:o}; it must be ours alone"):
+    with pytest.raises(StorageError, match=f"with mode {mode:o}; expected mode 700"):
         shm.open()
 
 
 def take(path: Path, kind: str) -> None:
-    """Take the name `path` before its owner comes, as another user may in a directory like /dev/shm."""
+    """Take the name `path` before its owner needs it, as another user may in a directory like /dev/shm."""
     if os.getuid():
-        pytest.skip("giving a file away needs root")  # reason: without somebody else's directory there is nothing to refuse
+        pytest.skip("giving a file away needs root")
     if kind == "directory":
         path.mkdir(mode=0o700)
     elif kind == "open directory":
@@ -132,7 +132,7 @@ def take(path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "open directory", "link", "FIFO", "file"])
-def test_a_name_that_another_user_has_taken_is_left_alone_and_another_one_found_again(shm: Shm, kind: str) -> None:
+def test_a_name_taken_by_another_user_is_left_alone_and_the_substitute_is_found_again(shm: Shm, kind: str) -> None:
     take(shm.inside, kind)
     slots = shm.open()
     made = slots.add(slots.create(header()))
@@ -159,18 +159,18 @@ def test_a_link_of_this_user_in_its_place_is_not_followed(shm: Shm) -> None:
     assert list((shm.path / "elsewhere").iterdir()) == []
 
 
-def test_one_daemon_of_the_machine_has_the_directory(shm: Shm) -> None:
-    """Another one under another host name has another lock in the root, and would remove the segments that it cannot read."""
+def test_a_second_daemon_of_the_machine_is_refused_the_directory(shm: Shm) -> None:
+    """A daemon under another host name has another lock in the root. It would remove the segments that it cannot read."""
     slots = shm.open()
     made = slots.add(slots.create(header()))
-    with pytest.raises(Busy, match=f"has its memory for a root of this name in {shm.inside}: use that one, stop it first"):
+    with pytest.raises(Busy, match=f"uses {shm.inside} for a root with the same path: use that daemon, stop it first"):
         Slots(PosixFileSystem(), shm.path, "ckptd-test", 1 << 30)
     assert shm.files() == [made.name]
     slots.close()
     Slots(PosixFileSystem(), shm.path, "ckptd-test", 1 << 30).close()
 
 
-def test_no_tmpfs_at_all(tmp_path: Path) -> None:
+def test_a_missing_tmpfs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"cannot make .*No such file"):
         Slots(PosixFileSystem(), tmp_path / "gone", "x", 1)
 
@@ -187,7 +187,7 @@ def test_the_quota_is_nine_tenths_unless_given(shm: Shm, monkeypatch: pytest.Mon
 # -- create
 
 
-def test_create(shm: Shm) -> None:
+def test_create_makes_a_segment_with_its_header(shm: Shm) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
     assert shm.files() == [made.name]
@@ -203,8 +203,8 @@ def test_create(shm: Shm) -> None:
     assert slots.used == 2 * SIZE
 
 
-def test_the_node_asked_for(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel zeroes the pages on the thread that allocates them, and gives those that are near."""
+def test_a_segment_is_allocated_near_the_requested_node(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel zeroes the pages on the thread that allocates them, and takes them from near that thread."""
     asked: list[int] = []
 
     @contextmanager
@@ -225,7 +225,7 @@ def test_the_node_asked_for(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_segment_is_known_once_it_is_added(shm: Shm) -> None:
-    """`create` runs on a worker thread while the event loop goes through `slots`."""
+    """`create` runs on a worker thread while the event loop iterates over `slots`."""
     slots = shm.open()
     made = slots.create(header())
     assert (slots.slots, slots.used) == ({}, 0)
@@ -235,7 +235,7 @@ def test_a_segment_is_known_once_it_is_added(shm: Shm) -> None:
     assert (slots.slots, slots.used) == ({}, 0)
 
 
-def test_get_and_of(shm: Shm) -> None:
+def test_slots_are_found_by_name_and_by_owner(shm: Shm) -> None:
     slots = shm.open()
     made = [slots.add(slots.create(header(number))) for number in (1, 0, 2)]
     slots.add(slots.create(header(rank=1)))
@@ -288,7 +288,7 @@ def test_a_full_tmpfs_leaves_nothing_behind(shm: Shm, number: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, SharedMemoryFull), (errno.EMFILE, StorageError)])
-def test_a_segment_whose_file_cannot_be_made(shm: Shm, number: int, kind: type[Exception]) -> None:
+def test_a_segment_whose_file_cannot_be_made_is_an_error(shm: Shm, number: int, kind: type[Exception]) -> None:
     class Full(PosixFileSystem):
         def create(self, *_: Any, **__: Any) -> int:
             raise OSError(number, os.strerror(number))
@@ -310,7 +310,7 @@ def test_a_tmpfs_without_locks_is_refused_in_one_sentence(shm: Shm, monkeypatch:
     assert open_descriptors() == before
 
 
-def test_other_errors_leave_nothing_behind(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_error_leaves_no_file_behind(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = shm.open()
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: 100)
     with pytest.raises(StorageError, match="cannot make a segment"):
@@ -342,7 +342,7 @@ def test_open_again_is_another_description(shm: Shm) -> None:
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "link", "fifo", "directory"])
-def test_a_segment_that_is_not_there_any_more_is_lost(shm: Shm, how: str) -> None:
+def test_a_removed_or_replaced_segment_is_reported_as_lost(shm: Shm, how: str) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
     path = shm.inside / made.name
@@ -355,14 +355,14 @@ def test_a_segment_that_is_not_there_any_more_is_lost(shm: Shm, how: str) -> Non
     else:
         path.unlink()
         if how != "removed":
-            (os.mkfifo if how == "fifo" else os.mkdir)(path)  # whoever opens a FIFO to read waits for somebody to write
+            (os.mkfifo if how == "fifo" else os.mkdir)(path)  # opening a FIFO for reading would wait for a writer
     before = open_descriptors()
     for write in (False, True):
         with pytest.raises(NotFound, match=f"segment {made.name} has been re(mov|plac)ed"):
             slots.open_again(made, write=write)
     assert slots.is_held(made) is False
     assert open_descriptors() == before
-    assert read_header(made.fd) == header()  # the daemon's own descriptor still has it
+    assert read_header(made.fd) == header()  # the daemon's own descriptor still has the segment
 
 
 def test_a_segment_is_held_while_its_trainer_lives(shm: Shm) -> None:
@@ -382,7 +382,7 @@ def test_a_segment_is_held_while_its_trainer_lives(shm: Shm) -> None:
     assert open_descriptors() == before
 
 
-def test_looking_leaves_no_lock(shm: Shm) -> None:
+def test_a_test_of_the_lock_leaves_no_lock(shm: Shm) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
     assert slots.is_held(made) is False
@@ -390,7 +390,7 @@ def test_looking_leaves_no_lock(shm: Shm) -> None:
         assert slots.is_held(made) is True
 
 
-def test_what_has_run_out_is_not_taken_for_a_segment_that_is_gone(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_descriptors_is_not_taken_for_a_lost_segment(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
 
@@ -401,7 +401,7 @@ def test_what_has_run_out_is_not_taken_for_a_segment_that_is_gone(shm: Shm, monk
         patch.setattr(os, "open", full)
         with pytest.raises(StorageError, match=f"cannot open the segment {made.name}: Too many open files"):
             slots.open_again(made, write=False)
-        assert slots.is_held(made) is True  # for all that is known
+        assert slots.is_held(made) is True  # True, because the lock could not be tested
     assert slots.is_held(made) is False
 
 
@@ -418,16 +418,16 @@ def test_refresh_sees_what_the_trainer_wrote(shm: Shm) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"job": "bert"}, {"attempt": 3}, {"rank": 1}, {"capacity": 1001}, {"chunk_size": 2 * MIN_CHUNK}])
-def test_a_header_that_has_become_another_segments_is_refused(shm: Shm, changes: dict[str, Any]) -> None:
+def test_a_header_of_another_segment_is_refused(shm: Shm, changes: dict[str, Any]) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
     write_header(made.fd, replace(header(), generation=2, **changes))
-    with pytest.raises(IntegrityError, match="is not the one that was made"):
+    with pytest.raises(IntegrityError, match="does not have the header that it was made with"):
         made.refresh()
     assert made.header == header()
 
 
-def test_a_header_that_was_damaged_is_refused(shm: Shm) -> None:
+def test_a_damaged_header_is_refused(shm: Shm) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
     os.ftruncate(made.fd, 100)
@@ -438,7 +438,7 @@ def test_a_header_that_was_damaged_is_refused(shm: Shm) -> None:
 # -- release and close
 
 
-def test_release(shm: Shm) -> None:
+def test_release_removes_the_file_and_frees_the_quota(shm: Shm) -> None:
     slots = shm.open()
     made, other = slots.add(slots.create(header())), slots.add(slots.create(header(1)))
     slots.release(made)
@@ -447,17 +447,17 @@ def test_release(shm: Shm) -> None:
     with pytest.raises(NotFound):
         os.fstat(made.fd)
     os.unlink(shm.inside / other.name)
-    slots.release(other)  # somebody was faster
+    slots.release(other)  # another process has removed it already
     assert (shm.files(), slots.used) == ([], 0)
     third = slots.add(slots.create(header(2)))
     os.unlink(shm.inside / third.name)
     os.mkdir(shm.inside / third.name)
-    slots.release(third)  # or left something else
+    slots.release(third)  # or another file has its name
     assert (shm.files(), slots.used) == ([third.name], 0)
 
 
 def test_a_second_release_closes_nothing(shm: Shm) -> None:
-    """The number belongs to another file by then: with the first slot's descriptor closed twice, that file would be closed."""
+    """By then the number may belong to another file, which would be closed."""
     slots = shm.open()
     made = slots.add(slots.create(header()))
     number = made.fd
@@ -477,7 +477,7 @@ def test_a_released_slot_cannot_be_read(shm: Shm) -> None:
     made = slots.add(slots.create(header()))
     with made.pinned():
         slots.release(made)
-        assert made.refresh() == header()  # still open while it is pinned
+        assert made.refresh() == header()  # stays open while it is pinned
         with pytest.raises(NotFound, match=f"segment {made.name} has been released"), made.pinned():
             pass
     with pytest.raises(NotFound, match=f"segment {made.name} has been released"):
@@ -514,7 +514,7 @@ def test_a_slot_that_is_read_keeps_its_descriptor(shm: Shm) -> None:
         os.fstat(made.fd)
 
 
-def test_reading_alone_closes_nothing(shm: Shm) -> None:
+def test_the_end_of_a_read_does_not_close_the_slot(shm: Shm) -> None:
     slots = shm.open()
     made = slots.add(slots.create(header()))
     with made.pinned():
@@ -549,14 +549,14 @@ def test_close_leaves_a_directory_with_strange_files(shm: Shm) -> None:
 
 
 def _left(shm: Shm, *headers: SegmentHeader) -> list[str]:
-    """Segments that an earlier daemon left."""
+    """Leave segments as an earlier daemon does."""
     slots = shm.open()
     found = [slots.add(slots.create(h)).name for h in headers]
     slots.close()
     return found
 
 
-def test_adopt_takes_up_what_an_earlier_daemon_left(shm: Shm) -> None:
+def test_adopt_registers_the_segments_of_an_earlier_daemon(shm: Shm) -> None:
     sealed = header(1, generation=8, state=SlotState.SEALED, step=1000)
     left = _left(shm, header(), sealed)
     slots = shm.open()
@@ -581,7 +581,7 @@ def test_adopted_segments_count_for_the_quota(shm: Shm) -> None:
         slots.create(header(3))
 
 
-def test_adopt_drops_what_cannot_be_memory_any_more(shm: Shm) -> None:
+def test_adopt_removes_segments_of_another_boot(shm: Shm) -> None:
     boot = bytes(16)
     assert boot != this_boot()
     _, _, good = _left(shm, header(boot_id=boot), header(1, boot_id=bytes(range(16))), header(2))
@@ -591,7 +591,7 @@ def test_adopt_drops_what_cannot_be_memory_any_more(shm: Shm) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 100, 4096, 8192, SIZE - 1])
-def test_adopt_drops_what_is_cut_short(shm: Shm, length: int) -> None:
+def test_adopt_removes_segments_that_are_cut_short(shm: Shm, length: int) -> None:
     (name,) = _left(shm, header())
     os.truncate(shm.inside / name, length)
     slots = shm.open()
@@ -599,7 +599,7 @@ def test_adopt_drops_what_is_cut_short(shm: Shm, length: int) -> None:
     assert shm.files() == []
 
 
-def test_adopt_drops_what_is_damaged(shm: Shm) -> None:
+def test_adopt_removes_damaged_segments(shm: Shm) -> None:
     (name,) = _left(shm, header())
     path = shm.inside / name
     path.write_bytes(bytes(SIZE))
@@ -609,7 +609,7 @@ def test_adopt_drops_what_is_damaged(shm: Shm) -> None:
 
 
 def test_adopt_leaves_a_newer_ckptds_segment_alone(shm: Shm) -> None:
-    """FORMAT.md, section 0: "written by a newer ckptd", and nothing is changed."""
+    """FORMAT.md, section 0: the error is "written by a newer ckptd", and nothing is changed."""
     (name,) = _left(shm, header())
     path = shm.inside / name
     data = bytearray(path.read_bytes())
@@ -621,7 +621,7 @@ def test_adopt_leaves_a_newer_ckptds_segment_alone(shm: Shm) -> None:
     assert path.read_bytes() == bytes(data)
 
 
-def test_adopt_leaves_foreign_names_untouched(shm: Shm) -> None:
+def test_adopt_leaves_files_with_other_names_alone(shm: Shm) -> None:
     (name,) = _left(shm, header())
     content = (shm.inside / name).read_bytes()
     strange = ["notes", "x.seg", STRANGE.upper(), STRANGE + ".tmp", STRANGE[1:], "." + STRANGE]
@@ -633,7 +633,7 @@ def test_adopt_leaves_foreign_names_untouched(shm: Shm) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_adopt_leaves_what_is_no_file_alone(shm: Shm, kind: str) -> None:
+def test_adopt_leaves_anything_but_regular_files_alone(shm: Shm, kind: str) -> None:
     (name,) = _left(shm, header())
     path = shm.inside / STRANGE
     if kind == "directory":

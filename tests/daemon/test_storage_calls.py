@@ -1,4 +1,4 @@
-"""Calls to a disk that hangs: reads give up at the deadline, changes wait, the event loop goes on."""
+"""Tests calls to a disk that hangs: reads time out, changes wait, and the event loop continues."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ckptd.shared.errors import StorageError
 
 @pytest.fixture
 def disk() -> Iterator[threading.Event]:
-    """Hangs until it is set."""
+    """An event on which the disk hangs until it is set."""
     event = threading.Event()
     yield event
     event.set()
 
 
-async def test_a_read_gives_up_and_says_so(disk: threading.Event) -> None:
+async def test_a_read_times_out_with_an_error(disk: threading.Event) -> None:
     calls = StorageCalls(0.05)
     with pytest.raises(StorageError, match=r"cannot list /ckpts/gpt: the storage has not answered for 0\.05 s") as caught:
         await calls.read("list /ckpts/gpt", disk.wait)
@@ -41,7 +41,7 @@ async def test_a_change_waits_for_as_long_as_it_takes(disk: threading.Event) -> 
     calls.close()
 
 
-async def test_a_manager_is_entered_and_left_on_other_threads() -> None:
+async def test_a_context_manager_is_entered_and_left_on_storage_threads() -> None:
     calls, seen = StorageCalls(60.0), list[tuple[str, bool]]()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Tasks that fail are reported; the daemon ends with the error of one, and a new start goes on."""
+"""Tests that failed tasks are reported, and that the daemon ends with the error of one and a new start continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def fails(error: BaseException) -> int:
 
 
 def reported(error: BaseException | None, *, cancel: bool = False) -> list[BaseException]:
-    """What a watched task that ends in this way reports; it is started by a callback, as most tasks of the daemon are."""
+    """Return what is reported of a watched task that ends in this way. A callback starts it, as for most tasks of the daemon."""
     found: list[BaseException] = []
 
     async def run() -> None:
@@ -58,7 +58,7 @@ def test_a_task_that_ends_well_or_is_cancelled_is_not_reported() -> None:
     assert reported(None, cancel=True) == []
 
 
-def test_a_report_of_its_own_goes_before_the_daemons() -> None:
+def test_the_reporter_of_a_task_replaces_that_of_the_daemon() -> None:
     ours: list[BaseException] = []
 
     async def run() -> None:
@@ -70,8 +70,8 @@ def test_a_report_of_its_own_goes_before_the_daemons() -> None:
 
 
 @pytest.mark.parametrize("name", ["watch", "serve", "run"])
-def test_a_task_that_fails_ends_the_daemon_and_the_next_goes_on(place: Home, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """`serve` accepts, `run` is a connection's task."""
+def test_a_failed_task_ends_the_daemon_and_the_next_one_continues(place: Home, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """`serve` accepts clients, and `run` is the task of a connection."""
     with running(place):
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.arange(10)}, step=1).wait("durable", timeout=60)

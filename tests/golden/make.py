@@ -1,7 +1,7 @@
 """Writes the golden files of format version 1: `python -m tests.golden.make` in the root of the repository.
 
-Run once for each version of a format; what is there is never overwritten, since files of that version are in the field. Everything that
-goes in is fixed and stands here, so that a test can compare every field.
+Run it once for each version of a format. It never overwrites a file, because files of that version are in use. All their content is fixed
+here, so that a test can compare every field.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PLAN = Plan(
     global_plan=hashlib.sha256(msgspec.msgpack.encode(METADATA)).digest(),
     writer=WRITER,
 )
-"""One item of each element size, a shard with strides of its own, an empty tensor, a hidden storage with two views."""
+"""One item of each element size, a shard with strides of its own, an empty tensor, and a hidden storage with two views."""
 
 REQUEST = SnapshotRequest(
     tag=None, persist=True, metrics={"loss": 0.25, "scale": float("inf")}, user_content='{"epoch":3}', created=1767323045.5
@@ -71,7 +71,7 @@ VALUES = (320, len(SMALL_VALUES))
 
 
 def packed_slot() -> bytes:
-    """The tensors' bytes count up from 0; the mask is true, false, true; the values document is the last."""
+    """Return the packed slot. Tensor bytes count up from 0, the mask is true, false, true, and the values document comes last."""
     slot, number = bytearray(VALUES[0] + VALUES[1]), 0
     for region in PLAN.regions:
         for at in range(region.offset, region.offset + region.length):
@@ -98,7 +98,9 @@ SEALED = FILLING.next(
 
 
 def segment() -> bytes:
-    """Generation 3 was filling and stands in copy 1; generation 4 is sealed, and checked."""
+    """Return a segment. Copy 0 of its header has generation 4, which is sealed and has checksums. Copy 1 has generation 3, which was
+    filling.
+    """
     data = bytearray(SEALED.file_length)
     data[:4096], data[4096:8192] = SEALED.encode(), FILLING.encode()
     check = encode_check(SEALED.generation, SEALED.chunk_size, CRCS)
@@ -122,7 +124,7 @@ ZSTD_SLOT = bytes(2048) + b"\x80"
 
 
 def zstd_part() -> bytes:
-    """A chunk that zstd shrinks, and one (the values) that it does not."""
+    """Return a part with a chunk that zstd shrinks, and one (the values) that it does not."""
     data, _ = encode_part(ZSTD_SLOT, ZSTD_PLAN, (2048, 1), codec="zstd", step=None, tag="best.a0002", request=SnapshotRequest(tag="best"))
     return data
 
@@ -163,7 +165,7 @@ JOURNAL_HEADER = jf.FileHeader(number=1, salt=SALT, previous_crc=0x11223344)
 
 
 def journal() -> bytes:
-    """A STATE, then one record of every type in two batches; not preallocated."""
+    """Return a journal: the state, then one record of every type in two batches. The file is not preallocated."""
     data, crc = bytearray(JOURNAL_HEADER.encode()), JOURNAL_HEADER.crc
     payloads = [(r.STATE, r.encode_state(STATE)), *map(r.encode, RECORDS)]
     for sequence, (kind, payload) in enumerate(payloads, start=1):
@@ -180,7 +182,7 @@ def tag_of(message: m.Request | m.Reply) -> str:
 
 
 def files() -> dict[str, bytes]:
-    """All that comes out the same wherever it is made."""
+    """Return the content of the files that are the same wherever they are made."""
     return {
         "segment.seg": segment(),
         "part-raw.ckpt": RAW_PART,
@@ -194,11 +196,11 @@ def files() -> dict[str, bytes]:
 
 
 class Stateful:
-    """What `expand` below takes for an object with a state_dict."""
+    """An object that `expand` below takes for one with a state_dict."""
 
 
 def values() -> dict[str, Any]:
-    """A state with every type that the values document has a code for."""
+    """Return a state with every type for which the values document has a code."""
     import numpy as np
     import torch
 
@@ -238,7 +240,7 @@ def values_document() -> bytes:
 
 
 def write(place: pathlib.Path, contents: Mapping[str, bytes]) -> None:
-    """All of them, or none if one is there already. Raises FileExistsError."""
+    """Write all files, or none if one of them exists already. Raises FileExistsError."""
     for name in contents:
         if (place / name).exists():
             raise FileExistsError(f"{place / name} is there: golden files are never overwritten")
@@ -253,7 +255,7 @@ def main() -> None:
 
 
 def record_offsets(data: bytes) -> list[int]:
-    """Where the records of a journal begin; for those who want to show one."""
+    """Return the offsets at which the records of a journal begin."""
     offsets, at = [], jf.HEADER_SIZE
     while at + jf.RECORD_SIZE <= len(data) and data[at + 12]:
         offsets.append(at)

@@ -1,12 +1,13 @@
-"""Write a golden node: a root, its journal and its sealed segments, as the daemon and agent of one version leave them when both are killed.
+"""Writes a golden node: a root, its journal and its sealed segments, as the daemon and agent of one version leave them when both are
+killed.
 
 Run the script with the code of that version, from a checkout of its commit:
 
     cd CHECKOUT && PYTHONPATH=. .venv/bin/python THIS_REPOSITORY/tests/golden/make_node.py THIS_REPOSITORY/tests/golden/v1/node.tar.xz
 
-It never overwrites an archive, since nodes of that version are in the field. `v1/node.tar.xz` was written by commit 5811ec8. The archive
-holds `root/` and `segments/`. The host's name and the boot id are the only things in it that belong to a machine: the host's directory is
-called HOST, and `unpack` gives the segments the boot id of the kernel that runs now.
+It never overwrites an archive, because nodes of that version are in use. `v1/node.tar.xz` was written by commit 5811ec8. The archive holds
+`root/` and `segments/`. Only the host's name and the boot id in it belong to a machine: the host's directory is called HOST, and `unpack`
+gives the segments the boot id of the running kernel.
 
 Three daemons serve seven jobs one after the other, each under the same root. `JOBS` says how far each job came. The third daemon is killed
 by a failpoint while one part is not journaled yet, one manifest has its temporary name, and one checkpoint is about to be deleted.
@@ -44,7 +45,7 @@ from tests.support.ranks import HERE, Ranks
 from tests.support.storage import source
 
 HOST = "HOST"
-"""Stands in the archive for the name of the host."""
+"""The placeholder for the name of the host in the archive."""
 FIRST = ("--codec", "zstd:1", "--keep-last", "2", "--threads", "4")
 SECOND = ("--codec", "raw", "--files-per-rank", "2", "--keep-last", "2", "--threads", "4")
 THIRD = FIRST
@@ -78,9 +79,9 @@ JOBS = {
 RETIRING = ("retiring", "step-00000001.a0001")
 """The journal holds the intent to delete this checkpoint; its manifest is still there."""
 HALFWAY = ("halfway", "step-00000002.a0001")
-"""The part is written, and not journaled as durable yet: it must be swept, and the step saved again from memory."""
+"""The part is written, but not journaled as durable. It must be swept, and the step must be saved again from memory."""
 WRITTEN = ("written", "step-00000002.a0001")
-"""The part is journaled as durable, and the manifest has not got its name yet: the step must be committed from this part."""
+"""The part is journaled as durable, but the manifest still has its temporary name. The step must be committed from this part."""
 PINNED = ("pinned", "step-00000001.a0001")
 TAG_OF = {("plain", 2): "best"}
 
@@ -138,7 +139,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# -- what ranks are told to do
+# -- commands to the ranks
 
 
 def begin(socket: Path, job: str) -> tuple[int, tuple[int, int] | None, str, list[str]]:

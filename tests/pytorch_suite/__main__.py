@@ -1,8 +1,8 @@
-"""PyTorch's own checkpoint tests, with ckptd's reader and writer in the place of its own.
+"""Runs PyTorch's own checkpoint tests with ckptd's reader and writer in the place of PyTorch's.
 
-`python -m tests.pytorch_suite DIR [FILE...] [--only EXPRESSION]`: DIR is `test/distributed/checkpoint` of a checkout of PyTorch, of the
-version that is installed. Its files are copied to a temporary directory, put on the CPU where they ask for GPUs, and run by pytest. Needs
-`expecttest` and what else PyTorch's tests need. Exit code 1 if a test fails that is not in `EXCLUDED`.
+`python -m tests.pytorch_suite DIR [FILE...] [--only EXPRESSION]`. DIR is `test/distributed/checkpoint` in a checkout of PyTorch, of the
+installed version. Its files are copied to a temporary directory, moved to the CPU where they ask for GPUs, and run by pytest. They need
+`expecttest` and the other packages of PyTorch's tests. The exit code is 1 if a test fails that is not in `EXCLUDED`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXCLUDED: dict[str, str] = {
     "zoc_True": "DCP's DefaultStager copies without blocking, for which it wants an accelerator",
     "test_dtype_mismatch_casting": "it is newer than torch 2.13, whose DefaultLoadPlanner has no allow_unsafe_types",
 }
-"""Tests that are not run, by name, and why."""
+"""Names of tests that are not run, each with the reason."""
 ON_CPU = (
     (r"\.cuda\((?:[^()]|\([^()]*\))*\)", ""),
     (r"@skip_if_lt_x_gpu\(\d+\)", ""),

@@ -1,5 +1,4 @@
-"""Puts ckptd's reader and writer in the place of DCP's `FileSystemReader` and `FileSystemWriter`, in every process that finds this file
-first, and FSDP1 on the CPU.
+"""Replaces DCP's `FileSystemReader` and `FileSystemWriter` by ckptd's, and puts FSDP1 on the CPU.
 
 Python imports a module of this name when it starts, if there is one on its path.
 """
@@ -18,19 +17,19 @@ from ckptd.agent import StorageReader, StorageWriter
 
 
 class FileSystemWriter(StorageWriter):
-    """With the arguments and the defaults of the one that it stands for."""
+    """ckptd's writer, with the arguments and defaults of DCP's."""
 
     def __init__(
         self, path: Any, single_file_per_rank: bool = True, sync_files: bool = True, thread_count: int = 1,
         per_thread_copy_ahead: int = 10_000_000, cache_staged_state_dict: bool = False, overwrite: bool = True, **_: Any,
     ) -> None:  # fmt: skip
-        super().__init__(path, overwrite=overwrite, threads=thread_count, weights_only=False)  # reason: its tests save pickled objects
+        super().__init__(path, overwrite=overwrite, threads=thread_count, weights_only=False)  # the tests save pickled objects
 
 
 class FileSystemReader(StorageReader):
     def __init__(self, path: Any, _extension_registry: Any = None) -> None:
-        # As for the writer: files of these tests only.
-        super().__init__(path, weights_only=False)  # reason: what these tests load they have written themselves
+        # As in the writer, the reader sees only files of these tests.
+        super().__init__(path, weights_only=False)  # the tests have written these files themselves
 
 
 for module in (dcp, filesystem, _storage_utils, format_utils):

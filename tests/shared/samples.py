@@ -1,4 +1,4 @@
-"""Sound values of every format, small enough to be damaged bit by bit. For the tests, which never share state through them."""
+"""Sound values of every format, small enough to be damaged bit by bit. Tests use them, and never share state through them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from ckptd.shared.storage.protocol import Sink
 from tests.support.storage import files_in
 
 steady = settings(deadline=None)
-"""For every property: how long an example takes says nothing on a shared machine."""
+"""The settings of every property test. It has no deadline: how long an example takes says nothing on a shared machine."""
 
 NONCE = bytes(range(16))
 WRITER = {"ckptd": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
 
 
 def sample_plan(floats: int = 6) -> Plan:
-    """Regions of 8, 4 and 1 byte elements; `floats` of them in the second region's one item, which has an alias."""
+    """Return a plan with regions of 8, 4 and 1 byte elements. The one item of the second region has `floats` elements and an alias."""
     last = align_region(64 + 4 * floats)
     return Plan(
         regions=[Region(0, 16, 8), Region(64, 4 * floats, 4), Region(last, 5, 1)],
@@ -53,12 +53,12 @@ def sample_plan(floats: int = 6) -> Plan:
 
 
 def values_after(plan: Plan, length: int = 40) -> tuple[int, int]:
-    """Where a values document of `length` bytes comes to lie."""
+    """Return the region in which a values document of `length` bytes lies."""
     return (align_region(plan.data_length), length)
 
 
 def packed_slot(plan: Plan, values: tuple[int, int]) -> bytearray:
-    """Fixed bytes in every region, zeros in the gaps. The first half of each region can be compressed, the second not."""
+    """Return a packed slot with fixed bytes in every region and zeros in the gaps. Only the first half of each region can be compressed."""
     slot = bytearray(values[0] + values[1])
     noise = random.Random(7)
     for region in with_values(plan.regions, values):
@@ -84,7 +84,7 @@ def encode_part(
     request: SnapshotRequest | None = None,
     nonce: bytes = NONCE,
 ) -> tuple[bytes, PartIndex]:
-    """A whole part file and its index, chunk behind chunk."""
+    """Return a whole part file, with its chunks one behind the other, and its index."""
     encoder = codecs.encoder(codec)
     body, chunks = bytearray(ALIGN), []
     for number in chunk_ranges(with_values(plan.regions, values), chunk_size):
@@ -105,7 +105,7 @@ def encode_part(
 
 @contextmanager
 def memory_file(data: bytes | bytearray) -> Iterator[int]:
-    """A descriptor of a file without a name that holds `data`."""
+    """Context manager. Yields a descriptor of a file without a name that holds `data`."""
     fd = os.memfd_create("ckptd-test", os.MFD_CLOEXEC)
     try:
         os.pwrite(fd, data, 0)
@@ -123,7 +123,7 @@ def flip(data: bytes | bytearray, bit: int) -> bytes:
 def write_checkpoint(
     root: Path, job: str = "gpt", step: int = 1000, attempt: int = 2, world_size: int = 1, floats: int = 6, files: int = 1
 ) -> Manifest:
-    """A committed checkpoint, put there by hand; each part in so many files, if it has as many chunks."""
+    """Write a committed checkpoint by hand. Each part is spread over `files` files, if it has that many chunks."""
     tag = tag_directory(step, None, attempt)
     place = root / job / tag
     place.mkdir(parents=True)
@@ -191,7 +191,7 @@ def write_part(
 def seal(
     fd: int, header: SegmentHeader, plan: Plan, *, step: int = 5, request: SnapshotRequest | None = None, **changes: Any
 ) -> SegmentHeader:
-    """What a trainer does to a slot: the bytes of `packed_slot`, the documents, the header that says so, with `changes`."""
+    """Seal a slot as a trainer does: write the bytes of `packed_slot`, the documents, and the sealed header with `changes`."""
     values = values_after(plan)
     slot = packed_slot(plan, values)
     os.pwrite(fd, slot, header.data_offset)

@@ -1,4 +1,4 @@
-"""Preamble, alignment and padding."""
+"""Tests preamble, alignment and padding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_flipped_bit_of_a_preamble_is_seen() -> None:
             check_preamble(flip(preamble(MAGIC), bit), MAGIC, "it")
 
 
-def test_check_zero() -> None:
+def test_padding_that_is_not_zero_is_refused() -> None:
     check_zero(b"", "it")
     check_zero(bytes(100), "it")
     for at in (0, 50, 99):

@@ -1,4 +1,4 @@
-"""Small documents that would cost much: each is refused in one sentence, and in little memory. Nothing here asserts a time."""
+"""Tests small documents that would cost much: each is refused in one sentence, and in little memory. Nothing here asserts a time."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def array(count: int, element: bytes) -> bytes:
 
 
 def document(**members: bytes) -> bytes:
-    """A plan document of these members, each already encoded, and of the usual ones."""
+    """Return a plan document of these members, each already encoded, and of the usual ones."""
     members = {"regions": b"\x90", "items": b"\x90", "aliases": b"\x90", "metadata": b"\xc0", "writer": b"\x80", **members}
     return bytes([0x80 + len(members)]) + b"".join(msgspec.msgpack.encode(key) + value for key, value in members.items())
 
 
 def described(**members: bytes) -> bytes:
-    """Metadata of one tensor."""
+    """Return the metadata of one tensor."""
     inner = bytes([0x80 + len(members)]) + b"".join(msgspec.msgpack.encode(key) + value for key, value in members.items())
     return b"\x81\xa1w" + inner
 
@@ -141,7 +141,7 @@ def test_hostile_documents_are_refused_in_little_memory(module: str, function: s
 
 
 def test_a_plan_at_its_limits_is_read_in_little_memory(tmp_path: Path) -> None:
-    """The most objects that pass, in the form that costs most for its bytes."""
+    """The largest number of objects that passes, in the form that costs most for its bytes."""
     most = {
         "maps": document(metadata=described(novelty=array(MAX_OBJECTS // 2 - 100, b"\x81\xa1a\x01"))),
         "shards": document(metadata=described(chunks=array(MAX_OBJECTS // 3 - 100, b"\x92\x90\x90"))),
@@ -149,7 +149,7 @@ def test_a_plan_at_its_limits_is_read_in_little_memory(tmp_path: Path) -> None:
     assert {kind for kind, _ in outcomes("ckptd.shared.plan", "Plan.decode", most, tmp_path, scale=1).values()} == {"nothing"}
 
 
-def test_sizes_at_the_limits() -> None:
+def test_tensors_of_too_many_elements_are_refused() -> None:
     at_most = Item("w", "bool", (1,) * MAX_DIMENSIONS, (0,) * MAX_DIMENSIONS, (1,) * MAX_DIMENSIONS, None, 0)
     assert Plan.decode(Plan([Region(0, 1, 1)], [at_most], [], None, WRITER).encode()).items == [at_most]
     for size, sound in (((1 << 61,), True), ((1 << 31, 1 << 31), False), ((0, 1 << 61, 2), False), ((0, 1 << 61, 1), True)):
@@ -157,7 +157,7 @@ def test_sizes_at_the_limits() -> None:
         if sound:
             assert Plan.decode(plan).items[0].size == size
         else:
-            with pytest.raises(IntegrityError, match=r"'w' has the size .*; a tensor has less than 2\^62 elements"):
+            with pytest.raises(IntegrityError, match=r"'w' has the size .*; expected fewer than 2\^62 elements"):
                 Plan.decode(plan)
 
 
@@ -175,29 +175,29 @@ def test_chunks_are_counted_before_any_is_made() -> None:
         (lambda d: d.update(chunks=d["chunks"][:1] * (MAX_CHUNKS + 1)), "index cannot be read"),
         (lambda d: d.update(placed=[0] * (MAX_CHUNKS + 1)), "index cannot be read"),
         (lambda d: d.update(files=[0] * (MAX_CHUNKS + 1)), "index cannot be read"),
-        (lambda d: d.update(values=[d["values"][0], 1 << 30]), "its values document has 1073741824 bytes; it has at most 268,435,456"),
+        (lambda d: d.update(values=[d["values"][0], 1 << 30]), "its values document has 1,073,741,824 bytes; expected at most 268,435,456"),
         (lambda d: d.update(tag="x" * 257), "index cannot be read"),
     ],
     ids=["chunks", "placed", "files", "values", "tag"],
 )
-def test_an_index_beyond_its_limits(change: Callable[[dict[str, Any]], object], reason: str) -> None:
+def test_an_index_beyond_its_limits_is_refused(change: Callable[[dict[str, Any]], object], reason: str) -> None:
     from tests.shared.test_part import forge
 
     with memory_file(forge(change)) as fd, pytest.raises(IntegrityError, match=f"^p: {reason}"):
         PartReader(source(fd), "p")
 
 
-def test_the_manifest_that_is_made_hostile_is_sound() -> None:
+def test_the_manifest_is_sound_before_it_is_made_hostile() -> None:
     assert Manifest.decode(manifest()).parts[0].files == 1
     assert Manifest.decode(spliced("[" * 250 + "]" * 250)).user_content
 
 
-def test_a_manifest_beyond_its_limit_is_not_looked_at() -> None:
+def test_a_manifest_beyond_its_limit_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(IntegrityError, match="manifest has more than 268,435,456 bytes"):
         Manifest.decode(bytes(MAX_MANIFEST + 1))
 
 
-def test_codecs_are_looked_at_before_a_chunk_is_read() -> None:
+def test_unknown_codecs_are_refused_before_a_chunk_is_read() -> None:
     plan = sample_plan()
     values = values_after(plan)
     with memory_file(encode_part(packed_slot(plan, values), plan, values)[0]) as fd:
@@ -223,7 +223,7 @@ VALUES = st.recursive(
 
 
 def objects(value: Any) -> int:
-    """Lists, maps, texts and extensions in a value; those in an extension of type 5 count as well."""
+    """Count the lists, maps, texts and extensions in a value, and those in an extension of type 5."""
     if isinstance(value, dict):
         return 1 + len(value) + sum(map(objects, value.values()))
     if isinstance(value, list):
@@ -235,7 +235,7 @@ def objects(value: Any) -> int:
 
 @steady
 @given(VALUES)
-def test_the_count_is_that_of_what_is_made(value: Any) -> None:
+def test_the_count_is_the_number_of_decoded_objects(value: Any) -> None:
     assert sum(bounds._count(msgspec.msgpack.encode(value), frozenset({5}), MAX_OBJECTS)) == objects(value)
 
 
@@ -252,7 +252,7 @@ def test_the_shards_of_a_large_model_on_many_ranks_pass() -> None:
     check_json(b"[" + b"[[8176],[8]]," * count + b"1]", "manifest")
 
 
-def test_what_looks_like_objects_and_is_payload_passes() -> None:
+def test_payload_bytes_do_not_count_as_objects() -> None:
     payload = msgspec.msgpack.encode({"rng": b"\x90" * (MAX_OBJECTS + 1), "ext": msgspec.msgpack.Ext(8, b"\x90" * 100)})
     check_msgpack(payload, "it")
     with pytest.raises(IntegrityError, match=r"^it has more than 8,388,608 lists, or 8,388,608 maps and texts, the most that ckptd "):
@@ -267,7 +267,7 @@ def test_what_looks_like_objects_and_is_payload_passes() -> None:
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2, 200])
-def test_depth(levels: int) -> None:
+def test_nesting_is_measured(levels: int) -> None:
     value: Any = 1
     for number in range(levels):
         value = {"a": value, "b": 1} if number % 2 else [2, value]
@@ -275,7 +275,7 @@ def test_depth(levels: int) -> None:
     assert levels == 0 or deeper_than(value, levels - 1)
 
 
-def test_the_limits_are_those_of_the_document() -> None:
+def test_format_md_lists_these_limits() -> None:
     text = (Path(bounds.__file__).parent / "FORMAT.md").read_text()
     limits = text[text.index("## 9. Limits") :]
     for number in (MAX_OBJECTS, MAX_DOCUMENT, MAX_MANIFEST, MAX_REQUEST, MAX_ITEMS, MAX_CHUNKS, MAX_TEXT):

@@ -1,4 +1,4 @@
-"""The blocking connection, against a daemon that is a socket in this process."""
+"""Tests the blocking connection against a daemon that is a socket in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def place(tmp_path: Path) -> Path:
 
 
 class Daemon:
-    """The other end, as far as a test wants to play it."""
+    """The daemon's end of the connection. A test plays as much of it as it needs."""
 
     def __init__(self, client: socket.socket) -> None:
         self.socket = client
@@ -50,7 +50,7 @@ class Daemon:
 
 @contextmanager
 def daemon(place: Path, play: Callable[[Daemon], None]) -> Iterator[None]:
-    """`play` on another thread, with the first client; what goes wrong there is raised here."""
+    """Play the daemon on another thread with the first client. An error there is raised here."""
     problems: list[BaseException] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(place))
@@ -75,7 +75,7 @@ def daemon(place: Path, play: Callable[[Daemon], None]) -> Iterator[None]:
         raise problems[0]
 
 
-def test_it_greets(place: Path) -> None:
+def test_a_channel_sends_hello_and_receives_welcome(place: Path) -> None:
     heard: list[m.Message] = []
 
     def play(peer: Daemon) -> None:
@@ -108,7 +108,7 @@ def test_requests_and_replies(place: Path) -> None:
         channel.close()
 
 
-def test_a_look_takes_what_is_there_and_no_more(place: Path) -> None:
+def test_a_receive_without_waiting_takes_only_what_has_arrived(place: Path) -> None:
     looked, answered = threading.Event(), threading.Event()
 
     def play(peer: Daemon) -> None:
@@ -130,11 +130,11 @@ def test_a_look_takes_what_is_there_and_no_more(place: Path) -> None:
         looked.set()
         answered.wait(TIMEOUT)
         channel.wait()
-        assert channel.receive(wait=False) == []  # half a frame
+        assert channel.receive(wait=False) == []  # half of a frame
         looked.set()
         channel.wait()
         assert channel.receive(wait=False) == [m.StatusReport(re=2, report="{}")]
-        channel.wait()  # it is over
+        channel.wait()  # the connection has ended
         with pytest.raises(DaemonUnreachable, match="closed the connection"):
             channel.receive(wait=False)
         channel.close()
@@ -162,7 +162,7 @@ def test_descriptors_come_along_and_are_taken_in_order(place: Path) -> None:
         channel.receive()
         channel.send(m.Fetch(id=channel.new_id(), attempt=1, step=5))
         assert channel.receive() == [m.Fetched(re=3, ranks=[0, 1])]
-        with pytest.raises(ProtocolError, match="3 descriptors were announced and 2 came"):
+        with pytest.raises(ProtocolError, match="the daemon announced 3 descriptors, and 2 have arrived"):
             channel.take(3)
         taken = channel.take(1) + channel.take(1)
         assert [os.pread(fd.fileno(), 10, 0) for fd in taken] == [b"first", b"second"]
@@ -178,7 +178,7 @@ def test_descriptors_come_along_and_are_taken_in_order(place: Path) -> None:
 
 
 def open_copies(name: str) -> int:
-    """Descriptors that this process has of the memfd `name`."""
+    """Return the descriptors of this process for the memfd `name`."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -198,7 +198,7 @@ def test_descriptors_that_nobody_took_are_closed(place: Path) -> None:
 
     with daemon(place, play):
         Channel(place, TIMEOUT).close()
-    assert open_copies("sent") == 1  # ours
+    assert open_copies("sent") == 1  # held by this test
     os.close(sent)
     assert open_copies("sent") == 0
 
@@ -208,9 +208,9 @@ def test_descriptors_that_nobody_took_are_closed(place: Path) -> None:
 
 @contextmanager
 def as_user(uid: int) -> Iterator[None]:
-    """Do something as another user, who does not listen for us."""
+    """Do something as another user, who does not listen for this one."""
     if os.getuid():
-        pytest.skip("becoming another user needs root")  # reason: without another user there is nobody to refuse
+        pytest.skip("becoming another user needs root")
     os.seteuid(uid)
     try:
         yield
@@ -220,14 +220,14 @@ def as_user(uid: int) -> Iterator[None]:
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A socket's path in a directory like /tmp, where every user may make files."""
+    """Context manager. Yields the path of a socket in a directory like /tmp, where every user may make files."""
     with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
         os.chmod(name, 0o1777)
         yield Path(name) / "s"
 
 
 def heard_by(listener: socket.socket) -> bytes:
-    """Everything that a client has sent to `listener`."""
+    """Return everything that a client has sent to `listener`."""
     listener.settimeout(0.2)
     try:
         client, _ = listener.accept()
@@ -239,7 +239,7 @@ def heard_by(listener: socket.socket) -> bytes:
 
 
 def test_a_daemon_of_another_user_gets_nothing(open_place: Path) -> None:
-    """The socket is ours, and the process that listens is not."""
+    """The socket belongs to this user, and the process that listens does not."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(open_place))
         with as_user(65534):
@@ -274,7 +274,7 @@ def test_a_daemon_of_root_is_trusted(open_place: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o722])
-def test_a_directory_where_others_may_replace_the_socket(open_place: Path, mode: int) -> None:
+def test_a_directory_where_others_may_replace_the_socket_is_refused(open_place: Path, mode: int) -> None:
     os.chmod(open_place.parent, mode)
     with pytest.raises(Forbidden, match=rf"has mode {mode:o}, so that other users could replace the socket s in it: run `chmod go-w"):
         Channel(open_place, TIMEOUT)
@@ -287,7 +287,7 @@ def test_a_directory_where_others_may_replace_the_socket(open_place: Path, mode:
         link.unlink()
 
 
-def test_a_directory_of_another_user(open_place: Path) -> None:
+def test_a_socket_in_a_directory_of_another_user_is_refused(open_place: Path) -> None:
     os.chmod(open_place.parent, 0o755)
     with as_user(0):
         os.chown(open_place.parent, 65534, 65534)
@@ -295,11 +295,11 @@ def test_a_directory_of_another_user(open_place: Path) -> None:
         Channel(open_place, TIMEOUT)
 
 
-# -- who does not come, and who goes
+# -- a missing daemon, and a daemon that ends
 
 
 def test_a_full_queue_is_waited_for(place: Path) -> None:
-    """connect(2) gives EAGAIN at once then, which is no reason to say that there is no daemon."""
+    """connect(2) fails with EAGAIN at once in this case. That does not mean that there is no daemon."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(place))
         listener.listen(0)
@@ -323,7 +323,7 @@ def test_a_full_queue_is_waited_for(place: Path) -> None:
             assert not thread.is_alive()
 
 
-def test_nobody_listens(place: Path) -> None:
+def test_without_a_listening_daemon_the_error_says_how_to_start_one(place: Path) -> None:
     with pytest.raises(DaemonUnreachable, match=f"no daemon listens at {place}: start one"):
         Channel(place, TIMEOUT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
@@ -332,7 +332,7 @@ def test_nobody_listens(place: Path) -> None:
         Channel(place, TIMEOUT)
 
 
-def test_nobody_answers(place: Path) -> None:
+def test_a_daemon_that_does_not_answer_is_unreachable(place: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(str(place))
         silent.listen(1)
@@ -340,7 +340,7 @@ def test_nobody_answers(place: Path) -> None:
             Channel(place, 0.01)
 
 
-def test_nobody_answers_later(place: Path) -> None:
+def test_a_daemon_that_stops_answering_is_unreachable(place: Path) -> None:
     over = threading.Event()
 
     def play(peer: Daemon) -> None:
@@ -367,7 +367,7 @@ def test_an_error_for_a_greeting_is_raised(place: Path, code: str, error: type[E
         Channel(place, TIMEOUT)
 
 
-def test_a_peer_that_speaks_something_else(place: Path) -> None:
+def test_a_peer_with_another_protocol_is_refused(place: Path) -> None:
     def play(peer: Daemon) -> None:
         peer.socket.recv(65536)
         peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n")
@@ -376,7 +376,7 @@ def test_a_peer_that_speaks_something_else(place: Path) -> None:
         Channel(place, TIMEOUT)
 
 
-def test_a_peer_that_hangs_up_at_once(place: Path) -> None:
+def test_a_peer_that_closes_the_connection_at_once_is_unreachable(place: Path) -> None:
     with daemon(place, lambda peer: None), pytest.raises(DaemonUnreachable):
         Channel(place, TIMEOUT)
 
@@ -400,7 +400,7 @@ def test_a_daemon_that_ends_is_gone(place: Path) -> None:
 
 
 def test_a_daemon_that_dies_with_requests_unread_is_gone(place: Path) -> None:
-    """The kernel then says ECONNRESET, not end of file."""
+    """The kernel then reports ECONNRESET, not the end of the file."""
     sent, gone = threading.Event(), threading.Event()
 
     def play(peer: Daemon) -> None:
@@ -425,13 +425,13 @@ def test_a_request_out_of_order_is_not_sent(place: Path) -> None:
 
     with daemon(place, play):
         channel = Channel(place, TIMEOUT)
-        with pytest.raises(ProtocolError, match="Persist cannot come while the session is greeted"):
+        with pytest.raises(ProtocolError, match="Persist is not allowed while the session is greeted"):
             channel.send(m.Persist(id=channel.new_id()))
         channel.send(m.Status(id=channel.new_id()))
         channel.close()
 
 
-def test_close_wakes_the_one_who_receives(place: Path) -> None:
+def test_close_wakes_the_receiving_thread(place: Path) -> None:
     woken: list[str] = []
     hung_up = threading.Event()
 
@@ -458,7 +458,7 @@ def test_close_wakes_the_one_who_receives(place: Path) -> None:
 
 
 def test_abandon_leaves_the_parents_connection_alone(place: Path) -> None:
-    """A forked child closes its copy; here a duplicate plays the parent's."""
+    """A forked child closes its copy. Here a duplicate plays the connection of the parent."""
 
     def play(peer: Daemon) -> None:
         peer.welcome()

@@ -1,4 +1,4 @@
-"""Chunk encodings: what goes in comes out, and what a hostile chunk may try."""
+"""Tests the codecs: what is encoded is decoded again, and hostile chunks are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _decode(number: int, stored: bytes, length: int) -> bytes:
 
 
 def _frame(content_size: int, window_byte: int, blocks: list[tuple[int, int]]) -> bytes:
-    """A zstd frame by hand (RFC 8878, section 3.1.1): 4 bytes of content size, a window descriptor, RLE blocks of (length, byte)."""
+    """Build a zstd frame by hand (RFC 8878, section 3.1.1): 4 bytes of content size, a window descriptor, RLE blocks of (length, byte)."""
     body = b"".join(
         ((length << 3) | (1 << 1) | (number == len(blocks) - 1)).to_bytes(3, "little") + bytes([value])
         for number, (length, value) in enumerate(blocks)
@@ -65,7 +65,7 @@ def test_zstd_round_trips(specification: str) -> None:
 
 @steady
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 400))
-def test_zstd_shrinks_or_declines(piece: bytes, times: int) -> None:
+def test_zstd_encodes_only_what_it_shrinks(piece: bytes, times: int) -> None:
     raw = piece * times
     stored = _encode("zstd", raw)
     if stored is not None:
@@ -73,7 +73,7 @@ def test_zstd_shrinks_or_declines(piece: bytes, times: int) -> None:
         assert _decode(codec.ZSTD, stored, len(raw)) == raw
 
 
-def test_zstd_declines_noise() -> None:
+def test_zstd_does_not_encode_noise() -> None:
     assert _encode("zstd", random.Random(1).randbytes(10_000)) is None
 
 
@@ -161,13 +161,13 @@ def test_one_codec_serves_many_threads() -> None:
     assert wrong == []
 
 
-def test_numbers_are_those_of_the_format() -> None:
+def test_codec_numbers_are_those_of_format_md() -> None:
     assert (codec.RAW, codec.ZSTD) == (0, 1)
     assert (codec.decoder(0).name, codec.decoder(1).name) == ("raw", "zstd")
 
 
 @pytest.mark.parametrize("number", [2, 255, -1])
-def test_an_unknown_codec_is_a_newer_one(number: int) -> None:
+def test_an_unknown_codec_number_counts_as_newer(number: int) -> None:
     with pytest.raises(NewerFormat, match=f"codec {number}"):
         codec.decoder(number)
 

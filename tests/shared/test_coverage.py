@@ -1,4 +1,4 @@
-"""Shards that make up a tensor, against an oracle that counts every element; and shards that were made to cost much."""
+"""Tests the check that shards make up a tensor, against an oracle that counts every element, and with shards that are made to cost much."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole(size: Shape, boxes: list[Box]) -> bool:
 
 
 def oracle(size: Shape, boxes: list[Box]) -> bool:
-    """Count in how many different boxes each element of the tensor is: one each."""
+    """Count for each element of the tensor how many different boxes hold it. Return True if it is one box each."""
     times = dict.fromkeys(itertools.product(*map(range, size)), 0)
     for offsets, sizes in set(boxes):
         for element in itertools.product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True))):
@@ -34,7 +34,7 @@ def oracle(size: Shape, boxes: list[Box]) -> bool:
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
-    """A tensor that was cut into shards again and again; then perhaps a shard was dropped, doubled, moved or made larger."""
+    """Draw a tensor that is cut into shards again and again. Then perhaps one shard is dropped, doubled, moved or made larger."""
     size = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     boxes: list[Box] = [((0,) * len(size), size)]
     for _ in range(draw(st.integers(0, 6))):
@@ -71,7 +71,7 @@ def any_boxes(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
 
 
 PINWHEEL: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-"""Five boxes that make a square of 3 by 3, and that no straight cut separates."""
+"""Five boxes that make a square of 3 by 3 and cannot be separated by a straight cut."""
 
 
 @steady
@@ -83,7 +83,7 @@ PINWHEEL: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1
 @example(((), []))
 @example(((0, 4), []))
 @example(((4,), [((0,), (3,)), ((2,), (1,))]))
-def test_against_counting_every_element(case: tuple[Shape, list[Box]]) -> None:
+def test_the_check_agrees_with_a_count_of_every_element(case: tuple[Shape, list[Box]]) -> None:
     size, boxes = case
     assert whole(size, boxes) == oracle(size, boxes)
 
@@ -93,7 +93,7 @@ def test_overlaps_that_hide_a_hole_are_named() -> None:
         IntegrityError, match=r"^w: the shards \[4\] at \[0\] and \[4\] at \[2\] overlap; each element belongs to one shard$"
     ):
         check_cover("w", (8,), [((0,), (4,)), ((2,), (4,))])
-    with pytest.raises(IntegrityError, match=r"^of w only 6 of 8 elements are there$"):
+    with pytest.raises(IntegrityError, match=r"^w: only 6 of 8 elements are stored$"):
         check_cover("w", (8,), [((0,), (4,)), ((6,), (2,))])
     with pytest.raises(IntegrityError, match=r"^w: the shard \[4\] at \[6\] lies outside the tensor, which has the size \[8\]$"):
         check_cover("w", (8,), [((0,), (4,)), ((6,), (4,))])
@@ -104,7 +104,7 @@ def test_overlaps_that_hide_a_hole_are_named() -> None:
 @pytest.mark.parametrize(
     ("counts", "lengths"), [((4096,), (3,)), ((64, 64), (3, 5)), ((1, 4096), (7, 2)), ((16, 16, 16), (2, 2, 2)), ((4096, 1, 1), (1, 9, 9))]
 )
-def test_grids_take_a_step_for_each_shard_and_dimension(counts: Shape, lengths: Shape) -> None:
+def test_a_grid_takes_at_most_two_steps_for_each_shard_and_dimension(counts: Shape, lengths: Shape) -> None:
     size = tuple(count * length for count, length in zip(counts, lengths, strict=True))
     boxes = [
         (tuple(n * length for n, length in zip(corner, lengths, strict=True)), lengths) for corner in itertools.product(*map(range, counts))
@@ -119,7 +119,9 @@ def test_grids_take_a_step_for_each_shard_and_dimension(counts: Shape, lengths: 
 
 
 def strips(count: int) -> tuple[Shape, list[Box]]:
-    """A forged tensor of four dimensions: its shards all cross each other's planes, do not overlap, and leave a hole for one that does."""
+    """Return a forged tensor of four dimensions. All its shards cross each other's planes without an overlap, and they leave a hole that an
+    overlapping shard would hide.
+    """
     size = (count, count + 2, 2, 2)
     boxes: list[Box] = [((0, n, 0, 0), (count, 1, 1, 2)) for n in range(count + 2)]
     boxes += [((n, 0, 1, 0), (1, count + 2, 1, 1)) for n in range(count)]
@@ -130,7 +132,7 @@ def strips(count: int) -> tuple[Shape, list[Box]]:
 def test_forged_shards_cannot_cost_more_than_the_limit() -> None:
     size, boxes = strips(30)
     assert whole(size, boxes)
-    stairs = [((n, n, 0), (2, 2, 1)) for n in range(20_000)]  # each overlaps the next
+    stairs = [((n, n, 0), (2, 2, 1)) for n in range(20_000)]  # each box overlaps the next
     filler = [((0, 0, 1), (20_001, 20_001, 1))]
     assert math.prod(filler[0][1]) + 4 * len(stairs) < 2 * 20_001**2
     with pytest.raises(IntegrityError, match="only"):
@@ -141,7 +143,7 @@ def test_forged_shards_cannot_cost_more_than_the_limit() -> None:
         check_cover("w", (3, 3), PINWHEEL, effort)
 
 
-def test_the_effort_is_that_of_all_tensors_together() -> None:
+def test_all_tensors_share_one_limit_of_effort() -> None:
     size: Shape = (2, 3000)
     lane: list[Box] = [((0, n), (1, 1)) for n in range(3000)]
     tangled = {f"w{n}": (size, {*lane, ((1, 0), (1, 1500)), ((1, 1500), (1, 1500))}) for n in range(3)}
@@ -159,7 +161,7 @@ def shard(offset: int, length: int, size: int = 8, name: str = "w") -> Item:
 def test_shards_of_all_parts_count_together() -> None:
     gathered = Shards()
     gathered.add(part(shard(0, 4), Item("blob", BLOB, (9,), (0,), (9,), None, 0)))
-    with pytest.raises(IntegrityError, match="of w only 4 of 8 elements are there"):
+    with pytest.raises(IntegrityError, match="w: only 4 of 8 elements are stored"):
         gathered.check()
     gathered.add(part(shard(4, 4), shard(0, 4)))
     gathered.check()

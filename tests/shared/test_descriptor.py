@@ -1,4 +1,4 @@
-"""A descriptor is closed once, and its number is never used afterwards."""
+"""Tests that a descriptor is closed once, and that its number is never used afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FORMAT.md and PROTOCOL.md against the code and the golden files: every dump is theirs, every type, field and code is mentioned."""
+"""Tests FORMAT.md and PROTOCOL.md against the code and the golden files: dumps match, and every type, field and code is mentioned."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORD_NAMES = {
     1: "STATE", 2: "BEGUN", 3: "SEALED", 4: "STAGING", 5: "PART", 6: "COMMITTED", 7: "DROPPED", 8: "RETIRING", 9: "RETIRED",
 }  # fmt: skip
 NESTED = (2, 3, 4, 5, 7, 10, 11, 14, 15, 16, 17, 20, 21)
-"""Extension types whose payload is msgpack again."""
+"""The extension types whose payload is msgpack again."""
 
 
 def section(document: str, number: int) -> str:
@@ -40,7 +40,7 @@ def section(document: str, number: int) -> str:
 
 
 def rows(text: str, header: str) -> list[list[str]]:
-    """The cells of the table whose header row begins so."""
+    """Return the cells of the table whose header row begins with these words."""
     lines = text.splitlines()
     start = next(number for number, line in enumerate(lines) if line.strip().startswith(header))
     found = []
@@ -59,7 +59,7 @@ def code_names(cell: str) -> list[str]:
 
 
 def as_json(value: Any) -> Any:
-    """msgpack as JSON: bytes are `hex:...`, an extension is {"ext", "payload"}, a float that JSON cannot say is text."""
+    """Return msgpack as JSON: bytes are `hex:...`, an extension is {"ext", "payload"}, and a float that JSON does not have is text."""
     match value:
         case bytes():
             return f"hex:{value.hex()}"
@@ -81,7 +81,7 @@ def payload_as_json(code: int, data: bytes) -> Any:
 
 
 def matches(written: Any, actual: Any) -> bool:
-    """Equal, in the same order; `hex:00ff…` stands for bytes that begin so."""
+    """Return True if the two are equal, in the same order. `hex:00ff…` stands for bytes that begin with these."""
     if isinstance(written, str) and isinstance(actual, str) and written.startswith("hex:") and written.endswith("…"):
         return len(written) > 12 and actual.startswith(written[:-1])
     if isinstance(written, dict) and isinstance(actual, dict):
@@ -103,7 +103,7 @@ def test_abbreviations_match_what_begins_so() -> None:
 
 
 def blocks(text: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, golden file that was named last, contents) of every fenced block."""
+    """Yield (kind, golden file that was named last, contents) of every fenced block."""
     file = ""
     for piece in re.finditer(r"^```(\w+)\n(.*?)^```$|`tests/golden/v1/([^`]+)`", text, re.MULTILINE | re.DOTALL):
         if piece[3]:
@@ -116,7 +116,7 @@ EXAMPLES = [(name, *block) for name, text in (("FORMAT", section(FORMAT, 8)), ("
 
 
 def _lines(contents: str) -> list[tuple[str, str]]:
-    """(first word, the rest) of every line that is no sentence; each such line has a sentence before it."""
+    """Return (first word, the rest) of every line without `#`. Each must have a line with a sentence before it."""
     lines = contents.splitlines()
     found = []
     for before, line in zip(["", *lines], lines, strict=False):
@@ -204,7 +204,7 @@ def test_names_in_the_examples() -> None:
 
 
 @pytest.mark.parametrize("magic", [segment.SEGMENT_MAGIC, segment.CHECK_MAGIC, part.PART_MAGIC, part.END_MAGIC, jf.MAGIC])
-def test_magics(magic: bytes) -> None:
+def test_every_magic_is_in_the_document(magic: bytes) -> None:
     assert f"magic `{magic.decode()}`" in FORMAT
 
 
@@ -217,7 +217,7 @@ def test_headings_name_their_modules(number: int) -> None:
         assert (SHARED / module).is_file() or (SHARED.parent / module).is_file(), module
 
 
-def test_record_types() -> None:
+def test_every_journal_record_type_is_in_the_document() -> None:
     table = {int(row[0]): (row[1], row[2].split(", ")) for row in rows(section(FORMAT, 7), "| type | name |")}
     assert {number: name for number, (name, _) in table.items()} == RECORD_NAMES
     assert table[r.STATE][1] == list(r.JournalState.__struct_fields__)
@@ -225,7 +225,7 @@ def test_record_types() -> None:
         assert table[number][1] == list(cls.__struct_fields__), cls.__name__
 
 
-def test_extension_codes() -> None:
+def test_every_extension_code_is_in_the_document() -> None:
     codes: list[int] = []
     for row in rows(section(FORMAT, 3), "| code | what |"):
         codes += [int(code) for code in row[0].split(",")]
@@ -238,7 +238,7 @@ def test_extension_codes() -> None:
     assert sorted(codes) == [code for bounds in ranges for code in range(*bounds)] == list(range(1, 22))
 
 
-def test_keys_of_documents() -> None:
+def test_every_key_of_the_documents_is_in_the_document() -> None:
     three = section(FORMAT, 3)
     keys = [code_names(row[0]) for row in rows(three, "| key | value |")]
     assert {key for row in keys for key in row} == set(plan.Plan.__struct_fields__)
@@ -262,12 +262,12 @@ def test_keys_of_documents() -> None:
     assert parts.startswith("list of {" + ", ".join(PartEntry.__struct_fields__) + "}")
 
 
-def test_codecs() -> None:
+def test_every_codec_is_in_the_document() -> None:
     assert f"{codec.RAW} `raw`; {codec.ZSTD} `zstd`" in section(FORMAT, 3)
     assert codec.MAX_WINDOW == 8 << 20
 
 
-def test_limits() -> None:
+def test_every_limit_is_in_the_document() -> None:
     assert f"{plan.MIN_CHUNK:,} to {plan.MAX_CHUNK:,}; {plan.DEFAULT_CHUNK:,} unless configured" in section(FORMAT, 3)
     assert f"multiple of {plan.REGION_ALIGN} bytes" in section(FORMAT, 3)
     assert f"next multiple of {binary.ALIGN}" in section(FORMAT, 0)
@@ -303,7 +303,7 @@ def test_every_message_is_mentioned() -> None:
 
 
 def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:
-    """Every error class that is named in a module of the daemon which answers clients, but for what its command line tells people."""
+    """Return every error class that is named in a module of the daemon that answers clients. The command line does not count."""
     found: set[type[errors.CkptdError]] = set()
     for module in ("server", "engine", "admission", "attempts", "saver", "slots", "pipeline", "journal"):
         tree = ast.parse((SHARED.parent / "daemon" / f"{module}.py").read_text())
@@ -321,7 +321,7 @@ def test_every_error_code_on_the_wire_is_in_the_document_and_comes_back() -> Non
         errors.InvalidName,
         errors.IntegrityError,
         errors.NewerFormat,
-    }  # the last by names, plan and segment
+    }  # the last one is raised by names, plan and segment
     assert {errors.Busy, errors.Fenced, errors.QuotaExceeded, errors.SnapshotFailed} <= raised
     assert {cls.code for cls in raised} | {"internal"} <= set(documented)
     assert len(documented) == len(set(documented))

@@ -1,4 +1,4 @@
-"""The errors, and their words on the wire."""
+"""Tests the error classes and their codes on the wire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _classes() -> list[type[e.CkptdError]]:
     return [cls for _, cls in inspect.getmembers(e, inspect.isclass) if issubclass(cls, e.CkptdError)]
 
 
-def test_the_tree_is_the_one_of_the_docstring() -> None:
+def test_the_classes_are_those_of_the_docstring() -> None:
     assert e.__doc__ is not None
     drawn = {"CkptdError", *re.findall(r"── (\w+)", e.__doc__)}
     assert drawn == {cls.__name__ for cls in _classes()}
@@ -42,7 +42,7 @@ def test_a_code_of_a_newer_daemon_is_a_service_error() -> None:
     assert str(error) == "what happened"
 
 
-def test_codes_are_one_kind_each() -> None:
+def test_no_two_classes_share_a_code() -> None:
     by_code: dict[str, list[type[e.CkptdError]]] = {}
     for cls in _classes():
         if "code" in vars(cls):
@@ -56,7 +56,7 @@ def test_codes_are_one_kind_each() -> None:
         (errno.ENOSPC, "cannot save it: No space left on device (free some space; the next snapshot tries again)"),
         (errno.EDQUOT, "cannot save it: Disk quota exceeded (the disk quota is used up)"),
         (errno.EROFS, "cannot save it: Read-only file system (mounted read-only)"),
-        (errno.EACCES, "cannot save it: Permission denied (the daemon's user may not write there)"),
+        (errno.EACCES, "cannot save it: Permission denied (this user has no permission there)"),
         (errno.EIO, "cannot save it: Input/output error"),
     ],
 )
@@ -70,7 +70,7 @@ def test_a_storage_error_without_a_number() -> None:
     assert (str(error), error.errno) == ("cannot save it: just so", 0)
 
 
-def test_whose_fault_and_whether_a_retry_helps() -> None:
+def test_each_error_says_whose_fault_it_is_and_whether_a_retry_helps() -> None:
     assert {cls for cls in _classes() if cls.retry} == {e.StorageError, e.SharedMemoryFull, e.DaemonUnreachable, e.Busy, e.StructureChanged}
     for name, builtin in (
         ("InvalidName", ValueError),

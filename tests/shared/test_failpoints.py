@@ -1,4 +1,4 @@
-"""Failpoints: what a specification may say, and what each action does."""
+"""Tests failpoints: what a specification may say, and what each action does."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_a_typo_is_an_error_that_names_the_entry(entry: str) -> None:
     with pytest.raises(ValueError, match="CKPTD_FAILPOINTS") as caught:
         arm(f"commit.renamed=hang,{entry}")
     assert repr(entry) in str(caught.value)
-    assert failpoint("commit.synced") is True  # nothing was changed
+    assert failpoint("commit.synced") is True  # the armed points are as before
 
 
 @pytest.mark.parametrize("entry", ["commit.written=sleep(1.2.3)", "commit.written=sleep(.)"])
-def test_a_number_that_is_none_is_an_error_when_armed(entry: str) -> None:
+def test_an_argument_that_is_not_a_number_is_an_error(entry: str) -> None:
     with pytest.raises(ValueError, match="CKPTD_FAILPOINTS"):
         arm(entry)
 
@@ -82,7 +82,7 @@ def test_at_n_means_the_nth_time_alone() -> None:
     assert [failpoint("commit.written") for _ in range(3)] == [False, False, False]
 
 
-def test_arming_counts_anew() -> None:
+def test_arming_resets_the_count() -> None:
     arm("commit.written=short_write@2")
     assert failpoint("commit.written") is False
     arm("commit.written=short_write@2")
@@ -101,7 +101,7 @@ def test_at_n_counts_all_threads() -> None:
 
 
 @pytest.mark.parametrize(("action", "seconds"), [("sleep(0.25)", 0.25), ("sleep(3)", 3.0), ("hang", 1e9)])
-def test_sleep_and_hang(action: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_and_hang_sleep_for_their_seconds(action: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
     arm(f"commit.written={action}")

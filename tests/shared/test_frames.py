@@ -1,4 +1,4 @@
-"""Frames: any cut of the stream gives the same payloads; no length is believed before it is checked."""
+"""Tests frames: any cut of the stream gives the same payloads, and a length is checked before it is used."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def test_any_cut_of_the_stream_gives_the_same_payloads(payloads: list[bytes], cu
     assert found == payloads
 
 
-def test_byte_by_byte() -> None:
+def test_a_stream_of_single_bytes_gives_the_same_payloads() -> None:
     decoder = Decoder()
     found = [decoder.feed(bytes([byte])) for byte in encode(b"abc") + encode(b"d")]
     assert found == [[], [], [], [], [], [], [b"abc"], [], [], [], [], [b"d"]]
 
 
-def test_the_largest_frame() -> None:
+def test_the_largest_frame_is_sent_and_received() -> None:
     payload = bytes(range(256)) * 4096
     assert len(payload) == MAX_FRAME
     assert Decoder().feed(encode(payload)) == [payload]
 
 
 @pytest.mark.parametrize("payload", [b"", bytes(MAX_FRAME + 1)], ids=["empty", "too large"])
-def test_what_cannot_be_sent(payload: bytes) -> None:
+def test_an_empty_or_too_large_payload_cannot_be_sent(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot be sent"):
         encode(payload)
 
 
 @pytest.mark.parametrize("length", [0, MAX_FRAME + 1, 1 << 24, 0x7FFFFFFF, 0xFFFFFFFF, int.from_bytes(b"GET ", "little")])
-def test_a_length_that_cannot_be_is_refused_at_once(length: int) -> None:
+def test_an_impossible_length_is_refused_at_once(length: int) -> None:
     decoder = Decoder()
     with pytest.raises(ProtocolError, match=f"claims {length} bytes"):
         decoder.feed(struct.pack("<I", length))

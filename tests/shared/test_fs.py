@@ -1,4 +1,4 @@
-"""The seam to the operating system: the recipe of `publish`, renaming, links, and what a kernel may do to a write."""
+"""Tests the seam to the operating system: the steps of `publish`, renames, links, and what a kernel may do to a write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _disarm() -> Iterator[None]:
 
 
 class Recorder(PosixFileSystem):
-    """Writes down what is done, in order; `fails` names the step that raises."""
+    """Records what is done, in order. `fails` names the step that raises."""
 
     def __init__(self, fails: str = "", number: int = errno.ENOSPC) -> None:
         self.steps: list[str] = []
@@ -86,7 +86,7 @@ def test_publish_replaces_only_if_told_to(tmp_path: Path, directory: int) -> Non
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix != ".tmp"} == {"x": b"third"}
 
 
-def test_publish_removes_what_a_death_left(tmp_path: Path, directory: int) -> None:
+def test_publish_removes_the_temporary_file_of_a_dead_process(tmp_path: Path, directory: int) -> None:
     (tmp_path / "x.tmp").write_bytes(b"half of something that was much longer")
     publish(PosixFileSystem(), "x", directory, b"new", replace=False)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"x": b"new"}
@@ -112,7 +112,7 @@ def test_a_failed_publication_shows_nothing_under_its_name(tmp_path: Path, direc
 
 @pytest.mark.parametrize("step", ["write", "sync", "rename x.tmp x False"])
 def test_a_failed_publication_leaves_no_file_behind(tmp_path: Path, directory: int, step: str) -> None:
-    """It lives on and knows that it failed: what it leaves would keep the directory from ever being removed."""
+    """The process lives on and knows that the publication failed. A remaining file would keep the directory from being removed."""
     with pytest.raises(OSError):
         publish(Recorder(step), "x", directory, b"data", replace=False)
     assert list(tmp_path.iterdir()) == []
@@ -169,7 +169,7 @@ def _renameat2(number: int) -> object:
 
 @pytest.mark.parametrize("number", [0, errno.EINVAL, errno.ENOSYS], ids=["renameat2", "einval", "enosys"])
 def test_rename_without_replacing(tmp_path: Path, directory: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if number:  # a file system or kernel that cannot: link and unlink take its place
+    if number:  # a file system or kernel without RENAME_NOREPLACE: link and unlink replace it
         monkeypatch.setattr(fs, "_renameat2", _renameat2(number))
     posix = PosixFileSystem()
     (tmp_path / "a").write_bytes(b"a")
@@ -192,7 +192,7 @@ def test_rename_passes_on_other_errors(tmp_path: Path, directory: int, monkeypat
     assert {p.name for p in tmp_path.iterdir()} == {"a"}
 
 
-def test_rename_replacing(tmp_path: Path, directory: int) -> None:
+def test_rename_can_replace(tmp_path: Path, directory: int) -> None:
     (tmp_path / "a").write_bytes(b"a")
     (tmp_path / "b").write_bytes(b"b")
     PosixFileSystem().rename("a", "b", directory, replace=True)
@@ -202,7 +202,7 @@ def test_rename_replacing(tmp_path: Path, directory: int) -> None:
 # -- links
 
 
-def test_links_are_never_followed(tmp_path: Path, directory: int) -> None:
+def test_symbolic_links_are_never_followed(tmp_path: Path, directory: int) -> None:
     posix = PosixFileSystem()
     (tmp_path / "real").mkdir()
     (tmp_path / "file").write_bytes(b"x")
@@ -245,7 +245,7 @@ def test_create_falls_back_where_direct_io_is_refused(tmp_path: Path, directory:
     def without_direct(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         fd = real(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd)
         flags_seen.append(bool(flags & os.O_DIRECT))
-        if flags & os.O_DIRECT:  # some kernels create the file, then refuse
+        if flags & os.O_DIRECT:  # some kernels create the file before they refuse
             os.close(fd)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return fd

@@ -1,4 +1,4 @@
-"""Files of format version 1, as they are in the field: read with the code of today, every field compared, and written again."""
+"""Tests files of format version 1, as they are in use: this version reads them, every field is compared, and they are written again."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_one_small_file_of_each_format() -> None:
 
 
 @pytest.mark.parametrize("name", make.files())
-def test_written_again_it_is_the_same(name: str) -> None:
+def test_every_golden_file_is_written_again_byte_for_byte(name: str) -> None:
     assert make.files()[name] == read(name)
 
 
-def test_segment() -> None:
+def test_the_golden_segment_has_every_field() -> None:
     with opened("segment.seg") as fd:
         header = read_header(fd)
         assert header == make.SEALED
@@ -68,7 +68,7 @@ def test_segment() -> None:
         assert os.pread(fd, len(slot), header.data_offset) == slot
 
 
-def test_raw_part() -> None:
+def test_the_golden_raw_part_has_every_field() -> None:
     with opened("part-raw.ckpt") as fd:
         reader = PartReader(source(fd), "p", make.MANIFEST.parts[0].index_sha256)
         index = reader.index
@@ -90,7 +90,7 @@ def test_raw_part() -> None:
         assert os.pread(fd, 16, 16) == make.NONCE
 
 
-def test_zstd_part() -> None:
+def test_the_golden_zstd_part_has_every_field() -> None:
     with opened("part-zstd.ckpt") as fd:
         reader = PartReader(source(fd), "p")
         index = reader.index
@@ -104,7 +104,7 @@ def test_zstd_part() -> None:
         assert (bytes(found), bytes(last)) == (bytes(2000), b"\x80")
 
 
-def test_manifest() -> None:
+def test_the_golden_manifest_has_every_field() -> None:
     manifest = Manifest.decode(read("manifest.json"))
     assert manifest == make.MANIFEST
     assert (manifest.format, manifest.version, manifest.features) == ("ckptd-manifest", 1, [])
@@ -130,7 +130,7 @@ def test_manifest_and_part_make_a_place_in_a_root(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, jf.FILE_SIZE], ids=["as it is", "preallocated"])
-def test_journal(length: int) -> None:
+def test_the_golden_journal_has_every_record(length: int) -> None:
     scan = jf.scan(read("journal.log").ljust(length, b"\0"), 1)
     assert scan.header == make.JOURNAL_HEADER
     assert (scan.ending, scan.end) == (jf.Ending.CLEAN, len(read("journal.log")) - 64)
@@ -151,14 +151,14 @@ def test_journal(length: int) -> None:
     )
 
 
-def test_documents() -> None:
+def test_the_golden_documents_have_every_field() -> None:
     assert Plan.decode(read("plan.msgpack")) == make.PLAN
     assert SnapshotRequest.decode(read("request.msgpack")) == make.REQUEST
     assert read("newest") == b"step-00001000.a0002\n"
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=make.tag_of)
-def test_frames(message: m.Message) -> None:
+def test_the_golden_frames_have_every_message(message: m.Message) -> None:
     (payload,) = frames.Decoder().feed(read(f"frames/{make.tag_of(message)}.frame"))
     assert m.decode(payload) == message
 

@@ -1,4 +1,4 @@
-"""The life of a snapshot: every step in the table, every step that is not."""
+"""Tests the life cycle of a snapshot: every transition in the table, and every one that is not."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ LEGAL = {
 
 @pytest.mark.parametrize("state", SnapshotState)
 @pytest.mark.parametrize("event", Event)
-def test_every_event_in_every_state(state: SnapshotState, event: Event) -> None:
+def test_every_event_in_every_state_is_legal_or_refused(state: SnapshotState, event: Event) -> None:
     after = LEGAL.get(state.value, {}).get(event.name)
     if after is None:
-        with pytest.raises(IllegalStep, match=f"a snapshot that is {state.value} cannot take: {event.value}"):
+        with pytest.raises(IllegalStep, match=f"not allowed for a snapshot that is {state.value}: {event.value}"):
             step(state, event)
     else:
         assert step(state, event) is SnapshotState(after)
 
 
-def test_the_table_has_no_more() -> None:
+def test_the_table_has_no_other_transition() -> None:
     assert {(s.value, e.name): a.value for (s, e), a in TRANSITIONS.items()} == {
         (s, e): a for s, row in LEGAL.items() for e, a in row.items()
     }
 
 
 def test_a_commit_is_never_undone() -> None:
-    """From durable there is no way but the release of its slots, and from there none at all."""
+    """After durable, only the release of the slots is possible, and after that nothing."""
     assert [after for (state, _), after in TRANSITIONS.items() if state is SnapshotState.DURABLE] == [SnapshotState.RELEASED]
     assert not [state for state, _ in TRANSITIONS if state in (SnapshotState.RELEASED, SnapshotState.SKIPPED)]
 
 
-def test_nothing_is_durable_that_was_not_sealed() -> None:
+def test_only_a_sealed_snapshot_can_become_durable() -> None:
     reached, open_ = {SnapshotState.NEW}, [SnapshotState.NEW]
     while open_:
         here = open_.pop()

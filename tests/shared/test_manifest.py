@@ -1,4 +1,4 @@
-"""The manifest: whole and sound, or no manifest at all."""
+"""Tests the manifest: it is either whole and sound, or refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(ranks: int = 2, **changes: Any) -> Manifest:
 
 
 def sealed(text: str | bytes) -> bytes:
-    """Any text with the digest that makes it whole."""
+    """Return any text with the digest that makes it whole."""
     body = text.encode() if isinstance(text, str) else text
     return body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
@@ -75,7 +75,7 @@ def test_it_is_json_with_one_member_a_line_and_the_digest_last() -> None:
 
 @steady
 @given(JSON, st.dictionaries(st.text(), st.floats()), st.integers(0, 10**17) | st.none())
-def test_what_the_user_says_round_trips(content: Any, metrics: dict[str, float], step: int | None) -> None:
+def test_user_content_and_metrics_round_trip(content: Any, metrics: dict[str, float], step: int | None) -> None:
     text = json.dumps(content)
     manifest = make(1, user_content=msgspec.json.decode(text), metrics=plain_metrics(metrics), step=step)
     again = Manifest.decode(manifest.encode())
@@ -119,7 +119,7 @@ def test_every_truncation_is_seen() -> None:
 
 
 @pytest.mark.parametrize("more", [b"\n", b"\0", b" ", b"}\n"])
-def test_bytes_before_and_behind_are_seen(more: bytes) -> None:
+def test_extra_bytes_before_or_behind_are_seen(more: bytes) -> None:
     for data in (make().encode() + more, more + make().encode(), make().encode() * 2):
         with pytest.raises(IntegrityError):
             Manifest.decode(data)
@@ -131,7 +131,7 @@ def test_bytes_before_and_behind_are_seen(more: bytes) -> None:
 @pytest.mark.parametrize(
     ("ranks", "world_size"), [([], 1), ([0], 2), ([0, 0], 2), ([1, 0], 2), ([1, 2], 2), ([0, 1, 2], 2), ([0, 2], 2), ([0, 1], 1)]
 )
-def test_every_rank_has_one_part(ranks: list[int], world_size: int) -> None:
+def test_a_manifest_must_list_one_part_of_each_rank(ranks: list[int], world_size: int) -> None:
     manifest = make(world_size, parts=[entry(rank) for rank in ranks])
     with pytest.raises(IntegrityError, match=f"manifest of {world_size} ranks lists parts of ranks"):
         Manifest.decode(manifest.encode())
@@ -140,8 +140,8 @@ def test_every_rank_has_one_part(ranks: list[int], world_size: int) -> None:
 @pytest.mark.parametrize(
     "file", ["", "x", "../rank-00000." + "0" * 32 + ".ckpt", "manifest.json", part_file(1, NONCE), part_file(0, NONCE) + ".tmp"]
 )
-def test_a_part_has_the_name_of_its_rank(file: str) -> None:
-    with pytest.raises(IntegrityError, match="no part of rank 0"):
+def test_a_part_must_have_the_name_of_its_rank(file: str) -> None:
+    with pytest.raises(IntegrityError, match="not the name of a part of rank 0"):
         Manifest.decode(make(1, parts=[msgspec.structs.replace(entry(0), file=file)]).encode())
 
 
@@ -154,7 +154,7 @@ def test_a_part_has_the_name_of_its_rank(file: str) -> None:
         lambda d: (d.update(version=3), d.pop("world_size")),
     ],
 )
-def test_a_newer_manifest_is_told_from_a_broken_one(change: Callable[[dict[str, Any]], object]) -> None:
+def test_a_newer_manifest_is_not_called_damaged(change: Callable[[dict[str, Any]], object]) -> None:
     with pytest.raises(NewerFormat, match="newer ckptd"):
         Manifest.decode(resealed(change))
 
@@ -182,7 +182,7 @@ def test_a_newer_manifest_is_told_from_a_broken_one(change: Callable[[dict[str, 
         lambda d: d.update(metadata=None),
     ],
 )
-def test_members_that_cannot_be_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
+def test_impossible_members_are_refused(change: Callable[[dict[str, Any]], object]) -> None:
     with pytest.raises(IntegrityError) as caught:
         Manifest.decode(resealed(change))
     assert not isinstance(caught.value, NewerFormat)
@@ -206,7 +206,7 @@ def test_unknown_members_are_ignored() -> None:
     ],
     ids=["nothing", "digest alone", "no members", "no map", "open brackets", "deep", "no UTF-8", "infinite version"],
 )
-def test_what_is_no_manifest_is_refused(data: bytes) -> None:
+def test_anything_but_a_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(IntegrityError):
         Manifest.decode(data)
 
@@ -221,7 +221,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 
 def test_a_manifest_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its digest is computed, or a value of it decoded."""
+    """It is refused before its digest is computed or a value is decoded."""
     data = make().encode()
     monkeypatch.setattr("ckptd.shared.manifest.MAX_MANIFEST", len(data))
     assert Manifest.decode(data) == make()
@@ -231,7 +231,7 @@ def test_a_manifest_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_content_that_is_nested_too_deep_is_refused() -> None:
-    """What reads it may be recursive, and must not run out of stack."""
+    """A reader of the content may be recursive, and must not run out of stack."""
 
     def nested(levels: int) -> bytes:
         return resealed(lambda members: members.update(user_content=json.loads("[" * levels + "]" * levels)))
@@ -241,8 +241,8 @@ def test_content_that_is_nested_too_deep_is_refused() -> None:
         Manifest.decode(nested(257))
 
 
-def test_a_manifest_that_no_reader_would_take_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_too_large_for_readers_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     data = make().encode()
     monkeypatch.setattr("ckptd.shared.manifest.MAX_MANIFEST", len(data) - 1)
-    with pytest.raises(IntegrityError, match=f"manifest would have {len(data)} bytes, and no reader takes more than {len(data) - 1}"):
+    with pytest.raises(IntegrityError, match=f"manifest would have {len(data)} bytes, and readers accept at most {len(data) - 1}"):
         make().encode()

@@ -1,4 +1,4 @@
-"""Messages: each goes there and back; bounds are checked; nothing but ProtocolError comes of noise."""
+"""Tests messages: each is decoded as it was encoded, bounds are checked, and noise raises only ProtocolError."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_defaults_are_left_out() -> None:
         "hello",
     ],
 )
-def test_what_is_out_of_bounds_is_refused(plain: Any) -> None:
-    with pytest.raises(ProtocolError, match="a message cannot be understood"):
+def test_values_out_of_bounds_are_refused(plain: Any) -> None:
+    with pytest.raises(ProtocolError, match="a message cannot be decoded"):
         m.decode(msgspec.msgpack.encode(plain))
 
 
@@ -151,7 +151,7 @@ def test_damaged_messages_are_messages_or_protocol_errors(message: m.Message, da
 
 
 def test_a_welcome_of_an_older_daemon_has_no_instance() -> None:
-    """`instance` came after version 0.1.0; older agents ignore it, as they ignore every key that they do not know."""
+    """`instance` was added after version 0.1.0. Older agents ignore it, as they ignore every unknown key."""
     new = m.Welcome(re=1, version=1, instance="ab" * 16)
     assert m.decode(m.encode(new)) == new
     old = msgspec.msgpack.encode({"type": "welcome", "re": 1, "version": 1})

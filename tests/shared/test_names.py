@@ -1,4 +1,4 @@
-"""Names: what may become one, how each is built, and that nothing else parses."""
+"""Tests names: which are allowed, how each is built, and that nothing else parses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_checked_name_is_one_component_of_a_path(name: str) -> None:
 
 
 @pytest.mark.parametrize("tag", ["step-1", "step-00001000", "step-", "step-best"])
-def test_user_tags_are_none_of_our_own(tag: str) -> None:
+def test_user_tags_may_not_look_like_those_of_ckptd(tag: str) -> None:
     with pytest.raises(InvalidName, match="made by ckptd"):
         names.check_user_tag(tag)
     assert names.check_name("job", tag) == tag
@@ -112,7 +112,7 @@ def test_tag_directories_of_users_round_trip(tag: str, attempt: int) -> None:
     ],
     ids=ascii,
 )  # fmt: skip
-def test_what_is_no_tag_directory_does_not_parse(name: str) -> None:
+def test_other_names_do_not_parse_as_a_tag_directory(name: str) -> None:
     assert names.parse_tag_directory(name) is None
 
 
@@ -120,7 +120,7 @@ def test_what_is_no_tag_directory_does_not_parse(name: str) -> None:
     "name", ["best.a00002", "step-00001000.a000000002", "step-000001000.a0002", "step-1.a0002", "step-.a0002", "step-x.a0002"]
 )
 def test_a_tag_directory_that_would_not_be_built_does_not_parse(name: str) -> None:
-    """Two names for one checkpoint, and user tags that `check_user_tag` refuses, are not ours."""
+    """The first would be second names of one checkpoint, and the others user tags that `check_user_tag` refuses."""
     assert names.parse_tag_directory(name) is None
 
 
@@ -140,7 +140,7 @@ def test_data_files_belong_to_their_part() -> None:
 
 
 @pytest.mark.parametrize("number", ["0000", "1", "012", "00012", "-001", "1234567890", "000x", ""])
-def test_what_is_no_data_file_belongs_to_no_part(number: str) -> None:
+def test_other_names_do_not_parse_as_a_data_file(number: str) -> None:
     assert names.part_of(f"rank-00007.{HEX}.{number}.ckpt") is None
     assert not names.is_standalone_file(f"rank-00007.{HEX}.{number}.ckpt")
 
@@ -160,7 +160,7 @@ def test_part_files_round_trip(rank: int, nonce: bytes) -> None:
     ],
     ids=ascii,
 )  # fmt: skip
-def test_what_is_no_part_file_does_not_parse(name: str) -> None:
+def test_other_names_do_not_parse_as_a_part_file(name: str) -> None:
     assert names.parse_part_file(name) is None
 
 
@@ -176,7 +176,7 @@ def test_attempt_files() -> None:
     ["", "a", "a1", "a001", "0001", "a0001.tmp", "a1234567890", "a-001", "a0001\n", "a\u0661\u0661\u0661\u0661", "a00001"],
     ids=ascii,
 )
-def test_what_is_no_attempt_file_does_not_parse(name: str) -> None:
+def test_other_names_do_not_parse_as_an_attempt_file(name: str) -> None:
     assert names.parse_attempt_file(name) is None
 
 
@@ -214,7 +214,7 @@ def test_nonces_are_128_random_bits() -> None:
     ("told", "name"),
     [("node-7.cluster", "node-7.cluster"), ("..-my host/é", "my_host__"), ("...", "localhost"), ("", "localhost"), ("x" * 200, "x" * 128)],
 )
-def test_host_is_fit_for_a_file_name(monkeypatch: pytest.MonkeyPatch, told: str, name: str) -> None:
+def test_the_host_name_is_made_fit_for_a_file_name(monkeypatch: pytest.MonkeyPatch, told: str, name: str) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: told)
     assert names.host() == name
 
@@ -227,7 +227,9 @@ def test_root_digest_is_of_the_path() -> None:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """$XDG_RUNTIME_DIR, and what stands for /tmp/ckptd-UID beside it, so that other daemons of this machine do not matter."""
+    """Set $XDG_RUNTIME_DIR and the directory that stands for /tmp/ckptd-UID to new places, so that other daemons of this machine do not
+    matter.
+    """
     with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
         path = Path(name) / "runtime"
         path.mkdir(mode=0o700)
@@ -256,7 +258,7 @@ def test_private_socket_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file", "relative", "writable by others", "another user's"])
-def test_a_runtime_directory_that_cannot_be_used_does_not_count(runtime: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_an_unusable_runtime_directory_is_ignored(runtime: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "missing":
         runtime.rmdir()
     elif kind == "a file":

@@ -46,7 +46,7 @@ def test_near_runs_this_thread_on_the_node(tmp_path: Path) -> None:
     assert os.sched_getaffinity(0) == here
 
 
-def test_what_fails_there_leaves_the_thread_as_it_was(tmp_path: Path) -> None:
+def test_an_error_inside_near_restores_the_cpus_of_the_thread(tmp_path: Path) -> None:
     here = os.sched_getaffinity(0)
     system = write(tmp_path, node0=str(min(here)), node1="100000")
 
@@ -60,8 +60,8 @@ def test_what_fails_there_leaves_the_thread_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("node", [UNKNOWN, 0, 7])
-def test_what_cannot_be_had_changes_nothing(tmp_path: Path, node: int) -> None:
-    """Unknown, of CPUs that this process may not use, and not there."""
+def test_a_node_that_cannot_be_used_changes_nothing(tmp_path: Path, node: int) -> None:
+    """The node is unknown, or this process may not use its CPUs, or it does not exist."""
     here = os.sched_getaffinity(0)
     with near(node, write(tmp_path, node0="100000", node1="0")):
         assert os.sched_getaffinity(0) == here

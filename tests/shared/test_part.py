@@ -1,4 +1,4 @@
-"""Part files: what is written is read, and no damage gets through."""
+"""Tests part files: what is written is read, and no damage passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL, SMALL_INDEX = encode_part(packed_slot(SMALL_PLAN, SMALL_VALUES), SMALL_PL
 
 
 def read(data: bytes, index_sha256: str | None = None) -> dict[int, bytes]:
-    """Every chunk, by its offset in the packed slot."""
+    """Return every chunk, by its offset in the packed slot."""
     with memory_file(data) as fd:
         reader = PartReader(source(fd), "p", index_sha256)
         found = {}
@@ -60,7 +60,7 @@ def test_every_byte_comes_back(name: str) -> None:
         assert verify(PartReader(source(fd), "p")) == 16 + 160_000 + 5 + 70_000
 
 
-def test_the_reader_tells_what_it_holds() -> None:
+def test_the_reader_has_the_index_plan_and_request() -> None:
     request = SnapshotRequest(tag="best", metrics={"loss": 0.25}, created=1.5)
     data, index = encode_part(SLOT, PLAN, VALUES, step=None, tag="best.a0002", rank=3, world_size=8, request=request)
     with memory_file(data) as fd:
@@ -80,7 +80,7 @@ def test_zstd_takes_less_and_chunks_that_do_not_shrink_are_raw() -> None:
 
 
 def test_chunks_may_lie_in_any_order_in_the_file() -> None:
-    """They are written by several threads, each as soon as it is encoded."""
+    """Several threads write them, each as soon as it is encoded."""
     plan = Plan(regions=[Region(0, 3 * MIN_CHUNK, 4)], items=[], aliases=[], metadata=None, writer=WRITER)
     values = values_after(plan, 10)
     slot = packed_slot(plan, values)
@@ -116,7 +116,7 @@ def test_the_file_stays_within_its_bound(name: str) -> None:
 
 
 def test_the_bound_holds_for_a_request_of_any_size() -> None:
-    """Metrics, user content and names are the user's; the space is reserved before the first chunk is written."""
+    """The user chooses metrics, user content and names, and the space is reserved before the first chunk is written."""
     request = SnapshotRequest(user_content='"' + "x" * 20_000 + '"')
     data, index = encode_part(SLOT, PLAN, VALUES, job="j" * 128, request=request)
     with memory_file(data) as fd:
@@ -142,7 +142,7 @@ def test_bytes_behind_the_end_are_seen() -> None:
             check(SMALL + more)
 
 
-def test_a_header_that_is_damaged_is_called_that() -> None:
+def test_a_damaged_header_is_named() -> None:
     with pytest.raises(IntegrityError, match="p: part header does not match its checksum"):
         check(flip(SMALL, 8 * 20))
 
@@ -160,7 +160,7 @@ def test_random_flips_are_seen_across_the_file(name: str) -> None:
 
 
 def test_every_flip_is_seen_where_the_bytes_mean_most() -> None:
-    """Header, index and trailer, each bit. The rest of the first and the last page is padding."""
+    """Every bit of header, index and trailer is flipped. The rest of the first and the last page is padding."""
     used = len(SMALL_INDEX.encode())
     index_offset = len(SMALL) - -(-(used + TRAILER_SIZE) // ALIGN) * ALIGN
     places = [range(200), range(index_offset, index_offset + used + 8), range(len(SMALL) - TRAILER_SIZE - 8, len(SMALL))]
@@ -182,7 +182,7 @@ def test_a_damaged_chunk_names_its_place() -> None:
         reader.read_chunk(1, memoryview(bytearray(24)))
 
 
-def test_a_chunk_whose_pages_went_missing_is_seen() -> None:
+def test_a_chunk_beyond_the_end_of_the_file_is_seen() -> None:
     with memory_file(SMALL) as fd:
         reader = PartReader(source(fd), "p")
         os.ftruncate(fd, ALIGN + 100)
@@ -190,7 +190,7 @@ def test_a_chunk_whose_pages_went_missing_is_seen() -> None:
             reader.read_chunk(0, memoryview(bytearray(16)))
 
 
-def test_the_manifests_word_on_the_index_counts() -> None:
+def test_an_index_must_match_the_digest_in_the_manifest() -> None:
     right = hashlib.sha256(SMALL_INDEX.encode()).hexdigest()
     check(SMALL, right)
     for wrong in (right[:-1] + ("0" if right[-1] != "0" else "1"), "", hashlib.sha256(b"").hexdigest()):
@@ -198,7 +198,7 @@ def test_the_manifests_word_on_the_index_counts() -> None:
             check(SMALL, wrong)
 
 
-def test_a_newer_part_is_told_from_a_broken_one() -> None:
+def test_a_newer_part_is_not_called_damaged() -> None:
     for at in (8, 12):
         with pytest.raises(NewerFormat, match=r"^p: "):
             check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
@@ -207,11 +207,11 @@ def test_a_newer_part_is_told_from_a_broken_one() -> None:
             check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
 
 
-# -- files that somebody made on purpose: every checksum right, the contents impossible
+# -- forged files: every checksum is right, and the content is impossible
 
 
 def forge(change: Callable[[dict[str, Any]], object], *, header: bytes | None = None) -> bytes:
-    """The small part with another index, its header, trailer and checksums to match."""
+    """Return the small part with another index, and with header, trailer and checksums that match it."""
     plain: dict[str, Any] = msgspec.msgpack.decode(SMALL_INDEX.encode())
     change(plain)
     index = msgspec.msgpack.encode(plain)
@@ -277,7 +277,7 @@ def test_a_forged_index_is_refused(change: Callable[[dict[str, Any]], object]) -
 
 @pytest.mark.parametrize("field", ["attempt", "rank", "world_size", "step"])
 @pytest.mark.parametrize("value", [-1, 1 << 33, (1 << 64) - 1], ids=["negative", "33 bits", "64 bits"])
-def test_a_number_that_cannot_be_is_an_integrity_error(field: str, value: int) -> None:
+def test_an_impossible_number_is_an_integrity_error(field: str, value: int) -> None:
     with pytest.raises(IntegrityError):
         check(forge(lambda d: d.update({field: value}), header=SMALL[:ALIGN]))
 
@@ -288,20 +288,20 @@ def test_header_and_index_speak_of_the_same_snapshot(field: str) -> None:
         check(forge(lambda d: d.update({field: "other" if field == "job" else 5}), header=SMALL[:ALIGN]))
 
 
-def test_values_that_lie_over_the_tensors_are_refused() -> None:
-    """Even where chunks and checksums agree."""
+def test_a_values_document_that_overlaps_the_tensors_is_refused() -> None:
+    """This holds even if chunks and checksums agree."""
     data, _ = encode_part(packed_slot(SMALL_PLAN, SMALL_VALUES), SMALL_PLAN, (64, 40))
-    with pytest.raises(IntegrityError, match="its values lie over its tensors"):
+    with pytest.raises(IntegrityError, match="its values document overlaps its tensors"):
         check(data)
 
 
 def test_a_values_document_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader makes room for the whole document at once."""
+    """A reader allocates memory for the whole document at once."""
     data, _ = encode_part(packed_slot(PLAN, VALUES), PLAN, VALUES)
     monkeypatch.setattr("ckptd.shared.part.MAX_DOCUMENT", 70_000)
     check(data)
     monkeypatch.setattr("ckptd.shared.part.MAX_DOCUMENT", 69_999)
-    with pytest.raises(IntegrityError, match="p: its values document has 70000 bytes; it has at most 69,999"):
+    with pytest.raises(IntegrityError, match="p: its values document has 70,000 bytes; expected at most 69,999"):
         check(data)
 
 
@@ -312,7 +312,7 @@ def test_pages_that_no_chunk_claims_are_refused() -> None:
         check(SMALL[:end] + bytes(ALIGN) + encode_end(end + ALIGN, SMALL_INDEX.encode()))
 
 
-def test_an_unknown_codec_is_a_newer_ckptds() -> None:
+def test_a_chunk_with_an_unknown_codec_counts_as_newer() -> None:
     with memory_file(forge(_chunk(0, 4, 7))) as fd:
         reader = PartReader(source(fd), "p")
         with pytest.raises(NewerFormat, match=r"^p: chunk 0 .*codec 7"):
@@ -328,7 +328,7 @@ def test_wrong_raw_bytes_of_a_sound_frame_are_seen() -> None:
 
 @pytest.mark.parametrize("where", ["values", "regions"])
 def test_a_part_that_claims_an_enormous_slot_costs_no_memory(where: str) -> None:
-    """8 GiB here; with 2^61 the reader would never come back."""
+    """The claim is 8 GiB here. With 2^61 bytes, a reader without the check would never return."""
     claimed = 1 << 33
 
     def change(d: dict[str, Any]) -> None:

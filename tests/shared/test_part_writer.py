@@ -1,4 +1,4 @@
-"""A part in one file or in several: what goes in comes out, and no file of it may lack, be cut, or be another's."""
+"""Tests a part in one file or in several: what is written is read, and no file of it may be missing, cut or swapped."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Place:
             raise
 
     def lengths(self) -> list[int]:
-        """Of the files, the part itself first."""
+        """Return the lengths of the files, the part itself first."""
         names = [part_file(0, NONCE, number) for number in range(len(os.listdir(self.path)))]
         assert sorted(names) == sorted(os.listdir(self.path))
         return [(self.path / name).stat().st_size for name in names]
@@ -80,7 +80,7 @@ class Place:
         return PartReader(beside(part_file(0, NONCE)), "p", index_sha256, None if alone else beside)
 
     def check(self) -> int:
-        """Everything is read and compared."""
+        """Read and compare everything."""
         reader = self.read()
         try:
             found = bytearray(len(SLOT))
@@ -107,7 +107,7 @@ def test_what_goes_in_comes_out(place: Place, files: int, most: int, codec_name:
     assert (entry.files, entry.bytes) == (len(lengths), sum(lengths))
     if not most:
         assert len(lengths) == min(files, len(RANGES))
-    assert all(length > ALIGN for length in lengths)  # none without a chunk
+    assert all(length > ALIGN for length in lengths)  # no file is without a chunk
     assert not most or max(lengths) <= most
     reader = place.read(entry.index_sha256)
     assert (reader.nbytes, 1 + len(reader.index.files)) == (entry.bytes, entry.files)
@@ -120,7 +120,7 @@ def test_chunks_are_spread_evenly(place: Place) -> None:
     assert max(lengths) - min(lengths) <= MIN_CHUNK + ALIGN
 
 
-def test_a_limit_divides_what_is_longer(place: Place) -> None:
+def test_a_limit_of_bytes_splits_a_longer_part(place: Place) -> None:
     entry = place.write(1, 4 * MIN_CHUNK)
     assert entry.files == 5  # three chunks of 64 KiB and a header in each; 14 chunks of that size, some smaller ones, and the index
     assert place.check() == entry.raw_bytes
@@ -133,8 +133,8 @@ def test_chunks_may_come_in_any_order(place: Place) -> None:
     place.check()
 
 
-def test_one_file_is_written_as_ever(place: Place) -> None:
-    """No new key, no feature: an older ckptd reads it."""
+def test_a_part_in_one_file_has_the_old_format(place: Place) -> None:
+    """It has no new key and no feature bit, so that an older ckptd reads it."""
     place.write(1, 1 << 40)
     reader = place.read(alone=True)
     data = place.path.joinpath(part_file(0, NONCE)).read_bytes()
@@ -143,7 +143,7 @@ def test_one_file_is_written_as_ever(place: Place) -> None:
     reader.close()
 
 
-def test_an_older_ckptd_refuses_several(place: Place) -> None:
+def test_a_part_in_several_files_has_a_feature_bit_that_older_versions_refuse(place: Place) -> None:
     place.write(2)
     for path in place.path.iterdir():
         assert path.read_bytes()[12:16] == b"\1\0\0\0"
@@ -163,14 +163,14 @@ def test_an_older_ckptd_refuses_several(place: Place) -> None:
     ],
     ids=["gone", "cut", "longer", "another"],
 )
-def test_a_data_file_that_is_not_whole(place: Place, damage: Callable[[Path], Any], why: str) -> None:
+def test_a_missing_cut_long_or_swapped_data_file_is_refused(place: Place, damage: Callable[[Path], Any], why: str) -> None:
     place.write(3)
     damage(place.data_file(2))
     with pytest.raises(IntegrityError, match=why):
         place.read()
 
 
-def test_a_data_file_of_the_same_length_from_another_place(place: Place) -> None:
+def test_a_data_file_swapped_for_one_of_the_same_length_is_refused(place: Place) -> None:
     place.write(14)
     one, other = place.data_file(3), place.data_file(4)
     assert one.stat().st_size == other.stat().st_size
@@ -179,7 +179,7 @@ def test_a_data_file_of_the_same_length_from_another_place(place: Place) -> None
         place.read()
 
 
-def test_a_data_file_that_vanishes_while_it_is_read(place: Place) -> None:
+def test_a_data_file_that_disappears_before_it_is_read_is_an_integrity_error(place: Place) -> None:
     place.write(2)
     reader = place.read()
     place.data_file().unlink()
@@ -188,7 +188,7 @@ def test_a_data_file_that_vanishes_while_it_is_read(place: Place) -> None:
     reader.close()
 
 
-def test_a_part_without_what_lies_beside_it(place: Place) -> None:
+def test_a_part_without_its_data_files_is_refused(place: Place) -> None:
     place.write(2)
     with pytest.raises(IntegrityError, match=r"its data file .* is missing"):
         place.read(alone=True)
@@ -262,7 +262,7 @@ class Full(PosixFileSystem):
 
 
 @pytest.mark.parametrize("creations", [0, 1, 2, 5])
-def test_a_file_that_cannot_be_made_leaves_none(tmp_path: Path, creations: int) -> None:
+def test_if_one_file_cannot_be_made_none_is_left(tmp_path: Path, creations: int) -> None:
     place = Place(tmp_path, Full(creations))
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="No space left"):
@@ -273,7 +273,7 @@ def test_a_file_that_cannot_be_made_leaves_none(tmp_path: Path, creations: int) 
 
 
 class Watched(PosixFileSystem):
-    """What was called, in order, by name of file."""
+    """Records the calls in order, by the name of the file."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -288,7 +288,7 @@ class Watched(PosixFileSystem):
 
 
 class Frugal(PosixFileSystem):
-    """How much room there was at most, and how many files were open."""
+    """Measures the largest reserved size, and the largest number of open files."""
 
     def __init__(self) -> None:
         self.rooms: dict[int, int] = {}
@@ -313,7 +313,7 @@ class Frugal(PosixFileSystem):
 
 
 @pytest.mark.parametrize(("files", "most", "count"), [(1, 0, 1), (3, 0, 3), (1, SMALLEST, 13), (2, SMALLEST, 13), (2, 5 * MIN_CHUNK, 4)])
-def test_no_more_is_reserved_or_open_than_is_needed(tmp_path: Path, files: int, most: int, count: int) -> None:
+def test_no_more_space_or_descriptors_are_used_than_needed(tmp_path: Path, files: int, most: int, count: int) -> None:
     fs = Frugal()
     place = Place(tmp_path, fs)
     entry = place.write(files, most)
@@ -330,7 +330,7 @@ class Unclosable(PosixFileSystem):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_what_cannot_be_closed_is_discarded_all_the_same(tmp_path: Path) -> None:
+def test_a_part_is_discarded_although_its_files_cannot_be_closed(tmp_path: Path) -> None:
     place = Place(tmp_path, Unclosable())
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="Input/output error"):
@@ -341,8 +341,8 @@ def test_what_cannot_be_closed_is_discarded_all_the_same(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("creations", range(2, 9))
-def test_threads_fail_with_what_went_wrong(tmp_path: Path, creations: int) -> None:
-    """Not with a bad descriptor of the file that could not be made."""
+def test_every_thread_gets_the_first_error(tmp_path: Path, creations: int) -> None:
+    """The error is not that of a bad descriptor of the file that could not be made."""
     place = Place(tmp_path, Full(creations))
     writer = PartWriter(files_in(place.path, place.fs), NONCE, codec.encoder("raw"), Spread.checked(2, SMALLEST, MIN_CHUNK))
     writer.create(INDEX, RANGES, len(INDEX.plan))
@@ -380,6 +380,6 @@ NO_COUNT: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("files", "most"), NO_COUNT)
-def test_what_cannot_be_asked_for(files: Any, most: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r"^(files_per_rank is .*; expected 1 to 64|bytes_per_file is .*; expected 0 \(no limit\) or)"):
+def test_impossible_settings_are_refused(files: Any, most: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"^(files_per_rank is .*; expected 1 to 64|bytes_per_file is .*; expected 0 \(no limit\), or)"):
         Spread.checked(files, most, MIN_CHUNK)

@@ -1,4 +1,4 @@
-"""Plan documents: what is sound, everything that is not, and the chunks that a packed slot falls into."""
+"""Tests plan documents: sound ones, everything that is not sound, and the chunks of a packed slot."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = {width: [name for name, size in ITEM_SIZES.items() if size == width and
 
 
 def make(items: list[Item], aliases: list[Alias] | None = None, regions: list[Region] | None = None, **changes: Any) -> Plan:
-    """One region of 4-byte elements and 4096 bytes, unless others are given."""
+    """Return a plan with one region of 4096 bytes and 4-byte elements, unless others are given."""
     return Plan(regions=regions or [Region(0, 4096, 4)], items=items, aliases=aliases or [], metadata=None, writer=WRITER, **changes)
 
 
@@ -92,8 +92,8 @@ UNSOUND = {
     "item over the end": (make([item(sizes=(1025,))]), "outside its region"),
     "item over two regions": (make([item(sizes=(20,))], regions=[Region(0, 64, 4), Region(64, 64, 2)]), "outside its region"),
     "item in a gap": (make([item(offset=64)], regions=[Region(0, 64, 4), Region(128, 64, 2)]), "outside its region"),
-    "items overlap": (make([item("a", sizes=(5,)), item("b", 16)]), "over another item"),
-    "items at one place": (make([item("a"), item("b")]), "over another item"),
+    "items overlap": (make([item("a", sizes=(5,)), item("b", 16)]), "overlaps another item"),
+    "items at one place": (make([item("a"), item("b")]), "overlaps another item"),
     "item between elements": (make([item(offset=2)]), "outside its region"),
     "item of another width": (make([item(dtype="float64")]), "outside its region"),
     "size and sizes differ in dimensions": (make([item(sizes=(4,), size=(4, 1))]), "differ in dimensions"),
@@ -105,9 +105,9 @@ UNSOUND = {
     "item named twice": (make([item(), item(offset=16)]), "twice"),
     "alias named as an item": (make([item()], [alias("w")]), "twice"),
     "alias named twice": (make([item()], [alias(), alias()]), "twice"),
-    "alias of nothing": (make([item()], [alias(base="x")]), "no base"),
-    "alias of an alias": (make([item()], [alias("a"), alias("b", base="a")]), "no base"),
-    "alias with too few strides": (make([item()], [alias(stride=())]), "no base, dtype or stride"),
+    "alias of nothing": (make([item()], [alias(base="x")]), "impossible base"),
+    "alias of an alias": (make([item()], [alias("a"), alias("b", base="a")]), "impossible base"),
+    "alias with too few strides": (make([item()], [alias(stride=())]), "impossible base, dtype or stride"),
     "alias beyond its base": (make([item()], [alias(size=(5,))]), "beyond its base"),
     "alias beyond its base by offset": (make([item()], [alias(offset=4)]), "beyond its base"),
     "alias beyond its base by stride": (make([item()], [alias(size=(2,), stride=(4,))]), "beyond its base"),
@@ -126,7 +126,7 @@ def test_an_unsound_plan_is_refused(plan: Plan, reason: str) -> None:
 @pytest.mark.parametrize(
     "plan", [make([item(dtype="float5")]), make([item()], [alias(dtype="float31")]), make([], version=2), make([item(offset=3)], version=9)]
 )
-def test_a_newer_plan_is_told_from_a_broken_one(plan: Plan) -> None:
+def test_a_newer_plan_is_not_called_damaged(plan: Plan) -> None:
     with pytest.raises(NewerFormat):
         Plan.decode(plan.encode())
 
@@ -142,7 +142,7 @@ def test_a_newer_plan_is_told_from_a_broken_one(plan: Plan) -> None:
     ids=["thousands", "two of one size", "of no element size", "smaller elements first"],
 )
 def test_regions_are_those_that_the_format_has(regions: list[Region]) -> None:
-    """16, 8, 4, 2 and 1 byte elements, in this order: `most_chunks`, and with it the check area, relies on it."""
+    """Regions have elements of 16, 8, 4, 2 and 1 bytes, in this order. `most_chunks`, and so the size of the check area, relies on it."""
     with pytest.raises(IntegrityError):
         Plan.decode(make([], regions=regions).encode())
 
@@ -176,7 +176,7 @@ BROKEN: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("document", BROKEN.values(), ids=BROKEN.keys())
-def test_what_is_no_plan_is_refused(document: bytes) -> None:
+def test_anything_but_a_plan_is_refused(document: bytes) -> None:
     with pytest.raises(IntegrityError):
         Plan.decode(document)
 
@@ -195,7 +195,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 @steady
 @given(st.integers(0, 8 * len(sample_plan().encode()) - 1))
 def test_a_flipped_bit_gives_a_sound_plan_or_an_integrity_error(bit: int) -> None:
-    """Checksums lie outside the document; what gets past them must still not bring the reader down."""
+    """The document has no checksum itself. A damage that passes the outer checksums must still not crash the reader."""
     document = bytearray(sample_plan().encode())
     document[bit >> 3] ^= 1 << (bit & 7)
     try:
@@ -318,7 +318,7 @@ def test_is_dense(sizes: tuple[int, ...], stride: tuple[int, ...], dense: bool) 
 
 @steady
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=4))
-def test_is_dense_is_what_the_addresses_say(dimensions: list[tuple[int, int]]) -> None:
+def test_is_dense_agrees_with_the_addresses_of_all_elements(dimensions: list[tuple[int, int]]) -> None:
     sizes, stride = tuple(size for size, _ in dimensions), tuple(step for _, step in dimensions)
     addresses = sorted(sum(i * s for i, s in zip(index, stride, strict=True)) for index in itertools.product(*map(range, sizes)))
     assert is_dense(sizes, stride) == (addresses == list(range(math.prod(sizes))))

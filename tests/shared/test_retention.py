@@ -1,4 +1,4 @@
-"""Which checkpoints each policy keeps, and what is no policy."""
+"""Tests which checkpoints each policy keeps, and which texts are not policies."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def losses(*values: float | None) -> list[Made]:
 TEN = [Made(step) for step in range(0, 100, 10)]
 
 
-def test_all_and_the_latest() -> None:
+def test_preserve_all_and_latest_n() -> None:
     assert steps(r.PreserveAll(), TEN) == list(range(0, 100, 10))
     assert steps(r.LatestN(3), TEN) == [70, 80, 90]
     assert steps(r.LatestN(99), TEN) == list(range(0, 100, 10))
     assert r.LatestN(3).keeps([]) == r.PreserveAll().keeps([]) == set()
 
 
-def test_steps() -> None:
+def test_every_n_steps_and_custom_steps() -> None:
     assert steps(r.EveryNSteps(30), TEN) == [0, 30, 60, 90]
     assert steps(r.CustomSteps((20, 25, 90)), TEN) == [20, 90]
     assert steps(r.EveryNSteps(30), [Made(None), Made(30)]) == [30]
 
 
-def test_of_a_step_that_was_trained_again_the_newest_attempts() -> None:
+def test_of_a_step_trained_again_only_the_newest_attempt_counts() -> None:
     twice = [Made(10), Made(20), Made(10, attempt=2), Made(30, attempt=2)]
     assert r.EveryNSteps(10).keeps(twice) == {1, 2, 3}
     assert r.CustomSteps((10,)).keeps(twice) == {2}
 
 
-def test_seconds_from_the_oldest() -> None:
+def test_every_n_seconds_counts_from_the_oldest() -> None:
     assert steps(r.EveryNSeconds(10), at(0, 5, 9.5, 10, 15, 20, 29)) == [0, 3, 5]
     assert steps(r.EveryNSeconds(10), at(3, 12, 13, 22, 23.5)) == [0, 2, 4]
 
@@ -67,7 +67,7 @@ def test_a_clock_that_was_set_back_costs_no_checkpoint() -> None:
     assert steps(r.LatestDuration(10), at(1000, 1005, 10, 15, 20)) == [0, 1, 2, 3, 4]
 
 
-def test_times_that_are_not_known_are_kept() -> None:
+def test_checkpoints_of_unknown_time_are_kept() -> None:
     assert steps(r.EveryNSeconds(10), at(0, math.nan, 5, 10)) == [0, 1, 3]
     assert steps(r.LatestDuration(10), at(0, math.nan, 50, 55)) == [1, 2, 3]
     assert steps(r.LatestDuration(10), at(0, 10, math.nan)) == [0, 1, 2]
@@ -78,27 +78,27 @@ def test_the_latest_duration_counts_from_the_newest() -> None:
     assert r.LatestDuration(10).keeps([]) == set()
 
 
-def test_the_best() -> None:
+def test_best_n_keeps_the_best_and_of_equals_the_newer() -> None:
     made = losses(3.0, 1.0, 2.0, 1.0, 5.0)
-    assert steps(r.BestN("loss", 1), made) == [3]  # of equals the newer
+    assert steps(r.BestN("loss", 1), made) == [3]  # of two equals the newer one
     assert steps(r.BestN("loss", 2), made) == [1, 3]
     assert steps(r.BestN("loss", 2, mode="max"), made) == [0, 4]
     assert steps(r.BestN("other", 2), made) == [3, 4]
     assert steps(r.BestN("unheard of", 2), made) == []
 
 
-def test_what_is_not_a_number_is_never_the_best() -> None:
+def test_nan_and_infinity_are_never_the_best() -> None:
     assert steps(r.BestN("loss", 2), losses(math.nan, 3.0, math.inf, 4.0)) == [1, 3]
     assert steps(r.BestN("loss", 9, mode="max"), losses(math.nan, 3.0, -math.inf)) == [1, 2]
 
 
-def test_those_without_the_metric_stay_if_so_said() -> None:
+def test_checkpoints_without_the_metric_are_kept_on_request() -> None:
     made = losses(3.0, None, 1.0, None)
     assert steps(r.BestN("loss", 1), made) == [2]
     assert steps(r.BestN("loss", 1, keep_checkpoints_without_metrics=True), made) == [1, 2, 3]
 
 
-def test_any_of_them_keeps() -> None:
+def test_a_checkpoint_is_kept_if_any_policy_keeps_it() -> None:
     assert r.keeps([r.LatestN(1), r.EveryNSteps(50), r.CustomSteps((20,))], TEN) == {0, 2, 5, 9}
     assert r.keeps([], TEN) == set()
 
@@ -112,7 +112,7 @@ EVERY: list[tuple[r.Policy, str]] = [
 
 
 @pytest.mark.parametrize(("policy", "text"), EVERY, ids=[text for _, text in EVERY])
-def test_as_text(policy: r.Policy, text: str) -> None:
+def test_every_policy_is_parsed_from_its_text(policy: r.Policy, text: str) -> None:
     assert r.parse(text) == policy
     assert r.parse(repr(policy)) == policy
 
@@ -130,9 +130,9 @@ def test_as_text(policy: r.Policy, text: str) -> None:
         ("__import__('os').mkdir('x')", "is no retention policy"),
         ("(" * 500, "is no retention policy"),
         ("LatestN(0x" + "f" * 300 + "+1j)", "is no retention policy"),
-        ("LatestN(" + "1" * 5000 + ")", "is 5009 characters long; a retention policy has 4096 at most"),
+        ("LatestN(" + "1" * 5000 + ")", "is 5009 characters long; expected a retention policy of at most 4096"),
         ("LatestM(5)", "there is no retention policy 'LatestM'; did you mean 'LatestN'"),
-        ("Zzz(5)", "there is no retention policy 'Zzz'; known are PreserveAll, LatestN, "),
+        ("Zzz(5)", "there is no retention policy 'Zzz'; the policies are PreserveAll, LatestN, "),
         ("LatestN()", "LatestN takes n"),
         ("LatestN(1, 2)", "LatestN takes n"),
         ("PreserveAll(1)", "PreserveAll takes nothing"),
@@ -150,14 +150,14 @@ def test_as_text(policy: r.Policy, text: str) -> None:
         ("CustomSteps([1, -2])", "CustomSteps: a step is -2; expected a number from 0 up"),
     ],
 )
-def test_what_is_no_policy(text: str, words: str) -> None:
+def test_a_text_that_is_not_a_policy_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         r.parse(text)
 
 
 @steady
 @given(st.text(max_size=60))
-def test_any_text_is_a_policy_or_a_sentence(text: str) -> None:
+def test_any_text_is_a_policy_or_an_error_in_one_sentence(text: str) -> None:
     said = ""
     try:
         assert type(r.parse(text)) in r.POLICIES.values()
@@ -166,12 +166,12 @@ def test_any_text_is_a_policy_or_a_sentence(text: str) -> None:
     assert "\n" not in said
 
 
-def test_what_a_newer_ckptd_says_keeps_everything() -> None:
+def test_a_policy_of_a_newer_ckptd_keeps_everything() -> None:
     assert r.understood(["LatestN(n=2)", "LatestMoon(phase='full')"]) == (r.LatestN(2), r.PreserveAll())
 
 
 @pytest.mark.parametrize("given", [r.LatestN(2), [r.LatestN(2)], (r.LatestN(2),)])
-def test_one_or_several(given: Any) -> None:
+def test_one_policy_may_be_given_without_a_list(given: Any) -> None:
     assert r.checked(given) == (r.LatestN(2),)
 
 
@@ -180,7 +180,7 @@ def test_one_or_several(given: Any) -> None:
     [
         ([], "retention has 0 policies; expected 1 to 64"),
         ([r.LatestN(1)] * 65, "retention has 65 policies"),
-        ([r.CustomSteps(tuple(range(5000)))], "characters long; a retention policy has 4096 at most"),
+        ([r.CustomSteps(tuple(range(5000)))], "characters long; expected a retention policy of at most 4096"),
         ([r.BestN(HTTPMethod.GET, 3)], "expected plain numbers and text in it|is no retention policy"),
         ("LatestN(5)", r"retention has 'LatestN\(5\)'; expected policies like LatestN\(5\)"),
         (["LatestN(5)"], r"retention has 'LatestN\(5\)'; expected policies like LatestN\(5\)"),

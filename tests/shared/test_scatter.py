@@ -1,4 +1,4 @@
-"""Ranges of a packed slot, gathered chunk by chunk."""
+"""Tests ranges of a packed slot that are gathered chunk by chunk."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_every_range_gets_its_bytes(wanted: list[tuple[int, int]], chunk_size: i
         for offset, length in wanted
         if length and offset < chunk.offset + chunk.length and chunk.offset < offset + length
     }
-    assert source.reads == dict.fromkeys(touched, 1)  # each once, and no other
+    assert source.reads == dict.fromkeys(touched, 1)  # each needed chunk once, and no other
     assert raw == sum(source.ranges[number].length for number in touched)
 
 
-def test_nothing_wanted_is_nothing_read() -> None:
+def test_without_targets_no_chunk_is_read() -> None:
     source = Source()
     assert scatter(source, []) == 0
     assert scatter(source, [(50, memoryview(bytearray()))]) == 0
@@ -109,7 +109,7 @@ def test_verify_raises_at_damage() -> None:
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
-def test_a_real_part(codec: str) -> None:
+def test_scatter_reads_a_part_file(codec: str) -> None:
     plan = sample_plan(floats=40_000)
     values = values_after(plan, 70_000)
     slot = packed_slot(plan, values)

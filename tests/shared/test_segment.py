@@ -1,4 +1,4 @@
-"""Segments: the two copies of the header, the documents, the check area."""
+"""Tests segments: the two copies of the header, the documents, the check area."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def segment() -> Iterator[int]:
 
 
 def _sealed_again(header: bytes, at: int, value: bytes) -> bytes:
-    """Change a field, and make the checksum right again."""
+    """Change a field, and make the checksum match it."""
     body = bytearray(header[:320])
     body[at : at + len(value)] = value
     return (bytes(body) + struct.pack("<I", crc32c(bytes(body)))).ljust(ALIGN, b"\0")
@@ -72,7 +72,7 @@ def test_a_new_header_is_free_and_of_this_boot() -> None:
     assert len(this_boot()) == 16
 
 
-def test_geometry() -> None:
+def test_offsets_and_lengths_follow_from_the_capacity() -> None:
     assert HEADER.check_length == ALIGN
     assert HEADER.data_offset == 3 * ALIGN
     assert HEADER.file_length == 3 * ALIGN + 49 * ALIGN  # 200,000 bytes rounded up
@@ -115,7 +115,7 @@ def test_a_torn_copy_leaves_the_one_before(segment: int, newer: int) -> None:
     before, after = replace(HEADER, generation=newer - 1, state=SlotState.FILLING), replace(HEADER, generation=newer)
     for written in range(0, 324, 3):
         write_header(segment, before)
-        os.pwrite(segment, HEADER.encode()[::-1], newer % 2 * ALIGN)  # whatever was there
+        os.pwrite(segment, HEADER.encode()[::-1], newer % 2 * ALIGN)  # any bytes may be there
         os.pwrite(segment, after.encode()[:written], newer % 2 * ALIGN)
         assert read_header(segment) == before
     write_header(segment, after)
@@ -132,7 +132,7 @@ def test_without_a_valid_copy_there_is_no_segment(segment: int) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 100, 4095])
-def test_a_segment_cut_short_is_no_crash(segment: int, length: int) -> None:
+def test_a_segment_cut_short_raises_an_error(segment: int, length: int) -> None:
     write_header(segment, HEADER)
     os.ftruncate(segment, length)
     with pytest.raises(IntegrityError, match="cut short"):
@@ -140,7 +140,7 @@ def test_a_segment_cut_short_is_no_crash(segment: int, length: int) -> None:
 
 
 def test_one_valid_copy_leaves_nothing_to_the_garbage_collector(segment: int) -> None:
-    """An error that is kept keeps the frames it came through, and those of a trainer the mapping of its slot."""
+    """A stored error keeps the frames that it came through alive. In a trainer, these hold the mapping of a slot."""
     write_header(segment, HEADER)
     gc.collect()
     gc.disable()
@@ -151,7 +151,7 @@ def test_one_valid_copy_leaves_nothing_to_the_garbage_collector(segment: int) ->
         gc.enable()
 
 
-def test_a_segment_cut_behind_its_first_copy_has_that_one(segment: int) -> None:
+def test_a_segment_cut_behind_its_first_copy_is_read_from_that_copy(segment: int) -> None:
     write_header(segment, HEADER)
     write_header(segment, HEADER.next(SlotState.FREE))
     os.ftruncate(segment, ALIGN + 100)
@@ -173,7 +173,7 @@ def test_any_flipped_bit_gives_the_other_copy(segment: int) -> None:
         assert read_header(segment) == HEADER
 
 
-def test_a_newer_header_is_told_from_a_broken_one(segment: int) -> None:
+def test_a_newer_header_is_not_called_damaged(segment: int) -> None:
     os.pwrite(segment, _sealed_again(HEADER.encode(), 8, b"\x02"), 0)
     with pytest.raises(NewerFormat):
         read_header(segment)
@@ -201,7 +201,7 @@ def test_a_newer_header_is_told_from_a_broken_one(segment: int) -> None:
     ],
     ids=lambda v: v if isinstance(v, int) else v.hex(),
 )
-def test_fields_that_cannot_be_are_refused(at: int, value: bytes) -> None:
+def test_impossible_fields_are_refused(at: int, value: bytes) -> None:
     with pytest.raises(IntegrityError):
         SegmentHeader.decode(_sealed_again(HEADER.encode(), at, value))
 
@@ -213,7 +213,7 @@ def test_the_zeros_behind_the_extents_are_verified(at: int) -> None:
         SegmentHeader.decode(_sealed_again(HEADER.encode(), at, b"\x01"))
 
 
-def test_no_step_is_all_ones() -> None:
+def test_a_header_without_a_step_stores_all_ones() -> None:
     assert NO_STEP == 0xFFFF_FFFF_FFFF_FFFF
     data = replace(HEADER, step=None).encode()
     assert data[40:48] == b"\xff" * 8
@@ -262,7 +262,7 @@ def test_check_area_round_trips(segment: int) -> None:
     assert read_check(segment, HEADER) == []
 
 
-def test_check_area_of_another_seal_does_not_count(segment: int) -> None:
+def test_a_check_area_of_another_seal_is_ignored(segment: int) -> None:
     write_check(segment, HEADER, CRCS)
     assert read_check(segment, HEADER.next(SlotState.SEALED)) is None
     assert read_check(segment, replace(HEADER, chunk_size=2 * MIN_CHUNK)) is None
@@ -283,7 +283,7 @@ def test_the_padding_of_the_check_area_is_verified(segment: int) -> None:
         assert read_check(segment, HEADER) is None
 
 
-def test_a_check_area_cut_short_does_not_count(segment: int) -> None:
+def test_a_check_area_cut_short_is_ignored(segment: int) -> None:
     write_header(segment, HEADER)
     write_check(segment, HEADER, CRCS)
     for length in reversed(range(CHECK_HEADER + 4 * len(CRCS))):
@@ -291,7 +291,7 @@ def test_a_check_area_cut_short_does_not_count(segment: int) -> None:
         assert read_check(segment, HEADER) is None
 
 
-def test_a_check_area_that_claims_more_than_there_is_does_not_count(segment: int) -> None:
+def test_a_check_area_with_too_large_a_count_is_ignored(segment: int) -> None:
     head = encode_check(4, MIN_CHUNK, CRCS)
     for count in (5, 1008, 1009, 1 << 31, (1 << 32) - 1):
         os.pwrite(segment, head[:24] + struct.pack("<I", count) + head[28:], CHECK_OFFSET)

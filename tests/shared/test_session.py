@@ -1,4 +1,4 @@
-"""The session's table: every step in it, every step that is not, from both sides."""
+"""Tests the table of the session: every transition in it, and every one that is not, from both sides."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ STEPS: dict[SessionState, tuple[m.Message, ...]] = {
     SessionState.LEAVING: (HELLO, WELCOME, BEGIN, BEGAN, m.Detach(id=3)),
     SessionState.CLOSED: (HELLO, m.Error(re=1, code="version", message="no")),
 }
-"""How to get there."""
+"""The messages that lead to each state."""
 
 REQUEST_TYPES = {type(request): request for request in wire.REQUESTS}
 REPLY_TYPES = {type(reply): reply for reply in wire.REPLIES}
 
 
 def pair(state: SessionState) -> tuple[Session, Session]:
-    """Agent and daemon, both in `state`."""
+    """Return agent and daemon, both in `state`."""
     agent, daemon = Session(Role.AGENT), Session(Role.DAEMON)
     for message in STEPS[state]:
         deliver(agent, daemon, message)
@@ -50,7 +50,7 @@ def deliver(agent: Session, daemon: Session, message: m.Request | m.Reply) -> No
 
 
 def unchanged(session: Session, step: Callable[[], object]) -> None:
-    """The step is a protocol error, and leaves no trace."""
+    """Check that the call is a protocol error and changes nothing."""
     before = (session.state, dict(session.under_way), repr(session))
     with pytest.raises(ProtocolError):
         step()
@@ -97,7 +97,7 @@ def test_every_request_in_every_state(state: SessionState, kind: type[m.Request]
 
 
 @pytest.mark.parametrize("state", SessionState)
-def test_nobody_speaks_the_others_part(state: SessionState) -> None:
+def test_neither_side_may_send_the_messages_of_the_other(state: SessionState) -> None:
     agent, daemon = pair(state)
     for request in wire.REQUESTS:
         unchanged(daemon, lambda r=request: daemon.send(r))  # type: ignore[misc]
@@ -108,7 +108,7 @@ def test_nobody_speaks_the_others_part(state: SessionState) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_ids_only_rise(number: int) -> None:
+def test_request_ids_must_increase(number: int) -> None:
     agent, daemon = pair(SessionState.ATTACHED)
     unchanged(agent, lambda: agent.send(m.Find(id=number)))
     unchanged(daemon, lambda: daemon.receive(raw(m.Find(id=number))))
@@ -119,7 +119,7 @@ def test_ids_only_rise(number: int) -> None:
     unchanged(agent, lambda: agent.send(m.Find(id=1000)))
 
 
-def test_an_id_of_zero_is_none() -> None:
+def test_a_request_id_of_zero_is_refused() -> None:
     agent, daemon = pair(SessionState.NEW)
     unchanged(agent, lambda: agent.send(m.Hello(id=0, min_version=1, max_version=1)))
     unchanged(daemon, lambda: daemon.receive(raw(m.Hello(id=0, min_version=1, max_version=1))))
@@ -166,7 +166,7 @@ def test_every_reply_to_every_request(asked: type[m.Request], answer: type[m.Rep
         assert session.state is ANSWERED.get((between, answer is not m.Error), state)
 
 
-def test_answers_lead_where_the_document_says() -> None:
+def test_replies_lead_to_the_states_of_the_document() -> None:
     assert ANSWERED == {
         (SessionState.GREETING, True): SessionState.GREETED,
         (SessionState.GREETING, False): SessionState.CLOSED,
@@ -210,7 +210,7 @@ def test_replies_may_come_in_any_order() -> None:
     assert (agent.under_way, daemon.under_way) == ({}, {})
 
 
-def test_what_was_under_way_at_a_detach_is_still_answered() -> None:
+def test_requests_under_way_at_a_detach_are_still_answered() -> None:
     agent, daemon = pair(SessionState.ATTACHED)
     deliver(agent, daemon, m.Seal(id=3, segment="x", attempt=1, step=1))
     deliver(agent, daemon, m.Detach(id=4))
@@ -234,7 +234,7 @@ def test_a_rank_that_goes_back_begins_again() -> None:
 
 
 @pytest.mark.parametrize("state", SessionState)
-def test_progress_comes_unasked_to_those_who_are_attached(state: SessionState) -> None:
+def test_progress_comes_without_a_request_to_attached_agents(state: SessionState) -> None:
     agent, daemon = pair(state)
     news = m.Progress(re=0, attempt=1, step=5, state="durable")
     if state in (SessionState.ATTACHED, SessionState.LEAVING):
@@ -245,7 +245,7 @@ def test_progress_comes_unasked_to_those_who_are_attached(state: SessionState) -
         unchanged(agent, lambda: agent.receive(raw(news)))
 
 
-def test_progress_answers_nothing() -> None:
+def test_progress_does_not_answer_a_request() -> None:
     agent, daemon = pair(SessionState.ATTACHED)
     deliver(agent, daemon, m.Find(id=3))
     news = m.Progress(re=3, attempt=1, step=5, state="durable")
@@ -254,14 +254,14 @@ def test_progress_answers_nothing() -> None:
 
 
 @pytest.mark.parametrize("state", SessionState)
-def test_an_error_that_answers_nothing_is_the_end(state: SessionState) -> None:
+def test_an_error_without_a_request_ends_the_session(state: SessionState) -> None:
     agent, daemon = pair(state)
     deliver(agent, daemon, m.Error(re=0, code="protocol", message="that cannot be"))
     for session in (agent, daemon):
         assert (session.state, session.under_way) == (SessionState.CLOSED, {})
 
 
-def test_close_forgets_what_was_under_way() -> None:
+def test_close_forgets_requests_under_way() -> None:
     agent, _ = pair(SessionState.BEGINNING)
     agent.close()
     assert (agent.state, agent.under_way) == (SessionState.CLOSED, {})
@@ -318,7 +318,7 @@ def test_framed_noise_is_no_more_than_a_protocol_error(role: Role, state: Sessio
 
 @steady
 @given(st.lists(st.tuples(st.sampled_from(wire.MESSAGES), st.integers(0, 8)), max_size=40))
-def test_what_one_side_may_send_the_other_may_receive(sent: list[tuple[m.Message, int]]) -> None:
+def test_each_message_that_one_side_may_send_the_other_may_receive(sent: list[tuple[m.Message, int]]) -> None:
     agent, daemon = Session(Role.AGENT), Session(Role.DAEMON)
     for message, number in sent:
         numbered = msgspec.structs.replace(message, **{"id" if isinstance(message, m.Request) else "re": number})

@@ -1,4 +1,4 @@
-"""The request document."""
+"""Tests the request document."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_unknown_keys_are_ignored() -> None:
         b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0",
     ],
 )  # fmt: skip
-def test_what_is_no_request_is_refused(document: bytes) -> None:
+def test_anything_but_a_request_is_refused(document: bytes) -> None:
     with pytest.raises(IntegrityError, match="request document cannot be read"):
         SnapshotRequest.decode(document)
 
@@ -71,13 +71,13 @@ def test_noise_is_refused_or_a_request(noise: bytes) -> None:
     ("document", "reason"),
     [
         (SnapshotRequest(user_content='"' + "x" * MAX_REQUEST + '"').encode(), "at most 1,048,576"),
-        (SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(), "user_content of more than 256 levels"),
-        (SnapshotRequest(created=math.nan).encode(), "no time from 1970 to 9999"),
-        (SnapshotRequest(created=math.inf).encode(), "no time from 1970 to 9999"),
-        (SnapshotRequest(created=-1.0).encode(), "no time from 1970 to 9999"),
-        (SnapshotRequest(created=1e300).encode(), "no time from 1970 to 9999"),
+        (SnapshotRequest(user_content="[" * 300 + "]" * 300).encode(), "user_content that is nested more than 256 levels deep"),
+        (SnapshotRequest(created=math.nan).encode(), "expected a time from 1970 to 9999"),
+        (SnapshotRequest(created=math.inf).encode(), "expected a time from 1970 to 9999"),
+        (SnapshotRequest(created=-1.0).encode(), "expected a time from 1970 to 9999"),
+        (SnapshotRequest(created=1e300).encode(), "expected a time from 1970 to 9999"),
     ],
 )
-def test_what_no_trainer_asks_for_is_refused(document: bytes, reason: str) -> None:
+def test_values_that_no_trainer_sends_are_refused(document: bytes, reason: str) -> None:
     with pytest.raises(IntegrityError, match=reason):
         SnapshotRequest.decode(document)

@@ -1,4 +1,4 @@
-"""Real daemons for tests: started, killed, asked, and cleaned up after, shared memory included."""
+"""Real daemons for tests: they are started, killed and queried, and everything that they leave is removed, shared memory included."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.support.forks import context
 _state = tempfile.TemporaryDirectory(prefix="ckptd-test-state-")
 os.environ["STATE_DIRECTORY"] = _state.name  # for daemons and commands that are started without --state-dir
 
-READY_SECONDS = 60.0  # machines are shared; nothing is measured here
+READY_SECONDS = 60.0  # shared machines may be slow; the timeout measures nothing
 
 
 class Home:
-    """A root, a socket with a short path, and the place of its segments; gone when the test is."""
+    """A root, a socket with a short path, and a directory for segments. All are removed when the test ends."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="ckptd-test-"))
@@ -68,7 +68,7 @@ class Home:
 
 
 class Daemon:
-    """One process. `died` and `stop` wait for it; `kill` is SIGKILL."""
+    """One daemon process. `kill` sends SIGKILL; `stop` and `died` wait for the process to end."""
 
     def __init__(
         self,
@@ -79,8 +79,10 @@ class Daemon:
         under: tuple[str, ...] = (),
         forked: bool | Callable[[], None] = False,
     ) -> None:
-        """`under`: a command that runs the daemon's in its own process. `forked`: a fifth of the cost, for those who start thousands; or
-        what to do in the process first.
+        """Start the daemon.
+
+        under: a command that replaces itself by the daemon's command, so that the process is the same. forked: fork the daemon instead, at
+        a fifth of the cost, for tests that start thousands. It may be a function to call first in the process.
         """
         self.home = home
         ready, told = os.pipe()
@@ -105,12 +107,12 @@ class Daemon:
         self.ready = False
 
     def wait_ready(self) -> Daemon:
-        """Raises AssertionError with the log if it ends first."""
+        """Wait until the daemon is ready. Raises AssertionError with the log if it ends first."""
         assert self.reached_ready(), f"daemon ended with {self.process.wait()}:\n{self.home.log_text()}"
         return self
 
     def reached_ready(self) -> bool:
-        """Wait until it is ready (True) or has ended (False)."""
+        """Wait until the daemon is ready (True) or has ended (False)."""
         if not self.ready:
             answered, _, _ = select.select([self._ready], [], [], READY_SECONDS)
             assert answered, f"daemon neither ready nor ended:\n{self.home.log_text()}"
@@ -125,7 +127,7 @@ class Daemon:
         self.close()
 
     def stop(self, timeout: float = 60.0) -> int:
-        """SIGTERM, and the exit code."""
+        """Send SIGTERM. Return the exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         code = self.process.wait(timeout)
@@ -133,7 +135,7 @@ class Daemon:
         return code
 
     def died(self, timeout: float = 60.0) -> int:
-        """The exit code (negative: the signal) once it has ended by itself."""
+        """Wait until the daemon has ended by itself. Return the exit code, which is negative after a signal."""
         return self.process.wait(timeout)
 
     def close(self) -> None:
@@ -146,7 +148,7 @@ class Daemon:
 
 
 class Fork:
-    """A process of the `ckptd` command, forked instead of started; to be used like subprocess.Popen."""
+    """A process of the `ckptd` command that is forked instead of started. It is used like subprocess.Popen."""
 
     def __init__(
         self, log: Path, ready: int, arguments: tuple[str, ...], environment: dict[str, str], first: Callable[[], None] | None
@@ -169,7 +171,7 @@ class Fork:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with suppress(ProcessLookupError):  # the server that forked it tells of its end a moment later
+            with suppress(ProcessLookupError):  # the fork server reports its end a moment later
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
@@ -193,7 +195,7 @@ def _ckptd(log: Path, ready: Connection, arguments: tuple[str, ...], environment
 
 
 async def recover_only(config: Config, fs: FileSystem | None = None) -> Parts:
-    """Start a daemon in this process, and end it when it has recovered. Returns its parts, which are closed."""
+    """Start a daemon in this process, and end it once it has recovered. Return its parts, which are closed."""
     failures: list[BaseException] = []
     async with opened(config, fs or PosixFileSystem(), failed=failures.append, changed=lambda: None) as parts:
         pass
@@ -215,7 +217,7 @@ def home() -> Iterator[Home]:
 def running(
     place: Home, *arguments: str, failpoints: str = "", environment: dict[str, str] | None = None, forked: bool = False
 ) -> Iterator[Daemon]:
-    """Run a daemon. If the body fails, its report has the end of the daemon's log."""
+    """Context manager. Run a daemon. If the body fails, the error's report has the end of the daemon's log."""
     daemon = Daemon(place, *arguments, failpoints=failpoints, environment=environment, forked=forked)
     try:
         yield daemon.wait_ready()
@@ -227,7 +229,7 @@ def running(
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
-    """Wait for it, a minute at most: machines are slow, and what comes later has no time."""
+    """Wait for the condition, a minute at most. The time is long because machines may be slow; it measures nothing."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"no {what}"

@@ -1,4 +1,4 @@
-"""Checkpoints written by hand, each with digests that are right: what is wrong with them is only what they say."""
+"""Checkpoints written by hand. All their digests are right, so only their content is wrong."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def forge(
     codec: int = 0,
     **changes: Any,
 ) -> Path:
-    """Write the checkpoint `root/gpt/step-...` and return its directory: a float32 tensor of ones, of this size and in these shards.
+    """Write the checkpoint `root/gpt/step-...` and return its directory. It holds a float32 tensor of ones, of this size and in these
+    shards.
 
     `plan_version`, `extension` (the type that stands for the tensor among the values) and `codec` can be those of a newer ckptd. `changes`
-    are other members of the manifest.
+    replaces members of the manifest.
     """
     tag = tag_directory(step, None, attempt)
     place = root / "gpt" / tag

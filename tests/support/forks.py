@@ -1,4 +1,4 @@
-"""Processes for tests, forked from a server that has loaded what takes long, so that one costs little."""
+"""Processes for tests, forked from a server that has imported the slow modules, so that each process is cheap."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 ROOM = 1 << 30
-"""Bytes that a document may cost at most, beside what the process had before; 20 MB of empty lists would cost 1.6 GB."""
+"""Number of bytes that a document may cost at most, beyond what the process had before. 20 MB of empty lists would cost 1.6 GB."""
 SCALE = 16
-"""With limits, documents and memory smaller by this factor, the same refusals take seconds instead of minutes."""
+"""Factor by which limits, documents and memory are made smaller, so that the same refusals take seconds instead of minutes."""
 
 _READER = """
 import importlib, json, pathlib, resource, sys
@@ -35,7 +35,7 @@ print(json.dumps(said))
 
 
 def outcomes(module: str, function: str, documents: dict[str, bytes], place: Path, scale: int = SCALE) -> dict[str, tuple[str, str]]:
-    """Decode each document by `module.function`, all in one process of limited memory; return the error's class and sentence for each.
+    """Decode each document with `module.function`, all in one process of limited memory. Return the class and message of each error.
 
     `scale` divides the memory and the limit of objects.
     """

@@ -1,6 +1,6 @@
-"""Rank processes for tests: forked from a server that has torch loaded, in one gloo group, told what to do over pipes.
+"""Rank processes for tests: forked from a server that has imported torch, in one gloo group, and commanded over pipes.
 
-A function given to `call` runs on every rank with its own arguments; what it keeps between calls it keeps in `HERE`.
+A function given to `call` runs on every rank with its own arguments. It keeps objects between calls in `HERE`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ckptd.shared import failpoints
 from tests.support import forks
 
 HERE: dict[str, Any] = {}
-"""A rank's own, for as long as it lives."""
+"""The objects of this rank, kept for as long as its process lives."""
 _groups = itertools.count()
 
 
 class RankFailed(Exception):
-    """Rank and traceback of what a function raised there."""
+    """The rank and the traceback of an exception that a function raised on that rank."""
 
 
 class Ranks:
-    """`world_size` processes, running. Use in a `with`: they are killed at the end."""
+    """`world_size` running processes. Use it in a `with` statement, which kills them at its end."""
 
     def __init__(self, world_size: int, *, armed: dict[int, str] | None = None) -> None:
         self.world_size = world_size
@@ -53,12 +53,12 @@ class Ranks:
             self.kill(rank)
 
     def begin(self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None) -> None:
-        """Have it run, on all ranks or on some; `results` collects."""
+        """Start a function on all ranks, or on those in `only`. `results` collects what it returns."""
         for rank in range(self.world_size) if only is None else only:
             self._pipes[rank].send((function, arguments))
 
     def results(self, *, only: Sequence[int] | None = None, timeout: float = 120.0) -> list[Any]:
-        """What `begin` came to, by rank. Raises RankFailed, TimeoutError, EOFError for a rank that is dead."""
+        """Return the results of `begin`, by rank. Raises RankFailed, TimeoutError, or EOFError for a dead rank."""
         found = []
         for rank in range(self.world_size) if only is None else only:
             if not self._pipes[rank].poll(timeout):

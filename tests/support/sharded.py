@@ -1,7 +1,8 @@
 """Models split over ranks in every way that torch has, for tests: built, trained, saved and recovered on rank processes.
 
-Every way gives the same tensors under the same names, so that one may be saved and another recovered. The functions here run on a rank (see
-`ranks.py`) and keep what they make in `HERE`; `Plain` is what comes back from it: bytes, so that equal means bit-equal.
+Every way gives the same tensors under the same names, so that a state saved in one way can be recovered in another. The functions here run
+on a rank (see `ranks.py`) and keep what they make in `HERE`. `Plain` is the form in which tensors come back from a rank: as bytes, so that
+equal means bit-equal.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from tests.support.daemons import Daemon, Home, home
 from tests.support.ranks import HERE, Ranks
 from tests.support.storage import source
 
-forks.context().set_forkserver_preload([__name__])  # with _dynamo, which every rank's first optimizer would import
+forks.context().set_forkserver_preload([__name__])  # with _dynamo, which the first optimizer of every rank would import
 
 KINDS = ("ddp", "fsdp2", "hsdp", "tp", "2d", "pipeline", "fsdp1", "fsdp1-flat")
 STAGES = 6
 
 Plain = dict[str, Any]
-"""Name -> (dtype, shape, bytes) of a tensor, or the value itself."""
+"""The (dtype, shape, bytes) of a tensor, or the value itself, by name."""
 
 
 class Net(nn.Module):
-    """10 -> 12 -> 5: neither 10 nor 5 is a multiple of 2, 4 and 6 at once, so that some shards are shorter and some empty."""
+    """A network of 10 -> 12 -> 5. Neither 10 nor 5 is a multiple of 2, 4 and 6 at once, so some shards are shorter and some are empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Net(nn.Module):
 
 
 class Tied(nn.Module):
-    """The head's weight is the embedding's."""
+    """A network whose head shares its weight with the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,12 +72,12 @@ class Tied(nn.Module):
 
 
 class Stage(nn.Module):
-    """This rank's layers of a pipeline, each trained by itself; which they are follows from the number of ranks."""
+    """The layers of this rank in a pipeline, each trained by itself. The number of ranks decides which layers these are."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__()
         for number in range(STAGES):
-            layer = nn.Linear(10, 3 + number)  # made on every rank, so that random numbers are the same
+            layer = nn.Linear(10, 3 + number)  # made on every rank, so that the random numbers are the same
             if number * world_size // STAGES == rank:
                 self.add_module(f"layer{number}", layer)
 
@@ -85,11 +86,11 @@ class Stage(nn.Module):
 
 
 def build(kind: str, seed: int, optimizer: str = "adamw", model: type[nn.Module] = Net) -> None:
-    """Model and optimizer of this rank, from the same random numbers on all."""
+    """Build the model and optimizer of this rank, from the same random numbers on all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     made: nn.Module = Stage(rank, size) if kind == "pipeline" else model()
-    data = rank  # ranks that hold parts of one layer see the same data
+    data = rank  # ranks that hold parts of one layer need the same data
     if kind == "ddp":
         made = nn.parallel.DistributedDataParallel(made)
     elif kind == "fsdp2":
@@ -125,7 +126,7 @@ def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def train(steps: int) -> None:
-    """The data of a step follows from its number. The learning rates change."""
+    """Train. The data of a step follows from its number, and the learning rates change."""
     model, optimizer = HERE["model"], HERE["optimizer"]
     for _ in range(steps):
         generator = torch.Generator().manual_seed(1000 * HERE["count"] + HERE["data"])
@@ -138,12 +139,12 @@ def train(steps: int) -> None:
 
 
 def save(socket: Path, step: int) -> None:
-    """Snapshot of all there is, durable on return."""
+    """Save a durable snapshot of everything."""
     agent(socket).snapshot(_state(), step=step, rng=False).wait("durable", timeout=60)
 
 
 def recover(socket: Path) -> tuple[str, int]:
-    """(source, step) of what came back."""
+    """Recover. Return the source and the step."""
     state = _state()
     recovered = agent(socket).recover(state)
     assert recovered is not None
@@ -152,7 +153,7 @@ def recover(socket: Path) -> tuple[str, int]:
 
 
 def agent(socket: Path) -> Agent:
-    """This rank's, made at its first use."""
+    """Return the agent of this rank, made at its first use."""
     if "agent" not in HERE:
         HERE["agent"] = Agent("job", socket=socket)
     made: Agent = HERE["agent"]
@@ -169,7 +170,7 @@ def set_rate(rate: float) -> None:
 
 
 def recover_another(socket: Path) -> str:
-    """The refusal of a state that has one key more than was saved."""
+    """Return the error of a recovery into a state that has one key more than was saved."""
     try:
         agent(socket).recover({**_state(), "more": 1})
     except StructureMismatch as error:
@@ -178,7 +179,7 @@ def recover_another(socket: Path) -> str:
 
 
 def optimizer_entries() -> int:
-    """For how many parameters the optimizer has a state."""
+    """Return the number of parameters for which the optimizer has a state."""
     return len(HERE["optimizer"].state)
 
 
@@ -188,7 +189,7 @@ def is_tied() -> bool:
 
 
 def whole() -> Plain:
-    """Model and optimizer as one rank would have them, gathered from their shards; of a pipeline, this rank's stage."""
+    """Return model and optimizer as one rank would have them, gathered from their shards, or this rank's stage of a pipeline."""
     model, optimizer = HERE["model"], HERE["optimizer"]
     if isinstance(model, FullyShardedDataParallel):
         options = StateDictOptions(full_state_dict=True)
@@ -210,7 +211,7 @@ def whole() -> Plain:
 
 
 def plain(value: Any) -> Any:
-    """A tensor as (dtype, shape, bytes), gathered first if it is sharded."""
+    """Return a tensor as (dtype, shape, bytes), gathered first if it is sharded."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if not isinstance(value, torch.Tensor):
@@ -221,7 +222,10 @@ def plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class Saved:
-    """`ranks`: what each rank had when they saved; `wanted`: all of it; `later`: one training step after that."""
+    """A saved state.
+
+    ranks: the state of each rank when they saved. wanted: the whole state. later: the whole state one training step later.
+    """
 
     place: Home
     kind: str
@@ -234,7 +238,7 @@ class Saved:
 
 @contextmanager
 def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", model: type[nn.Module] = Net) -> Iterator[Saved]:
-    """Trained and saved on so many ranks, which are then killed. What comes back comes from `source`: "memory" or "storage"."""
+    """Context manager. Train and save on `ranks` processes, and kill them. A recovery then reads from `source`: "memory" or "storage"."""
     with home() as place:
         daemon = Daemon(place).wait_ready()
         try:
@@ -255,18 +259,18 @@ def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", 
 
 
 def together(found: list[Plain]) -> Plain:
-    """What all ranks have; the lowest counts, as for the buffers of DistributedDataParallel."""
+    """Return the union of what all ranks have. The lowest rank counts, as for the buffers of DistributedDataParallel."""
     return {name: value for plain in reversed(found) for name, value in plain.items()}
 
 
 def differing(found: Plain, wanted: Plain) -> list[str]:
-    """Names of what is not the same, or only on one side."""
+    """Return the names of what differs, or is on one side only."""
     missing = object()
     return sorted(name for name in found.keys() | wanted.keys() if found.get(name, missing) != wanted.get(name, missing))
 
 
 def parts(place: Home, step: int) -> list[Plan]:
-    """What each rank has written of a step."""
+    """Return what each rank has written of a step."""
     (directory,) = (place.root / "job").glob(f"step-{step:08}.*")
     plans = []
     for path in sorted(directory.glob("*.ckpt")):

@@ -1,4 +1,4 @@
-"""Another process, of another user where the tests run as root, that may only read files and locks them."""
+"""Another process that may only read files, and locks them. It has another user if the tests run as root."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ KINDS = ("flock-ex", "flock-sh", "ofd-read")
 
 @contextmanager
 def holding(kind: str, *paths: Path) -> Iterator[int]:
-    """Run a process that holds a lock of this kind on each path. Yield its process number.
+    """Context manager. Run a process that holds a lock of this kind on each path. Yield its pid.
 
-    The process runs as the user `nobody` if the tests run as root and `setpriv` is there. Otherwise it has the user of the tests; it still
+    The process runs as the user `nobody` if the tests run as root and `setpriv` is installed. Otherwise it has the user of the tests, but
     opens the files for reading only.
     """
     command = [sys.executable, "-I", "-S", "-c", _HOLD, kind, *map(str, paths)]
@@ -60,7 +60,7 @@ def is_another_user() -> bool:
 
 @contextmanager
 def open_place() -> Iterator[Path]:
-    """Yield a new directory that every user may list, unlike pytest's own."""
+    """Context manager. Yields a new directory that every user may list, unlike pytest's own."""
     place = Path(tempfile.mkdtemp(prefix="ckptd-test-"))
     try:
         place.chmod(0o755)

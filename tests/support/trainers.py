@@ -1,6 +1,6 @@
-"""Trainers for tests, and what they should have saved.
+"""Trainers for tests, and the states that they save.
 
-The state of a step follows from its number alone, so that any process can say what a recovery must give, bit for bit.
+The state of a step follows from its number alone, so that any process can tell what a recovery must return, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ JOB = "job"
 
 
 def expected(step: int, size: int = 50_000) -> dict[str, Any]:
-    """The state after `step`: float and half tensors, a transposed view, plain values."""
+    """Return the state after `step`: float and half tensors, a transposed view, plain values."""
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(size, generator=generator)
     return {
@@ -33,7 +33,7 @@ def expected(step: int, size: int = 50_000) -> dict[str, Any]:
 
 
 def blank(size: int = 50_000) -> dict[str, Any]:
-    """A state to recover into."""
+    """Return a state to recover into."""
     return {
         "weight": torch.zeros(size),
         "half": torch.zeros(size // 10).bfloat16(),
@@ -45,7 +45,7 @@ def blank(size: int = 50_000) -> dict[str, Any]:
 
 
 def assert_equal(state: dict[str, Any], step: int, size: int = 50_000) -> None:
-    """Bit for bit what `expected(step)` is."""
+    """Assert that the state is, bit for bit, `expected(step)`."""
     wanted = expected(step, size)
     assert set(state) == set(wanted)
     for key, value in wanted.items():
@@ -57,7 +57,7 @@ def assert_equal(state: dict[str, Any], step: int, size: int = 50_000) -> None:
 
 
 class Diary:
-    """What a trainer was promised, written so that it survives the trainer's SIGKILL."""
+    """A file of the promises that a trainer got. It survives SIGKILL of the trainer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class Diary:
         self._notes: list[tuple[str, tuple[int, int]]] = []
 
     def __reduce__(self) -> tuple[type[Diary], tuple[Path]]:
-        """Whoever is sent it reads it anew."""
+        """Pickle the path only, so that the receiving process reads the file again."""
         return Diary, (self.path,)
 
     def note(self, word: str, attempt: int, step: int) -> None:
@@ -73,7 +73,7 @@ class Diary:
             file.write(f"{word} {attempt} {step}\n")
 
     def read(self) -> list[tuple[str, tuple[int, int]]]:
-        """Of everything noted so far the word, and (attempt, step)."""
+        """Return the word and the (attempt, step) of every note so far."""
         if self.path.exists() and self.path.stat().st_size > self._position:
             with self.path.open() as file:
                 file.seek(self._position)
@@ -89,12 +89,12 @@ class Diary:
         return sum(found == word for found, _ in self.read())
 
     def newest(self, *words: str) -> tuple[int, int]:
-        """The highest (attempt, step) with one of these words; (0, -1) if there is none."""
+        """Return the highest (attempt, step) with one of these words, or (0, -1) if there is none."""
         return max((key for word, key in self.read() if word in words), default=(0, -1))
 
 
 def begin(socket: Path, size: int = 50_000) -> tuple[Agent, tuple[int, int] | None]:
-    """An agent that has recovered, bit for bit; (attempt, step) of what it was."""
+    """Return an agent that has recovered, and the (attempt, step) that came back, or None. The state is compared bit for bit."""
     agent = Agent(JOB, socket=socket)
     state = blank(size)
     recovered = agent.recover(state)
@@ -108,14 +108,14 @@ def begin(socket: Path, size: int = 50_000) -> tuple[Agent, tuple[int, int] | No
 def train(
     socket: Path, diary: Diary, first: int, last: int, armed: str = "", size: int = 50_000, wait_every: int = 2, linger: bool = True
 ) -> None:
-    """Recover, then snapshot steps `first` to `last`, waiting for every `wait_every`-th to be durable; then stay alive to be killed."""
+    """Recover, then snapshot steps `first` to `last`, and wait for every `wait_every`-th to be durable. Then stay alive to be killed."""
     failpoints.arm(armed)
     agent, recovered = begin(socket, size)
     diary.note("recovered", *(recovered or (0, -1)))
     for step in range(first, last + 1):
         state = expected(step, size)
         pending = agent.snapshot(state, step=step)
-        state["weight"].zero_()  # what comes after the call must not matter
+        state["weight"].zero_()  # changes after the call must not reach the snapshot
         if pending.state in ("sealed", "durable"):
             diary.note("sealed", pending.attempt, step)
         if step % wait_every == 0 and pending.state != "failed":
@@ -128,7 +128,7 @@ def train(
 
 
 def start(*arguments: Any, **options: Any) -> Any:
-    """A trainer process: `multiprocessing.Process`, running."""
+    """Start a trainer process, and return it."""
     process = context().Process(target=_train, args=(arguments, options), daemon=True)
     process.start()
     return process

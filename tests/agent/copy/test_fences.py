@@ -1,6 +1,6 @@
-"""The order of copies and writes on an accelerator, with two queues in the place of its streams.
+"""Tests the order of copies and writes on an accelerator, with two queues in place of its streams.
 
-What is enqueued runs only when the test says so, in the worst order that the waits allow: the training as far ahead as it may, or the
+Enqueued operations run only when the test says so, in the worst order that the waits allow: the training as far ahead as it can, or the
 copies.
 """
 
@@ -19,14 +19,14 @@ Operation = Callable[[], object]
 
 
 class Queue:
-    """Operations in order; `done` of them have run."""
+    """A queue of operations, of which the first `done` have run."""
 
     def __init__(self) -> None:
         self.operations: list[Operation | FakeMark] = []
         self.done = 0
 
     def advance(self) -> bool:
-        """Run the next operation; False if there is none, or it waits for another queue."""
+        """Run the next operation. Return False if there is none, or if it waits for another queue."""
         if self.done == len(self.operations):
             return False
         operation = self.operations[self.done]
@@ -51,13 +51,13 @@ class FakeMark:
 
 
 class Device:
-    """`training` is the stream of the caller, `side` that of the copies."""
+    """A device. `training` is the stream of the caller, and `side` that of the copies."""
 
     def __init__(self) -> None:
         self.training, self.side = Queue(), Queue()
 
     def run(self, first: Queue, until: FakeMark | None = None) -> None:
-        """Run `first` as far as it goes, then the other; on and on until nothing is left or `until` is reached."""
+        """Run `first` as far as possible, then the other queue, and repeat until nothing is left or `until` is reached."""
         second = self.side if first is self.training else self.training
         while not (until is not None and until.query()):
             if not first.advance() and not second.advance():
@@ -88,7 +88,7 @@ class FakeLane:
 
 
 class QueuedSGD(torch.optim.SGD):
-    """Enqueues its step, as an optimizer on an accelerator does."""
+    """An optimizer that enqueues its step, as on an accelerator."""
 
     def __init__(self, parameters: list[torch.Tensor], device: Device) -> None:
         super().__init__(parameters, lr=1.0)
@@ -121,14 +121,14 @@ def order(request: pytest.FixtureRequest, device: Device) -> Callable[[], None]:
 
 
 def stepped(parameter: torch.Tensor, device: Device) -> QueuedSGD:
-    """An optimizer that has stepped once, so that it is known."""
+    """Return an optimizer that has stepped once, so that it is known."""
     optimizer = QueuedSGD([parameter], device)
     optimizer.step()
     device.run(device.training)
     return optimizer
 
 
-def test_what_was_enqueued_before_is_in_it(fences: Fences, device: Device, order: Callable[[], None]) -> None:
+def test_a_copy_has_all_writes_that_were_enqueued_before(fences: Fences, device: Device, order: Callable[[], None]) -> None:
     source, slot = torch.zeros(4), torch.empty(4)
     device.does(lambda: source.fill_(1))
     fences.start([slot], [source], [])
@@ -136,10 +136,10 @@ def test_what_was_enqueued_before_is_in_it(fences: Fences, device: Device, order
     assert slot.tolist() == [1, 1, 1, 1]
 
 
-def test_what_comes_after_is_not(fences: Fences, device: Device, order: Callable[[], None]) -> None:
+def test_a_copy_has_no_write_that_was_enqueued_after(fences: Fences, device: Device, order: Callable[[], None]) -> None:
     source, slot = torch.ones(4), torch.empty(4)
     fences.start([slot], [source], [])
-    device.does(lambda: source.fill_(2))  # an EMA copy, a buffer: nobody tells when it is written to
+    device.does(lambda: source.fill_(2))  # nothing announces writes to an EMA copy or a buffer
     order()
     assert slot.tolist() == [1, 1, 1, 1]
     assert source.tolist() == [2, 2, 2, 2]
@@ -171,7 +171,7 @@ def test_the_next_step_comes_after_the_copy(fences: Fences, device: Device, orde
     fences.finish(transfer)
 
 
-def test_state_of_an_optimizer_is_late_too_and_the_rest_at_once(fences: Fences, device: Device) -> None:
+def test_state_of_an_optimizer_is_copied_late_and_the_rest_at_once(fences: Fences, device: Device) -> None:
     parameter, other, slots = torch.nn.Parameter(torch.ones(4)), torch.ones(4), [torch.empty(4) for _ in range(3)]
     optimizer = stepped(parameter, device)
     moment = optimizer.state[parameter]["momentum_buffer"] = torch.ones(4)
@@ -183,20 +183,20 @@ def test_state_of_an_optimizer_is_late_too_and_the_rest_at_once(fences: Fences, 
     assert [slot.tolist() for slot in slots] == [[0.0] * 4, [1.0] * 4, [1.0] * 4]
 
 
-def test_until_an_optimizer_has_stepped_everything_is_at_once(fences: Fences, device: Device) -> None:
+def test_everything_is_copied_at_once_until_an_optimizer_has_stepped(fences: Fences, device: Device) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     QueuedSGD([parameter], device)
     assert fences.start([torch.empty(4)], [parameter], []).late == []
 
 
-def test_a_write_by_something_else_fails_the_snapshot_and_ends_the_lateness(fences: Fences, device: Device) -> None:
+def test_a_write_by_something_else_fails_the_snapshot_and_ends_late_copies(fences: Fences, device: Device) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
     stepped(parameter, device)
     transfer = fences.start([slot], [parameter], [])
     with torch.no_grad():
         parameter.mul_(7)
     device.run(device.training)
-    with pytest.raises(SnapshotFailed, match="something else than its optimizer wrote to a parameter"):
+    with pytest.raises(SnapshotFailed, match="something other than its optimizer wrote to a parameter"):
         fences.finish(transfer)
     again = fences.start([slot], [parameter], [])
     assert again.late == []
@@ -204,7 +204,7 @@ def test_a_write_by_something_else_fails_the_snapshot_and_ends_the_lateness(fenc
     assert slot.tolist() == [0, 0, 0, 0]
 
 
-def test_a_write_that_the_step_has_covered_is_no_harm(fences: Fences, device: Device) -> None:
+def test_a_write_after_the_step_of_the_optimizer_fails_nothing(fences: Fences, device: Device) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
     optimizer = stepped(parameter, device)
     transfer = fences.start([slot], [parameter], [])
@@ -227,7 +227,7 @@ def test_load_state_dict_comes_after_the_copy(fences: Fences, device: Device) ->
     fences.finish(transfer)
 
 
-def test_an_optimizer_that_steps_in_a_graph_is_never_late(device: Device) -> None:
+def test_an_optimizer_that_steps_in_a_graph_is_copied_at_once(device: Device) -> None:
     capturing = False
     fences = Fences(lambda _: FakeLane(device), lambda: capturing)
     parameter = torch.nn.Parameter(torch.ones(4))
@@ -240,7 +240,7 @@ def test_an_optimizer_that_steps_in_a_graph_is_never_late(device: Device) -> Non
     fences.close()
 
 
-def test_an_optimizer_that_could_be_in_a_graph_is_never_late(fences: Fences, device: Device) -> None:
+def test_an_optimizer_that_could_step_in_a_graph_is_copied_at_once(fences: Fences, device: Device) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     stepped(parameter, device).param_groups[0]["capturable"] = True
     assert fences.start([torch.empty(4)], [parameter], []).late == []
@@ -254,7 +254,7 @@ def test_sources_live_until_they_are_copied(fences: Fences, device: Device) -> N
     assert (transfer.sources, slot.tolist()) == ([], [1, 1, 1, 1])
 
 
-def test_when_a_copy_cannot_be_enqueued_nothing_is_under_way(fences: Fences, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_enqueued_leaves_none_under_way(fences: Fences, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     parameter, slot = torch.nn.Parameter(torch.ones(4)), torch.empty(4)
     stepped(parameter, device)
     original, calls = FakeLane.copy, []
@@ -272,7 +272,7 @@ def test_when_a_copy_cannot_be_enqueued_nothing_is_under_way(fences: Fences, dev
     assert slot.tolist() == [3, 3, 3, 3]
 
 
-def test_small_neighbours_go_together() -> None:
+def test_small_neighbouring_copies_are_merged() -> None:
     slot = torch.empty(4 * SMALL, dtype=torch.uint8)
     pieces = [slot[0:100], slot[100:300], slot[304:400], slot[400:500], slot[500 : 501 + SMALL], slot[501 + SMALL : 600 + SMALL]]
     assert runs(pieces) == [[0, 1], [2, 3], [4], [5]]

@@ -1,4 +1,4 @@
-"""Page-locking, and how it falls back: with a CUDA runtime that answers as told."""
+"""Tests page-locking and its fallback, with a CUDA runtime that returns given errors."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ def runtime(monkeypatch: pytest.MonkeyPatch, answer: int, kind: str = "cuda") ->
     return made
 
 
-def test_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_locked_and_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = runtime(monkeypatch, 0)
     assert lanes.lock_pages(4096, 8192)
     lanes.unlock_pages(4096)
     assert cuda.asked == [(4096, 8192, 1), (4096,)]
 
 
-def test_nothing_to_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_slot_is_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = runtime(monkeypatch, 0)
     assert not lanes.lock_pages(4096, 0)
     assert cuda.asked == []
 
 
-# What it says is of machines without one; where there is one, tests/agent/test_accelerator.py runs instead.
+# This is about machines without an accelerator. Where there is one, tests/agent/test_accelerator.py runs instead.
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="only without an accelerator; test_accelerator.py is for those that have one")
-def test_without_an_accelerator_nothing_is_locked_and_nothing_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_an_accelerator_nothing_is_locked_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert not lanes.lock_pages(4096, 8192)
     assert caplog.records == []
 
 
-def test_a_refusal_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_of_the_driver_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     runtime(monkeypatch, 2)
     with caplog.at_level(logging.WARNING):
         assert not lanes.lock_pages(4096, 3_000_000_000)
     assert "slots could not be page-locked (CUDA error 2, 3.0 GB)" in caplog.text
 
 
-def test_other_accelerators_are_said_to_be_slower(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_accelerators_are_logged_as_slower(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     cuda = runtime(monkeypatch, 0, "xpu")
     with caplog.at_level(logging.WARNING):
         assert not lanes.lock_pages(4096, 8192)
@@ -69,7 +69,7 @@ def test_other_accelerators_are_said_to_be_slower(monkeypatch: pytest.MonkeyPatc
     assert cuda.asked == []
 
 
-def test_unlocking_what_is_not_locked_is_no_matter(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_unlocking_pages_that_are_not_locked_is_ignored(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     runtime(monkeypatch, 713)
     lanes.unlock_pages(4096)
     assert caplog.records == []

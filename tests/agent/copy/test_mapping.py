@@ -1,4 +1,4 @@
-"""Segments in memory: unmapped once, by the process that mapped them, and never kept by a forked child."""
+"""Tests segments in memory: they are unmapped once, by the process that mapped them, and a forked child never keeps them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ MAP_FIXED_NOREPLACE = 0x100000
 
 @contextmanager
 def child(work: Callable[[], bool] = lambda: True) -> Iterator[int]:
-    """A forked process that does `work`, then waits; ends with 0 if `work` gave True. Gives its number once `work` is done."""
+    """Context manager. Run `work` in a forked process, which then waits. Yields its pid once `work` is done. It exits with 0 if `work`
+    returned True.
+    """
     told, tell = os.pipe()
     wait, go_on = os.pipe()
     pid = os.fork()
@@ -50,7 +52,7 @@ def child(work: Callable[[], bool] = lambda: True) -> Iterator[int]:
 
 
 def held(pid: int | str, segments: Path) -> list[str]:
-    """Mappings and descriptors that a process has of segments in this directory."""
+    """Return the mappings and descriptors that a process has of segments in this directory."""
     mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if str(segments) in line]
     opened = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
     return mapped + [target for target in opened if str(segments) in target]
@@ -72,7 +74,7 @@ def is_mapped(address: int) -> bool:
     return any(line.startswith(f"{address:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_a_forked_child_holds_nothing_of_slots_that_are_gone(daemon: Daemon) -> None:
+def test_a_forked_child_does_not_keep_replaced_slots(daemon: Daemon) -> None:
     home = daemon.home
     agent = Agent("job", socket=home.socket)
     agent.snapshot({"x": torch.ones(1000)}, step=1).wait("durable", timeout=60)
@@ -80,7 +82,7 @@ def test_a_forked_child_holds_nothing_of_slots_that_are_gone(daemon: Daemon) -> 
     assert before
     with child() as pid:
         assert held(pid, home.segments) == []
-        agent.snapshot({"x": torch.ones(1_000_000)}, step=2).wait("durable", timeout=60)  # larger slots take the place of these
+        agent.snapshot({"x": torch.ones(1_000_000)}, step=2).wait("durable", timeout=60)  # larger slots replace these
         agent.snapshot({"x": torch.ones(1_000_000)}, step=3).wait("durable", timeout=60)
         gone = [path for path in before if not path.exists()]
         assert gone
@@ -90,8 +92,8 @@ def test_a_forked_child_holds_nothing_of_slots_that_are_gone(daemon: Daemon) -> 
         assert held(pid, home.segments) == held_here(home.segments) == []
 
 
-def test_the_space_of_a_closed_agent_comes_back_although_a_child_lives(place: Home, tmp_path: Path) -> None:
-    """Free bytes of the tmpfs itself; any file system will do, so the segment here is a plain unlinked file on /dev/shm."""
+def test_the_space_of_a_closed_agent_is_freed_although_a_child_lives(place: Home, tmp_path: Path) -> None:
+    """Return the free bytes of the tmpfs. Any file system would do, so the segment here is a plain unlinked file on /dev/shm."""
     path = Path("/dev/shm") / f"ckptd-test-{os.getpid()}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -110,7 +112,7 @@ def test_the_space_of_a_closed_agent_comes_back_although_a_child_lives(place: Ho
         assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {inode} " in line]
 
 
-def test_it_is_unmapped_once_when_the_last_view_is_gone(segment: int) -> None:
+def test_a_segment_is_unmapped_once_when_its_last_view_is_gone(segment: int) -> None:
     array = map_segment(segment, SIZE)
     address = ctypes.addressof(array)
     tensor = torch.frombuffer(array, dtype=torch.uint8)
@@ -145,12 +147,12 @@ def test_a_child_that_lets_go_keeps_memory_of_its_own_at_that_address(segment: i
         pass
 
 
-def test_one_that_is_cut_short_is_refused(segment: int) -> None:
+def test_a_segment_cut_short_is_not_mapped(segment: int) -> None:
     with pytest.raises(IntegrityError, match="cut short by another process"):
         map_segment(segment, SIZE + 1)
 
 
-def test_the_system_says_why_it_cannot_be_mapped(segment: int) -> None:
+def test_a_failed_mapping_raises_the_systems_error(segment: int) -> None:
     read_only = os.open(f"/proc/self/fd/{segment}", os.O_RDONLY)
     try:
         with pytest.raises(PermissionError):

@@ -24,7 +24,7 @@ def device(monkeypatch: pytest.MonkeyPatch, **properties: int) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_without_an_accelerator_where_the_cpus_are(tmp_path: Path) -> None:
+def test_without_an_accelerator_the_node_is_that_of_the_cpus(tmp_path: Path) -> None:
     assert home_node(write(tmp_path / "two", node0="0-3", node1="4-7"), tmp_path) == 1
     assert home_node(write(tmp_path / "one", node0="0-7"), tmp_path) == UNKNOWN
     assert home_node(tmp_path / "none", tmp_path) == UNKNOWN
@@ -32,7 +32,7 @@ def test_without_an_accelerator_where_the_cpus_are(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("text", "expected"), [("0\n", 0), ("-1\n", 1), ("", 1), (None, 1)])
-def test_the_accelerators_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int) -> None:
+def test_the_node_is_that_of_the_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, expected: int) -> None:
     device(monkeypatch, pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
     place = tmp_path / "0000:dc:01.0"
     place.mkdir()
@@ -42,6 +42,6 @@ def test_the_accelerators_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.usefixtures("here")
-def test_a_torch_that_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_known_address_of_the_accelerator_the_node_is_that_of_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device(monkeypatch, name=1)
     assert home_node(write(tmp_path, node0="0-3", node1="4-7"), tmp_path) == 1

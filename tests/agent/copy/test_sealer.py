@@ -1,6 +1,6 @@
-"""Snapshots whose copies go on after the call, as from an accelerator: here from a device whose copies wait until a gate is open.
+"""Tests snapshots whose copies continue after the call, as from an accelerator: here the copies wait until a gate is open.
 
-The plan says that every tensor is elsewhere, so that all copies go through the fake lane of `test_fences.py`.
+The plan says that every tensor is on a device, so that all copies go through the fake lane of `test_fences.py`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def agent(daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> Ite
         return Layout(plan, plan.encode(), signature(plan.encode())), sources
 
     monkeypatch.setattr(KeptPlan, "renew", elsewhere)
-    monkeypatch.setattr(KeptPlan, "valid", False)  # so that it is made at every snapshot
+    monkeypatch.setattr(KeptPlan, "valid", False)  # so that the plan is made at every snapshot
     made = Agent("job", socket=daemon.home.socket)
     made._link.handovers.sealer._fences = Fences(lambda _: GatedLane(device), lambda: False)
     yield made
@@ -75,7 +75,7 @@ def saved(daemon: Daemon, step: int) -> torch.Tensor:
         return checkpoint.tensor("w")
 
 
-def test_it_is_sealed_when_the_copies_are_done_and_as_of_the_call(agent: Agent, daemon: Daemon, device: Gated) -> None:
+def test_a_slot_is_sealed_after_its_copies_with_the_values_of_the_call(agent: Agent, daemon: Daemon, device: Gated) -> None:
     w = torch.arange(1000.0)
     pending = agent.snapshot({"w": w}, step=1)
     device.does(lambda: w.fill_(-1))
@@ -90,7 +90,7 @@ def test_it_is_sealed_when_the_copies_are_done_and_as_of_the_call(agent: Agent, 
 
 
 def test_a_slot_is_taken_until_the_copies_are_done(agent: Agent, daemon: Daemon, device: Gated) -> None:
-    """The other one holds the newest snapshot that is whole."""
+    """The other slot holds the newest complete snapshot."""
     device.gate.set()
     agent.snapshot({"w": torch.zeros(10)}, step=0).wait("durable", timeout=60)
     device.gate.clear()
@@ -101,7 +101,7 @@ def test_a_slot_is_taken_until_the_copies_are_done(agent: Agent, daemon: Daemon,
     assert torch.equal(saved(daemon, 1), torch.full((10,), 1.0))
 
 
-def test_slots_are_not_replaced_under_a_copy(agent: Agent, daemon: Daemon, device: Gated) -> None:
+def test_slots_are_not_replaced_during_a_copy(agent: Agent, daemon: Daemon, device: Gated) -> None:
     first = agent.snapshot({"w": torch.full((10,), 1.0)}, step=1)
     device.open_soon()
     second = agent.snapshot({"w": torch.full((1_000_000,), 2.0)}, step=2)
@@ -131,7 +131,7 @@ def test_recover_waits_for_the_copies_and_counts_the_step(agent: Agent, device: 
     agent.snapshot({"w": torch.full((10,), 3.0)}, step=3).wait("durable", timeout=60)
 
 
-def test_a_torn_copy_fails_by_itself(agent: Agent, daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_copy_fails_only_its_snapshot(agent: Agent, daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     fences = agent._link.handovers.sealer._fences
     assert fences is not None
     with monkeypatch.context() as patch:
@@ -140,6 +140,6 @@ def test_a_torn_copy_fails_by_itself(agent: Agent, daemon: Daemon, device: Gated
         with pytest.raises(SnapshotFailed, match="^torn$"):
             torn.wait("sealed", timeout=60)
     device.gate.set()
-    for step in (2, 3, 4):  # in either slot
+    for step in (2, 3, 4):  # in both slots
         agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
         assert torch.equal(saved(daemon, step), torch.full((10,), float(step)))

@@ -1,4 +1,4 @@
-"""`Agent(planner=, load_planner=)`: planners of the caller plan snapshots and recoveries as they do `dcp.save` and `dcp.load`."""
+"""Tests `Agent(planner=, load_planner=)`: the caller's planners plan snapshots and recoveries as they plan `dcp.save` and `dcp.load`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def agent(daemon: Daemon, planner: Any = None, load_planner: Any = None, job: st
 
 
 @pytest.mark.parametrize("source", ["memory", "storage"])
-def test_what_was_saved_is_recovered(daemon: Daemon, source: str) -> None:
+def test_a_planned_snapshot_is_recovered(daemon: Daemon, source: str) -> None:
     trainer = agent(daemon, DefaultSavePlanner())
     model = torch.nn.Linear(7, 5)
     full = {**state(1), "net": model, "loader": per_rank({"position": 3})}
@@ -69,7 +69,7 @@ def test_what_was_saved_is_recovered(daemon: Daemon, source: str) -> None:
 
 
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, Renamed, Halved, HalvedUnawares, Extra])
-def test_a_snapshot_is_what_dcp_would_have_saved(daemon: Daemon, tmp_path: Path, planner: type[DefaultSavePlanner]) -> None:
+def test_a_planned_snapshot_has_what_dcp_would_have_saved(daemon: Daemon, tmp_path: Path, planner: type[DefaultSavePlanner]) -> None:
     trainer = agent(daemon, planner())
     trainer.snapshot(state(2), step=1).wait("durable", timeout=60)
     trainer.close()
@@ -81,7 +81,7 @@ def test_a_snapshot_is_what_dcp_would_have_saved(daemon: Daemon, tmp_path: Path,
     assert readers[0].read_metadata().planner_data == readers[1].read_metadata().planner_data
 
 
-def test_a_load_planner(daemon: Daemon) -> None:
+def test_a_load_planner_plans_the_recovery(daemon: Daemon) -> None:
     planner = Reading()
     trainer = agent(daemon, load_planner=planner)
     trainer.snapshot({"a": torch.arange(4.0), "b": 2}, step=1).wait("durable", timeout=60)
@@ -141,10 +141,10 @@ class OfAnotherKind(DefaultSavePlanner):
     ("planner", "reason"),
     [
         (Dropping, "the planner has dropped a; nothing was saved"),
-        (Inventing, "the planner has made items that its metadata lacks: b; nothing was saved"),
-        (OfAnotherShape, "a: the planner's item has shape [4], what it resolves to [3]"),
+        (Inventing, "the planner has written items that its metadata lacks: b; nothing was saved"),
+        (OfAnotherShape, "a: the planner's item has shape [4], but resolves to a tensor of shape [3]"),
         (Failing, "the planner has failed: KeyError: 'lost'"),
-        (OfAnotherKind, "the planner's plan holds what ranks cannot tell each other without running pickled code: "),
+        (OfAnotherKind, "the planner's plan holds an object that another rank could not load without running pickled code"),
     ],
 )
 def test_a_planner_that_is_wrong_fails_the_snapshot_alone(daemon: Daemon, planner: type[DefaultSavePlanner], reason: str) -> None:
@@ -160,13 +160,13 @@ def test_a_planner_that_is_wrong_fails_the_snapshot_alone(daemon: Daemon, planne
     assert [path.parent.name for path in (daemon.home.root / "job").glob("*/manifest.json")] == ["step-00000002.a0001"]
 
 
-def test_recoveries_that_cannot_be(daemon: Daemon) -> None:
+def test_planned_recoveries_that_are_impossible_are_refused(daemon: Daemon) -> None:
     trainer = agent(daemon, DefaultSavePlanner())
     trainer.snapshot({"a": torch.arange(4)}, step=1).wait("durable", timeout=60)
     found = {"b": torch.zeros(4)}
     with pytest.raises(StructureMismatch, match="Missing key in checkpoint state_dict: b.; nothing was written"):
         trainer.recover(found)
-    with pytest.raises(InvalidRequest, match="with a planner the state is list; expected a dict"):
+    with pytest.raises(InvalidRequest, match="the state is of type list; with a planner, expected a dict"):
         trainer.recover([torch.zeros(4)])
     assert trainer.snapshot([torch.zeros(4)], step=2).state == "failed"
     trainer.close()
@@ -176,7 +176,7 @@ def test_recoveries_that_cannot_be(daemon: Daemon) -> None:
     trainer.close()
 
 
-def test_no_slot_is_a_skip(daemon: Daemon) -> None:
+def test_a_planned_snapshot_without_a_free_slot_is_skipped(daemon: Daemon) -> None:
     trainer = agent(daemon, DefaultSavePlanner())
     pendings = [trainer.snapshot({"a": torch.randn(2_000_000)}, step=step, on_busy="skip") for step in range(1, 9)]
     assert {pending.state for pending in pendings} <= {"sealed", "durable", "skipped"}
@@ -218,7 +218,7 @@ def recover(socket: Path) -> tuple[str, int]:
 
 
 def changed(found: Any, wanted: Any) -> list[str]:
-    """What differs, but for buffers: each rank has its own, and DCP saves one of them."""
+    """Return what differs, except buffers: each rank has its own, and DCP saves one of them."""
     return [name for name in differing(found, wanted) if not name.startswith("model.norm.running")]
 
 
@@ -230,7 +230,7 @@ class FailsOnRank1(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "2d"])
-def test_on_several_ranks(daemon: Daemon, kind: str) -> None:
+def test_planned_snapshots_and_recoveries_on_several_ranks(daemon: Daemon, kind: str) -> None:
     socket = daemon.home.socket
     with Ranks(4) as ranks:
         ranks.call(build, kind, 1)

@@ -1,4 +1,4 @@
-"""`dcp.save`, `async_save` and `load` through ckptd, in one process: alone in a directory, and under the root of a daemon."""
+"""Tests `dcp.save`, `async_save` and `load` through ckptd in one process, in a directory of its own and under the root of a daemon."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 
 
 class Place:
-    """Where a save goes, and what lies there."""
+    """The place of a save, and what lies there."""
 
     def __init__(self, base: Path, daemon: Daemon | None) -> None:
         self.base, self.daemon = base, daemon
@@ -43,7 +43,7 @@ class Place:
         return StorageWriter(self.path(name), socket=self.daemon.home.socket if self.daemon else None, **options)
 
     def files(self) -> dict[str, list[str]]:
-        """Of each checkpoint directory."""
+        """Return the files of each checkpoint directory."""
         found = {where.name: sorted(p.name for p in where.iterdir()) for where in self.base.iterdir() if where.is_dir()}
         return {name: files for name, files in found.items() if files}
 
@@ -77,14 +77,14 @@ def state(seed: int = 0) -> dict[str, Any]:
 
 
 def blank() -> dict[str, Any]:
-    """The same tensors with other values."""
+    """Return the same tensors with other values."""
     made = state(99)
     made["epoch"] = -1
     return made
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bit for bit, of the same types."""
+    """Return True if both are equal bit for bit, with the same types."""
     if isinstance(one, torch.Tensor):
         return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
             one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
@@ -101,20 +101,20 @@ def directories(path: Path) -> list[str]:
 
 
 def refused(function: Any, *arguments: Any, **options: Any) -> str:
-    """The last line of what DCP raises, in which our own error stands by its name."""
+    """Return the last line of the error that DCP raises. It has the name and message of ckptd's error."""
     with pytest.raises(dcp.CheckpointException) as caught:
         function(*arguments, **options)
     return str(caught.value).strip().splitlines()[-1].removeprefix("ckptd.shared.errors.")
 
 
-def test_what_was_saved_is_loaded(spot: Place) -> None:
+def test_a_saved_state_is_loaded(spot: Place) -> None:
     dcp.save(state(1), storage_writer=spot.writer("first"))
     loaded = blank()
     dcp.load(loaded, storage_reader=StorageReader(spot.path("first")))
     assert same(loaded, state(1))
 
 
-def test_by_checkpoint_id(spot: Place) -> None:
+def test_checkpoint_id_replaces_the_path(spot: Place) -> None:
     writer = StorageWriter(socket=spot.daemon.home.socket if spot.daemon else None)
     for seed in (1, 2):
         dcp.save(state(seed), checkpoint_id=spot.path(f"save-{seed}"), storage_writer=writer)
@@ -125,7 +125,7 @@ def test_by_checkpoint_id(spot: Place) -> None:
         assert same(loaded, state(seed))
 
 
-def test_async_save_has_what_was_there_when_it_was_called(spot: Place) -> None:
+def test_async_save_has_the_values_of_its_call(spot: Place) -> None:
     changing = state(1)
     future = dcp.async_save(changing, storage_writer=spot.writer("later"))
     changing["model"]["weight"].zero_()
@@ -144,14 +144,14 @@ def test_saves_of_one_writer_may_overlap(spot: Place) -> None:
         assert same(Checkpoint.open(spot.path(f"save-{n}")).load(), state(n))
 
 
-def test_it_is_a_stager_and_can_be_pickled() -> None:
-    writer = StorageWriter("/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False)  # reason: nothing is read here
+def test_the_writer_is_a_stager_and_can_be_pickled() -> None:
+    writer = StorageWriter("/ckpts/gpt/best", codec="zstd:3", overwrite=True, weights_only=False)  # nothing is read here
     assert isinstance(writer, AsyncStager)
-    other = pickle.loads(pickle.dumps(writer))  # reason: bytes of this very line; DCP sends a writer to its own process like that
+    other = pickle.loads(pickle.dumps(writer))  # pickled on this line; DCP sends a writer to its own process so
     assert (other.checkpoint_id, other.codec, other.overwrite, other.weights_only) == ("/ckpts/gpt/best", "zstd:3", True, False)
 
 
-# -- what lies there, and how else it can be read
+# -- what is written, and how else it can be read
 
 
 def test_a_save_outside_every_root_is_one_directory(tmp_path: Path) -> None:
@@ -173,13 +173,13 @@ def test_under_a_root_the_daemon_commits(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("path", ["best", "a/b/best", ".ckptd/best"])
-def test_at_another_depth_the_process_writes_itself(daemon: Daemon, path: str) -> None:
+def test_at_another_depth_under_a_root_the_process_writes_itself(daemon: Daemon, path: str) -> None:
     dcp.save(state(), storage_writer=StorageWriter(daemon.home.root / path, socket=daemon.home.socket))
     assert (daemon.home.root / path / "manifest.json").is_file()
     assert daemon.status()["jobs"] == []
 
 
-def test_it_can_be_read_without_dcp(spot: Place) -> None:
+def test_a_save_can_be_read_without_dcp(spot: Place) -> None:
     dcp.save(state(3), storage_writer=spot.writer("read"))
     with Checkpoint.open(spot.path("read")) as checkpoint:
         assert same(checkpoint.load(), state(3))
@@ -189,7 +189,7 @@ def test_it_can_be_read_without_dcp(spot: Place) -> None:
         assert checkpoint.verify() > 0
 
 
-def test_recover_brings_it_back(daemon: Daemon) -> None:
+def test_recover_brings_a_save_through_dcp_back(daemon: Daemon) -> None:
     dcp.save(state(4), storage_writer=StorageWriter(daemon.home.root / "gpt" / "step-7", socket=daemon.home.socket))
     leave_all()
     agent = Agent("gpt", socket=daemon.home.socket)
@@ -211,7 +211,7 @@ def test_a_snapshot_is_loaded_by_dcp(daemon: Daemon) -> None:
 
 
 def test_tensors_that_overlap_are_loaded_without_a_template(daemon: Daemon) -> None:
-    """The storage that both lie in is an item of its own, which has no name of the user's."""
+    """The storage in which both lie is an item of its own, without a name of the user's."""
     agent = Agent("job", socket=daemon.home.socket)
     base = torch.arange(15.0)
     agent.snapshot({"a": base[:10], "b": base[5:]}, step=1, rng=False).wait("durable", timeout=60)
@@ -238,33 +238,33 @@ def test_an_agent_of_this_process_is_used(daemon: Daemon) -> None:
     assert directories(daemon.home.root / "gpt") == ["best.a0001", "step-00000010.a0001", "step-00000012.a0001"]
 
 
-# -- again
+# -- saving again
 
 
-def test_a_name_that_is_taken(spot: Place) -> None:
+def test_a_name_that_is_taken_is_refused(spot: Place) -> None:
     dcp.save(state(1), storage_writer=spot.writer("taken"))
     before = spot.files()
     reason = refused(dcp.save, state(2), storage_writer=spot.writer("taken"))
     assert reason.startswith("AlreadyExists: ")
-    assert reason.endswith("say overwrite=True")
+    assert reason.endswith("pass overwrite=True")
     assert spot.files() == before
     assert same(Checkpoint.open(spot.path("taken")).load(), state(1))
 
 
-def test_overwrite(spot: Place) -> None:
+def test_overwrite_replaces_the_checkpoint(spot: Place) -> None:
     for seed in (1, 2, 3):
         dcp.save(state(seed), storage_writer=spot.writer("latest", overwrite=True))
         loaded = blank()
         dcp.load(loaded, storage_reader=StorageReader(spot.path("latest")))
         assert same(loaded, state(seed))
     if spot.daemon is None:
-        assert [len(files) for files in spot.files().values()] == [2]  # nothing is left of those before
+        assert [len(files) for files in spot.files().values()] == [2]  # nothing of the earlier checkpoints is left
     else:
         assert directories(spot.daemon.home.root / "gpt") == ["latest.a0003"]
 
 
-def test_several_files(tmp_path: Path) -> None:
-    """And one in their place; what lies beside is left alone."""
+def test_a_part_is_spread_over_several_files(tmp_path: Path) -> None:
+    """A save in one file follows in the same place. Other files beside it are left alone."""
     (tmp_path / "notes.txt").write_text("mine")
     for files, seed in ((3, 1), (2, 2), (1, 3)):
         dcp.save(state(seed), storage_writer=StorageWriter(tmp_path, overwrite=True, codec="raw", files_per_rank=files))
@@ -278,7 +278,7 @@ def test_several_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir())[:2] == ["manifest.json", "notes.txt"]
 
 
-def test_who_reads_what_is_written_over_reads_on(tmp_path: Path) -> None:
+def test_a_reader_of_an_overwritten_checkpoint_can_finish(tmp_path: Path) -> None:
     dcp.save(state(1), storage_writer=StorageWriter(tmp_path, files_per_rank=3))
     with Checkpoint.open(tmp_path) as checkpoint:
         for seed in (2, 3):
@@ -290,7 +290,7 @@ def test_who_reads_what_is_written_over_reads_on(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_files_of_a_length(tmp_path: Path) -> None:
+def test_bytes_per_file_limits_the_length_of_files(tmp_path: Path) -> None:
     large = {"weight": torch.arange(12 << 20, dtype=torch.float32)}  # 48 MiB
     dcp.save(large, storage_writer=StorageWriter(tmp_path, codec="raw", bytes_per_file=20 << 20))
     lengths = [path.stat().st_size for path in tmp_path.glob("*.ckpt")]
@@ -301,14 +301,14 @@ def test_files_of_a_length(tmp_path: Path) -> None:
     assert torch.equal(loaded["weight"], large["weight"])
 
 
-def test_files_that_cannot_be() -> None:
+def test_impossible_numbers_and_lengths_of_files_are_refused() -> None:
     with pytest.raises(CkptdError, match="files_per_rank is 0; expected 1 to 64"):
         StorageWriter(files_per_rank=0)
     with pytest.raises(CkptdError, match="bytes_per_file is 1000; expected 0"):
         StorageWriter(bytes_per_file=1000)
 
 
-def test_overwriting_leaves_what_is_pinned(daemon: Daemon) -> None:
+def test_overwriting_keeps_a_pinned_checkpoint(daemon: Daemon) -> None:
     path = daemon.home.root / "gpt" / "latest"
     for seed in (1, 2, 3):
         dcp.save(state(seed), storage_writer=StorageWriter(path, socket=daemon.home.socket, overwrite=True))
@@ -318,14 +318,14 @@ def test_overwriting_leaves_what_is_pinned(daemon: Daemon) -> None:
     assert same(Checkpoint.open(path.parent / "latest.a0001").load(), state(1))
 
 
-def test_a_step_that_is_behind_begins_a_new_attempt(daemon: Daemon) -> None:
+def test_a_step_behind_the_last_begins_a_new_attempt(daemon: Daemon) -> None:
     for number in (7, 9, 8):
         dcp.save(state(number), storage_writer=StorageWriter(daemon.home.root / "gpt" / f"step-{number}", socket=daemon.home.socket))
     leave_all()
     assert directories(daemon.home.root / "gpt") == ["step-00000007.a0001", "step-00000008.a0002", "step-00000009.a0001"]
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+def test_files_of_a_killed_process_are_swept(tmp_path: Path) -> None:
     dcp.save(state(1), storage_writer=StorageWriter(tmp_path))
     left = tmp_path / names.part_file(0, names.new_nonce())
     left.write_bytes(b"half")
@@ -340,14 +340,14 @@ def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
 
 
 class Renamed(DefaultSavePlanner):
-    """Every name with something before it."""
+    """Gives every name a prefix."""
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner({f"old-{key}": value for key, value in state_dict.items()}, storage_meta, is_coordinator)
 
 
 class Halved(DefaultSavePlanner):
-    """As the DCP documentation has it: saved as float16."""
+    """Saves as float16, as in DCP's documentation."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -370,7 +370,7 @@ class HalvedUnawares(DefaultSavePlanner):
 
 
 class Extra(DefaultSavePlanner):
-    """Planner data of its own, as the DCP documentation has it."""
+    """Adds planner data of its own, as in DCP's documentation."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -378,7 +378,7 @@ class Extra(DefaultSavePlanner):
 
 
 class Reading(DefaultLoadPlanner):
-    """Keeps what it sees."""
+    """Records what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,13 +406,13 @@ class Reading(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def test_a_planner_that_renames(spot: Place) -> None:
+def test_a_planner_may_rename_keys(spot: Place) -> None:
     dcp.save({"a": torch.arange(4), "b": 2}, storage_writer=spot.writer("renamed"), planner=Renamed())
     assert same(Checkpoint.open(spot.path("renamed")).load(), {"old-a": torch.arange(4), "old-b": 2})
 
 
 @pytest.mark.parametrize("planner", [Halved, HalvedUnawares])
-def test_a_planner_that_casts(spot: Place, planner: type[DefaultSavePlanner]) -> None:
+def test_a_planner_may_cast_tensors(spot: Place, planner: type[DefaultSavePlanner]) -> None:
     values = torch.randn(5000)
     dcp.save({"a": values, "b": 2}, storage_writer=spot.writer("cast"), planner=planner())
     with Checkpoint.open(spot.path("cast")) as checkpoint:
@@ -440,7 +440,7 @@ def test_storage_meta_names_save_and_load(spot: Place) -> None:
     reader.close()
 
 
-def test_a_load_planner_that_makes_its_own_tensors(spot: Place) -> None:
+def test_a_load_planner_may_make_its_own_tensors(spot: Place) -> None:
     dcp.save({"a": torch.arange(4.0), "b": 2}, storage_writer=spot.writer("own"))
     planner, loaded = Reading(), {"a": torch.zeros(4), "b": 0}
     dcp.load(loaded, storage_reader=StorageReader(spot.path("own")), planner=planner)
@@ -449,7 +449,7 @@ def test_a_load_planner_that_makes_its_own_tensors(spot: Place) -> None:
 
 
 def test_plans_that_are_cached(spot: Place) -> None:
-    """DCP then hands the writer the plan of the first save."""
+    """DCP then gives the writer the plan of the first save."""
     writer = spot.writer("unused")
     for n in range(3):
         tensor = torch.full((1000,), float(n))
@@ -483,7 +483,7 @@ class Inventing(DefaultSavePlanner):
 
 
 class OfHalfATensor(DefaultSavePlanner):
-    """Saves the first two elements of four, and says so in its metadata: no reader could tell the others from damage."""
+    """Saves the first two elements of four, and says so in its metadata. A reader could not tell the missing ones from damage."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -513,7 +513,7 @@ class OfAnotherShape(DefaultSavePlanner):
 
 
 class Unsure(DefaultSavePlanner):
-    """Another dtype each time it is asked."""
+    """Resolves to another dtype at each call."""
 
     asked = 0
 
@@ -532,13 +532,13 @@ class Failing(DefaultSavePlanner):
     [
         (Dropping, "InvalidRequest: the planner has dropped a; nothing was saved"),
         (Doubling, "InvalidRequest: the planner writes a twice on one rank; each item belongs to one rank, once"),
-        (Inventing, "InvalidRequest: the planner has made items that its metadata lacks: b; nothing was saved"),
+        (Inventing, "InvalidRequest: the planner has written items that its metadata lacks: b; nothing was saved"),
         (
             OfHalfATensor,
-            "InvalidRequest: the planner's items do not make up whole tensors: of a only 2 of 4 elements are there; nothing was saved",
+            "InvalidRequest: the planner's items do not make up whole tensors: a: only 2 of 4 elements are stored; nothing was saved",
         ),
-        (OfAnotherShape, "InvalidRequest: a: the planner's item has shape [4], what it resolves to [3]"),
-        (Unsure, "InvalidRequest: a: the planner has resolved it to another dtype or shape than a moment ago"),
+        (OfAnotherShape, "InvalidRequest: a: the planner's item has shape [4], but resolves to a tensor of shape [3]"),
+        (Unsure, "InvalidRequest: a: the planner now resolves it to another dtype or shape than when the save began"),
         (Failing, "KeyError: 'lost'"),
     ],
 )
@@ -580,10 +580,10 @@ class Elsewhere(DefaultLoadPlanner):
         (IntoAnotherShape, "StructureMismatch: a: the planner reads a piece of shape [4] into a tensor of shape [3]"),
         (IntoNothing, "StructureMismatch: a: the planner reads into a tensor on the meta device, which has no memory"),
         (Beyond, "StructureMismatch: a: the planner reads [5] from [0], and [4] are stored there"),
-        (Elsewhere, "NotFound: no tensor 'c'; there are 1, like a"),
+        (Elsewhere, "NotFound: no tensor 'c'; the checkpoint has 1, such as a"),
     ],
 )
-def test_a_load_planner_that_is_wrong(tmp_path: Path, planner: type[DefaultLoadPlanner], reason: str) -> None:
+def test_a_wrong_load_planner_is_refused(tmp_path: Path, planner: type[DefaultLoadPlanner], reason: str) -> None:
     dcp.save({"a": torch.arange(4)}, storage_writer=StorageWriter(tmp_path))
     loaded = {"a": torch.zeros(4)}
     assert refused(dcp.load, loaded, storage_reader=StorageReader(tmp_path), planner=planner()) == reason
@@ -601,13 +601,13 @@ class Hostile:
 MARK = Path("unset")
 
 
-def test_what_only_pickled_code_could_bring_back(spot: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_need_pickled_code_are_refused(spot: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
     state = {"a": torch.arange(4), "b": Hostile()}
     reason = refused(dcp.save, state, storage_writer=spot.writer("hostile"))
-    assert reason.startswith("UnsavableValue: b: what the planner has pickled could not be loaded without running pickled code")
+    assert reason.startswith("UnsavableValue: b: the planner's bytes could not be loaded without running pickled code")
     assert spot.files() == {}
-    dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))  # reason: makes the hostile file that is refused below
+    dcp.save(state, storage_writer=spot.writer("hostile", weights_only=False))  # makes the hostile file that is refused below
     loaded = {"a": torch.zeros(4, dtype=torch.int64), "b": None}
     assert refused(dcp.load, loaded, storage_reader=StorageReader(spot.path("hostile"))).startswith("UnsavableValue: b: ")
     with Checkpoint.open(spot.path("hostile")) as checkpoint:
@@ -626,7 +626,7 @@ def test_a_checkpoint_of_dcp_itself_is_not_unpickled(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("found", ["nothing", "empty", "file"])
-def test_a_directory_that_is_no_checkpoint(tmp_path: Path, found: str) -> None:
+def test_a_directory_without_a_checkpoint_is_an_error(tmp_path: Path, found: str) -> None:
     where = tmp_path / "it"
     if found == "empty":
         where.mkdir()
@@ -635,7 +635,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path, found: str) -> None:
     assert f"no checkpoint at {where}" in refused(dcp.load, {"a": torch.zeros(1)}, storage_reader=StorageReader(where))
 
 
-def test_a_newer_format(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path) -> None:
     dcp.save({"a": torch.zeros(1)}, storage_writer=StorageWriter(tmp_path))
     manifest = tmp_path / "manifest.json"
     newer = manifest.read_bytes().replace(b'"version": 1', b'"version": 2')
@@ -648,7 +648,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
     )
 
 
-def test_damage_is_noticed(spot: Place) -> None:
+def test_a_damaged_checkpoint_is_refused(spot: Place) -> None:
     dcp.save(state(1), storage_writer=spot.writer("damaged"))
     (part,) = spot.base.glob("*/rank-*.ckpt")
     with part.open("r+b") as file:
@@ -665,12 +665,12 @@ def test_damage_is_noticed(spot: Place) -> None:
         ({"a": torch.zeros(2).to_sparse()}, "UnsavableValue: a: a tensor of layout torch.sparse_coo cannot be saved"),
     ],
 )
-def test_what_cannot_be_saved_is_named(spot: Place, state: dict[str, Any], reason: str) -> None:
+def test_a_value_that_cannot_be_saved_is_named(spot: Place, state: dict[str, Any], reason: str) -> None:
     assert refused(dcp.save, state, storage_writer=spot.writer("cannot")).startswith(reason)
     assert spot.files() == {}
 
 
-def test_keys_and_shapes_that_do_not_fit(spot: Place) -> None:
+def test_keys_and_shapes_that_do_not_fit_are_refused(spot: Place) -> None:
     dcp.save({"a": torch.zeros(4)}, storage_writer=spot.writer("it"))
     assert "Missing key in checkpoint state_dict: b" in refused(
         dcp.load, {"b": torch.zeros(4)}, storage_reader=StorageReader(spot.path("it"))
@@ -681,22 +681,22 @@ def test_keys_and_shapes_that_do_not_fit(spot: Place) -> None:
 
 
 @pytest.mark.parametrize("options", [{"path": "s3://bucket/it"}, {"codec": "lzma"}])
-def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(CkptdError):
         StorageWriter(**options)
 
 
-def test_names_under_a_root_that_cannot_be(daemon: Daemon) -> None:
+def test_impossible_names_under_a_root_are_refused(daemon: Daemon) -> None:
     writer = StorageWriter(daemon.home.root / "gpt" / "step-seven", socket=daemon.home.socket)
     assert "InvalidName" in refused(dcp.save, state(), storage_writer=writer)
 
 
-def test_a_socket_that_is_named_and_not_there(tmp_path: Path) -> None:
+def test_a_named_socket_that_is_missing_fails_the_save(tmp_path: Path) -> None:
     assert "no daemon listens at" in refused(dcp.save, state(), storage_writer=StorageWriter(tmp_path / "a", socket=tmp_path / "s"))
     assert not (tmp_path / "a").exists()
 
 
-def test_without_a_path(tmp_path: Path) -> None:
+def test_a_writer_and_a_reader_need_a_path(tmp_path: Path) -> None:
     assert "StorageWriter has no path" in refused_any(dcp.save, state(), storage_writer=StorageWriter())
     assert "StorageReader has no path" in refused_any(dcp.load, state(), storage_reader=StorageReader())
 

@@ -1,4 +1,4 @@
-"""Tickets go over the job's store, each to its rank, once."""
+"""Tests that tickets go over the job's store, each once and to its rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptd.agent.dcp.tickets import Ticket, receive, send
 from ckptd.shared.errors import InvalidRequest
 
 CLAIM = Claim(Target("/run/s", "/ckpts", "gpt", None, 7), 3, 7, b"\x00boot")
-NOWHERE = "this rank saves to /ckpts/other, and the coordinator elsewhere: give all ranks one path"
+NOWHERE = "this rank saves to /ckpts/other, but the coordinator saves to another path: use the same path on all ranks"
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def test_each_rank_gets_its_own_once(claimed: Claim | None) -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_ticket_that_was_not_taken_is_replaced_by_the_next() -> None:
+def test_a_ticket_that_was_not_received_is_replaced_by_the_next() -> None:
     send(tickets(b"\x01" * 32))
     send(tickets(b"\x02" * 32))
     assert receive("/ckpts/gpt/step-7", 1).global_plan == b"\x02" * 32
 
 
 @pytest.mark.usefixtures("group")
-def test_a_rank_with_another_path_is_told_so() -> None:
+def test_a_rank_with_another_path_gets_an_error() -> None:
     send(tickets(bytes(32)))
     with pytest.raises(InvalidRequest, match=NOWHERE):
         receive("/ckpts/other", 1)

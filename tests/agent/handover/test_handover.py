@@ -1,4 +1,6 @@
-"""The life of a hand-over without a daemon: what is registered, sent, kept and given back. test_nested_calls.py has it with processes."""
+"""Tests the life of a hand-over without a daemon: what is registered, sent, kept and given back. test_nested_calls.py tests it with
+processes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from ckptd.shared.segment import SlotState
 
 
 class Daemon:
-    """In the place of a Client: answers each Acquire with the next of `answers`, and keeps every request."""
+    """Replaces a Client. It answers each Acquire with the next of `answers`, and records every request."""
 
     def __init__(self, *answers: m.Reply) -> None:
         self.answers = list(answers)
@@ -120,13 +122,13 @@ def test_a_refusal_skips_the_step() -> None:
 def test_an_early_refusal_is_found_before_the_ranks_plan() -> None:
     world = World(m.Refused(re=0, reason="no"))
     handover = world.open(1)
-    handover.check_not_refused()  # nothing was requested
+    handover.check_not_refused()  # no slot was requested
     handover.request(time.monotonic() + 60)
     with pytest.raises(SnapshotFailed, match="step 1 was skipped: no"):
         handover.check_not_refused()
 
 
-def test_what_fails_after_the_grant_is_told_and_given_back() -> None:
+def test_a_failure_after_the_grant_is_reported_and_the_slot_given_back() -> None:
     world = World(granted("a"))
     handover = world.filled(1)
     world.all.fail(handover.pending, SnapshotFailed("torn"))
@@ -158,12 +160,12 @@ def test_a_sealed_slot_cannot_be_abandoned() -> None:
     assert (handover.pending.state, world.slots["a"].state) == ("sealed", SlotState.SEALED)
 
 
-def test_larger_slots_wait_for_those_that_are_filled() -> None:
+def test_larger_slots_wait_for_slots_that_are_being_filled() -> None:
     world = World(granted("a"), granted("b", 2))
     first = world.filled(1)
     first.hold()
     second = world.open(2)
-    with pytest.raises(SnapshotFailed, match="larger slots are needed, and another save of this process has not sealed its own in time"):
+    with pytest.raises(SnapshotFailed, match="larger slots are needed, and another save of this process has not sealed its slot in time"):
         second.reserve(2000, time.monotonic() + 0.01)
     with ThreadPoolExecutor(1) as pool:
         sealed = pool.submit(world.all.wait_until_sealed, time.monotonic() + 60)
@@ -188,7 +190,7 @@ def test_an_interrupted_call_is_settled_by_the_header(state: SlotState) -> None:
     assert len(world.daemon.requests) == 2 + (state is SlotState.FILLING)
 
 
-def test_a_grant_that_was_not_taken_is_given_back() -> None:
+def test_a_granted_slot_that_is_not_used_is_given_back() -> None:
     world = World(granted("a"))
     handover = world.open(1)
     handover.request(time.monotonic() + 60)
@@ -213,7 +215,7 @@ def test_after_a_lost_answer_any_slot_may_be_granted() -> None:
     [(2, 5, 4, True), (1, 5, 4, False), (2, -1, -1, False), (2, 5, 5, False)],
     ids=["told", "alone", "no step", "taken"],
 )
-def test_which_failures_the_other_ranks_hear_of(world_size: int, step: int, last_step: int, told: bool) -> None:
+def test_other_ranks_hear_only_of_failures_that_they_may_wait_for(world_size: int, step: int, last_step: int, told: bool) -> None:
     world = World(world_size=world_size)
     world.all.last_step = last_step
     world.all.fail(Pending(step, 1), SnapshotFailed("why"))
@@ -242,7 +244,7 @@ def test_a_memory_only_snapshot_is_superseded_in_its_slot() -> None:
         old.pending.wait("durable", timeout=1)
 
 
-def test_closing_fails_what_is_not_durable() -> None:
+def test_closing_fails_snapshots_that_are_not_durable() -> None:
     world = World(granted("a"))
     memory_only = world.all.open(Pending(0, 1, persist=False), None)
     memory_only.begin()

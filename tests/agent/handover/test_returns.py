@@ -1,4 +1,4 @@
-"""Slots that are given back, until the daemon has confirmed each."""
+"""Tests that slots are given back again until the daemon has confirmed each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptd.shared.segment import SlotState
 
 
 class Wire:
-    """In the place of a Client: keeps what is posted; the test answers."""
+    """Replaces a Client. It records what is posted, and the test answers."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[m.Request, Callable[[m.Reply], None]]] = []
@@ -42,7 +42,7 @@ def make() -> tuple[Wire, Returns]:
     return wire, Returns(cast(Client, wire))
 
 
-def test_what_is_not_confirmed_is_sent_again() -> None:
+def test_an_unconfirmed_return_is_sent_again() -> None:
     wire, returns = make()
     returns.send("a", 1, QuotaExceeded("too small"))
     returns.send("b", 2)
@@ -69,7 +69,7 @@ def test_a_long_reason_is_cut() -> None:
     assert wire.sent() == [("a", 1, "x" * MAX_REASON, "")]
 
 
-def test_a_slot_is_cleared_if_it_is_still_this_steps() -> None:
+def test_a_slot_is_cleared_only_if_it_still_belongs_to_the_step() -> None:
     for slot, times in (
         (FakeSlot(1, SlotState.FILLING), 1),
         (FakeSlot(1, SlotState.FREE), 0),

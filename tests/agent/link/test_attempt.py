@@ -1,4 +1,4 @@
-"""Ranks that meet: they begin one attempt, or all of them hear which rank runs elsewhere."""
+"""Tests how ranks begin one attempt together, or all of them learn which rank runs elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptd.shared.errors import CkptdError, InvalidRequest
 
 @dataclass
 class Served:
-    """A client as far as ranks that meet need one."""
+    """Replaces a client, as far as the begin of an attempt needs one."""
 
     welcome: m.Welcome
     attempt: int = 0
@@ -35,7 +35,7 @@ def welcome(instance: str = "", root: str = "/ckpts") -> m.Welcome:
 
 
 def meet(*ranks: tuple[m.Welcome, str]) -> list[int | CkptdError]:
-    """What each rank has of a meeting, given what its daemon has said and its job's name."""
+    """Return the result of each rank, given the replies of its daemon and its job name."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
     def go(rank: int) -> int | CkptdError:
@@ -50,7 +50,7 @@ def meet(*ranks: tuple[m.Welcome, str]) -> list[int | CkptdError]:
 
 
 def refused(*ranks: tuple[m.Welcome, str]) -> str:
-    """The sentence that all ranks hear."""
+    """Return the message of the error that all ranks get."""
     found = meet(*ranks)
     assert {type(one) for one in found} == {InvalidRequest}
     (sentence,) = {str(one) for one in found}
@@ -62,26 +62,26 @@ def test_ranks_of_one_daemon_begin_one_attempt(instances: tuple[str, ...]) -> No
     assert meet(*((welcome(instance), "gpt") for instance in instances)) == [7, 7, 7]
 
 
-def test_containers_of_one_node_have_one_boot_and_two_daemons() -> None:
+def test_containers_of_one_node_with_two_daemons_are_refused() -> None:
     assert refused((welcome("aa"), "gpt"), (welcome("aa"), "gpt"), (welcome("bb"), "gpt")) == (
         f"ranks 0 and 2 are served by different daemons (nodes {names.host()} and {names.host()}): "
         "a job's ranks must be on one node with one daemon in this version"
     )
 
 
-def test_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_on_another_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     boots = iter([bytes(16), bytes(15) + b"\1"])
     monkeypatch.setattr(attempt, "this_boot", lambda: next(boots))
     assert "ranks 0 and 1 are served by different daemons" in refused((welcome(), "gpt"), (welcome(), "gpt"))
 
 
-def test_another_root() -> None:
+def test_a_rank_with_another_root_is_refused() -> None:
     assert refused((welcome("aa", "/a"), "gpt"), (welcome("bb", "/b"), "gpt")) == (
         "rank 1 uses root /b, rank 0 uses /a: start all ranks with the same CKPTD_ROOT and one daemon"
     )
 
 
-def test_another_job() -> None:
+def test_a_rank_with_another_job_name_is_refused() -> None:
     assert refused((welcome("aa"), "gpt"), (welcome("aa"), "bert")) == (
         "rank 1 names its job 'bert', rank 0 'gpt': use the same job name on all ranks"
     )

@@ -1,4 +1,4 @@
-"""Private daemons: started when none is there, shared by ranks, outliving the trainer, leaving when nothing is left."""
+"""Tests private daemons: they are started if none runs, shared by ranks, outlive the trainer, and end when nothing is left to do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def until_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_functions_need_nothing_but_a_root(private: Home) -> None:
+def test_snapshot_and_recover_need_only_a_root(private: Home) -> None:
     state = {"w": torch.ones(10), "n": 1}
     assert recover(state) is None
     snapshot(state, step=1).wait("durable", timeout=60)
@@ -70,7 +70,7 @@ def test_functions_need_nothing_but_a_root(private: Home) -> None:
     assert recovered.source == "storage"
 
 
-def test_it_outlives_its_trainer_and_is_started_again_when_killed(private: Home) -> None:
+def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(private: Home) -> None:
     script = (
         "import torch, os; from ckptd.agent import snapshot\n"
         "snapshot({'w': torch.ones(5)}, step=3, persist=False).wait('sealed'); os.kill(os.getpid(), 9)"
@@ -93,7 +93,7 @@ def test_it_outlives_its_trainer_and_is_started_again_when_killed(private: Home)
     agent.close()
 
 
-def test_two_agents_share_one(private: Home) -> None:
+def test_two_agents_share_one_private_daemon(private: Home) -> None:
     one, two = Agent("one"), Agent("two")
     assert daemon_status(names.private_socket(private.root))["counters"]["connections_refused"] == 0
     for agent in (one, two):
@@ -101,7 +101,7 @@ def test_two_agents_share_one(private: Home) -> None:
         agent.close()
 
 
-def test_a_root_that_cannot_be_used(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_that_cannot_be_used_is_an_error(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_ROOT", "/proc/nope")
     with pytest.raises(
         errors.DaemonUnreachable, match="the private daemon did not start: cannot use /proc/nope as the root for checkpoints"
@@ -111,32 +111,31 @@ def test_a_root_that_cannot_be_used(private: Home, monkeypatch: pytest.MonkeyPat
     assert pending.state == "failed"
 
 
-def test_a_setting_that_cannot_be_is_quoted(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_of_the_private_daemon_is_quoted(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_CODEC", "lz5")
     with pytest.raises(
-        errors.DaemonUnreachable, match=r"the private daemon did not start: .*codec 'lz5' is not known.*all of it in .*daemon\.log"
+        errors.DaemonUnreachable, match=r"the private daemon did not start: .*codec 'lz5' is not known.*the whole log is .*daemon\.log"
     ):
         Agent()
 
 
-def test_no_root_and_no_daemon(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_root_and_a_daemon_the_error_says_what_to_do(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPTD_ROOT")
     with pytest.raises(errors.DaemonUnreachable, match="no daemon runs on this node and no root is known"):
         Agent()
 
 
-# -- what another user of the node may have put in the way
+# -- obstacles that another user of the node may have made
 
 
 def give_away(path: Path) -> None:
     if os.getuid():
-        # CI runs it as root.
-        pytest.skip("giving a file away needs root")  # reason: without somebody else's directory there is nothing to refuse
+        pytest.skip("giving a file away needs root")
     os.chown(path, 65534, 65534, follow_symlinks=False)
 
 
 def saves(root: Path, job: str = "job") -> None:
-    """A private daemon is started, and what it has is ours."""
+    """Check that a private daemon starts, and that its files belong to this user."""
     state = {"w": torch.ones(10)}
     agent = Agent(job, root=root)
     agent.snapshot(state, step=1).wait("durable", timeout=60)
@@ -148,14 +147,14 @@ def saves(root: Path, job: str = "job") -> None:
 
 @pytest.fixture
 def plain(private: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for /tmp/ckptd-UID; there is no $XDG_RUNTIME_DIR."""
+    """Return the directory that stands for /tmp/ckptd-UID. $XDG_RUNTIME_DIR is not set."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("ckptd.shared.names._plain_socket_directory", lambda: private.path / "plain")
     return private.path / "plain"
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "FIFO"])
-def test_a_taken_name_for_the_socket_directory_blocks_nobody(private: Home, plain: Path, kind: str) -> None:
+def test_a_taken_name_of_the_socket_directory_does_not_block_the_daemon(private: Home, plain: Path, kind: str) -> None:
     if kind == "directory":
         plain.mkdir(mode=0o777)
     elif kind == "link":
@@ -172,7 +171,7 @@ def test_a_taken_name_for_the_socket_directory_blocks_nobody(private: Home, plai
     assert kind == "FIFO" or list(plain.iterdir()) == []
 
 
-def test_a_runtime_directory_of_another_user_blocks_nobody(private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_directory_of_another_user_does_not_block_the_daemon(private: Home, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = private.path / "theirs"
     theirs.mkdir(mode=0o777)
     give_away(theirs)
@@ -194,7 +193,7 @@ def test_a_private_daemon_is_found_where_another_environment_has_put_it(
 
 @contextmanager
 def stranger(path: Path) -> Iterator[list[bytes]]:
-    """Another user's process that listens at `path` and gives a list of everything that it was sent."""
+    """Context manager. Run another user's process that listens at `path`. Yields a list of everything that it is sent."""
     heard: list[bytes] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
@@ -235,7 +234,7 @@ def test_a_named_daemon_of_another_user_is_refused(private: Home) -> None:
 
 
 @pytest.mark.parametrize("with_root", [True, False])
-def test_another_users_daemon_at_a_default_place_is_passed_over(
+def test_a_daemon_of_another_user_at_a_default_path_is_not_used(
     private: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, with_root: bool
 ) -> None:
     monkeypatch.setattr(names, "default_sockets", lambda: [private.socket])
@@ -248,7 +247,7 @@ def test_another_users_daemon_at_a_default_place_is_passed_over(
             with pytest.raises(errors.DaemonUnreachable, match="no daemon runs on this node and no root is known"):
                 Agent()
     assert b"".join(heard) == b""
-    assert f"passed over: the socket {private.socket} belongs to uid 65534" in caplog.text
+    assert f"is not used: the socket {private.socket} belongs to uid 65534" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "second name", "another user's"])

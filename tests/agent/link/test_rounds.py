@@ -1,4 +1,6 @@
-"""Ranks that talk over the job's store: one answer or one error for all, by name, within a deadline, and nothing left behind."""
+"""Tests rounds over the job's store: all ranks get one answer or one error with a rank's name, within a deadline, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def attempt(call: Callable[[], bytes]) -> Answer:
 
 
 def together(ranks: list[Exchange], mine: list[Any], decide: Callable[[list[bytes]], list[bytes]], **more: Any) -> list[Any]:
-    """What each rank has of a round; those that give None do not come."""
+    """Return what each rank gets from a round. Ranks that give None do not take part."""
 
     def go(rank: Exchange, own: Answer) -> Answer:
         return attempt(lambda: rank.round("topic", own, decide, **{"seconds": 20.0, **more}))
@@ -56,7 +58,7 @@ def reverse(said: list[bytes]) -> list[bytes]:
 
 def test_each_gets_its_answer_and_the_store_is_empty_again(store: TCPStore, ranks: list[Exchange]) -> None:
     before = store.num_keys()
-    large = bytes(range(256)) * 40_000  # several pieces
+    large = bytes(range(256)) * 40_000  # longer than one piece
     assert together(ranks, [b"zero", b"", large], reverse) == [large, b"", b"zero"]
     assert together(ranks, [b"0", b"1", b"2"], reverse) == [b"2", b"1", b"0"]
     assert store.num_keys() == before
@@ -78,19 +80,19 @@ def test_an_error_of_the_decision_is_raised_on_all(ranks: list[Exchange]) -> Non
 
 
 @pytest.mark.parametrize("late", [1, 2])
-def test_who_does_not_come_is_named_to_all(ranks: list[Exchange], late: int) -> None:
+def test_a_missing_rank_is_named_to_all(ranks: list[Exchange], late: int) -> None:
     found = together(ranks, [None if rank == late else b"" for rank in range(WORLD)], reverse, seconds=2.0)
     said = {str(error) for error in found if error is not None}
     assert len(said) == 1
-    assert said.pop().startswith(f"rank {late} has not come within ")
+    assert said.pop().startswith(f"rank {late} sent nothing within ")
 
 
-def test_without_rank_0(ranks: list[Exchange]) -> None:
+def test_a_missing_rank_0_is_an_error_on_the_others(ranks: list[Exchange]) -> None:
     found = together(ranks, [None, b"", b""], reverse, seconds=0.2)
     assert [str(error) for error in found[1:]] == ["rank 0 has not answered within 0 s"] * 2
 
 
-def test_what_is_unwanted_is_not_waited_for(ranks: list[Exchange]) -> None:
+def test_an_unwanted_round_ends_at_once(ranks: list[Exchange]) -> None:
     over = threading.Event()
 
     def unwanted() -> CkptdError | None:
@@ -117,7 +119,7 @@ def test_rounds_of_other_jobs_and_topics_do_not_mix(store: TCPStore) -> None:
         assert [job.result() for job in found] == [[b"0a0a", b"0b0b"]] * 2 + [[b"1a1a", b"1b1b"]] * 2
 
 
-def test_a_store_that_is_gone_is_said_so() -> None:
+def test_a_store_that_is_gone_is_an_error() -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
     rank = Exchange(store, 1, 2)
     del store
@@ -131,8 +133,8 @@ def serve(pipe: Any) -> None:
     pipe.recv()
 
 
-def test_a_store_that_is_stopped_holds_nobody_up() -> None:
-    """Its client would wait for as long as it is."""
+def test_a_store_that_is_stopped_blocks_no_rank() -> None:
+    """Its client would wait as long as the store is stopped."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     server = context.Process(target=serve, args=(there,), daemon=True)
@@ -159,7 +161,7 @@ def test_a_store_that_is_stopped_holds_nobody_up() -> None:
         server.kill()
 
 
-def test_a_rank_alone_asks_nobody() -> None:
+def test_a_single_rank_decides_alone() -> None:
     alone = Alone()
     assert alone.round("topic", b"mine", lambda said: [said[0] * 2], 1.0) == b"minemine"
     assert alone.operations == 0

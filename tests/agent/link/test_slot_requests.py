@@ -1,4 +1,4 @@
-"""A slot that was asked for and is not wanted any more is free again, whenever the answer comes."""
+"""Tests that a slot which was requested and is no longer wanted becomes free again, whenever the answer comes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(agent: Agent, step: int, wait: float = 0.0, tag: str | None = None) -> S
     return asking
 
 
-def test_answers(agent: Agent) -> None:
+def test_a_request_returns_a_slot_or_the_reason_of_the_refusal(agent: Agent) -> None:
     first = ask(agent, 1)
     assert (first.answer(), first.answer(), first.segment in agent._link.handovers.slots, first.why) == (True, True, True, "")
     second = ask(agent, 2)
@@ -40,7 +40,7 @@ def test_answers(agent: Agent) -> None:
     assert second.why.startswith("every slot is still being saved (waited 0.")
 
 
-def test_what_was_granted_and_not_taken_is_given_back(agent: Agent) -> None:
+def test_a_granted_slot_that_is_not_taken_is_given_back(agent: Agent) -> None:
     for step in range(1, 4):
         asking = ask(agent, step)
         assert asking.answer()
@@ -49,7 +49,7 @@ def test_what_was_granted_and_not_taken_is_given_back(agent: Agent) -> None:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.2], ids=["before the answer", "after it"])
-def test_dropped(agent: Agent, pause: float) -> None:
+def test_a_dropped_request_gives_its_slot_back(agent: Agent, pause: float) -> None:
     for step in range(1, 6):
         asking = ask(agent, step)
         time.sleep(pause)
@@ -58,7 +58,7 @@ def test_dropped(agent: Agent, pause: float) -> None:
     agent.snapshot(STATE, step=9).wait("durable", timeout=60)
 
 
-def test_what_fails_after_the_question_gives_the_slot_back(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_after_the_request_gives_the_slot_back(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> bytes:
         time.sleep(0.2)
         raise RuntimeError("no generators")
@@ -71,13 +71,13 @@ def test_what_fails_after_the_question_gives_the_slot_back(agent: Agent, monkeyp
     agent.snapshot(STATE, step=4).wait("durable", timeout=60)
 
 
-def test_what_the_daemon_says(agent: Agent) -> None:
+def test_an_error_of_the_daemon_is_raised(agent: Agent) -> None:
     agent.snapshot(STATE, step=1, tag="mine").wait("durable", timeout=60)
     with pytest.raises(AlreadyExists, match="'mine' is taken"):
         ask(agent, 2, tag="mine").answer()
 
 
-def test_a_daemon_that_comes_back_is_asked_again(agent: Agent, daemon: Daemon) -> None:
+def test_a_request_is_repeated_when_the_daemon_comes_back(agent: Agent, daemon: Daemon) -> None:
     daemon.kill()
     asking = ask(agent, 1, wait=60.0)
     with running(daemon.home):
@@ -85,7 +85,7 @@ def test_a_daemon_that_comes_back_is_asked_again(agent: Agent, daemon: Daemon) -
         agent.close()
 
 
-def test_one_that_does_not_is_given_up_at_the_deadline(agent: Agent, daemon: Daemon) -> None:
+def test_a_request_fails_at_the_deadline_if_the_daemon_stays_away(agent: Agent, daemon: Daemon) -> None:
     daemon.kill()
     with pytest.raises(DaemonUnreachable):
         ask(agent, 1, wait=0.2).answer()
@@ -93,7 +93,7 @@ def test_one_that_does_not_is_given_up_at_the_deadline(agent: Agent, daemon: Dae
         agent.close()
 
 
-def test_generators_that_need_more_room_cost_one_snapshot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_generators_that_need_more_room_cost_one_snapshot(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     large = {"torch": b"x" * 500_000}
     monkeypatch.setattr("ckptd.agent.state.capture.rng_state", lambda: large)
     assert agent.snapshot(STATE, step=1).state in ("failed", "sealed", "durable")

@@ -1,4 +1,4 @@
-"""Who writes what, from what each rank could write: everything once, in equal shares, or a sentence that names key and ranks."""
+"""Tests who writes what, given what each rank could write: everything once, in equal shares, or an error that names key and ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptd.shared.errors import UnsavableValue
 
 
 def row(fqn: str, size: int, first: int = 0, length: int | None = None, **more: Any) -> Row:
-    """`length` float32 elements of `size`, from `first` on."""
+    """Return a row of `length` float32 elements of a tensor of `size`, from element `first` on."""
     made: dict[str, Any] = {
         "fqn": fqn, "dtype": "float32", "size": (size,), "offsets": (first,), "sizes": (size if length is None else length,),
         "stride": None, "device": "cpu", "requires_grad": False, "replicated": length is None,
@@ -27,7 +27,7 @@ def offers(*rows: list[Row]) -> list[Offer]:
 
 
 def written(given: list[Offer]) -> list[list[tuple[str, int]]]:
-    """(fqn, first) of what each rank writes."""
+    """Return the (fqn, first) of what each rank writes."""
     return [
         [(offer.rows[n].fqn, offer.rows[n].offsets[0]) for n in share.rows] for offer, share in zip(given, share_out(given), strict=True)
     ]
@@ -46,14 +46,14 @@ def test_replicas_are_written_once_in_equal_shares() -> None:
     assert [len(share) for share in found] == [4, 4]
 
 
-def test_by_bytes_and_not_by_number() -> None:
+def test_shares_are_equal_in_bytes_and_not_in_number() -> None:
     rows = [row("large", 3000), *(row(f"w{number}", 1000) for number in range(3))]
     large, small = sorted(written(offers(rows, rows)), key=len)
     assert large == [("large", 0)]
     assert len(small) == 3
 
 
-def test_shards_are_written_by_those_who_hold_them() -> None:
+def test_shards_are_written_by_the_ranks_that_hold_them() -> None:
     given = offers([row("w", 10, 0, 6), row("r", 4)], [row("w", 10, 6, 4)])
     assert written(given) == [[("w", 0), ("r", 0)], [("w", 6)]]
     first, second = share_out(given)
@@ -66,19 +66,19 @@ def test_shards_are_written_by_those_who_hold_them() -> None:
 
 
 def test_a_shard_that_two_ranks_hold_is_written_once() -> None:
-    """As with HSDP."""
+    """This occurs with HSDP."""
     own = [row("w", 10, 0, 5, replicated=True)], [row("w", 10, 5, 5, replicated=True)]
     found = written(offers(own[0], own[1], own[0], own[1]))
     assert sorted(chain.from_iterable(found)) == [("w", 0), ("w", 5)]
 
 
-def test_buffers_are_those_of_the_lowest_rank() -> None:
-    """Though they differ, as those of DistributedDataParallel may, and though others would have less to write."""
+def test_buffers_are_written_by_the_lowest_rank() -> None:
+    """Buffers may differ, as those of DistributedDataParallel do. Rank 0 writes them although other ranks would have less to write."""
     busy = [row("mine", 100_000, 0, 100_000), row("mean", 4, buffer=True)]
     assert written(offers(busy, [row("mean", 4, buffer=True)])) == [[("mine", 0), ("mean", 0)], []]
 
 
-def test_the_digest_tells_other_plans_apart() -> None:
+def test_different_plans_have_different_digests() -> None:
     rows = [row("a", 4), row("b", 4)]
     plans = [
         share_out(given)[0].global_plan for given in (offers(rows, rows), offers(rows, rows), offers(rows), offers(rows[:1], rows[1:]))
@@ -87,7 +87,7 @@ def test_the_digest_tells_other_plans_apart() -> None:
     assert len(set(plans)) == 3
 
 
-def test_an_alias_stands_where_its_base_is_written() -> None:
+def test_an_alias_is_listed_by_the_rank_that_writes_its_base() -> None:
     base, tied = row("base", 8), row("tied", 8, base="base")
     first, second = share_out(offers([base, tied], [base, tied]))
     assert [first.aliases, second.aliases] == ([["tied"], []] if first.rows else [[], ["tied"]])
@@ -95,7 +95,7 @@ def test_an_alias_stands_where_its_base_is_written() -> None:
 
 
 def test_an_alias_without_its_base_is_written_as_an_item() -> None:
-    """A weight that is tied on one stage of a pipeline only, while the other one writes it."""
+    """A weight is tied on one stage of a pipeline only, and another stage writes it."""
     base, tied = row("base", 8), row("tied", 8, base="base")
     given = offers([base], [base, tied, row("much", 1000, 0, 1000)])
     shares = share_out(given)
@@ -104,8 +104,8 @@ def test_an_alias_without_its_base_is_written_as_an_item() -> None:
     assert set(shares[0].metadata or {}) == {"base", "tied", "much"}
 
 
-def test_aliases_of_each_rank_beside_each_other() -> None:
-    """Every key is written, once, whatever each rank has tied to what."""
+def test_different_aliases_of_ranks_are_all_written() -> None:
+    """Every key is written once, whatever each rank has tied to what."""
     base = row("base", 8)
     given = offers(*([base, row(f"tied{rank}", 8, base="base"), row("all", 8, base="base")] for rank in range(3)))
     shares = share_out(given)
@@ -116,13 +116,13 @@ def test_aliases_of_each_rank_beside_each_other() -> None:
     assert len(aliases) == 2
 
 
-def test_an_alias_on_one_rank_that_is_an_item_on_another() -> None:
+def test_an_alias_that_is_an_item_on_another_rank_is_written_as_an_item() -> None:
     first, second = share_out(offers([row("base", 8), row("tied", 8, base="base"), row("only", 2, base="base")], [row("tied", 8)]))
     assert (first.rows, first.aliases) == ([0], ["only"])
     assert (second.rows, second.aliases) == ([0], [])
 
 
-def test_what_differs_between_ranks_is_named() -> None:
+def test_tensors_that_differ_between_ranks_are_named() -> None:
     assert re.match(r"w is float32 \[4\] on rank 0 and float32 \[5\] on rank 1: ", refusal(offers([row("w", 4)], [row("w", 5)])))
     other = row("w", 4, dtype="int32")
     assert re.match(r"w is float32 \[4\] on rank 0 and int32 \[4\] on rank 2: ", refusal(offers([row("w", 4)], [], [other])))
@@ -144,7 +144,7 @@ def test_plain_values_that_differ_are_named() -> None:
     assert [share.rows for share in share_out(alike)] == [[], [], []]
 
 
-def test_a_rank_with_nothing() -> None:
+def test_a_rank_may_have_nothing_to_write() -> None:
     shares = share_out(offers([row("w", 4)], []))
     assert [share.rows for share in shares] == [[0], []]
     assert shares[1].global_plan == shares[0].global_plan

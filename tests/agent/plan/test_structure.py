@@ -1,4 +1,4 @@
-"""A layout may be kept while nothing changes that it depends on, and no longer; and whatever is kept keeps no tensor alive."""
+"""Tests that a layout is kept only while nothing changes that it depends on, and that nothing kept keeps a tensor alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def some(count: int = 600) -> Tensors:
-    """More than two blocks."""
+    """Return tensors for more than two blocks."""
     return {f"w{number}": torch.full((4, 3), float(number)) for number in range(count)}
 
 
@@ -57,13 +57,13 @@ CHANGES: dict[str, Callable[[Tensors], object]] = {
 
 @pytest.fixture(params=["guard", "columns"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the guard, as in a torch that has none, the columns say the same."""
+    """Without the guard, as in a torch that has none, the comparison must give the same result."""
     if request.param == "columns":
         monkeypatch.setattr("ckptd.agent.plan.structure._guard", lambda parts: None)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_it(change: str) -> None:
+def test_changes_that_the_layout_depends_on_are_detected(change: str) -> None:
     tensors = some()
     structure, _ = Structure.of(tensors)
     found = structure.again(dict(tensors))
@@ -83,8 +83,8 @@ def test_this_torch_has_the_guard(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_in_inference_mode_and_of_one_tensor_under_two_names(grad: bool) -> None:
-    """Where the guard does not help."""
+def test_changes_in_inference_mode_and_of_a_tensor_with_two_names_are_detected(grad: bool) -> None:
+    """In these cases the guard does not help."""
     with torch.inference_mode():
         tensors = {"a": torch.zeros(3), "b": torch.zeros(4)}
     tensors["c"] = tensors["b"]
@@ -94,7 +94,7 @@ def test_in_inference_mode_and_of_one_tensor_under_two_names(grad: bool) -> None
         assert structure.again({**tensors, "a": torch.zeros(3, 1)}) is None
 
 
-def test_what_does_not() -> None:
+def test_changes_of_values_do_not_change_the_structure() -> None:
     tensors = some()
     structure, _ = Structure.of(tensors)
     elsewhere = {name: tensor.clone() + 1 for name, tensor in tensors.items()}
@@ -107,7 +107,7 @@ def test_what_does_not() -> None:
     assert after.again(elsewhere) is not None
 
 
-def test_who_shares_with_whom_and_where() -> None:
+def test_tensors_that_share_a_storage_are_detected() -> None:
     base = torch.arange(10.0)
     tensors = {"first": base[:6], "second": base[2:8], "alone": torch.zeros(6)}
     structure, _ = Structure.of(tensors)
@@ -118,15 +118,15 @@ def test_who_shares_with_whom_and_where() -> None:
     assert structure.again({**tensors, "alone": base[:6]}) is None
 
 
-def test_signs_and_conjugates_of_one_storage() -> None:
-    """Each alone is copied right; together they are not each other's aliases."""
+def test_negatives_and_conjugates_of_one_storage_are_no_aliases() -> None:
+    """Each is copied correctly on its own, but they are not aliases of each other."""
     values = torch.tensor([1 + 2j, 3 - 4j])
     structure, _ = Structure.of({"a": values, "b": values.view(2)})
     assert structure.again({"a": values, "b": values.view(2)}) is not None
     assert structure.again({"a": values, "b": values.conj()}) is None
 
 
-def test_it_keeps_no_tensor_alive() -> None:
+def test_a_structure_keeps_no_tensor_alive() -> None:
     tensors = some(3)
     structure, parts = Structure.of(tensors)
     structure, _ = structure.again(tensors) or (structure, [])
@@ -142,7 +142,7 @@ def test_a_tensor_without_memory_is_named() -> None:
         Structure.of({"a": torch.zeros(2), "b": torch.eye(2).to_sparse()})
 
 
-def test_difference() -> None:
+def test_the_first_difference_is_described() -> None:
     before, _ = Structure.of({"a": torch.zeros(2), "b": torch.zeros(3)})
 
     def said(**tensors: torch.Tensor) -> str:
@@ -155,8 +155,8 @@ def test_difference() -> None:
     assert difference(None, before) == "it has no plan yet"
 
 
-def test_sources_are_the_tensors_of_now() -> None:
-    """Also of a range that two tensors share, of which neither covers the other."""
+def test_sources_finds_the_present_tensors() -> None:
+    """This includes a storage that two tensors share, of which neither covers the other."""
     base = torch.arange(10.0)
     tensors = {"first": base[:6], "alone": torch.zeros(2), "second": base[2:8]}
     structure, _ = Structure.of(tensors)

@@ -1,4 +1,4 @@
-"""`Checkpoint`: opened lazily, read from many threads at once, in any dtype, and kept from being deleted while it is open."""
+"""Tests `Checkpoint`: it is opened lazily, read from many threads at once, in any dtype, and not deleted while it is open."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptd.shared.storage.standalone import StandaloneCheckpoint
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 COUNT, ELEMENTS = 24, 500_000
-"""Tensors of 2 MB, four to a chunk."""
+"""Tensors of 2 MB, four in each chunk."""
 
 
 def value(number: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def checkpoint(saved: Path) -> Iterator[Checkpoint]:
 
 
 def called() -> int:
-    """Bytes that this process has read."""
+    """Return the number of bytes that this process has read."""
     found = re.search(r"^rchar: (\d+)", Path("/proc/self/io").read_text())
     assert found is not None
     return int(found[1])
@@ -66,7 +66,7 @@ def test_opening_reads_no_chunk_and_a_tensor_only_its_own(saved: Path) -> None:
         assert called() - whole < size // 2
 
 
-def test_many_threads_at_once(checkpoint: Checkpoint) -> None:
+def test_many_threads_may_read_at_once(checkpoint: Checkpoint) -> None:
     def read(number: int) -> bool:
         name, dtype = f"w{number % COUNT}", (torch.float32, torch.float16, torch.float64)[number % 3]
         if number % 2:
@@ -78,14 +78,14 @@ def test_many_threads_at_once(checkpoint: Checkpoint) -> None:
         assert all(pool.map(read, range(4 * COUNT)))
 
 
-def test_one_checkpoint_in_two_dtypes(checkpoint: Checkpoint) -> None:
+def test_a_checkpoint_can_be_read_in_two_dtypes(checkpoint: Checkpoint) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         read = checkpoint.tensor("w3", dtype=dtype)
         assert read.dtype == dtype
         assert torch.equal(read, value(3).to(dtype))
 
 
-def test_it_is_not_deleted_while_it_is_open(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_checkpoint_is_not_deleted(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
     storage = StandaloneCheckpoint(saved)
     with Checkpoint.open(saved), Checkpoint.open(saved), pytest.raises(Busy, match="is being read"), storage.exclude("", ""):
@@ -95,7 +95,7 @@ def test_it_is_not_deleted_while_it_is_open(saved: Path, monkeypatch: pytest.Mon
     Checkpoint.open(saved).close()
 
 
-def test_who_only_looks_whether_he_could_delete_holds_up_a_reader_for_a_moment(saved: Path) -> None:
+def test_a_deleters_lock_delays_a_reader_until_it_is_released(saved: Path) -> None:
     storage = StandaloneCheckpoint(saved)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as looking:
         looking.enter_context(storage.exclude("", ""))
@@ -106,7 +106,7 @@ def test_who_only_looks_whether_he_could_delete_holds_up_a_reader_for_a_moment(s
         opening.result().close()
 
 
-def test_a_forked_child_holds_no_lease_of_a_closed_one(saved: Path) -> None:
+def test_a_forked_child_holds_no_lease_of_a_closed_checkpoint(saved: Path) -> None:
     opened = Checkpoint.open(saved)
     child = os.fork()
     if child == 0:
@@ -121,15 +121,15 @@ def test_a_forked_child_holds_no_lease_of_a_closed_one(saved: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_a_closed_one_has_let_everything_go(saved: Path) -> None:
+def test_close_releases_the_lease_and_the_descriptors(saved: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         Checkpoint.open(saved).close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_whose_lock_comes_after_the_deletion_is_told(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest is unlinked between its opening and its lock."""
+def test_a_lock_that_comes_after_the_deletion_raises_not_found(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest is unlinked after it is opened and before it is locked."""
     manifest = saved / "manifest.json"
     data = manifest.read_bytes()
     monkeypatch.setattr("fcntl.flock", lambda fd, kind: manifest.unlink())

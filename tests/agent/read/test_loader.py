@@ -1,4 +1,4 @@
-"""Tensors out of several parts: whole, or refused by name on every way out of a checkpoint."""
+"""Tests tensors that are stored in several parts: they are whole, or refused by name on every way to read a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FORGED: dict[str, tuple[tuple[int, ...], list[Shards], str]] = {
         [[((0, 0), (4, 2)), ((0, 1), (2, 2))], [((3, 2), (1, 2)), ((2, 3), (1, 1)), ((2, 3), (2, 1))]],
         r"w: the shards .* overlap",
     ),
-    "the same shard twice instead of both": ((8,), [[((0,), (4,))], [((0,), (4,))]], r"of w only 4 of 8 elements are there"),
-    "a shard is missing": ((8,), [[((0,), (4,))], [((4,), (3,))]], r"of w only 7 of 8 elements are there"),
+    "the same shard twice instead of both": ((8,), [[((0,), (4,))], [((0,), (4,))]], r"w: only 4 of 8 elements are stored"),
+    "a shard is missing": ((8,), [[((0,), (4,))], [((4,), (3,))]], r"w: only 7 of 8 elements are stored"),
 }
 
 
@@ -67,7 +67,7 @@ def test_shards_that_are_not_the_whole_tensor_are_refused(tmp_path: Path, way: s
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_the_command_says_what_is_damaged(tmp_path: Path, forged: str) -> None:
+def test_verify_names_the_damaged_tensor(tmp_path: Path, forged: str) -> None:
     size, ranks, reason = FORGED[forged]
     place = forge(tmp_path / "root", size, ranks)
     (result,) = report.verification(place)
@@ -78,7 +78,7 @@ def test_the_command_says_what_is_damaged(tmp_path: Path, forged: str) -> None:
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_recover_passes_over_it_before_it_writes(place: Home, forged: str) -> None:
+def test_recover_passes_over_such_a_checkpoint_before_it_writes(place: Home, forged: str) -> None:
     size, ranks, reason = FORGED[forged]
     forge(place.root, size, ranks)
     with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
@@ -89,7 +89,7 @@ def test_recover_passes_over_it_before_it_writes(place: Home, forged: str) -> No
         assert torch.equal(state["w"], torch.full(size, 5.0))
 
 
-def test_a_replica_may_be_stored_twice(place: Home) -> None:
+def test_a_tensor_may_be_stored_twice_as_a_replica(place: Home) -> None:
     path = forge(place.root, (4, 4), [[((0, 0), (4, 2)), ((0, 2), (4, 2))], [((0, 2), (4, 2)), ((0, 0), (4, 2))]])
     assert [result["ok"] for result in report.verification(path)] == [True]
     ones = torch.ones(4, 4)

@@ -1,4 +1,4 @@
-"""Slices of saved tensors are what indexing gives, bit for bit, and cost the chunks that hold them."""
+"""Tests that slices of saved tensors equal what indexing gives, bit for bit, and that only the chunks which hold them are read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("name", STATE)
-def test_it_is_what_indexing_gives(checkpoint: Checkpoint, name: str) -> None:
+def test_a_slice_equals_what_indexing_gives(checkpoint: Checkpoint, name: str) -> None:
     chance, whole = Random(name), STATE[name]
     for _ in range(100):
         index = some_index(tuple(whole.shape), chance)
@@ -70,7 +70,7 @@ def test_it_is_what_indexing_gives(checkpoint: Checkpoint, name: str) -> None:
         assert (got.dtype, got.shape, as_bytes(got)) == (wanted.dtype, wanted.shape, as_bytes(wanted)), index
 
 
-def test_in_another_dtype(checkpoint: Checkpoint) -> None:
+def test_a_slice_can_be_read_in_another_dtype(checkpoint: Checkpoint) -> None:
     got = checkpoint.tensor("half", slices=[slice(2, 5), 3], dtype=torch.float64)
     assert got.dtype is torch.float64
     assert torch.equal(got, STATE["half"][2:5, 3].double())
@@ -80,8 +80,8 @@ def test_in_another_dtype(checkpoint: Checkpoint) -> None:
     ("slices", "why"),
     [
         ([0, 0, 0, 0, 0], "plain has 4 dimensions, and 5 slices were given"),
-        ([2], "plain has 2 elements in dimension 0: there is no 2"),
-        ([0, -8], "plain has 7 elements in dimension 1: there is no -8"),
+        ([2], "plain has 2 elements in dimension 0: there is no element 2"),
+        ([0, -8], "plain has 7 elements in dimension 1: there is no element -8"),
         (
             [slice(None, None, -1)],
             r"slice 0 of plain is slice\(None, None, -1\); expected a number, or a slice of numbers with a step of 1",
@@ -93,12 +93,12 @@ def test_in_another_dtype(checkpoint: Checkpoint) -> None:
         ([slice(0.5, 2)], "slice 0 of plain is slice"),
     ],
 )
-def test_an_index_that_is_not_there(checkpoint: Checkpoint, slices: list[Any], why: str) -> None:
+def test_an_index_out_of_range_is_refused(checkpoint: Checkpoint, slices: list[Any], why: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{why}"):
         checkpoint.tensor("plain", slices=slices)
 
 
-def test_a_name_that_is_not_there(checkpoint: Checkpoint) -> None:
+def test_an_unknown_name_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(NotFound, match="no tensor 'nope'"):
         checkpoint.tensor("nope", slices=[0])
 
@@ -112,12 +112,12 @@ class Counting(PartReader):
 
 
 ROWS, COLUMNS = 64, MIN_CHUNK // 8
-"""Of float32: two rows a chunk."""
+"""A float32 matrix with two rows in a chunk."""
 
 
 @pytest.fixture
 def halves(tmp_path: Path) -> Iterator[tuple[torch.Tensor, list[Counting]]]:
-    """A matrix of which two ranks hold the left and the right half, and their parts."""
+    """Return a matrix of which two ranks hold the left and the right half, and their parts."""
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
     readers = []
     with ExitStack() as stack:
@@ -147,7 +147,7 @@ def halves(tmp_path: Path) -> Iterator[tuple[torch.Tensor, list[Counting]]]:
         ((slice(1, None, 1000), slice(None, None, COLUMNS - 1)), [1, 1]),
     ],
 )
-def test_of_shards_only_the_chunks_that_hold_it_are_read(
+def test_of_a_sharded_tensor_only_the_chunks_of_the_slice_are_read(
     halves: tuple[torch.Tensor, list[Counting]], index: tuple[int | slice, ...], chunks: list[int]
 ) -> None:
     whole, readers = halves
@@ -157,6 +157,6 @@ def test_of_shards_only_the_chunks_that_hold_it_are_read(
     assert [reader.read for reader in readers] == chunks
 
 
-def test_a_shard_that_is_not_there_is_no_zeros(halves: tuple[torch.Tensor, list[Counting]]) -> None:
-    with pytest.raises(IntegrityError, match=f"of w only {ROWS * COLUMNS // 2} of {ROWS * COLUMNS} elements are there"):
+def test_a_missing_shard_is_an_error_and_not_zeros(halves: tuple[torch.Tensor, list[Counting]]) -> None:
+    with pytest.raises(IntegrityError, match=f"w: only {ROWS * COLUMNS // 2} of {ROWS * COLUMNS} elements are stored"):
         read_slice(Saved.of(halves[1][:1]), "w", [0])

@@ -7,7 +7,7 @@ from ckptd.agent.recover.reshape import put_into
 from tests.agent.test_resharding import Cursor
 
 
-def test_what_can_be_changed_is_changed_itself() -> None:
+def test_values_are_changed_in_place_where_possible() -> None:
     tensor, cursor, inner, items = torch.zeros(3), Cursor(0), Cursor(0), [Cursor(0), 5]
     place = {"tensor": tensor, "cursor": cursor, "deep": {"inner": inner}, "items": items, "gone": 1, "n": 1}
     made = {"tensor": torch.ones(3), "cursor": {"position": 1}, "deep": {"inner": {"position": 2}, "new": 3}, "n": 2}
@@ -18,7 +18,7 @@ def test_what_can_be_changed_is_changed_itself() -> None:
     assert [cursor.position, inner.position, items[0].position, items[1]] == [1, 2, 3, 6]  # type: ignore[attr-defined]
 
 
-def test_what_cannot_is_replaced() -> None:
+def test_values_that_cannot_be_changed_in_place_are_replaced() -> None:
     larger = torch.ones(4)
     assert put_into(torch.zeros(3), larger) is larger
     assert put_into({"a": 1}, [1]) == [1]

@@ -1,4 +1,4 @@
-"""The plain values of several ranks: which of them are compared, and the one tree that another set of ranks recovers from."""
+"""Tests the plain values of several ranks: which are compared, and the one tree from which another set of ranks recovers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ckptd.shared.errors import UnsavableValue
 
 
 def optimizer(*groups: tuple[float, list[Any]]) -> dict[str, Any]:
-    """With a learning rate for the parameters of each group, and a state of each parameter."""
+    """Return an optimizer state with a learning rate for each group and a state for each parameter."""
     return {
         "state": {name: {"step": TensorRef(f"{name}.step")} for _, names in groups for name in names},
         "param_groups": [{"lr": lr, "params": names} for lr, names in groups],
     }
 
 
-def test_what_ranks_share_has_a_digest() -> None:
+def test_shared_values_have_a_digest() -> None:
     tree = {
         "step": 3, "tensor": TensorRef("tensor"), "own": PerRank({"position": 1}), "pair": (1, 2), "mixed": [TensorRef("mixed.0"), 5],
         "model": ObjectNode("module", {"weight": TensorRef("model.weight"), "extra": "x"}), "empty": {},
     }  # fmt: skip
     found = value_digests(tree)
-    assert set(found) == {"step", "pair", "mixed.1", "model.extra", "", "mixed", "model", "empty"}  # containers by their kind
+    assert set(found) == {"step", "pair", "mixed.1", "model.extra", "", "mixed", "model", "empty"}  # containers count by their kind
     assert all(len(digest) == 8 for digest in found.values())
     other = value_digests({**tree, "step": 4})
     assert {key for key in found if found[key] != other[key]} == {"step"}
@@ -36,14 +36,14 @@ def test_what_ranks_share_has_a_digest() -> None:
 
 
 def test_groups_are_compared_by_parameter() -> None:
-    """Ranks may number their groups as they like, and hold different parameters."""
+    """Ranks may number their groups differently, and hold different parameters."""
     one = value_digests({"optim": optimizer((0.1, ["a"]), (0.2, ["b", "c"]))})
     other = value_digests({"optim": optimizer((0.2, ["c", "b"]), (0.1, ["a"]))})
     assert one == other
     assert {key for key in one if "groups" in key} == {f"optim.param_groups.{name}" for name in "abc"}
     changed = value_digests({"optim": optimizer((0.1, ["a", "b"]), (0.2, ["c"]))})
     assert {key for key in one if one[key] != changed[key]} == {"optim.param_groups.b"}
-    with pytest.raises(UnsavableValue, match=r"^optim: an optimizer's parameters are numbered"):
+    with pytest.raises(UnsavableValue, match=r"^optim: each rank numbers the parameters of this optimizer state"):
         value_digests({"optim": optimizer((0.1, [0, 1]))})
 
 
@@ -51,10 +51,10 @@ def test_merge_has_the_keys_of_all_and_the_values_of_the_lowest() -> None:
     trees = [{"a": 1, "both": 0, "deep": {"x": [TensorRef("x"), 1]}}, {"both": 1, "b": 2, "deep": {"x": [TensorRef("x"), 2], "y": None}}]
     assert merge(trees) == {"a": 1, "both": 0, "deep": {"x": [TensorRef("x"), 1], "y": None}, "b": 2}
     assert merge(trees, 1) == {"both": 1, "b": 2, "deep": {"x": [TensorRef("x"), 2], "y": None}, "a": 1}
-    assert list(merge(trees, 1)) == ["both", "b", "deep", "a"]  # the order that this rank had
+    assert list(merge(trees, 1)) == ["both", "b", "deep", "a"]  # the order of this rank comes first
 
 
-def test_what_only_others_had_is_known() -> None:
+def test_values_that_only_other_ranks_had_are_known() -> None:
     first, second = ObjectNode("stateful", {"x": [{"k": 0}]}), ObjectNode("stateful", {"x": [{"l": 1}], "y": 3})
     trees: list[Any] = [{"a": 1, "o": first}, {"b": 2, "o": second}]
     foreign: Foreign = {}
@@ -74,7 +74,7 @@ def test_groups_that_only_others_had_are_known() -> None:
         foreign: Foreign = {}
         merged = merge(trees, own, foreign)
         assert {name for group in merged["optim"]["param_groups"] for name in group["params"]} == {"a", "b", "c"}
-        assert {id(found.node) for found in foreign.values()} == set(foreign)  # else another dict could have the id by now
+        assert {id(found.node) for found in foreign.values()} == set(foreign)  # otherwise another dict could get the same id
         assert own_part(merged, foreign) == tree
 
 
@@ -101,7 +101,7 @@ def test_every_parameter_stands_in_one_group() -> None:
     assert set(found["state"]) == {"a", "b", "c", "d"}
 
 
-def test_bare() -> None:
+def test_bare_removes_marks_of_objects_and_ranks() -> None:
     own, alone = OfRanks([1, [2]], 0), OfRanks([(3,)], None)
     tree = {"model": ObjectNode("module", {"w": TensorRef("w")}), "own": own, "alone": alone, "n": (1, [None])}
     assert bare(tree) == {"model": {"w": TensorRef("w")}, "own": [1, [2]], "alone": (3,), "n": (1, [None])}

@@ -1,4 +1,4 @@
-"""The values document: hostile ones are refused in little memory."""
+"""Tests the values document: hostile ones are refused in little memory."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_hostile_values_are_refused_in_little_memory(tmp_path: Path) -> None:
         assert "\n" not in sentence, name
 
 
-def test_one_level_more_than_is_read() -> None:
+def test_a_document_nested_one_level_too_deep_is_refused() -> None:
     assert decode(b"\x91" * 255 + b"\x90")
-    with pytest.raises(IntegrityError, match="values document has more than 256 levels") as caught:
+    with pytest.raises(IntegrityError, match="values document is nested more than 256 levels deep") as caught:
         decode(b"\x91" * 256 + b"\x90")
     assert not isinstance(caught.value, NewerFormat)

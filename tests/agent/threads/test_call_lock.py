@@ -1,4 +1,4 @@
-"""One call at a time: threads wait, nested calls are refused, interrupted calls do not stay in."""
+"""Tests that one call runs at a time: threads wait, nested calls are refused, and interrupted calls do not keep the lock."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_nested_call_is_refused_and_the_outer_one_goes_on() -> None:
     assert inside(lock) == "snapshot"
 
 
-def test_another_lock_is_no_nested_call() -> None:
+def test_a_call_of_another_lock_is_not_nested() -> None:
     with CallLock()("snapshot"), CallLock()("close"):
         pass
 
@@ -63,7 +63,7 @@ def test_another_thread_waits() -> None:
     assert order == ["first", "second"]
 
 
-def test_another_thread_waits_no_longer_than_it_wants_to() -> None:
+def test_another_thread_waits_until_its_timeout() -> None:
     lock, problems = CallLock(), list[str]()
 
     def work() -> None:
@@ -79,7 +79,7 @@ def test_another_thread_waits_no_longer_than_it_wants_to() -> None:
     assert problems == ["close() has waited 0.0 s for another thread's call"]
 
 
-def test_a_call_that_was_interrupted_does_not_stay_in() -> None:
+def test_an_interrupted_call_does_not_keep_the_lock() -> None:
     lock = CallLock()
     interrupted(lock)
     assert (lock.nested, inside(lock)) == ("", "snapshot")
@@ -91,7 +91,7 @@ def test_a_call_that_was_interrupted_does_not_stay_in() -> None:
     assert found == ["snapshot"]
 
 
-def test_a_thread_that_has_ended_does_not_stay_in() -> None:
+def test_a_thread_that_has_ended_does_not_keep_the_lock() -> None:
     lock = CallLock()
     thread = threading.Thread(target=interrupted, args=(lock,))
     thread.start()

@@ -1,4 +1,4 @@
-"""Events that Ctrl-C cannot break."""
+"""Tests flags and waits that Ctrl-C cannot break."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ckptd.agent.threads.flag import Flag, Waiters
 
 
-def test_it_is_set_and_cleared() -> None:
+def test_a_flag_is_set_and_cleared() -> None:
     flag = Flag()
     assert (flag.is_set(), flag.wait(0.0)) == (False, False)
     flag.set()
@@ -20,7 +20,7 @@ def test_it_is_set_and_cleared() -> None:
     assert flag.wait(0.0) is False
 
 
-def test_all_who_wait_are_woken() -> None:
+def test_all_waiting_threads_are_woken() -> None:
     flag, woken = Flag(), list[bool]()
     threads = [threading.Thread(target=lambda: woken.append(flag.wait(60))) for _ in range(5)]
     for thread in threads:
@@ -31,7 +31,7 @@ def test_all_who_wait_are_woken() -> None:
     assert woken == [True] * 5
 
 
-def test_a_condition_is_looked_at_again_after_each_notice() -> None:
+def test_a_condition_is_checked_again_after_each_notification() -> None:
     waiters, values = Waiters(), list[int]()
 
     def count() -> None:
@@ -45,7 +45,7 @@ def test_a_condition_is_looked_at_again_after_each_notice() -> None:
     thread.join()
 
 
-def test_an_interrupted_wait_leaves_nothing_locked() -> None:
+def test_an_interrupted_wait_leaves_no_lock_held() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Locks that a process cannot hold against readers of a file that it may only read, and who holds them."""
+"""Tests locks: a process that may only read a file cannot use them against other readers, and their holders can be named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def description_lock(fd: int, kind: int) -> None:
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0))
 
 
-def test_readers_share_and_a_deleter_does_not(path: Path) -> None:
+def test_readers_share_the_lock_and_exclude_a_deleter(path: Path) -> None:
     with opened(path, os.O_RDONLY) as one, opened(path, os.O_RDONLY) as other, opened(path) as deleter, opened(path) as second:
         assert locks.share(one)
         assert locks.share(other)
@@ -55,7 +55,7 @@ def test_readers_share_and_a_deleter_does_not(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whoever_may_only_read_delays_deleters_and_no_reader(path: Path, kind: str) -> None:
+def test_a_process_that_may_only_read_delays_deleters_but_no_reader(path: Path, kind: str) -> None:
     with holding(kind, path), opened(path, os.O_RDONLY) as reader, opened(path) as deleter:
         assert not locks.exclude(deleter)
         assert locks.share(reader)
@@ -71,7 +71,7 @@ def test_an_exclusive_lock_needs_a_descriptor_that_is_open_for_writing(path: Pat
 
 
 @pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
-def test_earlier_versions_are_honoured(path: Path, kind: int) -> None:
+def test_locks_of_earlier_versions_are_respected(path: Path, kind: int) -> None:
     with opened(path, os.O_RDONLY) as earlier, opened(path) as deleter:
         fcntl.flock(earlier, kind)
         assert not locks.exclude(deleter)
@@ -82,7 +82,7 @@ def test_earlier_versions_are_honoured(path: Path, kind: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_description_locks_flocks_count(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_without_open_file_description_locks_flocks_count(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def missing(fd: int, kind: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -154,7 +154,7 @@ def test_a_forked_child_keeps_no_lock_that_its_parent_has_released(path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_holders_are_named(path: Path, kind: str) -> None:
-    """The kernel keeps no process number of an open file description lock, so that one takes a search."""
+    """The kernel keeps no pid for an open file description lock, so that the holder must be searched for."""
     uid = NOBODY if is_another_user() else os.getuid()
     with holding(kind, path) as pid, opened(path) as fd:
         found = locks.holders(fd, search=True)
@@ -167,7 +167,7 @@ def test_holders_are_named(path: Path, kind: str) -> None:
 
 
 def test_a_holder_whose_parent_took_the_lock_and_ended_is_named(path: Path) -> None:
-    """/proc/locks still shows the number of the parent."""
+    """/proc/locks still shows the pid of the parent."""
     end, told = os.pipe()
     shown, show = os.pipe()
     parent = os.fork()
@@ -190,7 +190,7 @@ def test_a_holder_whose_parent_took_the_lock_and_ended_is_named(path: Path) -> N
             os.close(fd)
 
 
-def test_many_holders_are_counted(path: Path) -> None:
+def test_of_many_holders_some_are_named_and_the_others_counted(path: Path) -> None:
     with ExitStack() as held, opened(path) as fd:
         pids = [held.enter_context(holding("flock-sh", path)) for _ in range(7)]
         found = locks.holders(fd)

@@ -1,4 +1,4 @@
-"""Leases: a reader keeps a checkpoint from being deleted, and no other process keeps the reader out."""
+"""Tests leases: a reader keeps a checkpoint from being deleted, and no other process keeps the reader out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def manifest(storage: Repository) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_strangers_lock_delays_a_deletion_and_no_reader(storage: Repository, kind: str) -> None:
+def test_a_lock_of_another_user_delays_a_deletion_but_no_reader(storage: Repository, kind: str) -> None:
     with holding(kind, manifest(storage), manifest(storage).parent):
         storage.lease(*PLACE).close()
         with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} is being read, or deleted, by "), storage.exclude(*PLACE):
@@ -47,8 +47,8 @@ def test_a_strangers_lock_delays_a_deletion_and_no_reader(storage: Repository, k
         pass
 
 
-def test_a_reader_under_a_strangers_lock_is_protected(storage: Repository) -> None:
-    """The stranger refused the reader the flock, and has gone when the deleter comes."""
+def test_a_reader_beside_a_lock_of_another_user_is_protected(storage: Repository) -> None:
+    """The other process kept the reader from taking the flock, and has ended before the deletion."""
     with holding("flock-ex", manifest(storage)):
         held = storage.lease(*PLACE)
     with pytest.raises(Busy), storage.exclude(*PLACE):
@@ -58,9 +58,7 @@ def test_a_reader_under_a_strangers_lock_is_protected(storage: Repository) -> No
     assert storage.readers(*PLACE) == ""
 
 
-def test_a_lock_that_cannot_be_had_is_busy_and_not_the_absence_of_the_checkpoint(
-    storage: Repository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_cannot_be_taken_raises_busy_and_not_not_found(storage: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
     with storage.exclude(*PLACE):
         with pytest.raises(Busy, match=f"checkpoint gpt/{TAG} in .* cannot be read now: .* by pid {os.getpid()} .*; try again later"):
@@ -77,13 +75,13 @@ def test_a_deleter_of_an_earlier_version_finds_the_reader(storage: Repository) -
     held.close()
 
 
-def test_two_deleters(storage: Repository) -> None:
+def test_of_two_deleters_the_second_is_refused(storage: Repository) -> None:
     with storage.exclude(*PLACE), pytest.raises(Busy), storage.exclude(*PLACE):
         pass
 
 
 @pytest.mark.parametrize("removed", [False, True])
-def test_a_deleter_at_work_is_waited_for(storage: Repository, removed: bool) -> None:
+def test_a_reader_waits_for_a_running_deletion(storage: Repository, removed: bool) -> None:
     working = threading.Event()
 
     def delete() -> None:
@@ -106,7 +104,7 @@ def test_a_deleter_that_takes_too_long_is_named(storage: Repository, monkeypatch
         assert f"pid {os.getpid()} " in storage.readers(*PLACE)
 
 
-def test_nothing_is_locked_where_nothing_is_committed(storage: Repository) -> None:
+def test_a_directory_without_a_commit_is_not_locked(storage: Repository) -> None:
     with storage.exclude("gpt", "step-00002000.a0002"), storage.exclude("other", TAG):
         pass
     assert storage.readers("other", TAG) == ""
@@ -124,7 +122,7 @@ def delete_as_nobody(told: Connection, storage: Repository) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
-def test_a_deleter_that_may_not_write_the_manifest_is_told_so(storage: Repository) -> None:
+def test_a_deleter_that_may_not_write_the_manifest_is_told_what_to_do(storage: Repository) -> None:
     heard, told = context().Pipe(duplex=False)
     process = context().Process(target=delete_as_nobody, args=(told, storage))
     process.start()

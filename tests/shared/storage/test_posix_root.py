@@ -1,4 +1,4 @@
-"""The root: made, refused where another user owns part of it, and locked."""
+"""Tests the root: it is made, refused if another user owns part of it, and locked."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ USER, STRANGER = 12345, 65534
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A root of `USER`, who this process is during the test."""
+    """A root of `USER`. This process runs as that user during the test."""
     if os.getuid():
-        pytest.skip("becoming another user needs root")  # reason: without another user there is nobody to refuse
+        pytest.skip("becoming another user needs root")
     with tempfile.TemporaryDirectory(prefix="ckptd-test-") as name:
         os.chmod(name, 0o755)
         path = Path(name) / "root"
@@ -52,7 +52,7 @@ def prepare(root: Path) -> None:
     PosixStorage(root).serve(names.host()).close()
 
 
-def test_it_is_made(root: Path) -> None:
+def test_a_missing_root_is_made(root: Path) -> None:
     prepare(root / "a" / "b")
     assert [str(path.relative_to(root)) for path in sorted(root.rglob("*"))] == [
         "a",
@@ -97,20 +97,20 @@ def test_a_link_of_another_user_to_a_directory_of_ours_is_refused(root: Path) ->
         prepare(root / "link")
 
 
-def test_a_daemon_of_root_says_so_and_goes_on(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_daemon_that_runs_as_root_warns_and_continues(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     os.seteuid(0)
     prepare(root)
     assert f"{root} belongs to uid {USER}, not to uid 0 or root; it is used because this daemon runs as root" in caplog.text
     assert open_root(root).refusal("job") == ""
 
 
-def test_a_root_that_everybody_may_write_is_warned_of(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_root_that_every_user_may_write_gives_a_warning(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     root.chmod(0o1777)
     prepare(root)
     assert f"every user of this node may write to the root {root}: run `chmod o-w {root}`" in caplog.text
 
 
-def test_a_job_directory_of_another_user(root: Path) -> None:
+def test_a_job_directory_of_another_user_is_refused(root: Path) -> None:
     storage = open_root(root)
     assert storage.refusal("gpt") == ""
     (root / "gpt").mkdir()
@@ -124,7 +124,7 @@ def test_a_job_directory_of_another_user(root: Path) -> None:
     assert storage.refusal("gpt") == ""
 
 
-def test_one_daemon_has_the_lock(root: Path) -> None:
+def test_a_second_daemon_does_not_get_the_lock(root: Path) -> None:
     held = PosixStorage(root).serve(names.host())
     with pytest.raises(Busy, match=f"another ckptd already serves {root}: use that one, or stop it first"):
         PosixStorage(root).serve(names.host())
@@ -153,7 +153,7 @@ def become_user() -> None:
 
 def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) -> None:
     if os.getuid():
-        pytest.skip("becoming another user needs root")  # reason: without another user there is nobody to refuse
+        pytest.skip("becoming another user needs root")
     os.chmod(place.path, 0o1777)
     place.root.mkdir()
     os.chown(place.root, USER, USER)
@@ -180,7 +180,7 @@ def test_a_daemon_does_not_save_into_another_users_job_directory(place: Home) ->
 
 
 def modes(home: Home) -> dict[str, str]:
-    """Return the mode of every file and directory that a daemon and its agent have made, by a name without what is random."""
+    """Return the mode of every file and directory that a daemon and its agent have made, by its name without the random part."""
     found = {}
     for top in (home.root, home.segments, home.socket):
         for path in (top, *sorted(top.rglob("*"))):
@@ -191,7 +191,7 @@ def modes(home: Home) -> dict[str, str]:
 
 @pytest.mark.parametrize(("mask", "directory", "file"), [(0o022, "755", "644"), (0o077, "700", "600")])
 def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str, file: str) -> None:
-    """Checkpoints have the modes that the daemon's umask leaves; sockets, segments, journal and lock are for their user alone."""
+    """Checkpoints have the modes that the daemon's umask leaves. Sockets, segments, journal and lock are accessible to their user only."""
     before = os.umask(mask)
     try:
         with running(place):

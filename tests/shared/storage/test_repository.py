@@ -1,4 +1,4 @@
-"""Checkpoints in a directory tree: commits, hints, deletion, and links that are not followed."""
+"""Tests checkpoints in a directory tree: commits, the hint, deletion, and links that are not followed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def storage(tmp_path: Path) -> Repository:
 
 
 class Recorder(PosixFileSystem):
-    """Names of the directories that were made, and how often any was synced."""
+    """Records the names of the directories that were made, and how often any was synced."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -77,7 +77,7 @@ def test_a_root_that_is_gone_is_an_error_not_an_empty_list(tmp_path: Path) -> No
 
 
 def test_tags_of_a_root_that_is_gone_are_an_error_not_an_empty_list(tmp_path: Path) -> None:
-    """An empty list means that nothing was ever saved; `recover` would let history be lost on a mount that has gone."""
+    """An empty list means that nothing was ever saved. `recover` would then start a new history while a mount is missing."""
     with pytest.raises(FileNotFoundError):
         open_root(tmp_path / "gone").tags("gpt")
 
@@ -95,7 +95,7 @@ def test_listing_leaves_out_what_is_not_ours(tmp_path: Path, storage: Repository
     assert storage.files("gpt", TAG) == ["manifest.json", PART]
 
 
-def test_a_directory_that_cannot_be_a_job_is_none(tmp_path: Path, storage: Repository) -> None:
+def test_a_directory_that_cannot_be_a_job_is_not_listed(tmp_path: Path, storage: Repository) -> None:
     """The root of an ext4 file system has a `lost+found` that only root may list."""
     (tmp_path / "lost+found").mkdir(0o700)
     (tmp_path / "gpt").mkdir()
@@ -137,7 +137,7 @@ def test_a_refused_commit_leaves_a_directory_that_can_be_deleted(tmp_path: Path,
     assert not (tmp_path / "gpt" / TAG).exists()
 
 
-def test_a_damaged_manifest_is_named_and_is_not_the_same_as_none(tmp_path: Path, storage: Repository) -> None:
+def test_a_damaged_manifest_is_named_and_not_called_missing(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     path = tmp_path / "gpt" / TAG / "manifest.json"
     whole = path.read_bytes()
@@ -201,7 +201,7 @@ def test_open_part(tmp_path: Path, storage: Repository) -> None:
 
 
 def descriptors_into(path: Path) -> list[str]:
-    """What this process has open below `path`."""
+    """Return the descriptors that this process has open below `path`."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -239,7 +239,7 @@ def test_newest(tmp_path: Path, storage: Repository) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"\n", b"gpt\n", b"../../x\n", TAG.encode() + b"\n\n", TAG.encode() + b" ", b"\xff" * 20, TAG.encode() * 20]
 )
-def test_a_hint_that_cannot_be_is_none(tmp_path: Path, storage: Repository, text: bytes) -> None:
+def test_an_impossible_hint_is_ignored(tmp_path: Path, storage: Repository, text: bytes) -> None:
     (tmp_path / "gpt").mkdir()
     (tmp_path / "gpt" / "newest").write_bytes(text)
     assert storage.read_newest("gpt") is None
@@ -250,11 +250,11 @@ def test_a_hint_that_cannot_be_is_none(tmp_path: Path, storage: Repository, text
 
 def test_delete_files_and_tag(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path, world_size=2)
-    assert storage.delete_tag("gpt", TAG) is False  # it is not empty
+    assert storage.delete_tag("gpt", TAG) is False  # the directory is not empty
     storage.delete_files("gpt", TAG, ["manifest.json", "not there"])
     assert storage.files("gpt", TAG) == [PART, part_file(1, NONCE)]
     storage.delete_files("gpt", TAG, [PART, part_file(1, NONCE)])
-    storage.delete_files("gpt", TAG, [PART])  # again
+    storage.delete_files("gpt", TAG, [PART])  # deleting it again does nothing
     assert storage.delete_tag("gpt", TAG) is True
     assert storage.delete_tag("gpt", TAG) is True
     assert storage.tags("gpt") == []
@@ -265,11 +265,11 @@ def test_delete_files_and_tag(tmp_path: Path, storage: Repository) -> None:
 def test_data_files_go_with_their_part(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path, world_size=2, files=3)
     assert [len([f for f in storage.files("gpt", TAG) if f.startswith(f"rank-0000{rank}")]) for rank in (0, 1)] == [3, 3]
-    other = part_file(0, NONCE[::-1], 1)  # of a save that is under way
+    other = part_file(0, NONCE[::-1], 1)  # of a running save
     (tmp_path / "gpt" / TAG / other).write_bytes(b"")
     storage.delete_files("gpt", TAG, [PART])
     assert storage.files("gpt", TAG) == ["manifest.json", *sorted([other, *(part_file(1, NONCE, number) for number in (0, 1, 2))])]
-    (tmp_path / "gpt" / TAG / part_file(1, NONCE)).unlink()  # deleted before, but for its data files
+    (tmp_path / "gpt" / TAG / part_file(1, NONCE)).unlink()  # deleted earlier, except for its data files
     storage.delete_files("gpt", TAG, [part_file(1, NONCE)])
     assert storage.files("gpt", TAG) == ["manifest.json", other]
 
@@ -290,7 +290,7 @@ def test_a_part_of_several_files_is_opened(tmp_path: Path, storage: Repository) 
         storage.open_part("gpt", TAG, PART)
 
 
-def test_somebody_elses_file_keeps_its_directory(tmp_path: Path, storage: Repository) -> None:
+def test_a_directory_with_a_file_of_another_program_is_not_deleted(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / "gpt" / TAG / "notes.txt").write_text("mine")
     storage.delete_files("gpt", TAG, ["manifest.json", PART])
@@ -335,7 +335,7 @@ def test_a_job_that_is_a_link_is_not_followed(tmp_path: Path, use: Callable[[Rep
 
 @pytest.mark.parametrize("link", ["gpt", f"gpt/{TAG}"], ids=["job", "tag"])
 def test_nothing_is_deleted_through_a_link(tmp_path: Path, link: str) -> None:
-    """Something else has taken the name of a directory: the files that ckptd had there are gone, and what lies elsewhere is not ckptd's."""
+    """Something else has taken the name of a directory. The files that ckptd had there are gone, and files elsewhere are not ckptd's."""
     outside, root = tmp_path / "outside", tmp_path / "root"
     write_checkpoint(outside)
     (root / link).parent.mkdir(parents=True)
@@ -402,17 +402,19 @@ def test_files_that_are_links_are_not_followed(tmp_path: Path, storage: Reposito
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_damage_and_holds_nobody_up(tmp_path: Path, storage: Repository, make: Callable[[Path], None]) -> None:
+def test_anything_but_a_regular_file_counts_as_damage_and_blocks_no_reader(
+    tmp_path: Path, storage: Repository, make: Callable[[Path], None]
+) -> None:
     write_checkpoint(tmp_path)
     place = tmp_path / "gpt" / TAG
     for name in ("manifest.json", PART):
         (place / name).unlink()
         make(place / name)
     if make is os.mkfifo:
-        writer = os.open(place / "manifest.json", os.O_RDWR)  # with somebody at its other end a read finds nothing, and no end
-    with pytest.raises(IntegrityError, match="manifest.json is no regular file"):
+        writer = os.open(place / "manifest.json", os.O_RDWR)  # while a process has the other end open, a read would wait for ever
+    with pytest.raises(IntegrityError, match="manifest.json is not a regular file"):
         storage.read_manifest("gpt", TAG)
-    with pytest.raises(IntegrityError, match=f"{PART} is no regular file"):
+    with pytest.raises(IntegrityError, match=f"{PART} is not a regular file"):
         storage.open_part("gpt", TAG, PART)
     if make is os.mkfifo:
         os.close(writer)

@@ -33,7 +33,7 @@ def other(number: int = 0, rank: int = 0) -> str:
     return part_file(rank, bytes([rank] * 16), number)
 
 
-def test_a_sweep_takes_all_that_is_left(alone: StandaloneCheckpoint) -> None:
+def test_a_sweep_deletes_everything_that_is_left(alone: StandaloneCheckpoint) -> None:
     before = files_of(alone)
     for file in (other(), other(1), other(2), other(7, rank=3), f"{MANIFEST}.{'ab' * 16}.tmp", f"{MANIFEST}.{NONCE.hex()}.tmp"):
         (alone.path / file).write_bytes(b"left")
@@ -43,7 +43,7 @@ def test_a_sweep_takes_all_that_is_left(alone: StandaloneCheckpoint) -> None:
     assert files_of(alone) == {*before, "notes.txt"}
 
 
-def test_a_sweep_leaves_a_part_that_is_held_with_all_that_follows_it(alone: StandaloneCheckpoint) -> None:
+def test_a_sweep_keeps_a_locked_part_and_its_data_files(alone: StandaloneCheckpoint) -> None:
     before = files_of(alone)
     held_files = {other(), other(1), f"{MANIFEST}.{bytes(16).hex()}.tmp"}
     for file in (*held_files, other(0, rank=3)):
@@ -56,8 +56,8 @@ def test_a_sweep_leaves_a_part_that_is_held_with_all_that_follows_it(alone: Stan
     assert files_of(alone) == before
 
 
-def test_a_sweep_takes_no_manifest_from_a_saver_that_has_committed_and_not_ended(alone: StandaloneCheckpoint) -> None:
-    """Where the manifest is published by a link, its temporary name is there for a moment after the commit."""
+def test_a_sweep_keeps_the_manifest_of_a_saver_that_has_just_committed(alone: StandaloneCheckpoint) -> None:
+    """Where the manifest is published by a link, its temporary name exists for a moment after the commit."""
     unpublished = alone.path / f"{MANIFEST}.{NONCE.hex()}.tmp"
     unpublished.write_bytes(b"left")
     held = alone.hold(PART)
@@ -68,9 +68,7 @@ def test_a_sweep_takes_no_manifest_from_a_saver_that_has_committed_and_not_ended
     assert not unpublished.exists()
 
 
-def test_a_sweep_leaves_a_part_that_was_committed_after_it_had_listed_it(
-    alone: StandaloneCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_keeps_a_part_that_is_committed_during_the_sweep(alone: StandaloneCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     named = alone._named()
     answers = [set[str](), named]
     monkeypatch.setattr(alone, "_named", lambda: answers.pop(0))
@@ -90,7 +88,7 @@ def test_many_left_parts_are_swept(alone: StandaloneCheckpoint) -> None:
     assert os.listdir("/proc/self/fd") == open_before
 
 
-def test_nothing_is_swept_while_an_earlier_version_has_the_directory(alone: StandaloneCheckpoint) -> None:
+def test_nothing_is_swept_while_an_earlier_version_has_locked_the_directory(alone: StandaloneCheckpoint) -> None:
     (alone.path / other()).write_bytes(b"left")
     shared = alone.share()
     alone.sweep()
@@ -100,7 +98,7 @@ def test_nothing_is_swept_while_an_earlier_version_has_the_directory(alone: Stan
     assert not (alone.path / other()).exists()
 
 
-def test_a_part_that_is_opened_is_held(alone: StandaloneCheckpoint) -> None:
+def test_an_opened_part_is_locked(alone: StandaloneCheckpoint) -> None:
     reader = alone.open_part(alone.job, alone.tag, PART)
     fd = os.open(alone.path / PART, os.O_RDWR)
     assert not exclude(fd)
@@ -110,7 +108,7 @@ def test_a_part_that_is_opened_is_held(alone: StandaloneCheckpoint) -> None:
     os.close(fd)
 
 
-def test_a_part_that_was_swept_before_it_was_held_is_gone(alone: StandaloneCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_swept_before_it_is_locked_is_reported_as_gone(alone: StandaloneCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(fd: int) -> bool:
         (alone.path / PART).unlink()
         return True
