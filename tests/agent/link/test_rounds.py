@@ -20,7 +20,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from ckptd.agent.link import rounds
 from ckptd.agent.link.rounds import Alone, Exchange, Told
 from ckptd.agent.threads.flag import Flag
-from ckptd.shared.errors import CkptdError, SnapshotFailed, StructureChanged, UnsavableValue
+from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, StructureChanged, UnsavableValue
 from tests.support.daemons import until
 
 WORLD = 3
@@ -340,6 +340,18 @@ def test_a_round_of_another_thread_is_waited_for_a_moment_only(fake: FakeStore, 
         assert str(attempt(round_of(two[1], "other"))).startswith("the job's store has not answered")
         fake.silent.set()
         assert str(first.result(60)) == "rank 0 has not answered within 0 s"
+
+
+def test_a_bug_in_the_decision_is_raised_on_all(two: list[Exchange], caplog: pytest.LogCaptureFixture) -> None:
+    """The other ranks do not wait for an answer until the deadline."""
+
+    def decide(said: list[bytes]) -> list[bytes]:
+        raise ZeroDivisionError("a bug")
+
+    with started(lambda: two[1].round("plan", b"", reverse, 60.0)) as second:
+        found = [attempt(lambda: two[0].round("plan", b"", decide, 60.0)), second.result(60)]
+    assert [(type(error), str(error)) for error in found] == [(InternalError, "rank 0: ZeroDivisionError('a bug')")] * 2
+    assert [record.exc_info is not None for record in caplog.records] == [True]
 
 
 def test_a_rank_that_is_told_its_attempt_decides_nothing() -> None:
