@@ -141,6 +141,14 @@ def test_segments_that_cannot_be_mapped_leave_no_descriptor_open(client: FakeCli
     assert [descriptor.closed for descriptor in client.given] == [True] * 4
 
 
+def test_a_bug_in_the_making_of_slots_is_raised_and_not_tried_again_at_once(client: FakeClient, slots: MappedSlots) -> None:
+    client.spoil = lambda descriptors: descriptors[2].close()
+    with pytest.raises(InternalError, match=r"^the slots could not be made: ValueError\('I/O operation on closed file'\)$"):
+        slots.ensure(10, FAR)
+    assert [descriptor.closed for descriptor in client.given] == [True] * 4
+    assert len(client.asked) == 1
+
+
 def test_memory_that_cannot_be_mapped_is_an_error_of_storage(
     client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,8 +262,8 @@ def test_a_fork_during_an_allocation_closes_what_has_arrived(client: FakeClient,
         return mapped(name, data, lock)
 
     monkeypatch.setattr(slots_module, "MappedSlot", fork)
-    with pytest.raises(ValueError, match="closed"):
-        preparation._prepare()
+    preparation._prepare()
+    assert isinstance(preparation.error, InternalError)  # the child has no such thread; here it finds its descriptors closed
     assert [descriptor.closed for descriptor in client.given] == [True] * 4
 
 
