@@ -18,7 +18,7 @@ from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches, documen
 from ckptd.agent.plan.layout import Layout, layout_of, plan_locally
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.plan import Plan, align_region, signature
-from ckptd.shared.segment import SlotState, read_document, read_header
+from ckptd.shared.segment import SlotState, read_document, read_header, write_header
 from tests.support.tmpfs import Tmpfs, tmpfs
 
 CAPACITY = 300_000
@@ -204,18 +204,19 @@ def test_a_cleared_slot_is_free(shm: Tmpfs, slot: MappedSlot) -> None:
 
 def test_a_header_that_was_written_and_not_noted_is_found_again(shm: Tmpfs, slot: MappedSlot, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C came in between."""
-    found, write = layout({"w": torch.ones(4)}), mapped_slot_module.write_header
+    found = layout({"w": torch.ones(4)})
     slot.fill([torch.ones(4)], found, 1, carry)
 
     def interrupted(fd: int, header: Any) -> None:
-        write(fd, header)
+        write_header(fd, header)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(mapped_slot_module, "write_header", interrupted)
     with pytest.raises(KeyboardInterrupt):
         slot.seal(found, Documents(b"", b""))
     assert slot.header.state is SlotState.FILLING
-    assert slot.refresh().state is slot.header.state is SlotState.SEALED
+    found_again = slot.refresh()
+    assert (found_again.state, slot.header) == (SlotState.SEALED, found_again)
 
 
 # -- mapping and forgetting

@@ -481,9 +481,9 @@ def test_a_private_daemon_that_has_exited_is_reaped_at_the_next_start(
 ) -> None:
     first, second = FakeProcess(code=11), FakeProcess(word=b"ready")
     start(first)
-    assert launch._started == [first]
+    assert list[object](launch._started) == [first]
     start(second)
-    assert launch._started == [second]
+    assert list[object](launch._started) == [second]
 
 
 def test_a_socket_directory_that_cannot_be_made_is_an_error(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
