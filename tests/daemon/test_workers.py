@@ -64,6 +64,21 @@ def test_the_budget_of_memory_limits_the_chunks_at_once(memory: int, most: int) 
     workers.close()
 
 
+def test_buffers_are_used_again_and_give_their_pages_back(workers: Workers) -> None:
+    seen: set[int] = set()
+
+    def work(number: int, buffers: Buffers) -> bytes:
+        seen.update(map(id, buffers))
+        before = buffers[0][:8]
+        buffers[0][:8] = b"ckptd---"
+        return before
+
+    for _ in range(5):
+        first = asyncio.run(workers.each(ranges(1), work))
+        assert first == [bytes(8)], "an idle buffer keeps pages"
+    assert len(seen) == 2
+
+
 def test_larger_chunks_of_an_earlier_daemon_get_buffers_of_their_own(workers: Workers) -> None:
     sizes = asyncio.run(workers.each(ranges(2, 3 * CHUNK), lambda number, buffers: [len(buffer) for buffer in buffers]))
     assert sizes == [[align(3 * CHUNK)] * 2] * 2
