@@ -52,7 +52,7 @@ def test_a_wait_ends_at_its_state_or_a_later_one(events: int, state: str, grante
 
 def test_waiting_threads_wake_at_each_move() -> None:
     pending, woken = Pending(5), list[str]()
-    threads = [threading.Thread(target=lambda s=state: woken.append(pending.wait(s, 60).state)) for state in ("durable", "staged")]  # type: ignore[misc]
+    threads = [threading.Thread(target=lambda s=state: woken.append(pending.wait(s, 60).state)) for state in ("durable", "staged")]
     for thread in threads:
         thread.start()
     for event in TO_DURABLE:

@@ -127,7 +127,7 @@ def test_the_period_is_that_of_the_watchdog(parts: Any, monkeypatch: pytest.Monk
         raise asyncio.CancelledError
 
     monkeypatch.setenv("WATCHDOG_USEC", "5000000")
-    monkeypatch.setattr(vitals.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(Vitals(parts, 0.0).watch())
     assert slept == [2.5]

@@ -134,9 +134,13 @@ def test_a_chunk_without_a_result_fails_them_all(workers: Workers) -> None:
 def test_closed_workers_do_not_wait_for_what_has_not_begun(workers: Workers) -> None:
     go, done = threading.Event(), list[int]()
 
+    def work(number: int) -> None:
+        go.wait(60)
+        done.append(number)
+
     async def close() -> None:
         loop = asyncio.get_running_loop()
-        calls = [loop.run_in_executor(workers.pool, lambda n=n: (go.wait(60), done.append(n))) for n in range(10)]  # type: ignore[misc]
+        calls = [loop.run_in_executor(workers.pool, work, number) for number in range(10)]
         await asyncio.sleep(0.01)
         workers.close()
         go.set()

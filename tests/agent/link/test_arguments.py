@@ -35,7 +35,7 @@ def test_without_a_process_group_there_is_one_rank(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_ranks_are_those_of_the_process_group() -> None:
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("fake", store=store, rank=1, world_size=3)
     try:
         found = ranks_of(None)

@@ -15,6 +15,7 @@ from crc32c import crc32c
 
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Alone
+from ckptd.agent.read.loader import load
 from ckptd.agent.recover import recovery
 from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.shared import messages as m
@@ -377,7 +378,7 @@ def test_a_checkpoint_of_a_newer_ckptd_is_no_damage(root: Path, monkeypatch: pyt
 
 def test_damage_that_the_load_finds_leaves_no_value_of_that_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of an older one overwrite all that was written before."""
-    load, steps = recovery.load, []
+    steps: list[int] = []
 
     def fail_first(saved: Any, destinations: dict[str, torch.Tensor]) -> int:
         steps.append(1)

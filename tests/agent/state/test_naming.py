@@ -85,7 +85,7 @@ def test_a_tied_parameter_has_its_first_name() -> None:
 def test_an_optimizer_with_a_parameter_of_no_module_keeps_its_numbers() -> None:
     module, foreign = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
     names = parameter_names({"m": module})
-    assert parameter_keys(torch.optim.SGD([{"params": [module.bias]}, {"params": [module.weight]}], lr=1), names) == ["bias", "weight"]
+    assert parameter_keys(torch.optim.SGD([module.bias, module.weight], lr=1), names) == ["bias", "weight"]
     assert parameter_keys(torch.optim.SGD([module.weight, foreign], lr=1), names) == [0, 1]
     assert Names().flattened_by(torch.optim.SGD([foreign], lr=1)) is None
     assert Names(flattened={id(foreign): module}).flattened_by(torch.optim.SGD([module.bias, foreign], lr=1)) is module
