@@ -90,7 +90,8 @@ class Workers:
                             buffer.madvise(mmap.MADV_DONTNEED)
 
     def _new(self, size: int) -> Buffers:
-        return [mmap.mmap(-1, size) for _ in range(self._buffers)]
+        # Private, because the pages of a shared mapping stay in memory after MADV_DONTNEED.
+        return [mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(self._buffers)]
 
     def close(self) -> None:
         """Cancel the calls that have not begun. Do not wait for the others."""

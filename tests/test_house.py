@@ -265,6 +265,83 @@ def test_the_code_map_has_every_file_and_its_first_sentence() -> None:
     assert named == set(listed)
 
 
+# -- tests mirror modules
+
+WITHOUT_A_TEST = {
+    "daemon/__main__.py": "has one statement, which every daemon that a test starts as a process executes",
+}
+"""Modules that need no test of their own, each with the reason. An `__init__.py` needs none, because it only exports or describes."""
+
+FROM_OUTSIDE = {
+    "agent/dcp/planner_rounds.py": "its test snapshots and recovers with an agent that has the caller's planners",
+    "agent/read/loader.py": "its test reads forged checkpoints on every way out of them",
+    "daemon/deleter.py": "its test takes the deleter out of the saver that owns it",
+    "daemon/forgetting.py": "its test runs the commands `forget` and `pin`",
+    "daemon/server.py": "its test talks to a daemon over real connections",
+}
+"""Modules whose tests do not import them, each with the reason."""
+
+LATER: tuple[str, ...] = (
+    "daemon/app.py",
+    "daemon/composition.py",
+    "daemon/engine.py",
+    "daemon/journal_directory.py",
+    "daemon/orphans.py",
+    "daemon/service.py",
+    "daemon/steps.py",
+)
+"""Modules whose tests are being written. This list is to be empty."""
+
+
+def namesake(path: Path) -> Path:
+    """Return the test file of a module."""
+    return ROOT / "tests" / path.relative_to(ROOT).with_name(f"test_{path.name}")
+
+
+def reached(test: Path) -> set[str]:
+    """Return the full names of what a test file imports, directly, through `ckptd.agent`, or through a file of tests/support."""
+    exported = {name.rpartition(".")[2]: name for name in imports(ROOT / "agent" / "__init__.py")}
+    found = set(imports(test))
+    for name in tuple(found):
+        package, _, last = name.rpartition(".")
+        support = ROOT / f"{package.replace('.', '/')}.py"
+        if package == "ckptd.agent" and last in exported:
+            found.add(exported[last])
+        elif under(name, "tests.support") and support.exists():
+            found.update(imports(support))
+    return found
+
+
+def has_test(path: Path) -> bool:
+    """Return True if the module's namesake exists and has a test."""
+    test = namesake(path)
+    if not test.exists():
+        return False
+    functions = (node for node in ast.walk(tree(test)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return any(node.name.startswith("test_") for node in functions)
+
+
+def is_reached(path: Path) -> bool:
+    """Return True if the module's namesake imports the module, or something out of it."""
+    (name,) = (name for name, known in MODULES.items() if known == path)
+    return any(under(imported, name) for imported in reached(namesake(path)))
+
+
+OWN_FILES = {str(path.relative_to(ROOT)): path for path in FILES if path.name != "__init__.py"}
+
+
+def test_every_module_has_a_test_of_its_name() -> None:
+    excused = {*WITHOUT_A_TEST, *LATER}
+    assert excused <= OWN_FILES.keys()
+    assert [name for name, path in OWN_FILES.items() if name not in excused and not has_test(path)] == []
+    assert [name for name in WITHOUT_A_TEST if has_test(ROOT / name)] == [], "these have a test, and need no excuse"
+
+
+def test_the_test_of_a_module_imports_it() -> None:
+    tested = {name: path for name, path in OWN_FILES.items() if has_test(path)}
+    assert {name for name, path in tested.items() if not is_reached(path)} - {*LATER} == FROM_OUTSIDE.keys()
+
+
 # -- names
 
 

@@ -184,6 +184,9 @@ class Preparation:
             self.error = error
         except (OSError, RuntimeError) as error:
             self.error = StorageError(f"cannot map the slots in shared memory: {error}")
+        except Exception as error:  # a bug; without an error here, `ensure` would allocate again and again
+            log.exception("slots could not be made")
+            self.error = InternalError(f"the slots could not be made: {error!r}")
         if self.error is not None:
             log.warning("slots could not be made: %s", self.error)
             for slot in self._slots.values():

@@ -7,6 +7,7 @@ the trainer's own client would block its other users.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -17,7 +18,9 @@ import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckptd.agent.threads.flag import Flag
-from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
+from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, from_wire
+
+log = logging.getLogger("ckptd.agent")
 
 _PIECE = 4 << 20  # bytes; the store's server accepts values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between polls; the store's `wait` prints warnings on a timeout, and cannot be cancelled
@@ -213,7 +216,7 @@ class Exchange:
             if late := [rank for rank in range(1, self.world_size) if rank not in asked]:
                 named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
                 raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s")
-            return [_encode(answer) for answer in decide(values)], asked
+            return [_encode(answer) for answer in _decided(decide, values)], asked
         except CkptdError as error:
             return [_encode(error)] * self.world_size, asked
 
@@ -261,6 +264,17 @@ class Exchange:
             yield
         finally:
             self._asked_at = None
+
+
+def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) -> list[bytes]:
+    """Return the result of `decide`. Raises InternalError for a bug in it, because the other ranks must not wait for an answer in vain."""
+    try:
+        return decide(values)
+    except CkptdError:
+        raise
+    except Exception as error:
+        log.exception("a round between the ranks could not be decided")
+        raise InternalError(f"rank 0: {error!r}") from error
 
 
 def _silent() -> SnapshotFailed:

@@ -93,13 +93,7 @@ class Recovery:
         begun = time.monotonic()
         said = self._all("find", lambda: self._find(step, last_step))
         self.last_step = max(found["last_step"] for found in said)
-        if len(asked := {found["asked"] for found in said}) > 1:
-            raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: pass the same step on all ranks")
-        candidates = [m.RecoveryCandidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
-        if not candidates and any(found["candidates"] for found in said):
-            raise RecoveryFailed(
-                "the ranks have found different checkpoints, because some were saved or deleted meanwhile: call recover() again"
-            )
+        candidates = _common_candidates(said)
         passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
         overwritten = False
         for number, candidate in enumerate(candidates):
@@ -176,6 +170,21 @@ class Recovery:
             raise
         said: list[dict[str, Any]] = [msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard, type=list[bytes])]
         return said
+
+
+def _common_candidates(said: list[dict[str, Any]]) -> list[m.RecoveryCandidate]:
+    """Return the candidates that every rank has found, in the order of rank 0. `said` has what each rank has found, by rank.
+
+    Raises InvalidRequest if the ranks want different steps, and RecoveryFailed if there are candidates, but none that all ranks have.
+    """
+    if len(asked := {found["asked"] for found in said}) > 1:
+        raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: pass the same step on all ranks")
+    common = [m.RecoveryCandidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
+    if not common and any(found["candidates"] for found in said):
+        raise RecoveryFailed(
+            "the ranks have found different checkpoints, because some were saved or deleted meanwhile: call recover() again"
+        )
+    return common
 
 
 def _damage(said: list[dict[str, Any]]) -> str:

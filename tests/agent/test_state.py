@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.plan.layout import memory
-from ckptd.agent.state.capture import rng_state, set_rng_state
 from ckptd.shared import errors
 from tests.support.daemons import Daemon
 
@@ -293,13 +292,6 @@ def test_numpys_generator_continues_its_sequence(agent: Agent, kind: Any) -> Non
         assert np.random.standard_normal(3).tobytes() == drawn
     finally:
         generators.set_bit_generator(before)
-
-
-def test_numpys_generator_as_ckptd_0_1_0_saved_it() -> None:
-    saved = {**rng_state(), "numpy": dict(np.random.get_state(legacy=False))}
-    drawn = np.random.standard_normal(3).tobytes()
-    set_rng_state(saved)
-    assert np.random.standard_normal(3).tobytes() == drawn
 
 
 def test_an_optimizer_without_state_is_captured_as_empty(agent: Agent, daemon: Daemon) -> None:

@@ -25,11 +25,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.standalone import StandalonePart
-from ckptd.agent.dcp.targets import Claim, Target, attach, leave_all
+from ckptd.agent.dcp.targets import leave_all
 from ckptd.agent.plan.save_plan import Resolved
 from ckptd.shared import codec
-from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
-from ckptd.shared.part_writer import ONE_FILE, Spread
+from ckptd.shared.errors import CkptdError, IntegrityError, NotFound
+from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
 from ckptd.shared.storage.protocol import Source
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
@@ -93,20 +93,6 @@ def planned() -> Resolved:
     planner = DefaultSavePlanner()
     planner.set_up_planner({"a": torch.zeros(4)}, None, True)
     return Resolved.of(planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0][0]), planner, weights_only=True)
-
-
-def test_a_forked_child_does_not_discard_the_save_of_its_parent(tmp_path: Path) -> None:
-    resolved = planned()
-    part = StandalonePart(StandaloneCheckpoint(tmp_path), 0, 1, codec.encoder("raw"), 1, ONE_FILE)
-    part.write(resolved.lay_out(global_plan=b""), resolved, 0)
-    child = os.fork()
-    if child == 0:
-        part.discard("")
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert len(list(tmp_path.iterdir())) == 1
-    part.discard("")
-    assert list(tmp_path.iterdir()) == []
 
 
 AT_THE_END = """
@@ -475,10 +461,3 @@ def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None
 
 def replace_item(item: Item, sizes: tuple[int, ...]) -> Item:
     return Item(item.fqn, item.dtype, item.size, item.offsets, sizes, item.stride, item.offset, item.device, item.requires_grad)
-
-
-def test_ranks_of_another_node_are_refused(daemon: Daemon) -> None:
-    target = Target.of(daemon.home.root / "gpt" / "best", str(daemon.home.socket))
-    assert target is not None
-    with pytest.raises(InvalidRequest, match="ranks 0 and 1 are on different nodes"):
-        attach(Claim(target, 1, 1, bytes(16)), 1, 2)

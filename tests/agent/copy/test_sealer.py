@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent.copy.fences import Fences
+from ckptd.agent.copy.fences import Fences, Transfer
 from ckptd.agent.copy.lanes import Mark
+from ckptd.agent.copy.sealer import Sealer
 from ckptd.agent.plan.kept_plan import Found, KeptPlan
 from ckptd.agent.plan.layout import Layout
 from ckptd.shared.errors import SnapshotFailed
@@ -143,3 +144,103 @@ def test_a_torn_copy_fails_only_its_snapshot(agent: Agent, daemon: Daemon, devic
     for step in (2, 3, 4):  # in both slots
         agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
         assert torch.equal(saved(daemon, step), torch.full((10,), float(step)))
+
+
+# -- the thread itself
+
+
+class FakeFences:
+    """In the place of Fences: `finish` waits for the gate of a transfer, and raises its error if it has one."""
+
+    def __init__(self) -> None:
+        self.gates: dict[int, threading.Event] = {}
+        self.errors: dict[int, Exception] = {}
+        self.drained = self.closed = 0
+
+    def transfer(self, error: Exception | None = None, *, ready: bool = True) -> Transfer:
+        made = Transfer()
+        self.gates[id(made)] = gate = threading.Event()
+        if ready:
+            gate.set()
+        if error is not None:
+            self.errors[id(made)] = error
+        return made
+
+    def finish(self, transfer: Transfer) -> None:
+        assert self.gates[id(transfer)].wait(60)
+        if id(transfer) in self.errors:
+            raise self.errors[id(transfer)]
+
+    def drain(self) -> None:
+        self.drained += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def fences() -> FakeFences:
+    return FakeFences()
+
+
+@pytest.fixture
+def sealer(fences: FakeFences) -> Iterator[Sealer]:
+    made = Sealer()
+    made._fences = cast(Fences, fences)
+    yield made
+    for gate in fences.gates.values():
+        gate.set()
+    made.close()
+
+
+def test_slots_are_sealed_in_order_once_their_copies_are_done(sealer: Sealer, fences: FakeFences) -> None:
+    done: list[str] = []
+    first, second = fences.transfer(ready=False), fences.transfer()
+    sealer.later("a", first, lambda: done.append("a"), lambda error: done.append(str(error)))
+    sealer.later("b", second, lambda: done.append("b"), lambda error: done.append(str(error)))
+    assert done == []
+    fences.gates[id(first)].set()
+    sealer.settle()
+    assert done == ["a", "b"]
+
+
+def test_torn_copies_and_seals_that_fail_are_reported(sealer: Sealer, fences: FakeFences) -> None:
+    done: list[str] = []
+
+    def fail() -> None:
+        raise OSError("no seal")
+
+    sealer.later("a", fences.transfer(SnapshotFailed("torn")), lambda: done.append("a"), lambda error: done.append(str(error)))
+    sealer.later("b", fences.transfer(), fail, lambda error: done.append(str(error)))
+    sealer.settle()
+    assert done == ["torn", "no seal"]
+
+
+def test_only_the_seal_of_the_named_segment_is_waited_for(sealer: Sealer, fences: FakeFences) -> None:
+    """The next one is still under way."""
+    done: list[str] = []
+    second = fences.transfer(ready=False)
+    sealer.later("a", fences.transfer(), lambda: done.append("a"), lambda error: None)
+    sealer.later("b", second, lambda: done.append("b"), lambda error: None)
+    sealer.settle("a")
+    sealer.settle("of no seal")
+    assert done == ["a"]
+    fences.gates[id(second)].set()
+    sealer.settle("b")
+    assert done == ["a", "b"]
+
+
+def test_without_accelerators_there_are_neither_hooks_nor_a_thread() -> None:
+    made = Sealer()
+    made.drain()
+    made.settle()
+    assert (made._fences, made._thread._threads) == (None, set())
+    made.close()
+
+
+def test_close_waits_for_the_seals_and_removes_the_hooks(sealer: Sealer, fences: FakeFences) -> None:
+    done: list[str] = []
+    sealer.later("a", fences.transfer(), lambda: done.append("a"), lambda error: None)
+    sealer.drain()
+    sealer.close()
+    assert (done, fences.drained, fences.closed) == (["a"], 1, 1)

@@ -8,19 +8,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint, close, recover, snapshot
+from ckptd.agent.link import launch
+from ckptd.agent.link.launch import Place, find_place
 from ckptd.daemon.report import daemon_status
 from ckptd.shared import errors, names
+from ckptd.shared import messages as m
 from ckptd.shared.state_directory import configured_state_dir, state_directory
+from tests.support.clock import Clock
 from tests.support.daemons import Home
+from tests.support.fake_daemon import FakeDaemon, fake_daemon
 
 
 @pytest.fixture
@@ -276,3 +282,218 @@ def test_a_root_that_is_a_url_is_refused(private: Home, monkeypatch: pytest.Monk
     with pytest.raises(errors.InvalidRequest, match=r"the root s3://bucket/runs is a URL, .* saves to directories only: mount"):
         Agent(root="s3://bucket/runs" if by == "argument" else None)
     assert list(private.path.iterdir()) == []
+
+
+# -- which daemon is used, without starting one
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A directory for a root; the environment says nothing, and there is no daemon at a default place."""
+    for key in [key for key in os.environ if key.startswith("CKPTD_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setattr(names, "default_sockets", list)
+    return tmp_path / "root"
+
+
+def served(root: Path | str) -> m.Welcome:
+    return m.Welcome(re=0, version=1, root=str(root))
+
+
+def test_an_argument_comes_before_the_environment(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("named", "other"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("CKPTD_SOCKET", str(tmp_path / "other"))
+    monkeypatch.setenv("CKPTD_ROOT", "/elsewhere")
+    assert find_place(None, None) == Place(tmp_path / "other", Path("/elsewhere"), private=False)
+    assert find_place(tmp_path / "named", bare) == Place(tmp_path / "named", bare, private=False)
+
+
+def test_a_relative_root_is_made_absolute(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bare.parent)
+    assert find_place(None, "root").root == bare
+
+
+def test_a_named_socket_that_is_not_there_is_refused(bare: Path) -> None:
+    with pytest.raises(errors.DaemonUnreachable, match=r"^no daemon listens at /nowhere/s: start one with `ckptd run"):
+        find_place("/nowhere/s", bare)
+
+
+def test_a_daemon_at_a_default_path_is_used_for_its_own_root_only(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_daemon(served(bare)) as daemon:
+        monkeypatch.setattr(names, "default_sockets", lambda: [Path("/nowhere/s"), daemon.socket])
+        default = Place(daemon.socket, None, private=False)
+        assert find_place(None, None) == find_place(None, bare) == default
+        other = bare.with_name("other")
+        assert find_place(None, other) == Place(names.private_socket(other), other, private=True)
+
+
+def test_a_daemon_at_a_default_path_that_is_restarting_is_used_if_no_root_is_named(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    socket_file = bare.parent / "s"
+    socket_file.touch()
+    monkeypatch.setattr(names, "default_sockets", lambda: [socket_file])
+    assert find_place(None, None) == Place(socket_file, None, private=False)
+    assert find_place(None, bare).private
+
+
+def test_a_daemon_of_another_root_is_refused(bare: Path) -> None:
+    with fake_daemon(served("/ckpts")) as daemon:
+        with pytest.raises(errors.InvalidRequest, match=f"^the daemon at {daemon.socket} keeps its checkpoints in /ckpts, not in {bare}$"):
+            Place(daemon.socket, bare, private=False).connect()
+        assert daemon.accepted().ended.wait(60)
+        channel = Place(daemon.socket, Path("/ckpts"), private=False).connect()
+        assert channel.welcome.root == "/ckpts"
+        channel.close()
+
+
+# -- private daemons that are faked
+
+
+@pytest.fixture
+def answering(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDaemon]:
+    """A daemon of this root. It stands at the second of the paths where a private one may listen."""
+    with fake_daemon(served(bare)) as daemon:
+        monkeypatch.setattr(names, "private_sockets", lambda root: [root.parent / "first", daemon.socket])
+        yield daemon
+
+
+def test_a_private_daemon_that_answers_is_not_started_again(bare: Path, answering: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr(launch, "start_private", started.append)
+    Place(answering.socket, bare, private=True).connect().close()
+    assert started == []
+
+
+def test_a_private_daemon_that_another_rank_has_started_is_waited_for(
+    bare: Path, answering: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the root already, and is about to listen."""
+
+    class Pauses(Clock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if len(self.slept) == 5:
+                answering.listen()
+
+    started: list[Path] = []
+    clock = Pauses()
+    answering.refuse()
+    monkeypatch.setattr(launch, "start_private", started.append)
+    monkeypatch.setattr(launch, "time", clock)
+    Place(answering.socket, bare, private=True).connect().close()
+    assert (started, clock.slept) == ([bare], [0.02] * 5)
+
+
+def test_a_private_daemon_that_never_listens_is_waited_for_until_the_deadline(
+    bare: Path, answering: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    answering.refuse()
+    monkeypatch.setattr(launch, "start_private", lambda root: None)
+    monkeypatch.setattr(launch, "time", clock)
+    with pytest.raises(errors.DaemonUnreachable, match=f"^no daemon listens at {bare.parent / 'first'}: "):
+        Place(answering.socket, bare, private=True).connect()
+    assert sum(clock.slept) == pytest.approx(launch.CONNECT_SECONDS, abs=0.05)
+
+
+class FakeProcess:
+    """In the place of `subprocess.Popen`: a daemon that says `word` when it is ready, or exits with `code`."""
+
+    def __init__(self, word: bytes = b"", code: int | None = None, log: str = "") -> None:
+        self.word, self.code, self.log = word, code, log
+        self.command: list[str] = []
+        self.told = -1
+
+    def __call__(self, command: list[str], *, stdout: int, pass_fds: list[int], **options: Any) -> FakeProcess:
+        self.command = command
+        os.write(stdout, self.log.encode())
+        if self.word or self.code is None:
+            self.told = os.dup(pass_fds[0])  # a process that runs holds it open
+            os.write(self.told, self.word)
+        return self
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+
+@pytest.fixture
+def start(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[FakeProcess], None]]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(bare.parent))
+    made: list[FakeProcess] = []
+
+    def run(process: FakeProcess) -> None:
+        made.append(process)
+        monkeypatch.setattr(subprocess, "Popen", process)
+        launch.start_private(bare)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_started", [])
+        yield run
+    for process in made:
+        if process.told >= 0:
+            os.close(process.told)
+
+
+def test_a_private_daemon_is_started_for_its_root_and_waited_for(bare: Path, start: Callable[[FakeProcess], None]) -> None:
+    process = FakeProcess(word=b"ready")
+    start(process)
+    assert process.command[1:6] == ["-P", "-m", "ckptd.daemon", "run", "--private"]
+    assert process.command[6:10] == ["--root", str(bare), "--socket", str(names.private_socket(bare))]
+    assert (bare / ".ckptd" / names.host() / "daemon.log").exists()
+
+
+def test_a_private_daemon_that_finds_another_at_its_root_is_no_error(start: Callable[[FakeProcess], None]) -> None:
+    start(FakeProcess(code=11))
+
+
+@pytest.mark.parametrize(("log", "reason"), [("first\nckptd: the disk is full\n", "the disk is full"), ("", "it left no word")])
+def test_the_last_line_of_a_private_daemon_that_fails_is_the_reason(
+    bare: Path, start: Callable[[FakeProcess], None], log: str, reason: str
+) -> None:
+    with pytest.raises(errors.DaemonUnreachable, match=rf"^the private daemon did not start: {reason} \(all of it in .*daemon\.log\)$"):
+        start(FakeProcess(code=1, log=log))
+
+
+def test_a_private_daemon_that_hangs_is_an_error_after_a_while(
+    start: Callable[[FakeProcess], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "START_SECONDS", 0.0)
+    with pytest.raises(errors.DaemonUnreachable, match=r"^the private daemon is not ready after 0 s; .*daemon\.log says what it does$"):
+        start(FakeProcess())
+
+
+def test_a_private_daemon_that_cannot_be_started_leaves_no_descriptor(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(bare.parent))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(errors.DaemonUnreachable, match="^cannot start a private daemon: no memory$"):
+        launch.start_private(bare)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_private_daemon_that_has_exited_is_reaped_at_the_next_start(
+    start: Callable[[FakeProcess], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = FakeProcess(code=11), FakeProcess(word=b"ready")
+    start(first)
+    assert list[object](launch._started) == [first]
+    start(second)
+    assert list[object](launch._started) == [second]
+
+
+def test_a_socket_directory_that_cannot_be_made_is_an_error(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = bare.parent / "file"
+    blocked.touch()
+    monkeypatch.setattr(names, "private_socket", lambda root: blocked / "directory" / "s")
+    with pytest.raises(errors.DaemonUnreachable, match=f"^cannot make {blocked}/directory for the private daemon's socket: Not a"):
+        launch.start_private(bare)
+    monkeypatch.setattr(names, "private_socket", lambda root: blocked / "s")
+    with pytest.raises(errors.DaemonUnreachable, match=f"^another user takes every name beside {blocked}: "):
+        launch.start_private(bare)

@@ -9,16 +9,21 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from ckptd.agent.link.rounds import Alone, Exchange
-from ckptd.shared.errors import CkptdError, SnapshotFailed, StructureChanged, UnsavableValue
+from ckptd.agent.link import rounds
+from ckptd.agent.link.rounds import Alone, Exchange, Told
+from ckptd.agent.threads.flag import Flag
+from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, StructureChanged, UnsavableValue
+from tests.support.daemons import until
 
 WORLD = 3
 Answer = bytes | CkptdError
@@ -167,3 +172,195 @@ def test_a_single_rank_decides_alone() -> None:
     assert alone.operations == 0
     with pytest.raises(UnsavableValue, match="^no$"):
         alone.round("topic", UnsavableValue("no"), reverse, 1.0)
+
+
+# -- a store that the test controls
+
+
+class FakeStore(Store):
+    """A store in this process. `held` keeps back keys that contain one of these texts: they are set later, or never.
+
+    `silent`, while it is clear, makes every request wait, as a store does whose process is stopped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+        self.held: set[str] = set()
+        self.kept_back: dict[str, bytes] = {}
+        self.asked: list[str] = []
+        self.silent = threading.Event()
+        self.silent.set()
+
+    def clone(self) -> FakeStore:
+        return self
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._ask(key)
+        place = self.kept_back if any(text in key for text in self.held) else self.values
+        place[key] = bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self._ask(key)
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._ask(keys[0])
+        return keys[0] in self.values
+
+    def deleteKey(self, key: str) -> bool:  # the name that PrefixStore calls
+        self._ask(key)
+        return self.values.pop(key, None) is not None
+
+    def _ask(self, key: str) -> None:
+        self.asked.append(key)
+        self.silent.wait(60)
+
+    def let_go(self) -> None:
+        self.held.clear()
+        self.values |= self.kept_back
+        self.kept_back.clear()
+
+
+@pytest.fixture
+def fake() -> FakeStore:
+    return FakeStore()
+
+
+@pytest.fixture
+def two(fake: FakeStore) -> list[Exchange]:
+    return [Exchange(fake, rank, 2) for rank in range(2)]
+
+
+@contextmanager
+def started(call: Callable[[], Any]) -> Iterator[Future[Any]]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(attempt, call)
+
+
+def round_of(rank: Exchange, topic: str, mine: bytes = b"", seconds: float = 60.0) -> Callable[[], bytes]:
+    return lambda: rank.round(topic, mine, reverse, seconds)
+
+
+@pytest.mark.parametrize("key", ["/from/1", "/said/", "/to/"], ids=["the request", "the value", "the answer"])
+def test_a_key_that_comes_late_is_waited_for(fake: FakeStore, two: list[Exchange], key: str) -> None:
+    fake.held = {key}
+    with started(round_of(two[0], "plan", b"0")) as first, started(round_of(two[1], "plan", b"1")) as second:
+        until(lambda: fake.kept_back, "key that is kept back")
+        assert not second.done()
+        fake.let_go()
+        assert (first.result(60), second.result(60)) == (b"1", b"0")
+    assert fake.values == {}
+
+
+def test_a_rank_whose_value_is_missing_has_not_come(fake: FakeStore, two: list[Exchange]) -> None:
+    """Its request is there. It may have died in between."""
+    fake.held = {"/said/"}
+    with started(round_of(two[1], "plan", b"1", 0.5)):
+        found = attempt(round_of(two[0], "plan", b"0", 0.4))
+    assert str(found).startswith("rank 1 has not come within ")
+
+
+def test_a_round_that_a_rank_has_left_is_not_answered_later(fake: FakeStore, two: list[Exchange]) -> None:
+    """Rank 1 leaves nothing behind, so rank 0 does not take its old request for one of the same topic."""
+    assert str(attempt(round_of(two[1], "plan", b"old", 0.0))) == "rank 0 has not answered within 0 s"
+    assert fake.values == {}
+    with started(round_of(two[0], "plan", b"0")) as first:
+        assert attempt(round_of(two[1], "plan", b"new")) == b"0"
+        assert first.result(60) == b"new"
+
+
+def test_values_of_an_older_attempt_are_not_taken(fake: FakeStore, two: list[Exchange]) -> None:
+    """A rank of attempt 1 was killed after its request. The topics of attempt 2 are others."""
+    nonce = "0123456789abcdef"
+    fake.values |= {
+        "ckptd/gpt/plan/1/5/from/1/0": (1).to_bytes(4, "little") + nonce.encode(),
+        f"ckptd/gpt/plan/1/5/said/{nonce}/0": (1).to_bytes(4, "little") + b"stale",
+    }
+    for rank in two:
+        rank.scope = "gpt"
+    with started(round_of(two[0], "plan/2/5", b"0")) as first:
+        assert attempt(round_of(two[1], "plan/2/5", b"1")) == b"0"
+        assert first.result(60) == b"1"
+
+
+def test_the_pieces_of_a_large_value_are_written_before_the_one_that_announces_them(fake: FakeStore) -> None:
+    Exchange(fake, 0, 2)._put("key", bytes(2 * rounds._PIECE + 1))
+    assert fake.asked == ["ckptd/key/2", "ckptd/key/1", "ckptd/key/0"]
+    assert [len(fake.values[key]) for key in sorted(fake.values)] == [rounds._PIECE + 4, rounds._PIECE, 1]
+
+
+def test_an_error_of_rank_0_itself_is_raised_on_all(two: list[Exchange]) -> None:
+    with started(lambda: two[0].round("plan", UnsavableValue("w: no"), reverse, 60.0)) as first:
+        found = attempt(round_of(two[1], "plan"))
+        assert (str(first.result(60)), str(found)) == ("rank 0: w: no", "rank 0: w: no")
+
+
+def test_a_message_of_rank_0_is_heard_by_each_rank_once(fake: FakeStore, two: list[Exchange]) -> None:
+    assert two[1].hear("interval", lambda: b"", 0.0) is None
+    assert two[0].hear("interval", lambda: b"every 7 steps", 0.0) == b"every 7 steps"
+    assert two[1].hear("interval", lambda: b"", 60.0) == b"every 7 steps"
+    assert (two[1].hear("interval", lambda: b"", 0.0), fake.values) == (None, {})
+
+
+def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
+    fake: FakeStore, two: list[Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "SILENT_SECONDS", 0.2)
+    fake.silent.clear()
+    for _ in range(3):
+        with pytest.raises(SnapshotFailed, match="^the job's store has not answered for 0 s: is the process that serves it stopped"):
+            two[1].round("plan", b"", reverse, 300.0)
+    assert len(fake.asked) == 1, "one thread waits for the store, however often a round is tried"
+    fake.silent.set()
+    until(two[1]._done.is_set, "end of the thread")
+    assert str(attempt(round_of(two[1], "plan", seconds=0.0))) == "rank 0 has not answered within 0 s"
+    assert fake.values == {}
+
+
+def test_ctrl_c_ends_the_thread_that_waits_for_the_other_ranks(
+    fake: FakeStore, two: list[Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(Flag):
+        def wait(self, timeout: float | None = None) -> bool:
+            raise KeyboardInterrupt
+
+    before = two[1]._done
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds, "Flag", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two[1].round("plan", b"", reverse, 300.0)
+    assert two[1]._done is not before
+    until(two[1]._done.is_set, "end of the thread")
+    assert fake.values == {}
+
+
+def test_a_round_of_another_thread_is_waited_for_a_moment_only(fake: FakeStore, two: list[Exchange]) -> None:
+    fake.silent.clear()
+    with started(round_of(two[1], "plan", seconds=0.0)) as first:
+        until(lambda: fake.asked, "request")
+        assert str(attempt(round_of(two[1], "other"))).startswith("the job's store has not answered")
+        fake.silent.set()
+        assert str(first.result(60)) == "rank 0 has not answered within 0 s"
+
+
+def test_a_bug_in_the_decision_is_raised_on_all(two: list[Exchange], caplog: pytest.LogCaptureFixture) -> None:
+    """The other ranks do not wait for an answer until the deadline."""
+
+    def decide(said: list[bytes]) -> list[bytes]:
+        raise ZeroDivisionError("a bug")
+
+    with started(lambda: two[1].round("plan", b"", reverse, 60.0)) as second:
+        found = [attempt(lambda: two[0].round("plan", b"", decide, 60.0)), second.result(60)]
+    assert [(type(error), str(error)) for error in found] == [(InternalError, "rank 0: ZeroDivisionError('a bug')")] * 2
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+def test_a_rank_that_is_told_its_attempt_decides_nothing() -> None:
+    coordinator, other = Told(0, 2, None), Told(1, 2, 7)
+    assert (coordinator.rank, coordinator.world_size, other.rank, other.world_size) == (0, 2, 1, 2)
+    assert coordinator.round("begin", b"mine", lambda said: [said[0] * 2], 1.0) == b"minemine"
+    assert msgspec.msgpack.decode(other.round("begin", b"mine", reverse, 1.0)) == 7
+    assert other.hear("interval", lambda: b"said", 1.0) == b"said"
+    with pytest.raises(UnsavableValue, match="^no$"):
+        other.round("begin", UnsavableValue("no"), reverse, 1.0)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.agent.link.slot_requests import SlotRequest
-from ckptd.shared.errors import AlreadyExists, DaemonUnreachable, InternalError
+from ckptd.agent.link import slot_requests
+from ckptd.agent.link.client import Call, Client
+from ckptd.agent.link.slot_requests import GRACE_SECONDS, SlotRequest
+from ckptd.agent.threads.call_lock import Nested
+from ckptd.shared import messages as m
+from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, DaemonUnreachable, InternalError
+from tests.support.clock import Clock
 from tests.support.daemons import Daemon, running
 
 STATE = {"w": torch.arange(10.0)}
@@ -98,3 +103,186 @@ def test_random_generators_that_need_more_room_cost_one_snapshot(agent: Agent, m
     monkeypatch.setattr("ckptd.agent.state.capture.rng_state", lambda: large)
     assert agent.snapshot(STATE, step=1).state in ("failed", "sealed", "durable")
     agent.snapshot(STATE, step=2).wait("durable", timeout=60)
+
+
+# -- against a client that answers as told, on a clock that the test moves
+
+
+class FakeClient:
+    """In the place of a Client. `script` has one entry for each request: its reply, its error, or None for no reply before the timeout.
+
+    `refuses` has the errors of the next sends. `back` has the answers of `wait_connected`.
+    """
+
+    def __init__(self, clock: Clock, *script: m.Reply | CkptdError | None) -> None:
+        self.clock, self.script = clock, list(script)
+        self.refuses: list[CkptdError] = []
+        self.back: list[bool] = []
+        self.sent: list[m.Acquire] = []
+        self.waited: list[float] = []
+        self.given_back: list[m.Reply] = []
+
+    def begin(self, make: Callable[[int], m.Acquire], call: Call) -> Call:
+        if self.refuses:
+            raise self.refuses.pop(0)
+        self.sent.append(make(len(self.sent)))
+        return call
+
+    def finish(self, call: Call, kind: type[m.Reply], timeout: float) -> tuple[m.Reply, tuple[()]]:
+        self.waited.append(timeout)
+        answer = self.script.pop(0)
+        if answer is None:
+            self.clock.now += timeout
+            raise DaemonUnreachable("the daemon has not answered")
+        if isinstance(answer, CkptdError):
+            call.error = answer
+            raise answer
+        call.reply = answer
+        return answer, ()
+
+    def wait_connected(self, budget: float) -> bool:
+        return self.back.pop(0) if self.back else True
+
+    def abandon(self, call: Call) -> m.Reply | None:
+        call.abandoned = True
+        return call.reply
+
+    def give_back(self, reply: m.Reply) -> None:
+        self.given_back.append(reply)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(slot_requests, "time", made)
+    return made
+
+
+def granted(segment: str) -> m.Granted:
+    return m.Granted(re=0, segment=segment, step=1)
+
+
+def requested(client: FakeClient, seconds: float = 10.0) -> SlotRequest:
+    made = SlotRequest(cast(Client, client), 1, "best")
+    made.ask(client.clock.now + seconds)
+    return made
+
+
+def test_the_request_says_how_long_the_daemon_may_wait(clock: Clock) -> None:
+    client = FakeClient(clock, granted("a"))
+    request = requested(client)
+    clock.now += 4.0
+    assert (request.asked, request.answer(), request.segment) == (True, True, "a")
+    assert client.sent == [m.Acquire(id=0, step=1, name="best", wait=10.0)]
+    assert client.waited == [6.0 + GRACE_SECONDS]
+
+
+def test_a_request_under_way_is_not_sent_twice(clock: Clock) -> None:
+    client = FakeClient(clock, granted("a"), granted("b"))
+    request = requested(client)
+    request.ask(clock.now + 1.0)
+    assert (request.answer(), request.take(), len(client.sent)) == (True, "a", 1)
+    request.ask(clock.now + 1.0)  # the segment does not exist any more
+    assert (request.answer(), request.segment, len(client.sent)) == (True, "b", 2)
+
+
+@pytest.mark.parametrize("error", [DaemonUnreachable("lost"), Busy("stopping")])
+def test_a_lost_or_refused_request_is_sent_again_with_the_time_that_is_left(clock: Clock, error: CkptdError) -> None:
+    client = FakeClient(clock, error, error, granted("a"))
+    request = requested(client)
+    clock.now += 9.9
+    assert request.answer()
+    assert [round(sent.wait, 2) for sent in client.sent] == [10.0, 0.05, 0.0]
+    assert clock.slept == [pytest.approx(0.05), pytest.approx(0.05)]
+
+
+@pytest.mark.parametrize("error", [DaemonUnreachable("lost"), Busy("stopping")])
+def test_a_request_that_could_not_be_sent_early_is_sent_when_the_answer_is_needed(clock: Clock, error: CkptdError) -> None:
+    client = FakeClient(clock, granted("a"))
+    client.refuses = [error, error]
+    request = requested(client)
+    assert client.sent == []
+    assert (request.answer(), request.segment, len(client.sent)) == (True, "a", 1)
+
+
+def test_a_daemon_that_stays_away_is_an_error_at_once(clock: Clock) -> None:
+    client = FakeClient(clock, DaemonUnreachable("lost"))
+    client.back = [False]
+    with pytest.raises(DaemonUnreachable, match="^lost$"):
+        requested(client).answer()
+    assert len(client.sent) == 1
+
+
+def test_a_daemon_that_never_answers_is_an_error_after_the_deadline(clock: Clock) -> None:
+    client = FakeClient(clock, None)
+    request, begun = requested(client), clock.now
+    with pytest.raises(DaemonUnreachable, match="^the daemon has not answered$"):
+        request.answer()
+    assert clock.now == begun + 10.0 + GRACE_SECONDS
+    assert len(client.sent) == 1
+
+
+def test_an_error_that_a_retry_cannot_help_is_raised(clock: Clock) -> None:
+    client = FakeClient(clock, AlreadyExists("tag 'best' is taken"), granted("a"))
+    with pytest.raises(AlreadyExists):
+        requested(client).answer()
+    assert len(client.sent) == 1
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["in ask", "in answer"])
+def test_a_request_inside_another_send_is_refused(clock: Clock, early: bool) -> None:
+    client = FakeClient(clock)
+    nested = Nested("ckptd", "a request")
+    client.refuses = [nested] if early else [DaemonUnreachable("lost"), nested]
+    with pytest.raises(Nested):
+        requested(client).answer()
+    assert client.back == clock.slept == []
+
+
+def test_a_refusal_says_how_long_the_step_has_waited(clock: Clock) -> None:
+    client = FakeClient(clock, m.Refused(re=0, reason="every slot is still being saved"))
+    request = requested(client)
+    clock.now += 2.5
+    assert (request.answer(), request.answer(), request.why) == (False, False, "every slot is still being saved (waited 2.5 s)")
+
+
+def test_what_was_taken_is_not_given_back(clock: Clock) -> None:
+    client = FakeClient(clock, granted("a"), granted("b"))
+    request = requested(client)
+    request.answer()
+    assert request.take() == "a"
+    request.ask(clock.now + 1.0)
+    request.answer()
+    request.drop()
+    request.drop()
+    assert (client.given_back, request.segment, request.taken) == ([granted("b")], "", ["a"])
+
+
+def test_a_drop_that_ctrl_c_interrupts_is_finished_by_the_next(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient(clock, granted("a"))
+    request = requested(client)
+    request.answer()
+
+    def interrupted(reply: m.Reply) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            request.drop()
+    request.drop()
+    assert client.given_back == [granted("a")]
+
+
+@pytest.mark.parametrize(
+    ("answer", "lost"),
+    [(granted("a"), False), (None, True), (DaemonUnreachable("lost"), True), (AlreadyExists("taken"), False)],
+    ids=["granted", "no answer", "lost", "refused"],
+)
+def test_a_slot_may_have_been_granted_unless_there_is_an_answer(clock: Clock, answer: m.Reply | CkptdError | None, lost: bool) -> None:
+    request = requested(FakeClient(clock, answer), 0.0)
+    try:
+        request.answer()
+    except CkptdError:
+        pass
+    assert request.lost == lost

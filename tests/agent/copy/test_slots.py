@@ -1,0 +1,279 @@
+"""The slots of a rank in real shared memory, with a client that answers as told: made, replaced, lost, interrupted and forgotten."""
+
+from __future__ import annotations
+
+import _thread
+import fcntl
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from ckptd.agent.copy import slots as slots_module
+from ckptd.agent.copy.mapped_slot import MappedSlot
+from ckptd.agent.copy.slots import MappedSlots, Preparation
+from ckptd.agent.link.client import Client
+from ckptd.shared import messages as m
+from ckptd.shared.descriptor import Descriptor
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, QuotaExceeded, SharedMemoryFull, StorageError
+from tests.support.clock import Clock
+from tests.support.daemons import until
+from tests.support.tmpfs import Tmpfs, tmpfs
+
+FAR = 1e9  # a deadline of the monotonic clock that never comes
+
+
+class FakeClient:
+    """In the place of a Client. Each Allocate gets two new segments, or the next of `errors`.
+
+    While `answering` is clear, no Allocate is answered. `spoil` runs on the descriptors before they are given to the agent.
+    """
+
+    def __init__(self, shm: Tmpfs) -> None:
+        self.welcome = m.Welcome(re=0, version=1, slots=2, stall_budget=5.0)
+        self.shm = shm
+        self.asked: list[m.Allocate] = []
+        self.errors: list[CkptdError] = []
+        self.answering = threading.Event()
+        self.answering.set()
+        self.given: list[Descriptor] = []
+        self.spoil: Callable[[list[Descriptor]], object] = lambda descriptors: None
+        self._numbers = itertools.count()
+
+    def call(self, make: Callable[[int], m.Allocate], kind: type[m.Segments], timeout: float) -> tuple[m.Segments, list[Descriptor]]:
+        self.asked.append(make(0))
+        assert self.answering.wait(60)
+        if self.errors:
+            raise self.errors.pop(0)
+        held, descriptors = [], list[Descriptor]()
+        for _ in range(self.asked[-1].count):
+            name, capacity = f"{next(self._numbers)}.seg", self.asked[-1].capacity
+            held.append(m.HeldSegment(segment=name, slot=0, capacity=capacity, generation=1))
+            descriptors += self.shm.make(name, capacity)
+        self.given += descriptors
+        self.spoil(descriptors)
+        return m.Segments(re=0, segments=held), descriptors
+
+
+@pytest.fixture
+def client() -> Iterator[FakeClient]:
+    with tmpfs() as shm:
+        yield FakeClient(shm)
+
+
+@pytest.fixture
+def slots(client: FakeClient) -> Iterator[MappedSlots]:
+    made = MappedSlots(cast(Client, client), lambda: None)
+    yield made
+    client.answering.set()
+    made.settle()
+    made.drop()
+
+
+def locked(client: FakeClient, name: str) -> bool:
+    """True if a process holds the lock by which the daemon sees that the trainer is alive."""
+    descriptor = client.shm.opened(name)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        descriptor.close()
+    return False
+
+
+def test_slots_are_made_with_room_to_spare_and_are_used_again(client: FakeClient, slots: MappedSlots) -> None:
+    assert not slots.fit(0)
+    assert slots.ensure(1_000_000, FAR)
+    (request,) = client.asked
+    assert (request.count, request.capacity) == (2, 1_000_000 + 1_000_000 // 64 + (1 << 16))
+    assert (slots.names, [slots.get(name).capacity for name in slots.names]) == (["0.seg", "1.seg"], [request.capacity] * 2)
+    assert [locked(client, name) for name in slots.names] == [True, True]
+    assert slots.ensure(request.capacity, FAR)
+    assert slots.fit(request.capacity)
+    assert not slots.fit(request.capacity + 1)
+    assert len(client.asked) == 1
+
+
+def test_larger_slots_take_the_place_of_all_others_once_no_copy_is_under_way(client: FakeClient) -> None:
+    happened: list[Any] = []
+    slots = MappedSlots(cast(Client, client), lambda: happened.append(("settled", len(client.asked))))
+    assert slots.ensure(10, FAR)
+    slots.settle()
+    assert slots.ensure(1_000_000, FAR)
+    assert (slots.names, happened) == (["2.seg", "3.seg"], [("settled", 0), ("settled", 1)])
+    assert [descriptor.closed for descriptor in client.given] == [True] * 4 + [False] * 4
+    assert [locked(client, f"{n}.seg") for n in range(4)] == [False, False, True, True]
+    slots.settle()
+    slots.drop()
+    assert (slots.names, [descriptor.closed for descriptor in client.given]) == ([], [True] * 8)
+
+
+def test_a_segment_that_is_not_mapped_cannot_be_granted(slots: MappedSlots) -> None:
+    assert slots.find("0.seg") is None
+    with pytest.raises(InternalError, match="^the daemon granted a segment that this rank has not mapped: 0123abcd$"):
+        slots.get("0123abcdef.seg")
+    slots.ensure(10, FAR)
+    assert slots.find("0.seg") is slots.get("0.seg")
+    assert "0.seg" in slots
+
+
+@pytest.mark.parametrize("error", [QuotaExceeded("too much"), SharedMemoryFull("full"), DaemonUnreachable("gone")])
+def test_an_allocation_that_fails_is_raised_and_tried_again(client: FakeClient, slots: MappedSlots, error: CkptdError) -> None:
+    """The present slots are gone, since the daemon may have freed them to make room."""
+    assert slots.ensure(10, FAR)
+    client.errors = [error]
+    with pytest.raises(type(error), match=f"^{error}$"):
+        slots.ensure(1_000_000, FAR)
+    assert (slots.names, slots.fit(0), [descriptor.closed for descriptor in client.given]) == ([], False, [True] * 4)
+    assert slots.ensure(10, FAR)
+    assert slots.names == ["2.seg", "3.seg"]
+
+
+def test_segments_that_cannot_be_mapped_leave_no_descriptor_open(client: FakeClient, slots: MappedSlots) -> None:
+    client.spoil = lambda descriptors: os.ftruncate(descriptors[2].fileno(), 8192)
+    with pytest.raises(CkptdError, match=r"^segment 1\.seg has been cut short by another process$"):
+        slots.ensure(10, FAR)
+    assert [descriptor.closed for descriptor in client.given] == [True] * 4
+
+
+def test_a_bug_in_the_making_of_slots_is_raised_and_not_tried_again_at_once(client: FakeClient, slots: MappedSlots) -> None:
+    client.spoil = lambda descriptors: descriptors[2].close()
+    with pytest.raises(InternalError, match=r"^the slots could not be made: ValueError\('I/O operation on closed file'\)$"):
+        slots.ensure(10, FAR)
+    assert [descriptor.closed for descriptor in client.given] == [True] * 4
+    assert len(client.asked) == 1
+
+
+def test_memory_that_cannot_be_mapped_is_an_error_of_storage(
+    client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, length: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("ckptd.agent.copy.mapped_slot.map_segment", refuse)
+    with pytest.raises(StorageError, match="^cannot map the slots in shared memory: .*Cannot allocate memory"):
+        slots.ensure(10, FAR)
+    assert [descriptor.closed for descriptor in client.given] == [True] * 4
+
+
+# -- time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(slots_module, "time", made)
+    return made
+
+
+def test_slots_that_take_too_long_are_made_in_the_background(client: FakeClient, slots: MappedSlots, clock: Clock) -> None:
+    client.answering.clear()
+    assert not slots.ensure(10, clock.now)
+    assert not slots.fit(10)
+    client.answering.set()
+    assert slots.ensure(10, clock.now + 60)
+    assert (slots.fit(10), len(client.asked)) == (True, 1)
+
+
+def test_a_slow_allocation_holds_the_training_once(client: FakeClient, slots: MappedSlots, clock: Clock) -> None:
+    """The time since the request counts, so a later snapshot that may wait as long does not wait at all."""
+    client.answering.clear()
+    assert not slots.ensure(10, clock.now)
+    until(lambda: client.asked, "request")
+    clock.now += 5.0
+    assert not slots.ensure(10, clock.now + 5.0)
+    slots.prepare(10)  # may wait for the stall budget of 5 s since the request
+    assert len(client.asked) == 1
+
+
+def test_slots_that_turn_out_too_small_are_replaced(client: FakeClient, slots: MappedSlots) -> None:
+    """Those under way were asked for by an earlier call, which needed less."""
+    client.answering.clear()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(slots.ensure, 10, FAR)
+        until(lambda: client.asked, "request")
+        second = pool.submit(slots.ensure, 1_000_000, FAR)
+        client.answering.set()
+        assert (first.result(60), second.result(60)) == (True, True)
+    assert [request.capacity >= 1_000_000 for request in client.asked] == [False, True]
+    assert slots.fit(1_000_000)
+
+
+def test_prepare_makes_slots_in_the_background_unless_the_present_ones_will_do(client: FakeClient, slots: MappedSlots) -> None:
+    slots.prepare(1000)
+    assert slots.ensure(1000, FAR)
+    slots.prepare(1000)
+    slots.prepare(1_000_000)
+    assert slots.ensure(1_000_000, FAR)
+    assert [request.capacity for request in client.asked] == [1000 + 15 + (1 << 16), 1_000_000 + 15625 + (1 << 16)]
+
+
+# -- Ctrl-C and forks
+
+
+def test_a_preparation_that_ctrl_c_kept_from_starting_is_started_by_the_next_call(
+    client: FakeClient, slots: MappedSlots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_thread, "start_new_thread", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            slots.ensure(10, FAR)
+    assert client.asked == []
+    assert slots.ensure(10, FAR)
+    assert len(client.asked) == 1
+
+
+def test_a_preparation_runs_once_however_often_it_is_started(client: FakeClient) -> None:
+    made: dict[str, MappedSlot] = {}
+    preparation = Preparation(cast(Client, client), 10, made)
+    client.answering.clear()
+    for _ in range(5):
+        preparation.start()
+    client.answering.set()
+    preparation.join()
+    preparation.start()
+    assert (len(client.asked), preparation.error, list(made)) == (1, None, ["0.seg", "1.seg"])
+    for slot in made.values():
+        slot.forget()
+
+
+def test_a_forked_child_closes_every_descriptor_that_it_has_inherited(client: FakeClient, slots: MappedSlots) -> None:
+    assert slots.ensure(10, FAR)
+    slots.forget()
+    assert [descriptor.closed for descriptor in client.given] == [True] * 4
+    assert slots.names == ["0.seg", "1.seg"]
+
+
+def test_a_fork_during_an_allocation_closes_what_has_arrived(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    preparation = Preparation(cast(Client, client), 10, {})
+    mapped = MappedSlot
+
+    def fork(name: str, data: Descriptor, lock: Descriptor) -> MappedSlot:
+        if name == "1.seg":
+            preparation.forget()
+        return mapped(name, data, lock)
+
+    monkeypatch.setattr(slots_module, "MappedSlot", fork)
+    preparation._prepare()
+    assert isinstance(preparation.error, InternalError)  # the child has no such thread; here it finds its descriptors closed
+    assert [descriptor.closed for descriptor in client.given] == [True] * 4
+
+
+# -- what the daemon still has
+
+
+def test_slots_that_the_daemon_has_lost_are_forgotten(client: FakeClient, slots: MappedSlots, caplog: pytest.LogCaptureFixture) -> None:
+    assert slots.ensure(10, FAR)
+    slots.keep({"1.seg", "of another rank"})
+    assert (slots.names, [descriptor.closed for descriptor in client.given]) == (["1.seg"], [True, True, False, False])
+    assert caplog.messages == ["a slot is gone from shared memory: what was only there is lost"]
+    slots.keep({"1.seg"})
+    assert len(caplog.messages) == 1

@@ -1,0 +1,91 @@
+"""Seals are reported until each snapshot is durable or has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from ckptd.agent.handover.seals import Seals
+from ckptd.agent.link.client import Client
+from ckptd.agent.pending import Pending
+from ckptd.shared import messages as m
+from ckptd.shared.errors import Fenced, StorageError
+from ckptd.shared.lifecycle import Event
+
+
+class Wire:
+    """In the place of a Client: keeps what is posted; the test answers."""
+
+    def __init__(self) -> None:
+        self.posted: list[tuple[m.Request, Callable[[m.Reply], None]]] = []
+
+    def post(self, make: Callable[[int], m.Request], answered: Callable[[m.Reply], None]) -> None:
+        self.posted.append((make(len(self.posted)), answered))
+
+
+def sealed(step: int, segment: str = "a") -> Pending:
+    pending = Pending(step, 1)
+    pending.segment = segment
+    for event in (Event.GRANT, Event.STAGE, Event.SEAL):
+        pending.move(event)
+    return pending
+
+
+class World:
+    def __init__(self, *snapshots: Pending) -> None:
+        self.wire = Wire()
+        self.pending = {(snapshot.attempt, snapshot.step): snapshot for snapshot in snapshots}
+        self.seals = Seals(cast(Client, self.wire), self.pending)
+
+
+def test_a_seal_names_its_segment_and_step() -> None:
+    one = sealed(5, "a.seg")
+    world = World(one)
+    world.seals.hand_over(one)
+    assert [request for request, _ in world.wire.posted] == [m.Seal(id=0, segment="a.seg", attempt=1, step=5)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "state", "error"),
+    [
+        (m.Sealed(re=0), "sealed", None),
+        (m.Sealed(re=0, durable=True), "durable", None),
+        (m.Error(re=0, code=Fenced.code, message="attempt 2 has begun"), "failed", "attempt 2 has begun"),
+        (m.Done(re=0), "sealed", None),
+    ],
+    ids=["taken", "committed already", "refused", "another reply"],
+)
+def test_the_reply_to_a_seal(reply: m.Reply, state: str, error: str | None) -> None:
+    one = sealed(5)
+    world = World(one)
+    world.seals.hand_over(one)
+    world.wire.posted[0][1](reply)
+    assert (one.state, one.error and str(one.error)) == (state, error)
+    assert list(world.pending) == ([(1, 5)] if state == "sealed" else [])
+
+
+def test_after_a_lost_connection_what_is_sealed_is_reported_again() -> None:
+    staged, one, durable = Pending(7, 1), sealed(5), sealed(6)
+    world = World(staged, one, durable)
+    world.seals.finish(durable, None)
+    world.seals.hand_over_again()
+    world.seals.hand_over_again()
+    assert [cast(m.Seal, request).step for request, _ in world.wire.posted] == [5, 5]
+
+
+def test_the_first_outcome_counts() -> None:
+    one = sealed(5)
+    world = World(one)
+    world.seals.finish(one, None)
+    world.seals.finish(one, StorageError("late"))
+    assert (one.state, one.error) == ("durable", None)
+
+
+def test_every_snapshot_fails_when_the_attempt_is_lost() -> None:
+    snapshots = [sealed(step) for step in range(3)]
+    world = World(*snapshots)
+    world.seals.fail_all(Fenced("attempt 2 has begun"))
+    assert [type(snapshot.error) for snapshot in snapshots] == [Fenced] * 3
+    assert world.pending == {}

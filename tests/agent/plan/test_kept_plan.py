@@ -1,0 +1,170 @@
+"""A plan is kept while the structure holds, and is made again by all ranks otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.rounds import Alone
+from ckptd.agent.pending import Pending
+from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
+from ckptd.agent.plan.shares import Offer
+from ckptd.agent.state.capture import Captured, capture
+from ckptd.shared import messages as m
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, StructureChanged, UnsavableValue
+
+
+class FakeClient:
+    def __init__(self) -> None:
+        self.replans: list[m.Replan] = []
+        self.error: CkptdError | None = None
+
+    def call(self, make: Callable[[int], m.Replan], kind: type[m.Done], timeout: float) -> tuple[m.Done, tuple[()]]:
+        self.replans.append(make(0))
+        if self.error is not None:
+            raise self.error
+        return m.Done(re=0), ()
+
+
+class TwoRanks:
+    """In the place of an Exchange of rank 0. Rank 1 offers the same as rank 0, changed by `other`."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, other: Callable[[Offer], Offer | CkptdError] = lambda offer: offer) -> None:
+        self.other = other
+        self.rounds: list[tuple[str, float]] = []
+
+    def round(
+        self, topic: str, mine: bytes | CkptdError, decide: Callable[[list[bytes]], list[bytes]], seconds: float, unwanted: Any
+    ) -> bytes:
+        self.rounds.append((topic, seconds))
+        if isinstance(mine, CkptdError):
+            raise mine
+        if (error := unwanted()) is not None:
+            raise error
+        other = self.other(msgspec.msgpack.decode(mine, type=Offer))
+        if isinstance(other, CkptdError):
+            raise other
+        return decide([mine, msgspec.msgpack.encode(other)])[0]
+
+
+def made(ranks: Any = None) -> tuple[KeptPlan, FakeClient]:
+    client = FakeClient()
+    return KeptPlan(cast(Client, client), ranks or Alone()), client
+
+
+def renewed(plan: KeptPlan, state: Any, step: int = 1, budget: float = 5.0) -> Captured:
+    captured = capture(state)
+    plan.renew(captured, state, Pending(step, 3), budget)
+    return captured
+
+
+def test_a_kept_plan_gives_the_live_tensors_of_the_next_state() -> None:
+    plan, client = made()
+    state = {"w": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64), "n": 1}
+    assert (plan.valid, plan.reuse(capture(state))) == (False, None)
+    layout, sources = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    assert plan.valid
+    later = {"w": torch.full((4,), 7.0), "b": torch.ones(2, dtype=torch.int64), "n": 2}
+    found = plan.reuse(capture(later))
+    assert found is not None
+    assert found[0] is layout
+    assert [source is later[item.fqn] for item, source in zip(layout.plan.items, found[1], strict=True)] == [True, True]
+    assert client.replans == [], "one rank has nobody to tell"
+    assert [source is state[item.fqn] for item, source in zip(layout.plan.items, sources, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"w": torch.ones(5)}, {"w": torch.ones(4).double()}, {"v": torch.ones(4)}, {"w": torch.ones(4), "v": torch.ones(1)}, {}],
+    ids=["shape", "dtype", "name", "one more", "one less"],
+)
+def test_a_plan_is_not_used_for_another_structure(changed: dict[str, Any]) -> None:
+    plan, _ = made()
+    renewed(plan, {"w": torch.ones(4)})
+    assert plan.reuse(capture(changed)) is None
+    assert plan.reuse(capture({"w": torch.zeros(4)})) is not None
+
+
+def test_an_invalid_plan_is_not_used_until_it_is_made_again() -> None:
+    """Another rank has planned again."""
+    plan, _ = made()
+    state = {"w": torch.ones(4)}
+    renewed(plan, state)
+    plan.invalidate()
+    assert (plan.valid, plan.reuse(capture(state))) == (False, None)
+    renewed(plan, state)
+    assert plan.valid
+
+
+def test_a_plan_that_is_invalidated_while_it_is_made_is_not_valid() -> None:
+    class Meanwhile(TwoRanks):
+        def round(self, *arguments: Any) -> bytes:
+            found = super().round(*arguments)
+            plan.invalidate()
+            return found
+
+    plan, _ = made(Meanwhile())
+    renewed(plan, {"w": torch.ones(4)})
+    assert not plan.valid
+
+
+def test_a_rank_says_why_it_plans_again_before_it_meets_the_others() -> None:
+    plan, client = made(ranks := TwoRanks())
+    renewed(plan, {"w": torch.ones(4)}, step=1)
+    renewed(plan, {"w": torch.ones(4), "head": torch.ones(1)}, step=2)
+    assert [(replan.step, replan.why) for replan in client.replans] == [(1, "it has no plan yet"), (2, "head is new")]
+    assert [topic for topic, _ in ranks.rounds] == ["plan/3/1", "plan/3/2"]
+    assert PLAN_SECONDS < ranks.rounds[0][1] <= 5.0
+    client.error = DaemonUnreachable("gone")
+    with pytest.raises(DaemonUnreachable):
+        renewed(plan, {"w": torch.ones(5)}, step=3)
+    assert (len(ranks.rounds), plan.valid) == (2, False)
+
+
+def test_the_other_ranks_have_time_to_come_however_small_the_budget_is() -> None:
+    plan, _ = made(ranks := TwoRanks())
+    renewed(plan, {"w": torch.ones(4)}, budget=0.0)
+    assert PLAN_SECONDS / 2 < ranks.rounds[0][1] <= PLAN_SECONDS
+
+
+def test_a_planning_that_fails_leaves_no_valid_plan() -> None:
+    plan, _ = made(ranks := TwoRanks())
+    state = {"w": torch.ones(4)}
+    renewed(plan, state)
+    ranks.other = lambda offer: StructureChanged("rank 1 has sealed the step")
+    with pytest.raises(StructureChanged):
+        renewed(plan, state)
+    assert plan.reuse(capture(state)) is None
+    ranks.other = lambda offer: offer
+    with pytest.raises(UnsavableValue, match="^m: a tensor on the meta device"):
+        renewed(plan, {"m": torch.ones(1, device="meta")})
+    failed = Pending(9, 3)
+    failed.fail(StructureChanged("the step has failed"))
+    with pytest.raises(StructureChanged, match="^the step has failed$"):
+        plan.renew(capture(state), state, failed, 5.0)
+
+
+def test_replicas_are_shared_and_plain_values_compared() -> None:
+    plan, _ = made(ranks := TwoRanks())
+    state = {"a": torch.ones(1000), "b": torch.ones(1000), "n": 1}
+    layout, _ = plan.renew(capture(state), state, Pending(1, 3), 5.0)
+    assert len(layout.plan.items) == 1
+    ranks.other = lambda offer: Offer(offer.rows, {**offer.values, "n": b"12345678"})
+    with pytest.raises(UnsavableValue, match="^n differs between ranks 0 and 1: make it the same"):
+        plan.renew(capture(state), state, Pending(2, 3), 5.0)
+
+
+def test_the_estimate_has_room_for_a_share_of_the_replicas() -> None:
+    tensors = {f"w{number}": torch.ones(1000) for number in range(4)}
+    alone = made()[0].estimate(capture(tensors))
+    several = made(TwoRanks())[0].estimate(capture(tensors))
+    assert (alone, several) == (16_000 + 4 * 300, 8_000 + 4_000 + 4 * 300)
+    view = torch.ones(1000)
+    assert made()[0].estimate(capture({"w": view, "v": view[:10]})) == 4000 + 2 * 300

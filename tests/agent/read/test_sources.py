@@ -1,0 +1,212 @@
+"""Sources of a snapshot are refused when they are not what was meant, and leave no descriptor and no lock behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from crc32c import crc32c
+
+from ckptd.agent.read.sources import SlotSource, load_blob, open_checkpoint, open_memory
+from ckptd.agent.state.values import TensorRef
+from ckptd.shared.descriptor import Descriptor
+from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
+from ckptd.shared.plan import chunk_ranges, with_values
+from ckptd.shared.segment import read_header, write_check, write_header
+from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.repository import Repository
+from tests.shared.samples import packed_slot, sample_plan, seal, values_after
+from tests.support.forged import forge
+from tests.support.tmpfs import tmpfs
+
+TAG = "step-00000001.a0001"
+PLAN = sample_plan()
+
+
+def check(slot: Descriptor) -> None:
+    """Do what the daemon does after a seal."""
+    header = read_header(slot.fileno())
+    ranges = chunk_ranges(with_values(PLAN.regions, (header.values.offset, header.values.length)), header.chunk_size)
+    data = packed_slot(PLAN, values_after(PLAN))
+    write_check(slot.fileno(), header, [crc32c(bytes(data[chunk.offset : chunk.offset + chunk.length])) for chunk in ranges])
+
+
+@pytest.fixture
+def slot() -> Iterator[Descriptor]:
+    with tmpfs() as shm:
+        data, lock = shm.make("a.seg", 1 << 16)
+        request = SnapshotRequest(metrics={"loss": 0.5}, user_content='{"epoch":3}')
+        seal(data.fileno(), read_header(data.fileno()), PLAN, request=request)
+        check(data)
+        lock.close()
+        yield data
+        data.close()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- memory
+
+
+def test_a_sealed_slot_gives_its_chunks(slot: Descriptor) -> None:
+    source = SlotSource(slot.fileno(), 1, 5)
+    data = packed_slot(PLAN, values_after(PLAN))
+    for number, chunk in enumerate(source.ranges):
+        raw = bytearray(chunk.length)
+        source.read_chunk(number, memoryview(raw))
+        assert raw == data[chunk.offset : chunk.offset + chunk.length]
+    assert not slot.closed
+
+
+def test_a_snapshot_in_memory_has_what_was_asked_for_with_it(slot: Descriptor) -> None:
+    opened = open_memory([slot], 1, 5, TAG)
+    assert (opened.tag, opened.metrics, opened.user_content, opened.manifest) == (TAG, {"loss": 0.5}, {"epoch": 3}, None)
+    assert opened.verify() == sum(chunk.length for chunk in opened.sources[0].ranges)
+    opened.close()
+    opened.close()
+    assert slot.closed
+
+
+def damage(slot: Descriptor, how: str) -> None:
+    fd, header = slot.fileno(), read_header(slot.fileno())
+    if how == "filled again":
+        write_header(fd, header.next(type(header.state).FILLING, step=6))
+    elif how == "cut short":
+        os.ftruncate(fd, header.file_length - 1)
+    elif how == "a byte of the plan":
+        os.pwrite(fd, b"\xff", header.data_offset + header.plan.offset)
+    elif how == "without checksums":
+        write_check(fd, header, [])
+    elif how == "values over the tensors":
+        write_header(fd, header.next(header.state, signature=header.signature, plan=header.plan, request=header.request,
+                                     values=type(header.values)(0, 8, 0)))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("filled again", "the slot of step 5 has been filled again"),
+        ("cut short", "the slot of step 5 has been cut short"),
+        ("a byte of the plan", "plan document of gpt step 5 is damaged in memory"),
+        ("without checksums", "the slot of step 5 has no checksums"),
+        ("values over the tensors", "the values of the slot of step 5 lie over its tensors"),
+    ],
+)
+def test_a_slot_that_is_not_what_was_sealed_is_refused_and_closed(slot: Descriptor, how: str, words: str) -> None:
+    damage(slot, how)
+    with pytest.raises(IntegrityError, match=f"^{words}$"):
+        open_memory([slot], 1, 5, TAG)
+    assert slot.closed
+
+
+def test_a_slot_that_changes_after_it_was_opened_is_noticed_at_the_read(slot: Descriptor) -> None:
+    source = SlotSource(slot.fileno(), 1, 5)
+    raw = bytearray(source.ranges[0].length)
+    os.pwrite(slot.fileno(), b"\xff", source.header.data_offset)
+    with pytest.raises(IntegrityError, match="^chunk 0 of step 5 has changed in memory since it was sealed$"):
+        source.read_chunk(0, memoryview(raw))
+    os.ftruncate(slot.fileno(), source.header.data_offset)
+    with pytest.raises(IntegrityError, match="^the slot of step 5 has been cut short$"):
+        source.read_chunk(0, memoryview(raw))
+
+
+# -- storage
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Repository:
+    forge(tmp_path, (4,), [[((0,), (2,))], [((2,), (2,))]])
+    return open_root(tmp_path)
+
+
+def test_an_open_checkpoint_cannot_be_deleted(storage: Repository) -> None:
+    before = open_descriptors()
+    opened = open_checkpoint(storage, "gpt", TAG)
+    assert f"pid {os.getpid()}" in storage.readers("gpt", TAG)
+    assert (opened.manifest is not None, opened.verify() > 0, opened.document(1)["state"]) == (True, True, {"w": TensorRef("w")})
+    opened.close()
+    assert (storage.readers("gpt", TAG), open_descriptors()) == ("", before)
+
+
+def test_a_checkpoint_that_is_not_closed_is_closed_with_its_object(storage: Repository) -> None:
+    before = open_descriptors()
+    opened = open_checkpoint(storage, "gpt", TAG)
+    assert open_descriptors() > before
+    del opened
+    assert open_descriptors() == before
+
+
+def test_a_forked_child_does_not_release_the_lock_of_its_parent(storage: Repository) -> None:
+    opened = open_checkpoint(storage, "gpt", TAG)
+    child = os.fork()
+    if child == 0:
+        opened.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert storage.readers("gpt", TAG) != ""
+    opened.close()
+    assert storage.readers("gpt", TAG) == ""
+
+
+def altered(storage: Repository, **changes: Any) -> None:
+    """Replace members of the manifest's first part."""
+    manifest = storage.read_manifest("gpt", TAG)
+    first = msgspec.structs.replace(manifest.parts[0], **changes)
+    path = Path(storage.where()) / "gpt" / TAG / "manifest.json"
+    path.write_bytes(msgspec.structs.replace(manifest, parts=[first, *manifest.parts[1:]]).encode())
+
+
+def test_a_part_that_is_not_the_manifests_is_refused_and_leaves_nothing_open(storage: Repository) -> None:
+    altered(storage, items=7)
+    before = open_descriptors()
+    with pytest.raises(IntegrityError, match=r"rank-00000\..* is not the part that the manifest means$"):
+        open_checkpoint(storage, "gpt", TAG)
+    assert (open_descriptors(), storage.readers("gpt", TAG)) == (before, "")
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_not_found(storage: Repository) -> None:
+    manifest = storage.read_manifest("gpt", TAG)
+    shutil.rmtree(Path(storage.where()) / "gpt" / TAG)
+    with pytest.raises(NotFound):
+        open_checkpoint(storage, "gpt", TAG, manifest)
+
+
+def test_a_checkpoint_that_is_overwritten_while_it_is_opened_is_opened_anew(storage: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = storage.read_manifest("gpt", TAG)
+    stale = msgspec.structs.replace(stale, parts=[msgspec.structs.replace(part, items=9) for part in stale.parts])
+    opened = open_checkpoint(storage, "gpt", TAG, stale)
+    assert opened.manifest is not None
+    assert opened.manifest.parts == storage.read_manifest("gpt", TAG).parts
+    opened.close()
+
+
+# -- values
+
+
+def test_values_are_blobs_for_dcp(storage: Repository) -> None:
+    opened = open_checkpoint(storage, "gpt", TAG)
+    metadata = opened.metadata([{"state": {"w": TensorRef("w"), "n": {"epoch": 3}}}, {"state": {}}])
+    assert set(metadata.state_dict_metadata) == {"w", "n.epoch"}
+    assert load_blob("n.epoch", opened.blobs(["n.epoch"])["n.epoch"]) == 3
+    planned = opened.metadata([{"state": {}, "planner_data": {"a": ("a",)}, "save_id": "x"}])
+    assert (planned.planner_data, planned.storage_meta is not None and planned.storage_meta.save_id) == ({"a": ("a",)}, "x")
+    with pytest.raises(NotFound, match="^no value 'nope' in this checkpoint$"):
+        opened.blobs(["nope"])
+    opened.close()
+
+
+def test_a_blob_that_only_pickled_code_could_bring_back_is_refused() -> None:
+    with pytest.raises(UnsavableValue, match="^key: it can only be loaded by running pickled code, which ckptd does not do$"):
+        load_blob("key", b"\x80\x04N.")
+
+
+def test_the_error_for_a_newer_format_names_the_checkpoint_once() -> None:
+    assert str(newer(NewerFormat("gpt/x: version 2"), "gpt/x", "step=")) == str(newer(NewerFormat("version 2"), "gpt/x", "step="))

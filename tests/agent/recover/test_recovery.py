@@ -1,0 +1,496 @@
+"""Which candidate is recovered, and what damage, differences and errors do, without a daemon and without other processes."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+from crc32c import crc32c
+
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.rounds import Alone
+from ckptd.agent.read.loader import load
+from ckptd.agent.recover import recovery
+from ckptd.agent.recover.recovery import Recovered, Recovery
+from ckptd.shared import messages as m
+from ckptd.shared.descriptor import Descriptor
+from ckptd.shared.errors import (
+    CkptdError,
+    IntegrityError,
+    InternalError,
+    InvalidRequest,
+    NewerFormat,
+    NotFound,
+    RecoveryFailed,
+    StorageError,
+    StructureMismatch,
+)
+from ckptd.shared.plan import chunk_ranges, with_values
+from ckptd.shared.segment import read_header, write_check
+from tests.shared.samples import sample_plan, seal
+from tests.support.forged import forge
+from tests.support.tmpfs import tmpfs
+
+
+def candidate(step: int, source: str = "storage", attempt: int = 1) -> m.RecoveryCandidate:
+    return m.RecoveryCandidate(attempt=attempt, step=step, tag=f"step-{step:08}.a{attempt:04}", source=source)
+
+
+class FakeClient:
+    """In the place of a Client: Find gets these candidates, Fetch the descriptors."""
+
+    def __init__(self, *candidates: m.RecoveryCandidate, root: Path | str = "/ckpts", damaged: tuple[str, ...] = ()) -> None:
+        self.welcome = m.Welcome(re=0, version=1, root=str(root))
+        self.found = m.Found(re=0, candidates=list(candidates), damaged=list(damaged))
+        self.error: CkptdError | None = None
+        self.descriptors: list[Descriptor] = []
+        self.asked: list[m.Request] = []
+
+    def call(self, make: Callable[[int], m.Request], kind: type[m.Reply], timeout: float) -> tuple[m.Reply, list[Descriptor]]:
+        self.asked.append(make(0))
+        if self.error is not None:
+            raise self.error
+        return (self.found, []) if kind is m.Found else (m.Fetched(re=0, ranks=[0]), self.descriptors)
+
+
+class FakeRanks:
+    """In the place of an Exchange of rank 0. `others` makes what each other rank says in a round, from its topic and what rank 0 says."""
+
+    rank = 0
+
+    def __init__(self, others: Callable[[str, dict[str, Any]], list[dict[str, Any] | CkptdError]], world_size: int = 2) -> None:
+        self.others, self.world_size = others, world_size
+        self.topics: list[str] = []
+
+    def round(self, topic: str, mine: bytes | CkptdError, decide: Callable[[list[bytes]], list[bytes]], seconds: float) -> bytes:
+        self.topics.append(topic)
+        if isinstance(mine, CkptdError):
+            raise type(mine)(f"rank 0: {mine}")
+        said = self.others(topic.rpartition("/")[2], msgspec.msgpack.decode(mine))
+        for number, other in enumerate(said):
+            if isinstance(other, CkptdError):
+                raise type(other)(f"rank {number + 1}: {other}")
+        return decide([mine, *map(msgspec.msgpack.encode, said)])[0]
+
+
+def same(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
+    return [mine]
+
+
+class Attempts(Recovery):
+    """A recovery whose attempts do as they are told. `told` has, by step and phase, the result of the phase, or its error."""
+
+    def __init__(self, client: FakeClient, told: dict[tuple[int, str], Any] | None = None, ranks: Any = None, strict: bool = True) -> None:
+        super().__init__(cast(Client, client), ranks or Alone(), "gpt", "recover/1", strict=strict, on_reshape=None)
+        self.told, self.done = told or {}, list[tuple[int, str]]()
+
+    def _attempt(self, candidate: m.RecoveryCandidate, topic: str) -> Any:
+        return FakeAttempt(self, candidate)
+
+
+class FakeAttempt:
+    def __init__(self, of: Attempts, candidate: m.RecoveryCandidate) -> None:
+        self._of, self._candidate = of, candidate
+
+    def _do(self, phase: str, result: dict[str, Any]) -> dict[str, Any]:
+        assert self._candidate.step is not None
+        self._of.done.append((self._candidate.step, phase))
+        found = self._of.told.get((self._candidate.step, phase), result)
+        if isinstance(found, Exception):
+            raise found
+        return cast(dict[str, Any], found)
+
+    def open(self) -> dict[str, Any]:
+        return self._do("open", {"damaged": ""})
+
+    def bind(self, state: Any) -> dict[str, Any]:
+        return self._do("bind", {"unused": []})
+
+    def load(self) -> dict[str, Any]:
+        return self._do("load", {"damaged": "", "writing": True})
+
+    def finish(self) -> dict[str, Any]:
+        return self._do("finish", {})
+
+    def close(self) -> None:
+        self._do("close", {})
+
+    def recovered(self, seconds: float, passed_over: list[str]) -> Recovered:
+        c = self._candidate
+        return Recovered(
+            step=c.step or 0, attempt=c.attempt, tag=c.tag, source=c.source, metrics={}, user_content=None, seconds=seconds,
+            passed_over=passed_over,
+        )  # fmt: skip
+
+
+ALL = ["open", "bind", "load", "finish", "close"]
+
+
+# -- the candidates of all ranks
+
+
+def said(*candidates: m.RecoveryCandidate, asked: int | None = None) -> dict[str, Any]:
+    return {"candidates": [msgspec.to_builtins(one) for one in candidates], "asked": asked}
+
+
+def test_only_candidates_of_all_ranks_are_tried_in_the_order_of_rank_0() -> None:
+    one, two, three, memory = candidate(1), candidate(2), candidate(3), candidate(3, "memory")
+    assert recovery._common_candidates([said(memory, three, two, one), said(three, one, two), said(memory, one, three)]) == [three, one]
+    assert recovery._common_candidates([said(memory, three)] * 3) == [memory, three]
+    assert recovery._common_candidates([said(), said()]) == []
+
+
+def test_candidates_that_no_two_ranks_share_are_an_error() -> None:
+    """None would mean that the job has no checkpoint, and training would begin anew."""
+    with pytest.raises(RecoveryFailed, match="^the ranks have found different checkpoints, because some were saved or deleted meanwhile"):
+        recovery._common_candidates([said(candidate(1)), said(candidate(2))])
+    with pytest.raises(RecoveryFailed):
+        recovery._common_candidates([said(), said(candidate(2))])
+
+
+def test_the_same_step_of_another_attempt_is_another_candidate() -> None:
+    newer, older = candidate(5, attempt=2), candidate(5, attempt=1)
+    assert recovery._common_candidates([said(newer, older), said(older)]) == [older]
+
+
+def test_ranks_that_want_different_steps_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="^the ranks want to recover step 7 and None: pass the same step on all ranks$"):
+        recovery._common_candidates([said(candidate(7), asked=7), said(candidate(7))])
+
+
+# -- one candidate after the other
+
+
+def test_the_first_candidate_is_recovered() -> None:
+    client = FakeClient(candidate(2, "memory"), candidate(2), candidate(1))
+    attempts = Attempts(client)
+    found = attempts.run({}, step=None, last_step=4)
+    assert found is not None
+    assert (found.step, found.source, found.passed_over, attempts.last_step) == (2, "memory", [], 4)
+    assert attempts.done == [(2, phase) for phase in ALL]
+    assert client.asked == [m.Find(id=0, step=None)]
+
+
+def test_a_damaged_candidate_is_passed_over_before_the_state_is_touched(caplog: pytest.LogCaptureFixture) -> None:
+    attempts = Attempts(FakeClient(candidate(3), candidate(2), damaged=("gpt/step-4: no manifest",)), {(3, "open"): {"damaged": "bit rot"}})
+    found = attempts.run({}, step=None, last_step=-1)
+    assert found is not None
+    assert (found.step, found.passed_over) == (2, ["gpt/step-4: no manifest", "gpt/step-00000003.a0001 in storage: bit rot"])
+    assert attempts.done == [(3, "open"), (3, "close"), *((2, phase) for phase in ALL)]
+    assert "gpt/step-00000003.a0001 in storage is passed over: bit rot" in caplog.messages
+
+
+def test_damage_that_is_found_during_the_load_sends_all_ranks_to_the_next_candidate() -> None:
+    def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
+        return [{**mine, "damaged": "rank 1 reads rot"}] if topic == "load" and mine["damaged"] == "" and not seen else [mine]
+
+    seen: list[str] = []
+
+    class Once(Attempts):
+        def _attempt(self, candidate: m.RecoveryCandidate, topic: str) -> Any:
+            if candidate.step == 2:
+                seen.append(topic)
+            return super()._attempt(candidate, topic)
+
+    attempts = Once(FakeClient(candidate(3), candidate(2)), ranks=FakeRanks(others))
+    found = attempts.run({}, step=None, last_step=-1)
+    assert found is not None
+    assert (found.step, found.passed_over) == (2, ["gpt/step-00000003.a0001 in storage: rank 1 reads rot"])
+    assert attempts.done == [(3, "open"), (3, "bind"), (3, "load"), (3, "close"), *((2, phase) for phase in ALL)]
+
+
+@pytest.mark.parametrize(
+    ("told", "overwritten", "words"),
+    [
+        ({(1, "open"): {"damaged": "rot"}}, False, "the state is as it was"),
+        ({(1, "load"): {"damaged": "rot", "writing": False}}, False, "the state is as it was"),
+        ({(1, "load"): {"damaged": "rot", "writing": True}}, True, "the state is partly overwritten: build it anew before training"),
+    ],
+    ids=["at the open", "before the first write", "after it"],
+)
+def test_if_every_candidate_is_damaged_the_error_says_whether_the_state_is_whole(
+    told: dict[tuple[int, str], Any], overwritten: bool, words: str
+) -> None:
+    with pytest.raises(RecoveryFailed) as caught:
+        Attempts(FakeClient(candidate(1)), told).run({}, step=None, last_step=-1)
+    assert str(caught.value) == f"no sound checkpoint of job 'gpt' is left: gpt/step-00000001.a0001 in storage: rot; {words}"
+    assert caught.value.overwritten == overwritten
+
+
+def test_one_rank_that_has_begun_to_write_is_enough_for_a_state_that_is_not_whole() -> None:
+    def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
+        return [{**mine, "writing": True}] if topic == "load" else [mine]
+
+    attempts = Attempts(FakeClient(candidate(1)), {(1, "load"): {"damaged": "rot", "writing": False}}, ranks=FakeRanks(others))
+    with pytest.raises(RecoveryFailed, match="partly overwritten"):
+        attempts.run({}, step=None, last_step=-1)
+
+
+def test_without_a_candidate_there_is_nothing_to_recover() -> None:
+    assert Attempts(FakeClient()).run({}, step=None, last_step=-1) is None
+    with pytest.raises(NotFound, match="^job 'gpt' has no checkpoint of step 7$"):
+        Attempts(FakeClient()).run({}, step=7, last_step=-1)
+    with pytest.raises(RecoveryFailed, match="no sound checkpoint of job 'gpt' is left: gpt/step-1: rot; the state is as it was"):
+        Attempts(FakeClient(damaged=("gpt/step-1: rot",))).run({}, step=7, last_step=-1)
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.5, "7"])
+def test_a_step_that_cannot_be_is_refused(step: Any) -> None:
+    client = FakeClient(candidate(1))
+    with pytest.raises(InvalidRequest, match=r"^step is .*; expected a number from 0 up$"):
+        Attempts(client).run({}, step=step, last_step=-1)
+    assert client.asked == []
+
+
+def test_the_highest_step_of_any_rank_counts() -> None:
+    """A rank that has captured less must begin the next attempt together with the others."""
+    ranks = FakeRanks(lambda topic, mine: [{**mine, "last_step": 9}] if topic == "find" else [mine])
+    attempts = Attempts(FakeClient(candidate(1)), ranks=ranks)
+    attempts.run({}, step=None, last_step=3)
+    assert attempts.last_step == 9
+
+
+# -- differences and errors
+
+
+@pytest.mark.parametrize("phase", ALL[:-1])
+def test_an_error_ends_the_recovery_and_closes_the_candidate(phase: str) -> None:
+    """It is no damage. An older checkpoint would lose one that may be sound."""
+    attempts = Attempts(FakeClient(candidate(2), candidate(1)), {(2, phase): StorageError("the disk is gone")})
+    with pytest.raises(StorageError, match="^the disk is gone$"):
+        attempts.run({}, step=None, last_step=-1)
+    assert attempts.done[-2:] == [(2, phase), (2, "close")]
+
+
+def test_an_error_of_another_rank_is_raised_here() -> None:
+    def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
+        return [StructureMismatch("w: the checkpoint has shape [2], the state [3]")] if topic == "bind" else [mine]
+
+    attempts = Attempts(FakeClient(candidate(1)), ranks=FakeRanks(others))
+    with pytest.raises(StructureMismatch, match="^rank 1: w: "):
+        attempts.run({}, step=None, last_step=-1)
+    assert attempts.done == [(1, "open"), (1, "bind"), (1, "close")]
+
+
+def test_the_other_ranks_hear_of_a_bug_and_this_one_raises_it_as_it_is() -> None:
+    heard: list[object] = []
+
+    class Listening(FakeRanks):
+        def round(self, topic: str, mine: bytes | CkptdError, *more: Any) -> bytes:
+            heard.append(mine)
+            return super().round(topic, mine, *more)
+
+    attempts = Attempts(FakeClient(candidate(1)), {(1, "bind"): ZeroDivisionError("a bug")}, ranks=Listening(same))
+    with pytest.raises(ZeroDivisionError, match="^a bug$"):
+        attempts.run({}, step=None, last_step=-1)
+    assert (type(heard[-1]), str(heard[-1])) == (InternalError, "ZeroDivisionError: a bug")
+
+
+def unused(*keys: str) -> dict[str, Any]:
+    return {"unused": [f"key {key} is in the checkpoint and not in the state" for key in keys]}
+
+
+def test_a_key_must_have_a_place_on_some_rank() -> None:
+    ranks = FakeRanks(lambda topic, mine: [unused("b", "c")] if topic == "bind" else [mine])
+    assert Attempts(FakeClient(candidate(1)), {(1, "bind"): unused("a")}, ranks).run({}, step=None, last_step=-1) is not None
+    with pytest.raises(StructureMismatch, match=r"^key b is in the checkpoint and not in the state \(and 1 more differences\)"):
+        Attempts(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b", "c")}, ranks).run({}, step=None, last_step=-1)
+    attempts = Attempts(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b")}, ranks, strict=False)
+    assert attempts.run({}, step=None, last_step=-1) is not None
+
+
+def test_a_daemon_that_cannot_be_asked_is_an_error() -> None:
+    client = FakeClient()
+    client.error = StorageError("cannot list the root")
+    with pytest.raises(StorageError, match="^cannot list the root$"):
+        Attempts(client).run({}, step=None, last_step=-1)
+
+
+# -- real sources
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        forge(tmp_path, (4,), [[((0,), (4,))]], step=step)
+    return tmp_path
+
+
+def recover(client: FakeClient, state: Any, **options: Any) -> Recovered | None:
+    made = Recovery(cast(Client, client), Alone(), "gpt", "recover/1", **{"strict": True, "on_reshape": None, **options})
+    return made.run(state, step=None, last_step=-1)
+
+
+def part(root: Path, step: int) -> Path:
+    (found,) = (root / "gpt" / candidate(step).tag).glob("*.ckpt")
+    return found
+
+
+def test_a_checkpoint_is_recovered_from_storage(root: Path) -> None:
+    state = {"w": torch.zeros(4)}
+    found = recover(FakeClient(candidate(2), candidate(1), root=root), state)
+    assert found is not None
+    assert (found.step, found.attempt, found.tag, found.source, found.metrics, found.user_content) == (
+        2, 1, "step-00000002.a0001", "storage", {}, None,
+    )  # fmt: skip
+    assert state["w"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a missing part", "a missing checkpoint"])
+def test_damage_in_storage_is_passed_over(root: Path, damage: str) -> None:
+    if damage == "a flipped bit":
+        data = bytearray(part(root, 2).read_bytes())
+        data[4096] ^= 1
+        part(root, 2).write_bytes(data)
+    elif damage == "a missing part":
+        part(root, 2).unlink()
+    else:
+        (root / "gpt" / candidate(2).tag / "manifest.json").unlink()
+    state = {"w": torch.zeros(4)}
+    found = recover(FakeClient(candidate(2), candidate(1), root=root), state)
+    assert found is not None
+    assert (found.step, len(found.passed_over), state["w"].tolist()) == (1, 1, [1.0] * 4)
+
+
+def test_a_shortage_of_this_machine_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(recovery, "open_storage", run_out)
+    with pytest.raises(StorageError, match=r"cannot read gpt/step-00000002\.a0001: .*open files"):
+        recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
+
+
+def test_a_checkpoint_of_a_newer_ckptd_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise NewerFormat("part was written by a newer ckptd")
+
+    monkeypatch.setattr(recovery, "open_storage", refuse)
+    with pytest.raises(NewerFormat, match=r"^gpt/step-00000002\.a0001: part was written by a newer ckptd; .* with step=$"):
+        recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
+
+
+def test_damage_that_the_load_finds_leaves_no_value_of_that_checkpoint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors of an older one overwrite all that was written before."""
+    steps: list[int] = []
+
+    def fail_first(saved: Any, destinations: dict[str, torch.Tensor]) -> int:
+        steps.append(1)
+        for tensor in destinations.values():
+            tensor.fill_(len(steps) * 100.0)
+        if len(steps) == 1:
+            raise IntegrityError("chunk 0 does not match its checksum")
+        return load(saved, destinations)
+
+    monkeypatch.setattr(recovery, "load", fail_first)
+    state = {"w": torch.zeros(4)}
+    found = recover(FakeClient(candidate(2), candidate(1), root=root), state)
+    assert found is not None
+    assert (found.step, state["w"].tolist()) == (1, [1.0] * 4)
+
+
+def test_an_empty_state_takes_the_tensors_that_were_saved(root: Path) -> None:
+    state: dict[str, Any] = {}
+    assert recover(FakeClient(candidate(2), root=root), state) is not None
+    assert state["w"].tolist() == [1.0] * 4
+
+
+def test_a_difference_leaves_the_state_and_the_checkpoint_as_they_were(root: Path) -> None:
+    state = {"w": torch.zeros(5)}
+    with pytest.raises(StructureMismatch, match=r"w: the checkpoint has shape \[4\], the state \[5\]"):
+        recover(FakeClient(candidate(2), candidate(1), root=root), state)
+    assert state["w"].tolist() == [0.0] * 5
+
+
+def test_generators_of_another_number_of_ranks_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    attempt = recovery._Attempt(cast(Client, FakeClient()), Alone(), "gpt", candidate(1), strict=True, on_reshape=None)
+    attempt._documents = [{"state": {}, "rng": {"torch": b""}}, {"state": {}, "rng": None}]
+    assert (attempt._own_document(), attempt._rng) == (None, None)
+    assert caplog.messages == ["random generators are left as they are: they were saved on 2 ranks, and this job has 1"]
+    attempt._documents = [{"state": {}, "rng": None}] * 2
+    assert attempt._own_document() is None
+    assert len(caplog.messages) == 1
+    attempt._documents = [{"state": {}, "rng": {"torch": b"x"}}]
+    assert (attempt._own_document(), attempt._rng) == (0, {"torch": b"x"})
+
+
+def test_generators_are_set_last(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """`load_state_dict` of an object in the state may draw from them."""
+
+    class Drawing:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            random.random()
+
+    happened: list[str] = []
+    monkeypatch.setattr(recovery, "set_rng_state", lambda rng: happened.append(f"set {rng}"))
+    monkeypatch.setattr(Drawing, "load_state_dict", lambda self, state: happened.append("loaded"))
+    attempt = recovery._Attempt(cast(Client, FakeClient(root=root)), Alone(), "gpt", candidate(2), strict=False, on_reshape=None)
+    assert attempt.open() == {"damaged": ""}
+    attempt._documents[0]["state"]["loader"] = {}
+    attempt._documents[0]["rng"] = "generators"
+    attempt.bind({"w": torch.zeros(4), "loader": Drawing()})
+    attempt.load()
+    attempt.finish()
+    attempt.close()
+    assert happened == ["loaded", "set generators"]
+
+
+# -- from memory
+
+
+@pytest.fixture
+def slot() -> Iterator[Descriptor]:
+    """A sealed slot of step 5 whose chunks the daemon has checked."""
+    with tmpfs() as shm:
+        plan = sample_plan()
+        data, lock = shm.make("a.seg", 1 << 16)
+        header = seal(data.fileno(), read_header(data.fileno()), plan)
+        crcs = []
+        for chunk in chunk_ranges(with_values(plan.regions, (header.values.offset, header.values.length)), header.chunk_size):
+            with open(data.fileno(), "rb", closefd=False) as file:
+                file.seek(header.data_offset + chunk.offset)
+                crcs.append(crc32c(file.read(chunk.length)))
+        write_check(data.fileno(), header, crcs)
+        lock.close()
+        yield data
+        data.close()
+
+
+def opened(slot: Descriptor, step: int = 5, attempt: int = 1) -> str:
+    """The damage that opening the slot finds."""
+    client = FakeClient()
+    client.descriptors = [slot]
+    made = recovery._Attempt(
+        cast(Client, client), Alone(), "gpt", candidate(step, "memory", attempt), strict=True, on_reshape=None
+    )  # fmt: skip
+    try:
+        made._documents = []
+        found = made.open()
+        return cast(str, found["damaged"])
+    finally:
+        made.close()
+        assert client.asked == [m.Fetch(id=0, attempt=attempt, step=step)]
+
+
+def test_a_slot_is_verified_before_the_state_is_touched(slot: Descriptor) -> None:
+    header = read_header(slot.fileno())
+    with open(slot.fileno(), "r+b", closefd=False) as file:
+        file.seek(header.data_offset + 70)
+        file.write(b"!")
+    assert opened(slot) == "chunk 1 of step 5 has changed in memory since it was sealed"
+    assert slot.closed
+
+
+@pytest.mark.parametrize(("step", "attempt"), [(6, 1), (5, 2)])
+def test_a_slot_that_holds_another_step_is_passed_over(slot: Descriptor, step: int, attempt: int) -> None:
+    assert opened(slot, step, attempt) == f"the slot of step {step} has been filled again"
+    assert slot.closed

@@ -1,0 +1,208 @@
+"""Capturing a state changes nothing in it, and refuses by key what could not be restored."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptd.agent.state import capture as capture_module
+from ckptd.agent.state.capture import (
+    Habits,
+    capture,
+    check_tensor,
+    expand_object,
+    optimizer_bytes_to_come,
+    rng_state,
+    set_rng_state,
+    values_document,
+)
+from ckptd.agent.state.naming import Names
+from ckptd.agent.state.values import ObjectNode, TensorRef, decode
+from ckptd.shared.errors import IntegrityError, UnsavableValue
+
+
+class Stateful:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("capturing loads nothing")
+
+
+def test_tensors_are_taken_by_name_and_the_rest_is_encoded() -> None:
+    tensor, inner = torch.ones(2), torch.zeros(3)
+    found = capture({"w": tensor, "n": 5, "object": Stateful({"deep": [inner, "x"]})})
+    assert list(found.tensors) == ["w", "object.deep.0"]
+    assert found.tensors["w"] is tensor
+    assert found.tensors["object.deep.0"] is inner
+    assert decode(found.state) == {
+        "w": TensorRef("w"), "n": 5, "object": ObjectNode("stateful", {"deep": [TensorRef("object.deep.0"), "x"]}),
+    }  # fmt: skip
+
+
+def test_an_optimizer_is_not_made_to_step() -> None:
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    tree = decode(capture({"model": module, "optim": optimizer}).state)
+    assert tree["optim"].tree["state"] == {}
+    assert tree["optim"].tree["param_groups"][0]["params"] == ["weight", "bias"]
+    assert len(optimizer.state) == 0
+    assert tree["model"] == ObjectNode("module", {"weight": TensorRef("model.weight"), "bias": TensorRef("model.bias")})
+
+
+def test_only_objects_with_both_methods_are_expanded() -> None:
+    class Half:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    assert expand_object(Stateful({"a": 1}), Names()) == ("stateful", {"a": 1})
+    assert [expand_object(value, Names()) for value in (Half(), Stateful, 5, {"a": 1})] == [None] * 4
+
+
+def test_the_document_has_the_generators_if_they_are_wanted() -> None:
+    found = capture({"n": 5})
+    assert decode(values_document(found, rng=False)) == {"state": {"n": 5}, "rng": None}
+    document = decode(values_document(found, rng=True))
+    assert document["state"] == {"n": 5}
+    assert {"python", "torch", "numpy"} <= document["rng"].keys()
+
+
+# -- refusals
+
+
+class Endless(Stateful):
+    def state_dict(self) -> Any:
+        return self.state_dict()
+
+
+def nested(levels: int) -> Any:
+    made: Any = 1
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"a": nested(200)}, "a.0.0"),
+        ({"a": Endless(None)}, "the state: a state_dict in it is nested too deep, or contains itself; nest it less"),
+        ({"n": 10**5000}, "n: an integer of about"),
+        ({"a": Stateful({"n": 10**5000})}, "a.n: an integer of about"),
+    ],
+)
+def test_what_has_no_end_is_refused(state: Any, words: str) -> None:
+    with pytest.raises(UnsavableValue) as caught:
+        capture(state)
+    assert str(caught.value).startswith(words)
+
+
+def test_an_error_of_a_state_dict_is_raised_as_it_is() -> None:
+    class Failing(Stateful):
+        def state_dict(self) -> Any:
+            raise ValueError("not yet")
+
+    with pytest.raises(ValueError, match="^not yet$"):
+        capture({"a": Failing(None)})
+
+
+def test_a_state_that_a_reader_would_refuse_is_refused_and_checked_again_when_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+
+    def check(data: bytes, what: str, nested: Any) -> None:
+        checked.append(len(data))
+        if len(data) > 2000:
+            raise IntegrityError(f"{what} has too many values")
+
+    monkeypatch.setattr(capture_module, "check_msgpack", check)
+    habits = Habits()
+    for length in (800, 800, 880, 1000):
+        capture({"text": "x" * length}, habits=habits)
+    assert len(checked) == 2
+    for _ in range(2):
+        with pytest.raises(UnsavableValue, match="^the state has too many values: save them as tensors or NumPy arrays instead$"):
+            capture({"text": "x" * 3000}, habits=habits)
+    assert len(checked) == 4
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"),
+    [
+        (torch.ones(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
+        (torch.ones(2, device="meta"), "a tensor on the meta device, which has no values"),
+        (torch.ones((1,) * 65), "a tensor of 65 dimensions cannot be saved, 64 at most; reshape() it"),
+        (torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})), "a tensor of type tests.agent.state.test_capture.Own"),
+    ],
+)
+def test_a_tensor_whose_memory_does_not_hold_its_values_is_refused(tensor: torch.Tensor, problem: str) -> None:
+    with pytest.raises(UnsavableValue) as caught:
+        check_tensor("w", tensor)
+    assert str(caught.value).startswith(f"w: {problem}")
+
+
+def test_lazy_views_are_resolved() -> None:
+    tensor = torch.tensor([1 + 2j])
+    plain = check_tensor("w", tensor)
+    assert plain is tensor
+    for lazy in (tensor.conj(), tensor.conj().imag):
+        found = check_tensor("w", lazy)
+        assert (found.is_conj(), found.is_neg(), torch.equal(found, lazy.clone())) == (False, False, True)
+
+
+# -- generators
+
+
+def draw() -> tuple[float, ...]:
+    return (random.random(), random.gauss(0, 1), torch.rand(1).item(), float(np.random.rand()), float(np.random.standard_normal()))
+
+
+def test_generators_draw_again_what_they_drew() -> None:
+    random.gauss(0, 1)  # keeps a second one for the next call
+    np.random.standard_normal()
+    state = rng_state()
+    drawn = draw()
+    assert draw() != drawn
+    set_rng_state(state)
+    assert draw() == drawn
+
+
+def test_numpys_generator_as_ckptd_0_1_0_saved_it() -> None:
+    saved = {**rng_state(), "numpy": dict(np.random.get_state(legacy=False))}
+    drawn = np.random.standard_normal(3).tobytes()
+    set_rng_state(saved)
+    assert np.random.standard_normal(3).tobytes() == drawn
+
+
+def test_states_of_devices_that_are_not_there_are_ignored() -> None:
+    state = {key: value for key, value in rng_state().items() if key != "numpy"}
+    set_rng_state({**state, "devices": [b"\0" * 16] * 8} if not torch.accelerator.is_available() else state)
+
+
+# -- what is to come
+
+
+@pytest.mark.parametrize(
+    ("make", "moments"),
+    [
+        (lambda p: torch.optim.Adam(p), 2),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
+        (lambda p: torch.optim.SGD(p, lr=1, momentum=0.9), 1),
+        (lambda p: torch.optim.SGD(p, lr=1), 0),
+    ],
+)
+def test_room_for_the_first_step_of_an_optimizer(make: Any, moments: int) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    optimizer = make([parameter])
+    assert optimizer_bytes_to_come({"optim": optimizer}) == moments * (4000 + 512)
+    assert optimizer_bytes_to_come({"optim": optimizer}, world_size=4) == moments * (1000 + 512)
+    parameter.grad = torch.ones(1000)
+    optimizer.step()
+    if moments:
+        assert optimizer_bytes_to_come({"optim": optimizer}) == 0

@@ -1,0 +1,54 @@
+"""What torch's own `load_state_dict` does to an optimizer, done to one that is written into directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
+
+
+def parameter() -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.ones(2))
+    made.grad = torch.ones(2)
+    return made
+
+
+@pytest.mark.parametrize(("option", "expected"), [({}, False), ({"capturable": True}, True), ({"fused": True}, True)])
+def test_a_step_counter_is_on_the_device_as_torch_has_it(option: dict[str, Any], expected: bool) -> None:
+    first, second = parameter(), parameter()
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second], **option}], foreach=False)
+    assert [steps_on_device(optimizer, p) for p in (first, second)] == [False, expected]
+
+
+def test_settings_of_an_older_torch_get_their_defaults() -> None:
+    """`Optimizer.load_state_dict` ends with `__setstate__`, which adds them."""
+    optimizer = torch.optim.Adam([parameter()])
+    del optimizer.param_groups[0]["amsgrad"]
+    tell(optimizer)
+    assert optimizer.param_groups[0]["amsgrad"] is False
+
+
+def test_a_class_with_a_load_of_its_own_is_asked_to_load() -> None:
+    loaded: list[Any] = []
+
+    class Own(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            loaded.append(state_dict)
+            super().load_state_dict(state_dict)
+
+    optimizer = Own([parameter()], lr=0.5)
+    tell(optimizer)
+    assert [state["param_groups"][0]["lr"] for state in loaded] == [0.5]
+
+
+def test_an_optimizer_that_was_saved_before_its_first_step_keeps_its_parameters() -> None:
+    first, second = parameter(), parameter()
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second]}])
+    optimizer.step()
+    without_state(optimizer, [{"params": ["x"], "lr": 0.5}])
+    assert (dict(optimizer.state), optimizer.param_groups[0]["params"], [g["lr"] for g in optimizer.param_groups]) == (
+        {}, [first], [0.5, 0.001],
+    )  # fmt: skip

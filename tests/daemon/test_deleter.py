@@ -1,0 +1,245 @@
+"""What retention and `forget` delete, in which order, and what stays."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.daemon import records as r
+from ckptd.daemon.journal import JournalBroken
+from ckptd.daemon.recovery import scan_job
+from ckptd.shared import names
+from ckptd.shared.errors import StorageError
+from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.retention import LatestN
+from tests.shared.samples import write_checkpoint
+from tests.support.saving import World
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.close()
+
+
+# -- what follows a commit
+
+
+def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """The checkpoints may have been trained under another policy. A person who changed it by mistake has until the second commit to undo
+    that.
+    """
+    tags = [write_checkpoint(world.root, step=step, attempt=1).tag for step in (1, 2, 3, 4)]
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.run()
+    assert world.storage.tags("gpt") == [*tags, world.snapshot.tag]
+    assert world.job.announced in caplog.text
+    assert world.job.announced.startswith(
+        f"4 checkpoints ({tags[0]} to {tags[3]}) are beyond LatestN(n=1): they are deleted at the next commit"
+    )
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert world.storage.tags("gpt") == [world.snapshot.tag]
+    assert (world.job.announced, world.counters["retired"]) == ("", 4)
+
+
+def test_a_changed_policy_deletes_a_single_checkpoint_at_the_first_commit(world: World) -> None:
+    write_checkpoint(world.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.run()
+    assert (world.storage.tags("gpt"), world.job.announced) == ([world.snapshot.tag], "")
+
+
+def test_retention_deletes_nothing_where_a_newer_ckptd_has_saved(world: World) -> None:
+    write_checkpoint(world.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.job.newer["best.a0001"] = "manifest was written by a newer ckptd"
+    world.run()
+    assert len(world.storage.tags("gpt")) == 2
+
+
+def test_the_oldest_is_deleted_once_there_is_a_newer_one(world: World) -> None:
+    write_checkpoint(world.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.run()
+    assert world.storage.tags("gpt") == [world.snapshot.tag]
+    assert [type(record) for record in world.journal.records[-2:]] == [r.Retiring, r.Retired]
+    assert (world.counters["retired"], world.job.retiring) == (1, set())
+
+
+@pytest.mark.parametrize("call", ["replace", "remove_directory"])
+def test_a_deletion_that_fails_is_retried_after_the_next_commit(world: World, call: str) -> None:
+    write_checkpoint(world.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.fs.faults[call] = 1, errno.EIO
+    world.run()
+    assert (world.told, world.counters["tidy_failures"], world.job.retiring) == ([SnapshotState.DURABLE], 1, set())
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([world.snapshot.tag], world.snapshot.tag)
+
+
+def test_a_storage_error_during_retention_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def retire(*_: Any) -> None:
+        raise StorageError("no room for the journal")
+
+    write_checkpoint(world.root, step=4, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    monkeypatch.setattr(world.saver.deleter, "retire", retire)
+    world.run()
+    assert (world.told, world.counters["tidy_failures"]) == ([SnapshotState.DURABLE], 1)
+
+
+def test_retention_of_a_job_without_checkpoints_does_nothing(world: World) -> None:
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert world.storage.read_newest("gpt") is None
+
+
+# -- what is forgotten, and what stays
+
+
+def saved_twice(world: World) -> tuple[str, str]:
+    """Save two committed checkpoints of the job, and `newest`."""
+    for step in (3, 4):
+        write_checkpoint(world.root, step=step, attempt=1)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.storage.publish_newest("gpt", "step-00000004.a0001")
+    return "step-00000003.a0001", "step-00000004.a0001"
+
+
+def forget(world: World, tag: str) -> str:
+    return asyncio.run(world.saver.deleter.forget(world.job, tag))
+
+
+def test_newest_moves_before_the_newest_checkpoint_is_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = saved_twice(world)
+    seen = []
+    delete = world.storage.delete_files
+
+    def watched(job: str, tag: str, files: list[str]) -> None:
+        seen.append((tag, files[0] == names.MANIFEST, world.storage.read_newest("gpt")))
+        delete(job, tag, files)
+
+    monkeypatch.setattr(world.storage, "delete_files", watched)
+    assert forget(world, new) == ""
+    assert seen == [(new, True, old), (new, False, old)]
+    assert forget(world, old) == ""
+    assert seen[2:] == [(old, True, None), (old, False, None)]
+    assert (world.storage.tags("gpt"), world.job.checkpoints, world.job.retiring) == ([], {}, set())
+    assert [type(record) for record in world.journal.records] == [r.Retiring, r.Retired] * 2
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_the_newest_is_deleted_on_a_disk_without_room_for_another_hint(world: World, number: int) -> None:
+    old, new = saved_twice(world)
+    world.fs.faults["create"] = 1, number
+    assert forget(world, new) == ""
+    assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([old], None)
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert world.storage.read_newest("gpt") == old
+
+
+def test_the_newest_is_not_deleted_if_another_hint_cannot_be_written(world: World) -> None:
+    _, new = saved_twice(world)
+    world.fs.faults["create"] = 1, errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        forget(world, new)
+    assert world.storage.read_newest("gpt") == new
+    assert world.storage.has_manifest("gpt", new)
+
+
+def test_a_missing_checkpoint_cannot_be_forgotten(world: World) -> None:
+    assert forget(world, "step-00000009.a0001") == "there is no checkpoint gpt/step-00000009.a0001"
+    assert world.journal.records == []
+
+
+def test_a_pinned_or_read_checkpoint_cannot_be_forgotten(world: World) -> None:
+    old, new = saved_twice(world)
+    world.storage.pin("gpt", old)
+    assert forget(world, old) == f"checkpoint gpt/{old} is pinned"
+    world.storage.unpin("gpt", old)
+    held = world.storage.lease("gpt", old)
+    assert forget(world, old).startswith(f"checkpoint gpt/{old} is being read, or deleted, by pid {os.getpid()} (")
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert world.storage.tags("gpt") == [old, new]
+    held.close()
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert world.storage.tags("gpt") == [new]
+    assert (world.job.retiring, world.counters["retired"]) == (set(), 1)
+
+
+def test_a_damaged_checkpoint_is_deleted_with_its_parts_and_no_other_file(world: World) -> None:
+    old, _ = saved_twice(world)
+    place = world.root / "gpt" / old
+    (place / names.MANIFEST).write_bytes(b"{}")
+    (place / "notes.txt").write_text("mine")
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    assert list(world.job.damaged) == [old]
+    assert forget(world, old) == ""
+    assert (os.listdir(place), world.job.damaged) == (["notes.txt"], {})
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checkpoint_that_cannot_be_deleted_is_unchanged(world: World, damaged: bool) -> None:
+    old, _ = saved_twice(world)
+    if damaged:
+        (world.root / "gpt" / old / names.MANIFEST).write_bytes(b"{}")
+        asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.fs.faults["remove_directory"] = 1, errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        forget(world, old)
+    assert world.job.retiring == set()
+
+
+@pytest.mark.parametrize("error", [StorageError("no room for the journal"), JournalBroken("cannot write the journal")])
+def test_a_deletion_that_the_journal_cannot_record_leaves_the_checkpoint_visible(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: StorageError
+) -> None:
+    """Nothing was deleted, so recovery must find the checkpoint."""
+    old, new = saved_twice(world)
+
+    async def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(world.journal, "append", full)
+    with pytest.raises(type(error)):
+        forget(world, new)
+    assert sorted(c.tag for c in world.job.live_checkpoints()) == [old, new]
+    assert world.job.is_durable(1, 4)
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_the_others(world: World) -> None:
+    write_checkpoint(world.root, step=2, attempt=1)
+    _, new = saved_twice(world)
+    world.fs.faults["remove_directory"] = 1, errno.EACCES
+    world.job.policies = (LatestN(1),)
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert world.storage.tags("gpt") == ["step-00000002.a0001", new]
+    assert (world.counters["tidy_failures"], world.counters["retired"], world.job.retiring) == (1, 1, set())
+
+
+def test_a_directory_in_the_place_of_newest_is_left_alone(world: World) -> None:
+    saved_twice(world)
+    newest = world.root / "gpt" / names.NEWEST
+    newest.unlink()
+    newest.mkdir()
+    asyncio.run(world.saver.deleter.retain(world.job))
+    assert world.counters["tidy_failures"] == 1
+
+
+def test_a_damaged_checkpoint_of_many_files_is_forgotten_by_its_parts(tmp_path: Path) -> None:
+    """A record of the journal has room for a limited number of names."""
+    world = World(tmp_path)
+    (part,) = write_checkpoint(tmp_path / "root", files=3).parts
+    tag = "step-00001000.a0002"
+    world.job.damaged[tag] = "its manifest cannot be read"
+    assert asyncio.run(world.saver.deleter.forget(world.job, tag)) == ""
+    (intent,) = [record for record in world.journal.records if isinstance(record, r.Retiring)]
+    assert intent.files == [part.file]
+    assert (world.storage.tags("gpt"), world.job.damaged) == ([], {})
+    world.close()

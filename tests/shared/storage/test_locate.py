@@ -1,0 +1,83 @@
+"""What a path means: the highest attempt of a tag, a directory that is one checkpoint, or nothing, with the reason."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptd.shared.errors import NotFound
+from ckptd.shared.storage.locate import attempts_of, find_checkpoint, find_job_or_checkpoint, job_and_tag
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from tests.shared.samples import TAG, write_checkpoint
+from tests.support.forged import forge
+
+
+def test_a_path_names_the_highest_attempt_of_its_tag(tmp_path: Path) -> None:
+    for attempt in (1, 3, 2):
+        forge(tmp_path, (1,), [[((0,), (1,))]], step=7, attempt=attempt)
+    forge(tmp_path, (1,), [[((0,), (1,))]], step=70, attempt=9)
+    for name in ("step-7", "step-00000007"):
+        assert attempts_of(tmp_path / "gpt" / name) == {n: f"step-00000007.a000{n}" for n in (1, 2, 3)}
+        _, job, tag = find_checkpoint(tmp_path / "gpt" / name)
+        assert (job, tag) == ("gpt", "step-00000007.a0003")
+    assert attempts_of(tmp_path / "gpt" / "best") == attempts_of(tmp_path / "none" / "best") == {}
+
+
+def test_a_directory_that_is_one_checkpoint_is_found(tmp_path: Path) -> None:
+    where = forge(tmp_path, (1,), [[((0,), (1,))]])
+    found, _, _ = find_checkpoint(where)
+    assert isinstance(found, StandaloneCheckpoint)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "^no checkpoint at .*, which is no directory$"),
+        (lambda path: path.mkdir(), "^no checkpoint at .*x$"),
+        (lambda path: (path.mkdir(), (path / ".metadata").touch()), "is a checkpoint of torch.distributed.checkpoint itself"),
+    ],
+)
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, make: Any, words: str) -> None:
+    path = tmp_path / "job" / "x"
+    path.parent.mkdir()
+    make(path)
+    with pytest.raises(NotFound, match=words):
+        find_checkpoint(path)
+
+
+def test_a_path_that_names_two_checkpoints_is_refused(tmp_path: Path) -> None:
+    made = forge(tmp_path, (1,), [[((0,), (1,))]], step=7)
+    shutil.copytree(made, tmp_path / "gpt" / "step-7")
+    with pytest.raises(NotFound, match=r"^both .*step-7 and .*step-00000007\.a0001 are checkpoints: name the one that you mean"):
+        find_checkpoint(tmp_path / "gpt" / "step-7")
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("root/gpt/best", ("gpt", "best")),
+        ("root/gpt", None),
+        ("root/gpt/best/deeper", None),
+        ("root/.ckptd/pins", None),
+        ("elsewhere/gpt/best", None),
+        ("root", None),
+    ],
+)
+def test_job_and_tag_of_a_path_in_a_root(tmp_path: Path, path: str, named: tuple[str, str] | None) -> None:
+    assert job_and_tag(tmp_path / path, tmp_path / "root") == named
+
+
+def test_the_command_line_finds_jobs_and_checkpoints_with_and_without_the_attempt(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "root")
+    job = tmp_path / "root" / "gpt"
+    for path, tag in ((job, None), (job / TAG, TAG), (job / "step-00001000", TAG)):
+        repository, found, its_tag = find_job_or_checkpoint(path)
+        assert (repository.where(), found, its_tag) == (str(tmp_path / "root"), "gpt", tag)
+    shutil.copytree(job / TAG, tmp_path / "copy")
+    repository, _, _ = find_job_or_checkpoint(tmp_path / "copy")
+    assert isinstance(repository, StandaloneCheckpoint)
+    with pytest.raises(NotFound, match="no checkpoint 'step-00009999' of job 'gpt'"):
+        find_job_or_checkpoint(job / "step-00009999")

@@ -1,0 +1,128 @@
+"""A saver and a deleter on a real disk and real slots, without a daemon around them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptd.daemon import records as r
+from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot
+from ckptd.daemon.config import Config
+from ckptd.daemon.journal import JournalBroken
+from ckptd.daemon.pipeline import Pipeline
+from ckptd.daemon.saver import Saver
+from ckptd.daemon.slots import Slot, Slots
+from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.shared.errors import NotFound
+from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.plan import MIN_CHUNK
+from ckptd.shared.segment import SegmentHeader
+from ckptd.shared.storage.locate import open_root
+from tests.shared.samples import sample_plan, seal
+
+PLAN = sample_plan(30_000)
+
+
+class Faulty(PosixFileSystem):
+    """The first calls of a kind fail: `faults` says how many, and with what."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, tuple[int, int]] = {}
+
+    def _pass(self, call: str) -> None:
+        count, number = self.faults.get(call, (0, 0))
+        if count:
+            self.faults[call] = count - 1, number
+            raise OSError(number, os.strerror(number))
+
+    def create(self, name: str, directory: int, *, direct: bool = False, mode: int = 0o666) -> int:
+        self._pass("create")
+        return super().create(name, directory, direct=direct, mode=mode)
+
+    def rename(self, old: str, new: str, directory: int, *, replace: bool) -> None:
+        self._pass("replace" if replace else "rename")
+        super().rename(old, new, directory, replace=replace)
+
+    def remove_directory(self, name: str, directory: int) -> None:
+        self._pass("remove_directory")
+        super().remove_directory(name, directory)
+
+
+@dataclass
+class Journal:
+    """What was appended, in order. It breaks at the first record of a kind in `breaks`."""
+
+    records: list[r.Record] = field(default_factory=list)
+    state: r.JournalState = field(default_factory=r.JournalState)
+    breaks: tuple[type[r.Record], ...] = ()
+
+    async def append(self, *records: r.Record) -> None:
+        for record in records:
+            if isinstance(record, self.breaks):
+                raise JournalBroken("cannot write the journal: Input/output error")
+            self.records.append(record)
+            self.state.apply(record)
+
+
+class World:
+    """A saver on a real disk and real slots, one for each rank of a snapshot; `told`: where the snapshot was when ranks heard of it."""
+
+    def __init__(self, place: Path, world_size: int = 1) -> None:
+        (place / "root").mkdir()
+        (place / "shm").mkdir()
+        self.fs, self.root = Faulty(), place / "root"
+        fs = self.fs
+        self.storage, self.journal = open_root(place / "root", fs), Journal()
+        self.pipeline = Pipeline(1, 1 << 20, MIN_CHUNK)
+        self.calls = StorageCalls(60.0)
+        self.claimed = list[tuple[str, int]]()
+        self.slots = Slots(fs, place / "shm", "segments", 1 << 30)
+        self.catalog, self.told, self.counters = Catalog(), list[SnapshotState](), Counter[str]()
+        config = Config(root=place / "root", socket=place / "s", codec="raw", keep_last=1)
+        self.saver = Saver(
+            config, self.catalog, self.slots, self.journal, self.storage, self.pipeline, self.calls,  # type: ignore[arg-type]
+            counters=self.counters, claimed=self._claimed, tell=lambda snapshot: self.told.append(snapshot.state), settled=lambda job: None,
+        )  # fmt: skip
+        self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED)
+        self.held: list[Slot] = []
+        for rank in range(world_size):
+            header = SegmentHeader(job="gpt", attempt=1, rank=rank, world_size=world_size, slot=0, capacity=200_000, chunk_size=MIN_CHUNK)
+            slot = self.slots.add(self.slots.create(header, -1))
+            seal(slot.fd, header, PLAN)
+            slot.refresh()
+            self.held.append(slot)
+            self.snapshot.seals[rank] = RankSeal(rank, slot.name, slot.header.generation, slot.header.signature)
+
+    @property
+    def job(self) -> Job:
+        return self.catalog.job("gpt")
+
+    async def _claimed(self, job: Job, attempt: int) -> None:
+        self.claimed.append((job.name, attempt))
+
+    def run(self) -> None:
+        async def save() -> None:
+            task = self.saver.start(self.snapshot)
+            assert self.saver.start(self.snapshot) is task
+            assert self.saver.busy
+            await self.saver.drain()
+            await asyncio.sleep(0)
+            assert not self.saver.busy
+
+        asyncio.run(save())
+
+    def committed(self) -> bool:
+        try:
+            self.storage.read_manifest("gpt", self.snapshot.tag)
+        except NotFound:
+            return False
+        return True
+
+    def close(self) -> None:
+        self.slots.close()
+        self.pipeline.close()
+        self.calls.close()
