@@ -35,7 +35,8 @@ def checkpoint(step: int | None, attempt: int = 1, seq: int = 1, tag: str | None
 
 def job(*snapshots: Snapshot) -> Job:
     made = Job("gpt")
-    made.snapshots = {s.key: s for s in snapshots}
+    for each in snapshots:
+        made.step(each.key).snapshot = each
     return made
 
 
@@ -180,7 +181,7 @@ def test_what_is_owed_when_the_trainer_is_gone(state: SnapshotState) -> None:
     made = job(snapshot(4), newest)
     expected: Snapshot | None = newest if state in (SnapshotState.SEALED, SnapshotState.FAILED) else None
     if state in (SnapshotState.FILLING, SnapshotState.RELEASED):
-        expected = made.snapshots[1, 4]  # not in memory, so the one before counts
+        expected = made.snapshot((1, 4))  # not in memory, so the one before counts
     assert made.owed() is expected
     made.commit(checkpoint(5))
     made.commit(checkpoint(4))
