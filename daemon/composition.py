@@ -87,6 +87,7 @@ async def opened(
 
             def lose_claim(job: Job, attempt: int) -> None:
                 engine.lose_claim(job, attempt)
+                orphans.ensure_timer(job)
 
             def save(snapshot: Snapshot) -> None:
                 saver.start(snapshot)

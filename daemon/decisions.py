@@ -212,8 +212,13 @@ def requested(step: Step, rank: int, tag: str, seconds: float) -> list[Action]:
 
 
 def skipped(step: Step, reason: str) -> list[Action]:
-    """A rank gets no slot for the step. If ranks are planning it, they must not wait for the others, so the step fails."""
-    return fail(step, SnapshotFailed(f"step {step.number} is skipped: {reason}")) if step.planned else [Settle(step.key)]
+    """A rank gets no slot for the step. If ranks are planning it, they must not wait for the others, so the step fails.
+
+    If a rank has sealed it already, the timer goes on: this rank may ask again, and otherwise the timer ends the waiting of the other.
+    """
+    if step.planned:
+        return fail(step, SnapshotFailed(f"step {step.number} is skipped: {reason}"))
+    return [] if step.snapshot is not None and step.snapshot.seals else [Settle(step.key)]
 
 
 def _expect(step: Step, seconds: float) -> list[Action]:

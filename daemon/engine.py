@@ -168,7 +168,10 @@ class Engine:
         if owner.world_size > 1:
             job.step(key).keep_plan(owner.rank)
             self._steps.perform(job, d.requested(job.step(key), owner.rank, directory, self._steps.timeout))
-        slot = await self._admission.acquire(owner, job, key, wait)
+        try:
+            slot = await self._admission.acquire(owner, job, key, wait)
+        finally:
+            job.tidy()
         self._check_not_stopping()
         self._current(owner)
         if isinstance(slot, str):
@@ -250,7 +253,7 @@ class Engine:
             return
         newest.persist = True
         await self._saver.start(newest)
-        if not job.is_durable(*newest.key):  # it was only being checked, or its save has failed: save it now
+        if not job.is_durable(*newest.key) and newest.in_memory:  # it was only being checked, or its save has failed: save it now
             await self._saver.start(newest)
         if not job.is_durable(*newest.key):
             raise SnapshotFailed(f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}")
