@@ -156,8 +156,9 @@ class Step:
         """True if not all ranks have sealed the step, whether or not a slot is granted for it."""
         return self.snapshot is None or self.filling is not None
 
-    def has_sealed(self, rank: int) -> bool:
-        return self.snapshot is not None and rank in self.snapshot.seals
+    def sealed_by(self, rank: int) -> Snapshot | None:
+        """The snapshot, if this rank has sealed it."""
+        return self.snapshot if self.snapshot is not None and rank in self.snapshot.seals else None
 
     @property
     def idle(self) -> bool:

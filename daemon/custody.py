@@ -41,7 +41,9 @@ class Custody:
         for slot in slots:
             header = slot.header
             job = self._catalog.job(header.job)
-            if header.attempt == job.attempt and not job.ranks.has(header.attempt, header.rank):
+            if header.attempt < job.attempt:
+                continue  # its trainer can go on no more: the slot is needed only if it is sealed
+            if not job.ranks.has(header.attempt, header.rank):
                 job.ranks.join(Owner(header.job, header.attempt, header.rank, header.world_size))
             if header.state is SlotState.FILLING and header.step is not None:
                 job.occupy(slot.name, header.rank, (header.attempt, header.step))

@@ -132,7 +132,7 @@ def expired(job: Job, step: Step, seconds: float) -> list[Action]:
 
 def passed_over(step: Step, rank: int, reason: str, code: str) -> list[Action]:
     """A rank cannot save the step: fail it, unless this rank has sealed it. A reason that names a rank has come from another rank."""
-    if not step.incomplete or step.has_sealed(rank):
+    if not step.incomplete or step.sealed_by(rank):
         return []
     why = reason if _NAMES_A_RANK.match(reason) else f"rank {rank}: {reason}"
     error = from_wire(code, why)
@@ -145,15 +145,20 @@ def has_another(step: Step, segment: str) -> bool:
 
 
 def left(job: Job, attempt: int, rank: int, how: str) -> list[Action]:
-    """A rank has left: fail the steps of its attempt that it has not sealed, then those that the ranks are still planning."""
+    """A rank has left: fail the steps of its attempt that it has not sealed, then those that the ranks are still planning.
+
+    A slot that an earlier daemon granted is in a step without a snapshot. It is freed, too.
+    """
     steps = [step for step in job.steps.values() if step.attempt == attempt]
-    unsealed = [step for step in steps if step.filling is not None and not step.has_sealed(rank)]
+    unsealed = [step for step in steps if step.filling is not None and not step.sealed_by(rank)]
     planned = [step for step in steps if step.snapshot is None and step.timer is not None]
-    return [
+    granted = [step for step in steps if step.snapshot is None and step.timer is None]
+    failed = [
         action
         for step in [*unsealed, *planned]
         for action in fail(step, SnapshotFailed(f"step {step.number} failed: rank {rank} {how} before it had sealed it"))
     ]
+    return [*failed, *(Free(step.key, segment) for step in granted for segment, whose in step.slots.items() if whose == rank)]
 
 
 def superseded(job: Job) -> list[Action]:
@@ -179,7 +184,7 @@ def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
         raise SnapshotFailed(
             f"rank {other} of attempt {attempt} of job {job.name!r} has {how}: no snapshot can be complete without it; start the job again"
         )
-    if step.filling is not None and not step.has_sealed(rank):
+    if step.filling is not None and not step.sealed_by(rank):
         return
     last = max([last_sealed, *(s.step for s in job.snapshots if s.attempt == attempt)])
     if number <= last:

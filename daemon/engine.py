@@ -130,7 +130,7 @@ class Engine:
         job = self._current(owner)
         for slot in self.slots.of(*owner.identity):
             step = job.step_in(slot.name)
-            if step is None or step.filling is None or step.has_sealed(owner.rank):
+            if step is None or step.filling is None or step.sealed_by(owner.rank):
                 continue
             header = slot.refresh()
             if (header.state, header.step) != (SlotState.SEALED, step.number):  # a Seal message may still be on its way

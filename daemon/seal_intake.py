@@ -42,9 +42,15 @@ class SealIntake:
         assert header.step is not None
         job = self._catalog.job(header.job)
         step = job.occupy(slot.name, header.rank, (header.attempt, header.step))
-        sealed, tag = await self._read(slot, job, step, header)
-        if step.snapshot is not None and step.has_sealed(header.rank):  # another task has read the same seal
-            return step.snapshot
+        try:
+            sealed, tag = await self._read(slot, step, header)
+        except CkptdError as error:
+            if recorded := step.sealed_by(header.rank):
+                return recorded
+            self._steps.perform(job, d.rejected(step, slot.name, error))
+            raise
+        if recorded := step.sealed_by(header.rank):  # another task has read the same seal first
+            return recorded
         self._steps.perform(job, d.seal_read(job, step, header.rank, slot.name, tag))
         persist = sealed.request.persist
         snapshot = step.snapshot = step.snapshot or Snapshot(job.name, *step.key, tag, header.world_size, persist)
@@ -69,7 +75,7 @@ class SealIntake:
             job = self._catalog.job(header.job)
             if header.state is not SlotState.SEALED or header.step is None or job.step_in(slot.name) is None:
                 return False
-            if not job.step((header.attempt, header.step)).has_sealed(header.rank):
+            if not job.step((header.attempt, header.step)).sealed_by(header.rank):
                 await self.record(slot)
         except JournalBroken:
             raise
@@ -78,17 +84,14 @@ class SealIntake:
             return False
         return True
 
-    async def _read(self, slot: Slot, job: Job, step: Step, header: SegmentHeader) -> tuple[SealedSlot, str]:
-        """Return the sealed slot and the tag that it gives the step. If they cannot be read, the step fails."""
+    async def _read(self, slot: Slot, step: Step, header: SegmentHeader) -> tuple[SealedSlot, str]:
+        """Return the sealed slot and the tag that it gives the step. Raises NotFound, IntegrityError, InvalidName."""
         step.reading.append(slot.name)
         try:
             with slot.pinned() as fd:
                 sealed = await self._read_documents(fd, header)
             user_tag = names.check_user_tag(sealed.request.tag) if sealed.request.tag else None
             return sealed, names.tag_directory(step.number, user_tag, step.attempt)
-        except CkptdError as error:
-            self._steps.perform(job, d.rejected(step, slot.name, error))
-            raise
         finally:
             step.reading.remove(slot.name)
 

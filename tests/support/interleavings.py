@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.daemon.catalog import Job, Key, Snapshot, Step
+from ckptd.daemon.ranks import Owner
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.segment import SlotState
@@ -74,7 +75,13 @@ class World:
     # -- watching what the core does
 
     def _watch_core(self) -> None:
-        fail = self.core.steps._fail
+        fail, end_owner = self.core.steps._fail, self.core.custody.end_owner
+
+        def ending(owner: Owner) -> Coroutine[Any, Any, Job | None]:
+            for client in self.clients:
+                if client.owner is owner:
+                    client.connected = False  # as when a checkpoint is forgotten that a rank has in memory without its lock
+            return end_owner(owner)
 
         def failing(job: Job, step: Step, code: str, reason: str) -> None:
             self.counts["steps failed"] += 1
@@ -86,6 +93,7 @@ class World:
             fail(job, step, code, reason)
 
         self.core.steps._fail = failing  # type: ignore[method-assign]
+        self.core.custody.end_owner = ending  # type: ignore[method-assign]
 
     def moving(self, snapshot: Snapshot, event: Event) -> None:
         """Check that a snapshot may be released now. Called before each move of a snapshot."""
@@ -173,7 +181,7 @@ class World:
         core, before = self.core, trainer.client
         client = Client(core)
         client.connected = False
-        trainer.client, trainer.busy = client, True
+        trainer.client = client
         self.clients.append(client)
         process = os.eventfd(0) if self.random.random() < 0.8 else -1
         try:
@@ -182,7 +190,7 @@ class World:
             if process >= 0:
                 os.close(process)
             if trainer.client is client:
-                trainer.client, trainer.busy = None, False
+                trainer.client, trainer.busy = before, False
             raise
         if before is not None and before.owner is not None:
             core.orphans.unguard(before.owner.identity)
@@ -358,25 +366,27 @@ class World:
         if not trainer.attached:
             self.connect(trainer)
             return
-        if self.core.engine.stopping:
+        if trainer.attempt < self.attempts[trainer.job] and self.random.random() < 0.5:
+            self.connect(trainer)
             return
         if not trainer.segments:
             self.request(trainer, "allocates", self.allocate(trainer, 2))
             return
         self.random.choices(
-            [self.takes, self.seals, self.gives_back, self.dies, self.leaves, self.asks, self.grows],
-            [40 if not trainer.granted else 4, 60, 4, 2, 3, 5, 1],
+            [self.takes, self.seals, self.gives_back, self.dies, self.leaves, self.asks, self.grows, self.connect],
+            [40 if not trainer.granted else 4, 60, 4, 2, 3, 5, 1, 1],
         )[0](trainer)  # fmt: skip
 
     def connect(self, trainer: Trainer) -> None:
         if trainer.busy:
             return
-        known = trainer.attempt or self.attempts[trainer.job]
-        attempt = known if known and self.random.random() < 0.9 else 0
+        known = self.attempts[trainer.job] if self.random.random() < 0.9 else trainer.attempt
+        attempt = known if self.random.random() < 0.9 else 0
         if trainer.rank and not attempt:
             return
         if trainer.attempt and attempt != trainer.attempt:
             self.drop_locks(trainer)
+        trainer.busy = True
         self.request(trainer, f"begins {attempt or 'the next attempt'}", self.begin(trainer, attempt))
 
     def takes(self, trainer: Trainer) -> None:
