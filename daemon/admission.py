@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from ckptd.daemon import decisions as d
-from ckptd.daemon.catalog import Decision, Job, Key
+from ckptd.daemon.catalog import Job, Key, SlotDecision
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SharedMemoryFull
@@ -98,7 +98,7 @@ class Admission:
             return ""
         step = job.step(key)
         if step.decision is None or owner.rank in step.decision.asked:
-            step.decision = Decision(asyncio.create_task(self._decide_for_all(job, key, wait)))
+            step.decision = SlotDecision(asyncio.create_task(self._decide_for_all(job, key, wait)))
         step.decision.asked.add(owner.rank)
         return await asyncio.shield(step.decision.task)
 

@@ -103,7 +103,7 @@ class Snapshot:
 
 
 @dataclass(slots=True, eq=False)
-class Decision:
+class SlotDecision:
     """One decision whether a step gets slots. The task returns the reason for skipping the step, or "".
 
     `asked` has the ranks that wait for the decision. A rank that asks again starts a new one.
@@ -133,7 +133,7 @@ class Step:
     planned: dict[int, str] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     timer: asyncio.TimerHandle | None = None
-    decision: Decision | None = None
+    decision: SlotDecision | None = None
     refusal: str = ""
     failure: tuple[str, str] | None = None
     snapshot: Snapshot | None = None

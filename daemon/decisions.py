@@ -33,10 +33,10 @@ _NAMES_A_RANK = re.compile(r"ranks? \d")
 
 @dataclass(frozen=True, slots=True)
 class StartTimer:
-    """Fail the step unless all ranks have sealed it within `seconds`."""
+    """Fail the step unless all ranks have sealed it within `rank_timeout` and `more` seconds."""
 
     key: Key
-    seconds: float
+    more: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +122,12 @@ def _refuse(step: Step, error: CkptdError) -> list[Action]:
     return [*fail(step, error), Raise(error)]
 
 
-def expired(job: Job, step: Step, seconds: float) -> list[Action]:
+def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
     """The timer has ended: fail the step, and name the ranks that are late."""
     came = step.snapshot.seals if step.snapshot is not None else step.planned
     everyone = list(range(job.world_size))
     late = [rank for rank in everyone if rank not in came] or everyone  # if all ranks plan, any of them may be late
-    return fail(step, SnapshotFailed(f"step {step.number} failed: {ranks(late)} did not seal it within {seconds:g} s"))
+    return fail(step, SnapshotFailed(f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"))
 
 
 def passed_over(step: Step, rank: int, reason: str, code: str) -> list[Action]:
@@ -200,17 +200,20 @@ def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
         raise AlreadyExists(f"tag {user_tag!r} is taken in attempt {key[0]} of job {job.name!r}; choose another")
 
 
-def planned(step: Step, seconds: float) -> list[Action]:
-    """A rank plans the step again: wait for the others, or fail the step if a rank has sealed it with the plan that it had."""
-    actions = _expect(step, seconds)
+def planned(step: Step, more: float) -> list[Action]:
+    """A rank plans the step again: wait for the others, or fail the step if a rank has sealed it with the plan that it had.
+
+    more: the seconds that the ranks have for planning, beyond the time to seal the step.
+    """
+    actions = _expect(step, more)
     if step.snapshot is not None and not step.kept.isdisjoint(step.snapshot.seals):
         actions += _refuse(step, _structure_changed(step))
     return actions
 
 
-def requested(step: Step, rank: int, tag: str, seconds: float) -> list[Action]:
+def requested(step: Step, rank: int, tag: str) -> list[Action]:
     """A rank requests a slot: wait for the others, or fail the step if another rank gives it another tag."""
-    actions = _expect(step, seconds)
+    actions = _expect(step)
     if error := _other_tag(step, rank, tag):
         actions += _refuse(step, error)
     return actions
@@ -226,8 +229,8 @@ def skipped(step: Step, reason: str) -> list[Action]:
     return [] if step.snapshot is not None and step.snapshot.seals else [Settle(step.key)]
 
 
-def _expect(step: Step, seconds: float) -> list[Action]:
-    return [StartTimer(step.key, seconds)] if step.timer is None else []
+def _expect(step: Step, more: float = 0.0) -> list[Action]:
+    return [StartTimer(step.key, more)] if step.timer is None else []
 
 
 def _other_tag(step: Step, rank: int, tag: str) -> SnapshotFailed | None:
@@ -286,11 +289,11 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
     return []
 
 
-def sealed(job: Job, step: Step, seconds: float) -> list[Action]:
+def sealed(job: Job, step: Step) -> list[Action]:
     """A seal has been added to the snapshot: wait for the other ranks, or save the snapshot if it is the last seal."""
     assert step.snapshot is not None
     if not step.snapshot.complete:
-        return _expect(step, seconds)
+        return _expect(step)
     if step.snapshot.state is not SnapshotState.FILLING:
         return []
     after = Move(step.key, Event.COMMIT) if job.is_durable(*step.key) else Save(step.key)

@@ -152,7 +152,7 @@ class Engine:
         if owner.world_size > 1:
             step = job.step((owner.attempt, number))
             step.plan_again(owner.rank, why)
-            self._steps.perform(job, d.planned(step, self._steps.timeout + self._plan_timeout))
+            self._steps.perform(job, d.planned(step, self._plan_timeout))
 
     async def acquire(self, owner: Owner, number: int, tag: str | None, wait: float) -> Slot | str:
         """Return a free slot for a snapshot of the step within `wait` seconds, or the reason for skipping the step.
@@ -167,7 +167,7 @@ class Engine:
         self._check_not_stopping()
         if owner.world_size > 1:
             job.step(key).keep_plan(owner.rank)
-            self._steps.perform(job, d.requested(job.step(key), owner.rank, directory, self._steps.timeout))
+            self._steps.perform(job, d.requested(job.step(key), owner.rank, directory))
         try:
             slot = await self._admission.acquire(owner, job, key, wait)
         finally:

@@ -61,6 +61,8 @@ class Orphans:
 
     async def _watch(self) -> None:
         """Poll the locks until every adopted owner has reconnected or is dead. There is no pidfd for a trainer until it reconnects."""
+        # The process that /proc/locks names cannot stand in for the lock. It may live on after it has closed its agent and so its lock.
+        # It may be dead while a forked child has the lock, and its number may be given again. In a container it may not be shown at all.
         while waiting := [owner for owner in self._custody.absent() if owner.identity not in self._guards]:
             for owner in waiting:
                 if owner.notify is None and not self._custody.holds_lock(owner):

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from ckptd.daemon import decisions as d
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot, Step
+from ckptd.daemon.catalog import Catalog, RankSeal, Snapshot, Step
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import SealedSlot
 from ckptd.daemon.slots import Slot
@@ -59,7 +59,7 @@ class SealIntake:
         seal = RankSeal(header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, persist)
         self._steps.perform(job, d.seal_journaled(step, seal))
         snapshot.seals[header.rank] = seal
-        self._steps.perform(job, d.sealed(job, step, self._steps.timeout))
+        self._steps.perform(job, d.sealed(job, step))
         self._steps.release_replaced(job)
         return snapshot
 

@@ -21,14 +21,11 @@ log = logging.getLogger("ckptd.steps")
 
 
 class Steps:
-    """The steps of all jobs, as far as something is to be done about them. `save` starts the save of a snapshot.
+    """Carries out decisions for all jobs. `save` starts the save of a snapshot. `counters` are those of `ckptd status`."""
 
-    `timeout`: seconds that the ranks have to seal a step once one of them has requested a slot for it. `counters`: how often each thing
-    has happened, for `ckptd status`.
-    """
-
-    def __init__(self, catalog: Catalog, slots: Slots, save: Callable[[Snapshot], object], timeout: float) -> None:
-        self._catalog, self._slots, self._save, self.timeout = catalog, slots, save, timeout
+    def __init__(self, catalog: Catalog, slots: Slots, save: Callable[[Snapshot], object], rank_timeout: float) -> None:
+        """rank_timeout: seconds that the ranks have to seal a step once one of them has requested a slot for it."""
+        self._catalog, self._slots, self._save, self._timeout = catalog, slots, save, rank_timeout
         self.counters: Counter[str] = Counter()
 
     def perform(self, job: Job, actions: Iterable[d.Action]) -> None:
@@ -41,9 +38,9 @@ class Steps:
 
     def _perform(self, job: Job, action: d.Action) -> None:
         match action:
-            case d.StartTimer(key, seconds):
+            case d.StartTimer(key, more):
                 step = job.step(key)
-                step.timer = asyncio.get_running_loop().call_later(seconds, self._expire, job, step)
+                step.timer = asyncio.get_running_loop().call_later(self._timeout + more, self._expire, job, step)
             case d.Settle(key):
                 job.step(key).settle()
                 job.moved.set()
@@ -100,7 +97,7 @@ class Steps:
             self._free(job, step, segment)
 
     def _expire(self, job: Job, step: Step) -> None:
-        self.perform(job, d.expired(job, step, self.timeout))
+        self.perform(job, d.expired(job, step, self._timeout))
 
     # -- ranks
 

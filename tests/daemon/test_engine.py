@@ -1,4 +1,4 @@
-"""The engine with all that it moves, in thousands of random orders of events. No processes, no files, no waiting."""
+"""The engine with all that it moves, in a thousand random orders of events. No processes, no files, no waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptd.daemon.catalog import Snapshot
 from ckptd.shared.lifecycle import Event
 from tests.support.interleavings import World
 
-WORLDS, EVENTS, BATCHES = 250, 120, 8
+WORLDS, EVENTS, BATCHES = 250, 120, 4
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,8 @@ def test_invariants_hold_in_every_order_of_events(batch: int, monkeypatch: pytes
     for seed in range(batch * WORLDS, (batch + 1) * WORLDS):
         world = World(seed)
         world.live(EVENTS)
-        world.end()
+        world.drain() if seed % 4 == 0 else world.end()
         counts += world.counts
-    print(dict(counts))
+    assert (
+        min(counts[kind] for kind in ("granted", "skipped", "steps failed", "seal", "commit", "release")) > WORLDS
+    )  # they do get somewhere

@@ -354,7 +354,7 @@ class Core:
 
     def advance(self, seconds: float) -> None:
         self.loop.now += seconds
-        self.tick(2)
+        self.tick(4)
 
     def finish(self, *kinds: str) -> None:
         """End all work of these kinds, or of all kinds, until there is none left, and run what follows."""
@@ -401,7 +401,7 @@ class Core:
         tasks.on_failure(lambda error: None)
         checkpoints = {name: list(job.checkpoints.values()) for name, job in self.catalog.jobs.items()}
         for segment in self.segments.slots.values():
-            segment.outgrown, segment.pins = False, 0
+            segment.header, segment.outgrown, segment.pins = segment.written, False, 0
         return Left(self.segments, checkpoints, self.journal.state)
 
 
@@ -418,3 +418,64 @@ class Client:
 
     def failures(self, attempt: int, step: int) -> list[str]:
         return [told.reason for told in self.told if (told.attempt, told.step, told.state) == (attempt, step, "failed")]
+
+
+class Ranks:
+    """A core, and a job whose ranks are connected and have two slots each, whose locks they hold. Nothing ends by chance."""
+
+    def __init__(self, size: int = 2, job: str = "gpt") -> None:
+        self.core, self.name, self.size = Core(), job, size
+        self.clients = [self.begin(rank, rank and 1) for rank in range(size)]
+        for client in self.clients:
+            for slot in self.core.run(self.core.engine.allocate(self.owner(client), 1000, 2, -1)):
+                _fake(slot).held = True
+
+    @property
+    def job(self) -> Job:
+        return self.core.catalog.job(self.name)
+
+    def begin(self, rank: int, attempt: int) -> Client:
+        client = Client(self.core)
+        client.owner = self.core.run(self.core.engine.begin(self.name, rank, self.size, attempt, client.notify))
+        return client
+
+    @staticmethod
+    def owner(client: Client) -> Owner:
+        assert client.owner is not None
+        return client.owner
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Call a function of the core on its loop."""
+
+        async def run() -> Any:
+            return work()
+
+        return self.core.loop.run_until_complete(run())
+
+    def grant(self, rank: int, step: int) -> Segment:
+        """Let a rank acquire a slot and fill it."""
+        slot = self.core.run(self.core.engine.acquire(self.owner(self.clients[rank]), step, None, 0.0))
+        assert isinstance(slot, Segment), slot
+        slot.write(SlotState.FILLING, step)
+        return slot
+
+    def write_seal(self, slot: Segment, step: int) -> None:
+        """Seal a slot, and do not report it."""
+        slot.write(SlotState.SEALED, step)
+
+    def seal(self, rank: int, step: int) -> asyncio.Task[Any]:
+        """Let a rank acquire, fill and seal a slot and report it; the read of the seal is under way."""
+        slot = self.grant(rank, step)
+        slot.write(SlotState.SEALED, step)
+        owner = self.owner(self.clients[rank])
+        task = self.core.spawn(self.core.engine.seal(owner, slot.name, owner.attempt, step))
+        self.core.tick(2)
+        return task
+
+    def lose(self, rank: int) -> Owner:
+        """Lose the connection and the locks of a rank."""
+        owner = self.owner(self.clients[rank])
+        owner.notify = None
+        for slot in self.core.segments.of(*owner.identity):
+            slot.held = False
+        return owner

@@ -160,7 +160,7 @@ class World:
         if not snapshot.complete:
             if snapshot.state is not SnapshotState.FILLING or step.failure is not None:
                 self.violated(f"{snapshot!r} is incomplete, {step.failure}")
-            if snapshot.seals and step.timer is None:
+            if snapshot.seals and step.timer is None and not self.core.engine.stopping:
                 self.violated(f"{snapshot!r}: a rank has sealed it, and nothing ends its waiting")
         elif snapshot.state is SnapshotState.FILLING:
             self.violated(f"all ranks have sealed {snapshot!r}")
@@ -521,6 +521,37 @@ class World:
         for name, key in self.complete - self.failed_saves - self.forgotten:
             if not self.core.catalog.job(name).is_durable(*key):
                 self.violated(f"all ranks have sealed step {key} of {name}, and it is not durable")
+
+    def drain(self) -> None:
+        """Stop the daemon while trainers go on: then what was the newest snapshot of each job is saved, unless a newer one has come."""
+        core = self.core
+        owed = [(job, newest) for job in core.catalog.jobs.values() if (newest := job.newest_in_memory()) is not None]
+        core.engine.stopping = True
+        self.log.append("the daemon stops")
+        stopping = core.spawn(core.orphans.drain())
+        for _ in range(30):
+            self.event_while_stopping()
+            self.check()
+        while not stopping.done():
+            core.finish()
+            self.check()
+        stopping.result()
+        for job, newest in owed:
+            excused = job.newest_in_memory() is not newest or (job.name, newest.key) in self.failed_saves
+            if not job.is_durable(*newest.key) and not excused:
+                self.violated(f"the daemon has stopped, and {newest!r} is not durable")
+        for task in self.requests:
+            task.cancel()
+        core.close()
+
+    def event_while_stopping(self) -> None:
+        if self.core.work and self.random.random() < 0.5:
+            self.end_work(self.random.choice(self.core.work))
+        else:
+            trainer = self.random.choice(self.trainers)
+            if trainer.attached:
+                self.random.choice([self.seals, self.seals, self.takes, self.dies])(trainer)
+        self.core.tick(self.random.choice([0, 1, 2]))
 
     def end(self) -> None:
         """Let all trainers leave or die, and let `memory_ttl` pass: then nothing may be left."""
