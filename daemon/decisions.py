@@ -123,7 +123,7 @@ def _refuse(step: Step, error: CkptdError) -> list[Action]:
 
 
 def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
-    """The timer has ended: fail the step, and name the ranks that are late."""
+    """Fail a step whose timer has ended, and name the ranks that are late."""
     came = step.snapshot.seals if step.snapshot is not None else step.planned
     everyone = list(range(job.world_size))
     late = [rank for rank in everyone if rank not in came] or everyone  # if all ranks plan, any of them may be late
@@ -131,7 +131,7 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
 
 
 def passed_over(step: Step, rank: int, reason: str, code: str) -> list[Action]:
-    """A rank cannot save the step: fail it, unless this rank has sealed it. A reason that names a rank has come from another rank."""
+    """Fail a step that a rank cannot save, unless this rank has sealed it. A reason that names a rank has come from another rank."""
     if not step.incomplete or step.sealed_by(rank):
         return []
     why = reason if _NAMES_A_RANK.match(reason) else f"rank {rank}: {reason}"
@@ -139,15 +139,10 @@ def passed_over(step: Step, rank: int, reason: str, code: str) -> list[Action]:
     return fail(step, error if isinstance(error, (CallerError, MachineError, SnapshotFailed)) else SnapshotFailed(why))
 
 
-def has_another(step: Step, segment: str) -> bool:
-    """Return True if the rank of this segment has another segment for the step, because it has asked twice."""
-    return any(rank == step.slots[segment] and other != segment for other, rank in step.slots.items())
-
-
 def left(job: Job, attempt: int, rank: int, how: str) -> list[Action]:
-    """A rank has left: fail the steps of its attempt that it has not sealed, then those that the ranks are still planning.
+    """Fail the steps that a rank has not sealed when it leaves, then the steps that the ranks are still planning.
 
-    A slot that an earlier daemon granted is in a step without a snapshot. It is freed, too.
+    Also free the slots that an earlier daemon granted to this rank: their steps have no snapshot that could fail.
     """
     steps = [step for step in job.steps.values() if step.attempt == attempt]
     unsealed = [step for step in steps if step.filling is not None and not step.sealed_by(rank)]
@@ -162,7 +157,7 @@ def left(job: Job, attempt: int, rank: int, how: str) -> list[Action]:
 
 
 def superseded(job: Job) -> list[Action]:
-    """A newer attempt has begun: fail the steps of earlier attempts that not all ranks have sealed."""
+    """Fail the incomplete snapshots of earlier attempts, because a newer attempt has begun."""
     error = Fenced("a newer attempt of the job has begun; this trainer is to end")
     old = [step for step in job.steps.values() if step.attempt < job.attempt and step.snapshot is not None and not step.snapshot.complete]
     return [action for step in old for action in fail(step, error)]
@@ -201,7 +196,7 @@ def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
 
 
 def planned(step: Step, more: float) -> list[Action]:
-    """A rank plans the step again: wait for the others, or fail the step if a rank has sealed it with the plan that it had.
+    """Start the timer of a step that a rank plans again. Fail the step if another rank has sealed it with the plan that it had.
 
     more: the seconds that the ranks have for planning, beyond the time to seal the step.
     """
@@ -212,7 +207,7 @@ def planned(step: Step, more: float) -> list[Action]:
 
 
 def requested(step: Step, rank: int, tag: str) -> list[Action]:
-    """A rank requests a slot: wait for the others, or fail the step if another rank gives it another tag."""
+    """Start the timer of a step for which a rank requests a slot. Fail the step if another rank gives it another tag."""
     actions = _expect(step)
     if error := _other_tag(step, rank, tag):
         actions += _refuse(step, error)
@@ -220,9 +215,9 @@ def requested(step: Step, rank: int, tag: str) -> list[Action]:
 
 
 def skipped(step: Step, reason: str) -> list[Action]:
-    """A rank gets no slot for the step. If ranks are planning it, they must not wait for the others, so the step fails.
+    """End the waiting for a step that a rank skips because it gets no slot. Fail the step if ranks are planning it.
 
-    If a rank has sealed it already, the timer goes on: this rank may ask again, and otherwise the timer ends the waiting of the other.
+    If a rank has sealed the step already, the timer continues, because only the timer then ends the waiting of that rank.
     """
     if step.planned:
         return fail(step, SnapshotFailed(f"step {step.number} is skipped: {reason}"))
@@ -253,12 +248,12 @@ def _structure_changed(step: Step) -> StructureChanged:
 
 
 def rejected(step: Step, segment: str, error: CkptdError) -> list[Action]:
-    """The seal of a slot cannot be accepted: fail the step and free the slot."""
+    """Fail the step of a seal that cannot be accepted, and free the slot."""
     return [*fail(step, error), Free(step.key, segment), Raise(error)]
 
 
 def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[Action]:
-    """The seal of a slot has been read: refuse it if the step has failed, or if the tag is taken or differs from that of other ranks."""
+    """Reject a seal that has been read if its step has failed, or if its tag is taken or differs from that of other ranks."""
     if step.failure is not None:
         return rejected(step, segment, from_wire(*step.failure))
     if segment not in step.slots:
@@ -271,7 +266,7 @@ def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[A
 
 
 def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
-    """The seal is in the journal, and not yet in the snapshot: refuse it if the plan or `persist` differs from that of other ranks."""
+    """Reject a seal that has been journaled, and not yet added, if its plan or `persist` differs from that of other ranks."""
     others = [] if step.snapshot is None else list(step.snapshot.seals.values())
     if step.planned and seal.rank in step.kept:
         return rejected(step, seal.segment, _structure_changed(step))
@@ -290,7 +285,7 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
 
 
 def sealed(job: Job, step: Step) -> list[Action]:
-    """A seal has been added to the snapshot: wait for the other ranks, or save the snapshot if it is the last seal."""
+    """Start the timer of a step after its first seal, and save its snapshot after the last."""
     assert step.snapshot is not None
     if not step.snapshot.complete:
         return _expect(step)
@@ -309,13 +304,18 @@ def news(snapshot: Snapshot) -> Progress:
 # -- slots
 
 
+def has_another(step: Step, segment: str) -> bool:
+    """Return True if the rank of this segment has another segment for the step, because it has asked twice."""
+    return any(rank == step.slots[segment] and other != segment for other, rank in step.slots.items())
+
+
 def replaced(job: Job) -> list[Action]:
     """Release every snapshot that a newer sealed one has replaced."""
     return [Release(snapshot.key) for snapshot in job.releasable()]
 
 
 def closed(job: Job, attempt: int) -> list[Action]:
-    """A rank has detached, and the snapshots of its attempt are marked as unwanted: release those of which nothing is owed."""
+    """Release the snapshots of an attempt of which nothing is owed, because a rank has detached."""
     return [Release(s.key) for s in job.snapshots if s.attempt == attempt and job.is_settled(s)]
 
 

@@ -1,7 +1,7 @@
-"""Reads the seals of slots and adds them to their snapshots: verifies, journals, and has the save started after the last seal.
+"""Reads the seals of slots, journals them, and adds them to their snapshots.
 
-A seal is true once the header of the slot says so, whether or not the trainer has reported it. The engine therefore also asks for the seals
-of slots that nobody has reported, such as those of a dead trainer.
+A seal counts once the header of the slot says so, whether or not the trainer has reported it. The daemon therefore also reads seals that
+nobody has reported, such as those of a dead trainer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class SealIntake:
             job = self._catalog.job(header.job)
             if header.state is not SlotState.SEALED or header.step is None or job.step_in(slot.name) is None:
                 return False
-            if not job.step((header.attempt, header.step)).sealed_by(header.rank):
+            snapshot = job.snapshot((header.attempt, header.step))
+            if snapshot is None or header.rank not in snapshot.seals:
                 await self.record(slot)
         except JournalBroken:
             raise

@@ -1,7 +1,7 @@
-"""Carries out what `decisions.py` has decided about a step. This is the only place that starts timers, fails steps and frees slots.
+"""Carries out what `decisions.py` has decided about steps: starts timers, fails steps, tells the ranks, frees slots and starts saves.
 
-Runs on the event loop only. The saver and the timers also report here: what follows from a timer's end or a save's end is decided and
-carried out like any other event.
+No other module does so. Runs on the event loop only. The end of a timer and the end of a save are reported here as well, and are decided
+like any other event.
 """
 
 from __future__ import annotations
@@ -106,10 +106,6 @@ class Steps:
         if owner.attempt == job.attempt:
             job.ranks.leave(owner, how)
         self.perform(job, d.left(job, owner.attempt, owner.rank, how))
-        self.unlink_free(job, owner)
-
-    def unlink_free(self, job: Job, owner: Owner) -> None:
-        """Unlink the slots of a rank that are in no step."""
         for slot in self._slots.of(*owner.identity):
             if job.step_in(slot.name) is None:
                 self._slots.release(slot)

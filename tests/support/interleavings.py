@@ -134,11 +134,22 @@ class World:
         for job in core.catalog.jobs.values():
             for step in job.steps.values():
                 self._check_step(job, step, places)
+        for trainer in self.trainers:
+            self._check_granted(trainer)
         for client, expected in self.expected.items():
             for key, count in expected.items():
                 told = [reason for reason in client.failures(*key) if reason != DISK]
                 if len(told) != count and client.connected:
                     self.violated(f"{client.owner and client.owner.identity} was told {len(told)} times of step {key}, not {count}: {told}")
+
+    def _check_granted(self, trainer: Trainer) -> None:
+        """Check that the slots that a rank fills are in their steps, unless the steps have failed."""
+        job = self.core.catalog.job(trainer.job)
+        if trainer.attached and trainer.attempt == job.attempt:
+            for name, number in trainer.granted.items():
+                step = job.steps.get((trainer.attempt, number))
+                if step is not None and step.filling is not None and name not in step.slots:
+                    self.violated(f"{trainer} fills {name}, which is not in {step}")
 
     def _check_step(self, job: Job, step: Step, places: dict[str, Step]) -> None:
         for name, rank in step.slots.items():
