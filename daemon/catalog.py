@@ -1,17 +1,19 @@
-"""Holds the daemon's knowledge of each job: its attempts, its snapshots in memory and its checkpoints on storage.
+"""Holds the daemon's knowledge of each job: its ranks, its steps, its snapshots in memory and its checkpoints on storage.
 
-This module does no I/O. It decides, for example, which slots may be reused; the engine acts on these decisions. Snapshots and checkpoints
-are ordered by (attempt, step), never by a clock.
+All that is known of one step is in one `Step`. This module does no I/O. `decisions.py` decides on these values, and `steps.py` carries the
+decisions out. Snapshots and checkpoints are ordered by (attempt, step), never by a clock.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ckptd.daemon.ranks import Ranks
 from ckptd.shared import lifecycle, names
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
@@ -21,7 +23,7 @@ log = logging.getLogger("ckptd.catalog")
 
 Key = tuple[int, int]
 """The attempt and the step of a snapshot, which identify it within its job."""
-_REMEMBERED = 64  # the last steps of a job that were given up, so that a late rank learns the reason
+_REMEMBERED = 64  # the last steps of a job that failed or were skipped, so that a late rank learns the reason
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +102,92 @@ class Snapshot:
         return f"<Snapshot {self.job}/{self.tag} {self.state.value} {len(self.seals)}/{self.world_size}>"
 
 
+@dataclass(slots=True, eq=False)
+class SlotDecision:
+    """One decision whether a step gets slots. The task returns the reason for skipping the step, or "".
+
+    `asked` has the ranks that wait for the decision. A rank that asks again starts a new one.
+    """
+
+    task: asyncio.Task[str]
+    asked: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """All that the daemon knows of one step of one attempt, from the first request that names it until nothing more is needed of it.
+
+    `slots`: the rank of each segment that is granted for the step or holds it, by segment. `reading`: the segments whose seal is being
+    read, once for each reader. `snapshot`: None before a slot is granted, and again after the slots have been freed.
+
+    `planned`: the ranks that plan the step again, with the reason. `kept`: the ranks that have requested a slot without planning again; as
+    far as the daemon knows, they use the plan that they had. `timer`: fails the step when it ends; None while no rank waits for another.
+
+    `decision`: the last decision whether the step gets slots. `refusal`: the reason why the step was skipped, or "". `failure`: code and
+    reason, if the step failed before all ranks had sealed it. A job of one rank may try a step again, so its steps have neither.
+    """
+
+    key: Key
+    slots: dict[str, int] = field(default_factory=dict)
+    reading: list[str] = field(default_factory=list)
+    planned: dict[int, str] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    timer: asyncio.TimerHandle | None = None
+    decision: SlotDecision | None = None
+    refusal: str = ""
+    failure: tuple[str, str] | None = None
+    snapshot: Snapshot | None = None
+
+    @property
+    def attempt(self) -> int:
+        return self.key[0]
+
+    @property
+    def number(self) -> int:
+        return self.key[1]
+
+    @property
+    def filling(self) -> Snapshot | None:
+        """The snapshot, if not all ranks have sealed it yet."""
+        return self.snapshot if self.snapshot is not None and self.snapshot.state is SnapshotState.FILLING else None
+
+    @property
+    def incomplete(self) -> bool:
+        """True if not all ranks have sealed the step, whether or not a slot is granted for it."""
+        return self.snapshot is None or self.filling is not None
+
+    def sealed_by(self, rank: int) -> Snapshot | None:
+        """The snapshot, if this rank has sealed it."""
+        return self.snapshot if self.snapshot is not None and rank in self.snapshot.seals else None
+
+    @property
+    def idle(self) -> bool:
+        """True if the record has nothing but, at most, the reason why the step failed or was skipped."""
+        deciding = self.decision is not None and not self.decision.task.done()
+        return not (self.slots or self.reading or self.timer or deciding or self.snapshot)
+
+    def plan_again(self, rank: int, why: str) -> None:
+        self.planned[rank] = why
+        self.kept.discard(rank)
+
+    def keep_plan(self, rank: int) -> None:
+        """Record that a rank has requested a slot. It keeps its plan, unless it has said that it plans again."""
+        if rank not in self.planned:
+            self.kept.add(rank)
+
+    def settle(self) -> None:
+        """Cancel the timer, and forget which ranks plan: they no longer wait for each other."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        self.planned.clear()
+        self.kept.clear()
+
+    def __repr__(self) -> str:
+        what = self.snapshot or self.failure or self.refusal or "new"
+        return f"<Step {self.number} of attempt {self.attempt}: {len(self.slots)} slots, {what}>"
+
+
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
     """A committed checkpoint, as its manifest describes it.
@@ -135,11 +223,13 @@ class StoredCheckpoint:
 
 @dataclass(slots=True)
 class Job:
-    """One job: its newest attempt, its snapshots in memory, and its checkpoints on storage.
+    """One job: its newest attempt, its ranks, its steps, and its checkpoints on storage.
 
-    `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the number of its ranks. `gone`: its ranks that
-    have left, each with "ended" or "closed". `sealed`: the newest snapshot that all ranks have sealed, whether or not it still exists.
-    `given_up`: code and reason of each step that failed before all ranks had sealed it.
+    `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the number of its ranks.
+
+    `steps`: one record for each step; use `step` to make one. `sealed`: the newest snapshot that all ranks have sealed, whether or not it
+    still exists. `stuck`: the incomplete snapshot that a rank has waited for in vain; the next ranks do not wait for it again. `moved` is
+    set when a slot becomes free or the ranks stop waiting for a step. `begin_lock`: held while an attempt begins.
 
     `damaged`: tags whose manifest could not be read, with the reason. `newer`: tags whose manifest a newer ckptd has written, with the
     error. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a checkpoint. `policies`: those of the last retention, None
@@ -149,17 +239,56 @@ class Job:
     name: str
     attempt: int = 0
     world_size: int = 1
-    snapshots: dict[Key, Snapshot] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=Ranks)
+    steps: dict[Key, Step] = field(default_factory=dict)
+    sealed: Key = (0, -1)
+    stuck: Key | None = None
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    begin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     checkpoints: dict[str, StoredCheckpoint] = field(default_factory=dict)
     damaged: dict[str, str] = field(default_factory=dict)
     newer: dict[str, str] = field(default_factory=dict)
     retiring: set[str] = field(default_factory=set)
     policies: tuple[Policy, ...] | None = None
     announced: str = ""
-    sealed: Key = (0, -1)
     seq: int = 0
-    given_up: dict[Key, tuple[str, str]] = field(default_factory=dict)
-    gone: dict[int, str] = field(default_factory=dict)
+
+    # -- steps
+
+    def step(self, key: Key) -> Step:
+        """Return the record of a step, which is made if there is none. After an `await` it must be looked up again."""
+        return self.steps.setdefault(key, Step(key))
+
+    def step_in(self, segment: str) -> Step | None:
+        """Return the step that a segment is granted for or holds, or None if the segment is free."""
+        return next((step for step in self.steps.values() if segment in step.slots), None)
+
+    def occupy(self, segment: str, rank: int, key: Key) -> Step:
+        """Give a segment to a step, and return the step. If another step had the segment, it has it no longer."""
+        before = self.step_in(segment)
+        if before is not None:
+            del before.slots[segment]
+        step = self.step(key)
+        step.slots[segment] = rank
+        return step
+
+    def tidy(self) -> None:
+        """Drop the records that nothing needs. Of the steps that failed or were skipped, the last ones are kept for late ranks."""
+        idle = [step for step in self.steps.values() if step.idle]
+        told = [step for step in idle if step.failure or step.refusal]
+        for step in [*(step for step in idle if not (step.failure or step.refusal)), *told[:-_REMEMBERED]]:
+            del self.steps[step.key]
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """The snapshots in memory, complete or not."""
+        return [step.snapshot for step in self.steps.values() if step.snapshot is not None]
+
+    def snapshot(self, key: Key) -> Snapshot | None:
+        step = self.steps.get(key)
+        return None if step is None else step.snapshot
+
+    # -- checkpoints
 
     def newest_checkpoint(self) -> StoredCheckpoint | None:
         return max(self.live_checkpoints(), key=lambda c: c.order, default=None)
@@ -168,7 +297,7 @@ class Job:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]
 
     def newest_in_memory(self) -> Snapshot | None:
-        return max((s for s in self.snapshots.values() if s.in_memory), key=lambda s: s.key, default=None)
+        return max((s for s in self.snapshots if s.in_memory), key=lambda s: s.key, default=None)
 
     def unreadable_beyond(self, best: tuple[int, int | None] | None, step: int | None) -> str:
         """Return the reason why `best` may not be recovered, or "". The reason is a later checkpoint that a newer ckptd has written.
@@ -191,11 +320,6 @@ class Job:
         self.checkpoints[checkpoint.tag] = checkpoint
         self.seq = max(self.seq, checkpoint.seq)
 
-    def give_up(self, key: Key, code: str, reason: str) -> None:
-        self.given_up[key] = (code, reason)
-        while len(self.given_up) > _REMEMBERED:
-            self.given_up.pop(next(iter(self.given_up)))
-
     def releasable(self) -> list[Snapshot]:
         """Return the settled snapshots whose slots may be reused.
 
@@ -206,7 +330,7 @@ class Job:
         if newest is None:
             return []
         return [
-            s for s in self.snapshots.values()
+            s for s in self.snapshots
             if self.is_settled(s) and (s.key < newest.key or (s.unwanted and s.state is SnapshotState.DURABLE))
         ]  # fmt: skip
 

@@ -22,14 +22,13 @@ CLAIM_SECONDS = 5.0
 
 
 class Claims:
-    """The claims of one daemon, some of which may still wait for the storage.
+    """The claims of one daemon, some of which may still wait for the storage."""
 
-    `on_loss(job, attempt)` is called if an attempt has begun in memory and another daemon then turns out to have claimed its number.
-    """
-
-    def __init__(self, attempts: Attempts, seconds: float = CLAIM_SECONDS) -> None:
-        self._attempts, self._seconds = attempts, seconds
-        self.on_loss: Callable[[Job, int], None] = lambda job, attempt: None
+    def __init__(
+        self, attempts: Attempts, seconds: float = CLAIM_SECONDS, *, on_loss: Callable[[Job, int], None] = lambda job, attempt: None
+    ) -> None:
+        """on_loss: called if an attempt has begun in memory and another daemon then turns out to have claimed its number."""
+        self._attempts, self._seconds, self._on_loss = attempts, seconds, on_loss
         self._pending: dict[tuple[str, int], asyncio.Task[bool]] = {}
         self._lost: set[tuple[str, int]] = set()
 
@@ -82,7 +81,7 @@ class Claims:
         if not task.cancelled() and not task.result():
             log.error("job %s attempt %d: another daemon has claimed this number; this attempt can no longer save", job.name, attempt)
             self._lost.add((job.name, attempt))
-            self.on_loss(job, attempt)
+            self._on_loss(job, attempt)
 
     def is_lost(self, job: Job, attempt: int) -> bool:
         """Return True if this attempt began in memory and another daemon has claimed its number."""

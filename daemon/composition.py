@@ -5,29 +5,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from ckptd.daemon import recovery, tasks
-from ckptd.daemon.admission import Admission, Owner
+from ckptd.daemon.admission import Admission
 from ckptd.daemon.attempts import Attempts
-from ckptd.daemon.catalog import Catalog, Job
+from ckptd.daemon.catalog import Catalog, Job, Snapshot
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.config import Config
+from ckptd.daemon.custody import Custody
 from ckptd.daemon.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.journal import Journal
 from ckptd.daemon.journal_place import journal_directory
 from ckptd.daemon.orphans import Orphans
-from ckptd.daemon.pipeline import Pipeline
+from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.saver import Saver
+from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.steps import Steps
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
+from ckptd.shared.segment import SegmentHeader
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 
@@ -76,27 +79,37 @@ async def opened(
         slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota)
         held.callback(slots.close)
         with journal_directory(fs, config.state_dir, config.root, repository) as directory:
-            journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal)
-            journal.on_broken = failed
+            journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal, on_broken=failed)
             tasks.on_failure(failed)
             locked()
-            catalog, claims = Catalog(), Claims(Attempts(repository, calls))
-            owners: dict[tuple[str, int, int], Owner] = {}
-            admission = Admission(slots, owners, config.chunk_size, pipeline.run)
-            steps = Steps(catalog, owners, admission, config.rank_timeout, config.stall_budget + PLAN_GRACE_SECONDS)
+            catalog = Catalog()
+
+            def lose_claim(job: Job, attempt: int) -> None:
+                engine.lose_claim(job, attempt)
+                orphans.ensure_timer(job)
+
+            def save(snapshot: Snapshot) -> None:
+                saver.start(snapshot)
+
+            def read_seal(fd: int, header: SegmentHeader) -> Awaitable[SealedSlot]:
+                return pipeline.run(lambda: SealedSlot.read(fd, header))
 
             def settled(job: Job) -> None:
-                steps.release_settled(job)
-                if not orphans.has_timer(job.name):
-                    orphans.start_timer(job)
+                steps.release_replaced(job)
+                orphans.ensure_timer(job)
                 changed()
 
+            claims = Claims(Attempts(repository, calls), on_loss=lose_claim)
+            steps = Steps(catalog, slots, save, config.rank_timeout)
             saver = Saver(
                 config, catalog, slots, journal, repository, pipeline, calls,
                 counters=steps.counters, claimed=claims.claimed, tell=steps.tell, settled=settled,
             )  # fmt: skip
-            engine = Engine(catalog, slots, journal, claims, pipeline, owners, admission, steps, saver)
-            orphans = Orphans(engine, config.memory_ttl, changed)
+            seals = SealIntake(catalog, steps, journal, read_seal)
+            admission = Admission(slots, config.chunk_size, pipeline.run)
+            plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS
+            engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, plan_timeout)
+            orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
             await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)
             try:
                 yield Parts(config, repository, calls, pipeline, slots, catalog, journal, engine, saver, orphans)

@@ -1,48 +1,33 @@
-"""Takes the requests of ranks: begins attempts, grants slots, records seals, and starts the save once all ranks have sealed.
+"""Takes the requests of ranks: begins attempts, grants slots, takes seals, and ends ranks.
 
-Runs on the event loop only. Every decision is made on the values of the catalog. A CkptdError goes to the client; what a failed
-request may have changed is in section 4 of PROTOCOL.md.
+Runs on the event loop only. The engine does what must wait, such as the claim of an attempt or the reading of a seal, and turns the outcome
+into a decision of `decisions.py`, which `steps.py` carries out. A CkptdError goes to the client; what a failed request may have changed is
+in section 4 of PROTOCOL.md.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import re
-from collections import defaultdict
 from collections.abc import Callable
 
+from ckptd.daemon import decisions as d
 from ckptd.daemon import records as r
-from ckptd.daemon.admission import Admission, Owner
-from ckptd.daemon.catalog import Catalog, Job, Key, RankSeal, Snapshot
+from ckptd.daemon.admission import Admission
+from ckptd.daemon.catalog import Catalog, Job, Snapshot
 from ckptd.daemon.claims import Claims
-from ckptd.daemon.journal import Journal, JournalBroken
-from ckptd.daemon.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.journal import Journal
+from ckptd.daemon.ranks import Owner
 from ckptd.daemon.saver import Saver
+from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
 from ckptd.shared import names
-from ckptd.shared.errors import (
-    AlreadyExists,
-    Busy,
-    CallerError,
-    CkptdError,
-    Fenced,
-    InvalidRequest,
-    MachineError,
-    NotFound,
-    SnapshotFailed,
-    from_wire,
-)
+from ckptd.shared.errors import Busy, Fenced, InvalidRequest, NotFound, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.lifecycle import Event, SnapshotState
+from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.messages import Progress
-from ckptd.shared.segment import SegmentHeader, SlotState
-
-log = logging.getLogger("ckptd.engine")
-
-_NAMES_A_RANK = re.compile(r"ranks? \d")
+from ckptd.shared.segment import SlotState
 
 RECORD_SECONDS = 2.0
 """How long a new attempt waits for its journal record. A trainer must get at its memory although the disk hangs."""
@@ -53,7 +38,7 @@ MOST_JOBS = 10_000
 
 
 class Engine:
-    """Takes the requests of ranks. `owners` are the ranks of each job's newest attempt, by job, attempt and rank."""
+    """The engine of one daemon. `plan_timeout`: seconds that the ranks have to plan a step again, beyond the time to seal it."""
 
     def __init__(
         self,
@@ -61,16 +46,15 @@ class Engine:
         slots: Slots,
         journal: Journal,
         claims: Claims,
-        pipeline: Pipeline,
-        owners: dict[tuple[str, int, int], Owner],
         admission: Admission,
         steps: Steps,
+        seals: SealIntake,
         saver: Saver,
+        plan_timeout: float,
     ) -> None:
-        self.catalog, self.slots, self.owners, self.admission, self.steps, self.saver = catalog, slots, owners, admission, steps, saver
-        self._journal, self._claims, self._pipeline = journal, claims, pipeline
-        claims.on_loss = self._claim_lost
-        self._begin_locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.catalog, self.slots = catalog, slots
+        self._journal, self._claims, self._admission, self._saver = journal, claims, admission, saver
+        self._steps, self._seals, self._plan_timeout = steps, seals, plan_timeout
         self.stopping = False  # once it is True nothing new begins, and seals are still taken
 
     # -- ranks come
@@ -86,21 +70,10 @@ class Engine:
         self._check_not_stopping()
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
-        async with self._begin_locks[job_name]:
-            job = self.catalog.job(job_name)
+        job = self.catalog.job(job_name)
+        async with job.begin_lock:
             if attempt == 0:
-                held = max((s.header.attempt for s in self.slots.slots.values() if s.header.job == job_name), default=0)
-                attempt = await self._claims.claim(job, max(job.attempt, held))
-                record = r.Begun(job=job_name, attempt=attempt, world_size=world_size)  # the claim on storage is the truth
-                await asyncio.wait([self._journal.post(record, lambda: failpoint("attempt.journaled"))], timeout=RECORD_SECONDS)
-                for slot in list(self.slots.slots.values()):
-                    if slot.header.job == job_name:
-                        await self.note_untold(slot)  # sealed before this attempt began, and not reported yet
-                if self._claims.is_lost(job, attempt):
-                    raise Fenced(f"attempt {attempt} of job {job_name!r} was claimed by another daemon first: start this run again")
-                job.attempt, job.world_size = attempt, world_size
-                job.gone.clear()
-                self._retire_older(job)
+                attempt = await self._begin_next(job, world_size)
             elif attempt > job.attempt:
                 raise Fenced(
                     f"attempt {attempt} of job {job_name!r} was begun with another daemon: this daemon on {names.host()} knows "
@@ -111,14 +84,30 @@ class Engine:
             elif world_size != job.world_size:
                 raise InvalidRequest(f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, not {world_size}")
         owner = Owner(job_name, attempt, rank, world_size, notify)
-        self.owners[owner.identity] = owner
-        job.gone.pop(rank, None)
+        job.ranks.join(owner)
         for slot in self.slots.of(*owner.identity):  # abandoned while the daemon was down
-            if slot.name in self.admission.busy and slot.refresh().state is SlotState.FREE:
+            if job.step_in(slot.name) is not None and slot.refresh().state is SlotState.FREE:
                 self.abandon(owner, slot.name, None)
         return owner
 
-    def _claim_lost(self, job: Job, attempt: int) -> None:
+    async def _begin_next(self, job: Job, world_size: int) -> int:
+        """Begin the next attempt of the job, and end the older ones. Return its number."""
+        held = max((slot.header.attempt for slot in self._slots_of(job)), default=0)
+        attempt = await self._claims.claim(job, max(job.attempt, held))
+        record = r.Begun(job=job.name, attempt=attempt, world_size=world_size)  # the claim on storage is the truth
+        await asyncio.wait([self._journal.post(record, lambda: failpoint("attempt.journaled"))], timeout=RECORD_SECONDS)
+        for slot in self._slots_of(job):
+            await self._seals.record_unreported(slot)  # sealed before this attempt began, and not reported yet
+        if self._claims.is_lost(job, attempt):
+            raise Fenced(f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: start this run again")
+        job.attempt, job.world_size = attempt, world_size
+        self._retire_older(job)
+        return attempt
+
+    def _slots_of(self, job: Job) -> list[Slot]:
+        return [slot for slot in self.slots.slots.values() if slot.header.job == job.name]
+
+    def lose_claim(self, job: Job, attempt: int) -> None:
         """End an attempt that began in memory, because another daemon has claimed its number."""
         if job.attempt == attempt:
             job.attempt += 1  # no rank has this number: the next attempt that begins here gets a higher one
@@ -126,14 +115,10 @@ class Engine:
 
     def _retire_older(self, job: Job) -> None:
         """End the older attempts of a job. Only their snapshots that all ranks have sealed may still be saved."""
-        for snapshot in list(job.snapshots.values()):
-            if snapshot.attempt < job.attempt and not snapshot.complete:
-                self.steps.give_up(job, snapshot.key, Fenced("a newer attempt of the job has begun; this trainer is to end"))
-        for identity in [i for i in self.owners if i[0] == job.name and i[1] < job.attempt]:
-            owner = self.owners.pop(identity)
-            self.steps.former.append(owner)
-            self.steps.bury(owner, "ended")
-        self.steps.release_settled(job)
+        self._steps.perform(job, d.superseded(job))
+        for owner in job.ranks.retire(job.attempt):
+            self._steps.end(job, owner, "ended")
+        self._steps.release_replaced(job)
 
     # -- slots
 
@@ -142,231 +127,146 @@ class Engine:
 
         A slot that was granted and not sealed is taken back. Raises Fenced, QuotaExceeded, SharedMemoryFull.
         """
-        self._check_current(owner)
-        job = self.catalog.job(owner.job)
+        job = self._current(owner)
         for slot in self.slots.of(*owner.identity):
-            snapshot = job.snapshots.get(self.admission.busy.get(slot.name, (0, 0)))
-            if snapshot is None or snapshot.state is not SnapshotState.FILLING or owner.rank in snapshot.seals:
+            step = job.step_in(slot.name)
+            if step is None or step.filling is None or step.sealed_by(owner.rank):
                 continue
             header = slot.refresh()
-            if (header.state, header.step) != (SlotState.SEALED, snapshot.step):  # a Seal message may still be on its way
-                self.admission.vacate(slot)
-                if snapshot.key not in self.admission.busy.values():
-                    job.snapshots.pop(snapshot.key)
-        return await self.admission.allocate(owner, capacity, count, node, lambda: self._make_room(job))
+            if (header.state, header.step) != (SlotState.SEALED, step.number):  # a Seal message may still be on its way
+                if list(step.slots) == [slot.name]:
+                    step.snapshot = None  # no rank has another slot for it
+                self._steps.perform(job, [d.Free(step.key, slot.name)])
+        return await self._admission.allocate(owner, job, capacity, count, node, lambda: self._make_room(job))
 
     def _make_room(self, job: Job) -> bool:
         """Free the durable snapshots of older attempts. Return True if there were any."""
-        gone = [s for s in job.snapshots.values() if s.attempt < job.attempt and s.state is SnapshotState.DURABLE and not s.holds]
-        for snapshot in gone:
-            self.steps.release(job, snapshot)
-        return bool(gone)
+        actions = d.durable(job, before=job.attempt)
+        self._steps.perform(job, actions)
+        return bool(actions)
 
-    def plan(self, owner: Owner, step: int, why: str) -> None:
+    def plan(self, owner: Owner, number: int, why: str) -> None:
         """Record that the rank plans this step again. Raises StructureChanged if another rank has sealed it with its old plan."""
-        self._check_current(owner)
-        job, key = self.catalog.job(owner.job), (owner.attempt, step)
-        self._check_step(job, owner, step)
-        self.steps.plan(job, owner, key, why)
+        job = self._current(owner)
+        self._check_turn(job, owner, number)
+        if owner.world_size > 1:
+            step = job.step((owner.attempt, number))
+            step.plan_again(owner.rank, why)
+            self._steps.perform(job, d.planned(step, self._plan_timeout))
 
-    async def acquire(self, owner: Owner, step: int, tag: str | None, wait: float) -> Slot | str:
-        """Return a free slot for a snapshot of `step` within `wait` seconds, or the reason for skipping the step.
+    async def acquire(self, owner: Owner, number: int, tag: str | None, wait: float) -> Slot | str:
+        """Return a free slot for a snapshot of the step within `wait` seconds, or the reason for skipping the step.
 
         Raises AlreadyExists if the tag is taken, InvalidRequest, SnapshotFailed, Fenced, Busy.
         """
-        self._check_current(owner)
-        job, key = self.catalog.job(owner.job), (owner.attempt, step)
-        self._check_step(job, owner, step)
-        directory = names.tag_directory(step, names.check_user_tag(tag) if tag is not None else None, owner.attempt)
-        if tag is not None and (directory in job.checkpoints or any(s.tag == directory and s.key != key for s in job.snapshots.values())):
-            raise AlreadyExists(f"tag {tag!r} is taken in attempt {owner.attempt} of job {job.name!r}; choose another")
+        job, key = self._current(owner), (owner.attempt, number)
+        self._check_turn(job, owner, number)
+        directory = names.tag_directory(number, names.check_user_tag(tag) if tag is not None else None, owner.attempt)
+        if tag is not None:
+            d.check_tag(job, key, directory, tag)
         self._check_not_stopping()
-        self.steps.take(job, owner, key, directory)
-        slot = await self.admission.acquire(owner, job, key, wait)
+        if owner.world_size > 1:
+            job.step(key).keep_plan(owner.rank)
+            self._steps.perform(job, d.requested(job.step(key), owner.rank, directory))
+        try:
+            slot = await self._admission.acquire(owner, job, key, wait)
+        finally:
+            job.tidy()
         self._check_not_stopping()
-        self._check_current(owner)
+        self._current(owner)
         if isinstance(slot, str):
-            self.steps.counters["skipped"] += 1
-            self.steps.skip(job, key, slot)
+            self._steps.counters["skipped"] += 1
+            self._steps.perform(job, d.skipped(job.step(key), slot))
             return slot
-        self._check_step(job, owner, step)
-        if key not in job.snapshots:
-            job.snapshots[key] = Snapshot(job.name, owner.attempt, step, directory, owner.world_size, persist=True)
-        self.admission.occupy(slot, key)
+        self._check_turn(job, owner, number)
+        step = job.occupy(slot.name, owner.rank, key)
+        step.snapshot = step.snapshot or Snapshot(job.name, *key, directory, owner.world_size, persist=True)
         return slot
 
-    def _check_step(self, job: Job, owner: Owner, step: int) -> None:
+    def _check_turn(self, job: Job, owner: Owner, number: int) -> None:
         journaled = self._journal.state.jobs.get(job.name)
-        known = journaled is not None and journaled.attempt == owner.attempt
-        last = job.sealed[1] if job.sealed[0] == owner.attempt else -1
-        self.steps.check(job, owner, step, max(last, journaled.sealed_step if journaled is not None and known else -1))
+        in_journal = journaled.sealed_step if journaled is not None and journaled.attempt == owner.attempt else -1
+        in_memory = job.sealed[1] if job.sealed[0] == owner.attempt else -1
+        d.check_turn(job, owner.rank, (owner.attempt, number), max(in_memory, in_journal))
 
     # -- seals
 
-    async def seal(self, owner: Owner, segment: str, attempt: int, step: int) -> bool:
+    async def seal(self, owner: Owner, segment: str, attempt: int, number: int) -> bool:
         """Record a seal. Return True if the snapshot is durable already. Idempotent.
 
         Raises NotFound, InvalidRequest, Fenced, IntegrityError, and the reason if the step cannot be saved.
         """
         failpoint("seal.received")
         job = self.catalog.job(owner.job)
-        if job.is_durable(attempt, step):
+        if job.is_durable(attempt, number):
             return True
-        snapshot = job.snapshots.get((attempt, step))
+        snapshot = job.snapshot((attempt, number))
         if snapshot is None or owner.rank not in snapshot.seals:
             if attempt != owner.attempt:
-                raise NotFound(f"step {step} of attempt {attempt} is neither in memory nor on storage any more")
-            self._check_current(owner)
-            slot = self.slots.get(segment)
-            if slot.owner != owner.identity:
-                raise NotFound(f"segment {segment[:8]} is not this rank's")
+                raise NotFound(f"step {number} of attempt {attempt} is neither in memory nor on storage any more")
+            self._current(owner)
+            slot = self._slot_of(owner, segment)
             header = slot.refresh()
-            if header.state is not SlotState.SEALED or header.step != step:
-                raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {step}")
-            snapshot = await self.note_seal(slot)
+            if header.state is not SlotState.SEALED or header.step != number:
+                raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {number}")
+            snapshot = await self._seals.record(slot)
         if snapshot.state is SnapshotState.FAILED:
-            self.steps.tell(snapshot)
-        return job.is_durable(attempt, step)
+            self._steps.tell(snapshot)
+        return job.is_durable(attempt, number)
 
-    async def note_untold(self, slot: Slot) -> bool:
-        """Record the seal of a slot whose header says sealed, if it is not recorded. Return False if there is no seal, or it is damaged."""
-        if slot.released:  # by a seal that was recorded meanwhile
-            return False
-        try:
-            header = slot.refresh()
-            if header.state is not SlotState.SEALED or header.step is None or slot.name not in self.admission.busy:
-                return False
-            snapshot = self.catalog.job(header.job).snapshots.get((header.attempt, header.step))
-            if snapshot is None or header.rank not in snapshot.seals:
-                await self.note_seal(slot)
-        except JournalBroken:
-            raise
-        except CkptdError as error:
-            log.warning("%r: %s", slot, error)
-            return False
-        return True
-
-    async def note_seal(self, slot: Slot) -> Snapshot:
-        """Add the seal of a slot to its snapshot, journal it, and start the save once all ranks have sealed. The header is fresh."""
-        header = slot.header
-        assert header.step is not None
-        job, key = self.catalog.job(header.job), (header.attempt, header.step)
-        self.admission.occupy(slot, key)
-        self.admission.noting.add(slot.name)
-        try:
-            return await self._note_seal(slot, job, key)
-        finally:
-            self.admission.noting.discard(slot.name)
-
-    async def _note_seal(self, slot: Slot, job: Job, key: Key) -> Snapshot:
-        header = slot.header
-        assert header.step is not None
-        try:
-            with slot.pinned() as fd:
-                sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
-            if key in job.given_up:
-                raise from_wire(*job.given_up[key])
-            tag = names.tag_directory(header.step, names.check_user_tag(sealed.request.tag) if sealed.request.tag else None, header.attempt)
-            if tag in job.checkpoints and not job.is_durable(*key):
-                raise AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another")
-            self.steps.check_tag(job, key, tag, header.rank)
-        except CkptdError as error:
-            self.steps.give_up(job, key, error)
-            self.admission.vacate(slot)
-            raise
-        snapshot = job.snapshots.get(key)
-        if snapshot is None:
-            snapshot = job.snapshots[key] = Snapshot(job.name, *key, tag, header.world_size, sealed.request.persist)
-        snapshot.tag, snapshot.persist = tag, snapshot.persist and sealed.request.persist
-        self._journal_seal(header, tag, slot.name, persist=sealed.request.persist)
-        try:
-            self.steps.check_plan(job, key, header.rank, sealed.plan.global_plan)
-            self.steps.check_persist(job, key, header.rank, sealed.request.persist)
-        except CkptdError as error:
-            self.steps.give_up(job, key, error)
-            self.admission.vacate(slot)
-            raise
-        snapshot.seals[header.rank] = RankSeal(
-            header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, sealed.request.persist
-        )
-        if not snapshot.complete:
-            self.steps.expect(job, key)
-        elif snapshot.state is SnapshotState.FILLING:
-            self.steps.settle(job, key)
-            snapshot.move(Event.SEAL)
-            job.sealed = max(job.sealed, key)
-            self.steps.counters["sealed"] += 1
-            if job.is_durable(*key):
-                snapshot.move(Event.COMMIT)
-            else:
-                self.saver.start(snapshot)
-            self.steps.release_settled(job)
-        return snapshot
-
-    def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
-        """Journal a seal, without waiting for the record: the header of the slot is the truth, and memory does not wait for the disk."""
-        assert header.step is not None
-        record = r.RankSealed(
-            job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
-            segment=segment, generation=header.generation, persist=persist,
-        )  # fmt: skip
-        self._journal.post(record, lambda: failpoint("seal.journaled"))
-
-    def pass_over(self, owner: Owner, step: int, reason: str, code: str) -> None:
+    def pass_over(self, owner: Owner, number: int, reason: str, code: str) -> None:
         """Fail a step on all ranks, because this rank cannot save it. A `reason` that came from another rank names that rank already."""
-        self._check_current(owner)
-        job, key = self.catalog.job(owner.job), (owner.attempt, step)
-        known = job.snapshots.get(key)
-        if known is None or (known.state is SnapshotState.FILLING and owner.rank not in known.seals):
-            why = reason if _NAMES_A_RANK.match(reason) else f"rank {owner.rank}: {reason}"
-            error = from_wire(code, why)
-            of_a_snapshot = isinstance(error, (CallerError, MachineError, SnapshotFailed))
-            self.steps.give_up(job, key, error if of_a_snapshot else SnapshotFailed(why))
+        job = self._current(owner)
+        self._steps.perform(job, d.passed_over(job.step((owner.attempt, number)), owner.rank, reason, code))
 
-    def abandon(self, owner: Owner, segment: str, step: int | None, reason: str = "", code: str = "") -> None:
-        """Take back a granted slot that will not be sealed, and fail its step. Does nothing if the slot is not granted for `step` any more.
+    def abandon(self, owner: Owner, segment: str, number: int | None, reason: str = "", code: str = "") -> None:
+        """Take back a granted slot that will not be sealed, and fail its step. Does nothing if the slot is no longer granted for the step.
 
         If the rank has two slots for the step, this one is freed and the step goes on.
         """
+        self._slot_of(owner, segment)
+        job = self.catalog.job(owner.job)
+        step = job.step_in(segment)
+        if step is None or (number is not None and step.key != (owner.attempt, number)):
+            return
+        if step.snapshot is None or d.has_another(step, segment):
+            self._steps.perform(job, [d.Free(step.key, segment)])
+        elif step.filling is not None:
+            self.pass_over(owner, step.number, reason or f"rank {owner.rank} could not copy it", code)
+
+    def _slot_of(self, owner: Owner, segment: str) -> Slot:
         slot = self.slots.get(segment)
         if slot.owner != owner.identity:
             raise NotFound(f"segment {segment[:8]} is not this rank's")
-        job = self.catalog.job(owner.job)
-        if step is not None and self.admission.busy.get(segment) != (owner.attempt, step):
-            return
-        key = self.admission.busy.get(segment, (0, 0))
-        snapshot = job.snapshots.get(key)
-        if snapshot is None or any(s is not slot and self.admission.busy.get(s.name) == key for s in self.slots.of(*owner.identity)):
-            self.admission.vacate(slot)
-        elif snapshot.state is SnapshotState.FILLING:
-            self.pass_over(owner, snapshot.step, reason or f"rank {owner.rank} could not copy it", code)
+        return slot
 
     # -- what clients want to know
 
     async def persist(self, owner: Owner) -> None:
         """Make the newest sealed snapshot durable. Raises SnapshotFailed if it cannot be."""
-        self._check_current(owner)
-        job = self.catalog.job(owner.job)
-        await self.steps.sealed_by_all(job, owner)
+        job = self._current(owner)
+        while any(s.attempt == owner.attempt and s.state is SnapshotState.FILLING and owner.rank in s.seals for s in job.snapshots):
+            job.moved.clear()  # until the other ranks have sealed the steps that this rank has sealed, or these steps have failed
+            await job.moved.wait()
         newest = job.newest_in_memory()
         if newest is None or newest.attempt != owner.attempt or newest.state is SnapshotState.DURABLE:
             return
         newest.persist = True
-        await self.saver.start(newest)
-        if not job.is_durable(*newest.key):  # it was only being checked, or its save has failed: save it now
-            await self.saver.start(newest)
+        await self._saver.start(newest)
+        if not job.is_durable(*newest.key) and newest.in_memory:  # it was only being checked, or its save has failed: save it now
+            await self._saver.start(newest)
         if not job.is_durable(*newest.key):
             raise SnapshotFailed(f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}")
 
     def memory_candidates(self, job_name: str) -> list[Snapshot]:
-        return [s for s in self.catalog.job(job_name).snapshots.values() if s.in_memory]
+        return [s for s in self.catalog.job(job_name).snapshots if s.in_memory]
 
-    async def fetch(self, owner: Owner, attempt: int, step: int) -> list[tuple[int, int]]:
+    async def fetch(self, owner: Owner, attempt: int, number: int) -> list[tuple[int, int]]:
         """Check a snapshot in memory, and return (rank, read-only descriptor) for each of its slots. The caller closes the descriptors."""
-        snapshot = self.catalog.job(owner.job).snapshots.get((attempt, step))
+        snapshot = self.catalog.job(owner.job).snapshot((attempt, number))
         if snapshot is None or not snapshot.in_memory:
-            raise NotFound(f"step {step} of attempt {attempt} is not in memory any more")
-        await self.saver.check(snapshot)
+            raise NotFound(f"step {number} of attempt {attempt} is not in memory any more")
+        await self._saver.check(snapshot)
         opened: list[tuple[int, int]] = []
         try:
             for rank, seal in sorted(snapshot.seals.items()):
@@ -381,20 +281,19 @@ class Engine:
 
     def detach(self, owner: Owner) -> None:
         """End an owner whose agent was closed. Its slots are freed as soon as nothing is owed of them."""
-        self.owners.pop(owner.identity, None)
-        self.steps.bury(owner, "closed")
         job = self.catalog.job(owner.job)
-        for snapshot in list(job.snapshots.values()):
-            if snapshot.attempt == owner.attempt:
-                snapshot.unwanted = True
-                if job.is_settled(snapshot):
-                    self.steps.release(job, snapshot)
+        self._steps.end(job, owner, "closed")
+        for snapshot in job.snapshots:
+            snapshot.unwanted |= snapshot.attempt == owner.attempt
+        self._steps.perform(job, d.closed(job, owner.attempt))
 
     def _check_not_stopping(self) -> None:
         if self.stopping:
             raise Busy("the daemon is stopping; try again when it is back")
 
-    def _check_current(self, owner: Owner) -> None:
-        newest = self.catalog.job(owner.job).attempt
-        if owner.attempt != newest or self.owners.get(owner.identity) is not owner:
-            raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} is over: attempt {newest} has begun; this trainer is to end")
+    def _current(self, owner: Owner) -> Job:
+        """Return the job of an owner. Raises Fenced if the attempt of the owner is over, or another connection has taken its place."""
+        job = self.catalog.job(owner.job)
+        if owner.attempt != job.attempt or not job.ranks.is_here(owner):
+            raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} is over: attempt {job.attempt} has begun; this trainer is to end")
+        return job

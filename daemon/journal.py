@@ -90,11 +90,10 @@ class Journal:
     """The journal of one daemon. Call `open`, then `start`, then `append` and `post`, and `close` at the end.
 
     `state`: the state that all durable records add up to. `torn` and `corrupt`: how many of the replayed files had a torn tail, and how
-    many were corrupt. `records`: how many records were read from the newest file that had any. `on_broken`: called on the event loop with
-    the error if the writer fails. After that every `append` raises the same JournalBroken.
+    many were corrupt. `records`: how many records were read from the newest file that had any.
     """
 
-    def __init__(self, fs: FileSystem, directory: int, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, fs: FileSystem, directory: int, pool: ThreadPoolExecutor, on_broken: Callable[[JournalBroken], None]) -> None:
         self._fs, self._directory, self._pool = fs, directory, pool
         self.state = r.JournalState()
         self.torn = self.corrupt = 0
@@ -111,11 +110,21 @@ class Journal:
         self._writer: asyncio.Task[None] | None = None
         self._posted: set[asyncio.Task[None]] = set()
         self._broken: JournalBroken | None = None
-        self.on_broken: Callable[[JournalBroken], None] = lambda error: None
+        self._on_broken = on_broken
 
     @classmethod
-    def open(cls, fs: FileSystem, directory: int, pool: ThreadPoolExecutor, *, strict: bool = False) -> Journal:
+    def open(
+        cls,
+        fs: FileSystem,
+        directory: int,
+        pool: ThreadPoolExecutor,
+        *,
+        strict: bool = False,
+        on_broken: Callable[[JournalBroken], None] = lambda error: None,
+    ) -> Journal:
         """Replay the journal files in `directory`, and return the journal. No record is written before `start`.
+
+        on_broken: called on the event loop with the error if the writer fails. After that every `append` raises the same JournalBroken.
 
         A torn tail is copied aside. Without `strict` a corrupt file is copied or moved aside, and `state` holds the records that could be
         read: the caller rebuilds the rest by a scan of manifests and sealed slots.
@@ -123,7 +132,7 @@ class Journal:
         Raises NewerFormat if a newer ckptd wrote the journal, StorageError if a file cannot be read, and, with `strict`, IntegrityError if
         a file is corrupt.
         """
-        journal, doing = cls(fs, directory, pool), "list the journal's directory"
+        journal, doing = cls(fs, directory, pool, on_broken), "list the journal's directory"
         try:
             for number in journal._files.numbers():
                 doing = f"read the journal file {names.journal_file(number)}"
@@ -279,7 +288,7 @@ class Journal:
                     log.exception("the journal's writer failed")
                 broken = isinstance(problem, OSError) and JournalBroken.of("write the journal", problem)
                 error = self._broken = broken or JournalBroken(f"cannot write the journal: {problem!r}")  # type: ignore[assignment]
-                self.on_broken(self._broken)  # type: ignore[arg-type]
+                self._on_broken(self._broken)  # type: ignore[arg-type]
             for _, future in batch:
                 if future.done():
                     continue

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from ckptd.daemon import limits
-from ckptd.daemon.admission import Owner
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
+from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot
 from ckptd.daemon.tasks import watched
 from ckptd.shared import messages as m

@@ -106,14 +106,13 @@ class Service:
 
     def _job(self, job: Job) -> dict[str, object]:
         sealed, durable = job.newest_in_memory(), job.newest_checkpoint()
-        owners = self._parts.engine.owners.values()
         return {
             "job": job.name,
             "attempt": job.attempt,
             "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
             "last_durable": _where(durable.attempt, durable.step, durable.tag) if durable else None,
-            "pending": sorted(s.tag for s in job.snapshots.values() if s.persist and not job.is_settled(s)),
-            "ranks_connected": sum(owner.job == job.name and owner.notify is not None for owner in owners),
+            "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
+            "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
             "announced": job.announced[:MAX_TEXT],
             "damaged": {tag: why[:MAX_TEXT] for tag, why in list(job.damaged.items())[:MAX_DAMAGED]},
             "newer": {tag: why[:MAX_TEXT] for tag, why in list(job.newer.items())[-1:]},

@@ -35,7 +35,8 @@ class Slot:
     """A segment, and the daemon's own descriptor of its file.
 
     `header` is the header as it was last read, and `nbytes` the length of the file. `pins` is the number of readers that keep the
-    descriptor open. `released` is True after `Slots.release`.
+    descriptor open. `released` is True after `Slots.release`. `outgrown` is True once the rank has a larger slot instead; the
+    segment is then unlinked as soon as no step is in it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Slot:
     nbytes: int
     pins: int = 0
     released: bool = False
+    outgrown: bool = False
 
     @property
     def fd(self) -> int:

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-from ckptd.daemon.admission import Admission, Owner
-from ckptd.daemon.catalog import Job, Snapshot
+from ckptd.daemon.admission import Admission
+from ckptd.daemon.catalog import Catalog, Snapshot
+from ckptd.daemon.decisions import Free
+from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot, Slots
-from ckptd.shared.errors import Fenced
+from ckptd.daemon.steps import Steps
+from ckptd.shared.errors import Fenced, NotFound
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.plan import MIN_CHUNK
 
@@ -24,11 +27,15 @@ class Rank:
 
     def __init__(self, path: Path) -> None:
         self.slots = Slots(PosixFileSystem(), path, "ckptd-test", 1 << 30)
+        self.catalog = Catalog()
+        self.job = self.catalog.job("gpt")
+        self.job.attempt = 1
         self.owner = Owner("gpt", 1, 0, 1)
-        self.owners = {self.owner.identity: self.owner}
+        self.job.ranks.join(self.owner)
         self.between: Callable[[int], None] = lambda number: None
         self.made = 0
-        self.admission = Admission(self.slots, self.owners, MIN_CHUNK, self._run)
+        self.admission = Admission(self.slots, MIN_CHUNK, self._run)
+        self.steps = Steps(self.catalog, self.slots, lambda snapshot: None, 60.0)
 
     async def _run(self, create: Callable[[], Slot]) -> Slot:
         slot = create()
@@ -37,14 +44,11 @@ class Rank:
         return slot
 
     def end(self) -> None:
-        """Do what the daemon does when a trainer has died."""
-        del self.owners[self.owner.identity]
-        for slot in self.slots.of(*self.owner.identity):
-            self.admission.vacate(slot)
-        self.admission.drop_idle(self.owner)
+        """Do what the daemon does for a trainer that has died."""
+        self.steps.end(self.job, self.owner, "ended")
 
     def allocate(self, count: int) -> list[Slot]:
-        return asyncio.run(self.admission.allocate(self.owner, 1000, count, -1, lambda: False))
+        return asyncio.run(self.admission.allocate(self.owner, self.job, 1000, count, -1, lambda: False))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -74,35 +78,102 @@ def test_a_trainer_that_dies_while_its_slots_are_made_closes_no_descriptor_of_ot
 def test_slots_that_are_replaced_are_released_once_they_are_free(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     first = rank.allocate(2)
-    rank.admission.occupy(first[0], (1, 5))
+    rank.job.occupy(first[0].name, 0, (1, 5))
     second = rank.allocate(2)
     assert {slot.name for slot in rank.slots.slots.values()} == {first[0].name, *(slot.name for slot in second)}
-    rank.admission.vacate(first[0])
+    rank.steps.perform(rank.job, [Free((1, 5), first[0].name)])
     assert set(rank.slots.slots) == {slot.name for slot in second}
     assert all(slot.released for slot in first)
+    assert rank.job.steps == {}
     rank.slots.close()
 
 
-def slot(rank: int, name: str) -> Any:
-    return SimpleNamespace(name=f"{name}{rank}", owner=("job", 1, rank), header=SimpleNamespace(job="job", rank=rank))
+# -- grants
+
+
+class Grants:
+    """Two ranks with the slots a and b each, in a job of two. The slots are no files."""
+
+    def __init__(self) -> None:
+        made = [self._slot(rank, name) for rank in (0, 1) for name in "ab"]
+        found: Any = SimpleNamespace(
+            slots={one.name: one for one in made}, of=lambda *identity: [one for one in made if one.owner == identity]
+        )
+        self.slots = found
+        catalog = Catalog()
+        self.job = catalog.job("job")
+        self.job.attempt, self.job.world_size = 1, 2
+        self.owners = [Owner("job", 1, rank, 2) for rank in (0, 1)]
+        for owner in self.owners:
+            self.job.ranks.join(owner)
+        self.admission = Admission(self.slots, 1 << 20, lambda _: asyncio.sleep(0))  # type: ignore[arg-type, return-value]
+        self.steps = Steps(catalog, self.slots, lambda snapshot: None, 60.0)
+
+    @staticmethod
+    def _slot(rank: int, name: str) -> Any:
+        return SimpleNamespace(
+            name=f"{name}{rank}", owner=("job", 1, rank), outgrown=False, header=SimpleNamespace(job="job", attempt=1, rank=rank)
+        )
+
+    def occupy(self, **steps: int) -> None:
+        for name, step in steps.items():
+            self.job.occupy(name, int(name[1]), (1, step))
+
+    def free(self, name: str, step: int) -> None:
+        self.steps.perform(self.job, [Free((1, step), name)])
+
+    def acquire(self, rank: int, step: int, wait: float = 0.5) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.admission.acquire(self.owners[rank], self.job, (1, step), wait))
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
 async def test_a_rank_that_gets_its_slot_while_another_waits_does_not_block_the_other() -> None:
     """Slots become free. Before the waiting rank gets its decision, the other rank takes its own slot."""
-    owners = [Owner("job", 1, rank, 2) for rank in (0, 1)]
-    slots = [slot(rank, name) for rank in (0, 1) for name in "ab"]
-    found = SimpleNamespace(slots={one.name: one for one in slots}, of=lambda *identity: [one for one in slots if one.owner == identity])
-    admission = Admission(found, {owner.identity: owner for owner in owners}, 1 << 20, lambda _: asyncio.sleep(0))  # type: ignore[arg-type, return-value]
-    job = Job("job", attempt=1, world_size=2)
-    for name, step in (("a0", 2), ("b0", 3), ("a1", 2)):
-        admission.occupy(found.slots[name], (1, step))
-    first = asyncio.create_task(admission.acquire(owners[0], job, (1, 4), 0.5))
-    while admission._decisions == {}:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    admission.vacate(found.slots["b0"])
-    taken: Any = await admission.acquire(owners[1], job, (1, 4), 0.5)
-    assert taken is found.slots["b1"]
-    admission.occupy(taken, (1, 4))
-    job.snapshots[1, 4] = Snapshot("job", 1, 4, "step-00000004.a0001", 2, persist=True)
-    assert await first is found.slots["b0"]
+    made = Grants()
+    made.occupy(a0=2, b0=3, a1=2)
+    first = made.acquire(0, 4)
+    await settle()
+    assert not first.done()
+    made.free("b0", 3)
+    taken = await made.admission.acquire(made.owners[1], made.job, (1, 4), 0.5)
+    assert taken is made.slots.slots["b1"]
+    made.occupy(b1=4)
+    made.job.step((1, 4)).snapshot = Snapshot("job", 1, 4, "step-00000004.a0001", 2, persist=True)
+    assert await first is made.slots.slots["b0"]
+
+
+async def test_one_decision_counts_for_all_ranks_and_for_those_that_come_late() -> None:
+    """Rank 0 has no free slot in time. Rank 1 has one, and skips the step for the same reason, as it does when it asks again later."""
+    made = Grants()
+    made.occupy(a0=2, b0=3)
+    both = made.acquire(0, 4, 0.01), made.acquire(1, 4, 0.01)
+    assert [await each for each in both] == ["every slot is still being saved"] * 2
+    made.free("a0", 2)
+    assert await made.acquire(1, 4) == "every slot is still being saved"
+    assert await made.acquire(1, 5) is made.slots.slots["a1"]
+
+
+async def test_a_rank_that_is_late_is_waited_for_once() -> None:
+    made = Grants()
+    made.occupy(a0=2, b0=3, a1=2, b1=3)
+    made.job.step((1, 2)).snapshot = Snapshot("job", 1, 2, "step-00000002.a0001", 2, persist=True)
+    late = "ranks 0, 1 have not sealed step 2 yet"
+    assert await made.acquire(0, 4, 0.01) == late
+    assert made.job.stuck == (1, 2)
+    assert await asyncio.wait_for(made.acquire(0, 5, 3600), 60) == late
+    made.free("a0", 2)
+    made.free("a1", 2)
+    assert await made.acquire(0, 6) is made.slots.slots["a0"]
+    assert made.job.stuck is None
+
+
+async def test_a_rank_without_slots_is_told_so_and_one_beside_it_waits() -> None:
+    made = Grants()
+    made.slots.of = lambda *identity: [] if identity[2] == 1 else [made.slots.slots["a0"]]
+    with pytest.raises(NotFound, match="this rank has no slots"):
+        await made.acquire(1, 4)
+    assert await made.acquire(0, 4, 0.01) == "another rank has no slots yet"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog, Job, RankSeal, SlotDecision, Snapshot, Step, StoredCheckpoint
 from ckptd.shared.lifecycle import Event, IllegalStep, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file
@@ -35,7 +37,8 @@ def checkpoint(step: int | None, attempt: int = 1, seq: int = 1, tag: str | None
 
 def job(*snapshots: Snapshot) -> Job:
     made = Job("gpt")
-    made.snapshots = {s.key: s for s in snapshots}
+    for each in snapshots:
+        made.step(each.key).snapshot = each
     return made
 
 
@@ -71,6 +74,74 @@ def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture)
         made.move(Event.COMMIT)
     assert made.state is SnapshotState.WRITING
     assert repr(made) == "<Snapshot gpt/step-00000005.a0001 writing 1/1>"
+
+
+# -- steps
+
+
+def test_a_segment_is_in_one_step() -> None:
+    made = Job("gpt")
+    first = made.occupy("a", 0, (1, 5))
+    assert (made.step_in("a"), made.step_in("b")) == (first, None)
+    second = made.occupy("a", 0, (1, 6))
+    assert (made.step_in("a"), first.slots, second.slots) == (second, {}, {"a": 0})
+    assert made.step((1, 6)) is second
+
+
+def test_which_ranks_plan_a_step_again() -> None:
+    step = Job("gpt").step((1, 5))
+    step.keep_plan(0)
+    step.plan_again(1, "w grew")
+    step.keep_plan(1)  # its request for a slot
+    assert (step.planned, step.kept) == ({1: "w grew"}, {0})
+    step.plan_again(0, "b grew")
+    assert (step.planned, step.kept) == ({1: "w grew", 0: "b grew"}, set())
+
+
+@pytest.mark.parametrize(
+    ("state", "seals", "incomplete", "filling", "sealed"),
+    [
+        (None, 0, True, False, False),
+        (SnapshotState.FILLING, 0, True, True, False),
+        (SnapshotState.FILLING, 1, True, True, True),
+        (SnapshotState.SEALED, 2, False, False, True),
+        (SnapshotState.FAILED, 2, False, False, True),
+    ],
+)
+def test_how_far_a_step_is(state: SnapshotState | None, seals: int, incomplete: bool, filling: bool, sealed: bool) -> None:
+    step = Job("gpt").step((1, 5))
+    step.snapshot = None if state is None else snapshot(5, state, world_size=2, seals=seals)
+    assert step.incomplete is incomplete
+    assert (step.filling, step.sealed_by(0)) == (step.snapshot if filling else None, step.snapshot if sealed else None)
+
+
+def test_a_record_goes_when_nothing_needs_it() -> None:
+    made = Job("gpt")
+    keeping: dict[str, Callable[[Step], object]] = {
+        "slots": lambda step: made.occupy("a", 0, step.key),
+        "reading": lambda step: step.reading.append("b"),
+        "timer": lambda step: setattr(step, "timer", SimpleNamespace(cancel=lambda: None)),
+        "snapshot": lambda step: setattr(step, "snapshot", snapshot(3)),
+        "decision": lambda step: setattr(step, "decision", SlotDecision(SimpleNamespace(done=lambda: False))),  # type: ignore[arg-type]
+        "failure": lambda step: setattr(step, "failure", ("storage", "full")),
+        "refusal": lambda step: setattr(step, "refusal", "busy"),
+    }
+    for number, keep in enumerate(keeping.values()):
+        keep(made.step((1, number)))
+    made.step((2, 0))
+    made.step((2, 1)).decision = SlotDecision(SimpleNamespace(done=lambda: True))  # type: ignore[arg-type]
+    made.tidy()
+    assert list(made.steps) == [(1, number) for number in range(len(keeping))]
+    assert [step.idle for step in made.steps.values()] == [False] * 5 + [True] * 2
+
+
+def test_the_reasons_of_the_last_64_steps_are_kept() -> None:
+    made = Job("gpt")
+    for number in range(100):
+        made.step((1, number)).failure = ("storage", "full")
+    made.occupy("a", 0, (1, 3))
+    made.tidy()
+    assert list(made.steps) == [(1, 3), *((1, number) for number in range(36, 100))]
 
 
 # -- checkpoints
@@ -180,7 +251,7 @@ def test_the_newest_complete_snapshot_is_owed_when_the_trainer_is_gone(state: Sn
     made = job(snapshot(4), newest)
     expected: Snapshot | None = newest if state in (SnapshotState.SEALED, SnapshotState.FAILED) else None
     if state in (SnapshotState.FILLING, SnapshotState.RELEASED):
-        expected = made.snapshots[1, 4]  # the newest is not in memory, so the one before it counts
+        expected = made.snapshot((1, 4))  # the newest is not in memory, so the one before it counts
     assert made.owed() is expected
     made.commit(checkpoint(5))
     made.commit(checkpoint(4))

@@ -44,9 +44,8 @@ class Made(Claims):
     """The claims, with a list of the attempts that were lost to other daemons."""
 
     def __init__(self, storage: Storage) -> None:
-        super().__init__(storage, seconds=0.01)  # type: ignore[arg-type]
         self.losses: list[int] = []
-        self.on_loss = lambda job, attempt: self.losses.append(attempt)
+        super().__init__(storage, seconds=0.01, on_loss=lambda job, attempt: self.losses.append(attempt))  # type: ignore[arg-type]
 
 
 async def test_storage_that_answers_decides_the_number() -> None:

@@ -95,10 +95,11 @@ class Place:
         self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self.pool = ThreadPoolExecutor(2)
         self.fs = FaultyFileSystem()
+        self.told: list[JournalBroken] = []
         self._opened: list[Journal] = []
 
     def open(self, *, strict: bool = False, fs: FileSystem | None = None) -> Journal:
-        journal = Journal.open(fs or self.fs, self.fd, self.pool, strict=strict)
+        journal = Journal.open(fs or self.fs, self.fd, self.pool, strict=strict, on_broken=self.told.append)
         self._opened.append(journal)
         return journal
 
@@ -848,13 +849,11 @@ async def test_a_commit_of_a_job_unknown_to_the_journal_is_accepted(place: Place
 async def test_a_failed_write_or_sync_breaks_the_journal_for_good(place: Place, call: str, number: int) -> None:
     journal = place.started()
     await journal.append(begun(1))
-    told: list[JournalBroken] = []
-    journal.on_broken = told.append
     place.fs.faults = {call: fail(number)}
     with pytest.raises(JournalBroken, match="cannot write the journal") as caught:
         await journal.append(begun(2))
     assert (caught.value.errno, caught.value.retry) == (number, False)
-    assert told == [caught.value]
+    assert place.told == [caught.value]
     assert journal.state.jobs["gpt"].attempt == 1
     place.fs.faults = {}  # the next sync would report success, although data is lost
     place.fs.calls.clear()

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from crc32c import crc32c
 
-from ckptd.agent.read.sources import SlotSource, load_blob, open_checkpoint, open_memory
+from ckptd.agent.read.sources import SlotSource, load_blob, newer, open_checkpoint, open_memory
 from ckptd.agent.state.values import TensorRef
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 from ckptd.shared.plan import chunk_ranges, with_values
 from ckptd.shared.segment import read_header, write_check, write_header
 from ckptd.shared.snapshot_request import SnapshotRequest

@@ -1,0 +1,159 @@
+"""Acts on slots without a request of their rank: adopts and ends owners, saves what is owed, and frees what is no longer needed.
+
+`orphans.py` decides when: after a trainer's death, after `memory_ttl`, and at the daemon's start and stop.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ckptd.daemon import decisions as d
+from ckptd.daemon.catalog import Catalog, Job
+from ckptd.daemon.journal import JournalBroken
+from ckptd.daemon.ranks import Owner
+from ckptd.daemon.saver import Saver
+from ckptd.daemon.seal_intake import SealIntake
+from ckptd.daemon.slots import Slot, Slots
+from ckptd.daemon.steps import Steps
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError, IntegrityError, SnapshotFailed
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.segment import SlotState
+
+log = logging.getLogger("ckptd.orphans")
+
+
+class Custody:
+    """The custody of one daemon over the slots of all jobs."""
+
+    def __init__(self, catalog: Catalog, slots: Slots, steps: Steps, seals: SealIntake, saver: Saver) -> None:
+        self._catalog, self._slots, self._steps, self._seals, self._saver = catalog, slots, steps, seals, saver
+
+    # -- a new daemon
+
+    def adopt(self, slots: list[Slot]) -> None:
+        """Adopt the segments that an earlier daemon left, before any file is finished or swept."""
+        for slot in slots:
+            header = slot.header
+            job = self._catalog.job(header.job)
+            if header.attempt > job.attempt:
+                job.attempt, job.world_size = header.attempt, header.world_size
+        for slot in slots:
+            header = slot.header
+            job = self._catalog.job(header.job)
+            if header.attempt < job.attempt:
+                continue  # its trainer can go on no more: the slot is needed only if it is sealed
+            if not job.ranks.has(header.attempt, header.rank):
+                job.ranks.join(Owner(header.job, header.attempt, header.rank, header.world_size))
+            if header.state is SlotState.FILLING and header.step is not None:
+                job.occupy(slot.name, header.rank, (header.attempt, header.step))
+        failpoint("start.adopted")
+
+    async def record_adopted(self, slots: list[Slot]) -> list[Job]:
+        """Record the seals of adopted slots in order of attempt and step, and release the slots of no owner. Return all jobs."""
+        for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
+            if slot.header.state is SlotState.SEALED:
+                try:
+                    await self._seals.record(slot)
+                except JournalBroken:
+                    raise
+                except CkptdError as error:  # damaged: its step has failed, and the slot is free
+                    log.warning("%r removed: %s", slot, error)
+                    self._saver.counters["verify_failures"] += 1
+        for slot in list(self._slots.slots.values()):
+            job = self._catalog.job(slot.header.job)
+            if not job.ranks.has(slot.header.attempt, slot.header.rank) and job.step_in(slot.name) is None:
+                self._slots.release(slot)
+        for job in self._catalog.jobs.values():
+            self._steps.release_replaced(job)
+        return list(self._catalog.jobs.values())
+
+    # -- owners
+
+    def absent(self) -> list[Owner]:
+        """Return the owners whose connection is lost."""
+        return [owner for job in self._catalog.jobs.values() for owner in job.ranks.owners.values() if owner.notify is None]
+
+    def holds_lock(self, owner: Owner) -> bool:
+        """Return True if the trainer of an owner holds its lock on a segment."""
+        return any(self._slots.is_held(slot) for slot in self._slots.of(*owner.identity))
+
+    async def end_owner(self, owner: Owner) -> Job | None:
+        """End an owner whose process is dead: record its seals, free its other slots, and save the newest snapshot of its job.
+
+        Return the job, or None if the owner has left already.
+        """
+        failpoint("orphan.found")
+        job = self._catalog.job(owner.job)
+        if not job.ranks.is_here(owner):
+            return None
+        job.ranks.remove(owner)
+        log.info("job %s attempt %d rank %d: the trainer is gone", owner.job, owner.attempt, owner.rank)
+        for slot in self._slots.of(*owner.identity):
+            if not await self._seals.record_unreported(slot) and (step := job.step_in(slot.name)) is not None:
+                self._steps.perform(job, [d.Free(step.key, slot.name)])
+        self._steps.end(job, owner, "ended")
+        self.save_owed(job)
+        self._steps.release_replaced(job)
+        return job
+
+    # -- what is owed
+
+    def save_owed(self, job: Job) -> None:
+        """Save the newest snapshot in memory, unless it is durable or being saved: its trainer can no longer ask for it."""
+        owed = job.owed()
+        if owed is not None:
+            log.info("snapshot %s/%s: saved unasked, since its trainer is gone", owed.job, owed.tag)
+            owed.persist = True
+            self._saver.counters["saved_unasked"] += 1
+            self._saver.start(owed)
+
+    def release_expired(self, job: Job) -> None:
+        """Free the snapshots of a job that are durable, and try to save the newest one that is not."""
+        self._steps.perform(job, d.durable(job))
+        self.save_owed(job)
+
+    async def drain(self) -> None:
+        """Save the newest sealed snapshot of every job, wait for all saves, and stop all timers of steps."""
+        for slot in list(self._slots.slots.values()):
+            await self._seals.record_unreported(slot)
+        for job in self._catalog.jobs.values():
+            self.save_owed(job)
+        await self._saver.drain()
+        self._steps.close()
+
+    # -- a checkpoint is deleted
+
+    async def forget_copy(self, job: Job, tag: str) -> str:
+        """Free the copies in memory of a checkpoint that is about to be deleted, because a later daemon would save them again.
+
+        Return the reason if that is not possible, because a running trainer or a reader has them.
+        """
+        known, parsed = job.checkpoints.get(tag), names.parse_tag_directory(tag)
+        attempt, number = (known.attempt, known.step) if known else (parsed[2], parsed[1]) if parsed else (0, None)
+        if number is None:
+            return ""
+        for slot in list(self._slots.slots.values()):
+            if slot.released or (slot.header.job, slot.header.attempt) != (job.name, attempt):
+                continue
+            try:
+                header = slot.refresh()
+            except IntegrityError:
+                continue  # a damaged slot is never saved
+            if (header.step, header.state) != (number, SlotState.SEALED):
+                continue
+            if self._slots.is_held(slot):
+                return f"checkpoint {job.name}/{tag} is in the memory of a running trainer too; try again when it has gone on, or ended"
+            if job.ranks.has(attempt, header.rank):
+                await self.end_owner(job.ranks.owners[header.rank])
+        snapshot = job.snapshot((attempt, number))
+        if snapshot is None:
+            return ""
+        await self._saver.settle(snapshot)
+        if job.snapshot(snapshot.key) is snapshot:
+            if snapshot.holds:
+                return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
+            step = job.step(snapshot.key)
+            forgotten = [d.Release(step.key)] if snapshot.complete else d.fail(step, SnapshotFailed("it was forgotten"))
+            self._steps.perform(job, forgotten)
+        return ""

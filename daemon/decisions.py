@@ -1,0 +1,365 @@
+"""Decides what follows from an event in the life of a step: pure functions from a job and its step to a list of actions.
+
+Nothing here changes a value, waits, or does I/O. The caller first records the event in the `Step`, then asks for the decision, and
+`Steps.perform` carries out its actions in their order. A function named `check_...` raises the error for the rank that made the request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptd.daemon.catalog import Job, Key, RankSeal, Snapshot, Step
+from ckptd.shared.errors import (
+    AlreadyExists,
+    CallerError,
+    CkptdError,
+    Fenced,
+    InvalidRequest,
+    MachineError,
+    NotFound,
+    SnapshotFailed,
+    StructureChanged,
+    from_wire,
+)
+from ckptd.shared.lifecycle import Event, SnapshotState
+from ckptd.shared.messages import Progress
+
+_NAMES_A_RANK = re.compile(r"ranks? \d")
+
+# -- actions
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimer:
+    """Fail the step unless all ranks have sealed it within `rank_timeout` and `more` seconds."""
+
+    key: Key
+    more: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """End the waiting of the ranks for each other: cancel the timer, and forget which ranks plan the step."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Move the snapshot of the step along its life cycle."""
+
+    key: Key
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Fail the step, and its snapshot if it has one. In a job of several ranks the reason is kept for late ranks."""
+
+    key: Key
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send a message to every connected rank of the job."""
+
+    message: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Free one segment of the step. Does nothing if the step no longer has it."""
+
+    key: Key
+    segment: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End the snapshot of the step, if it has one, and free all segments of the step."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Start the check and the save of the snapshot of the step."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Answer the request that caused the decision with an error. It comes last."""
+
+    error: CkptdError
+
+
+Action = StartTimer | Settle | Move | Fail | Tell | Free | Release | Save | Raise
+
+
+# -- a step fails
+
+
+def fail(step: Step, error: CkptdError) -> list[Action]:
+    """Fail a step that not all ranks will seal. If all ranks have sealed it, or it has failed already, only the waiting ends.
+
+    If some ranks were planning the step and others were not, all ranks are told to plan again, unless the error is of another kind.
+    """
+    if type(error) is SnapshotFailed and step.planned and step.kept:
+        error = StructureChanged(str(error))
+    if step.failure is not None or not step.incomplete:
+        return [Settle(step.key)]
+    message = Progress(re=0, attempt=step.attempt, step=step.number, state="failed", reason=str(error), code=error.code)
+    return [Fail(step.key, error.code, str(error)), Tell(message), Release(step.key), Settle(step.key)]
+
+
+def _refuse(step: Step, error: CkptdError) -> list[Action]:
+    return [*fail(step, error), Raise(error)]
+
+
+def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
+    """Fail a step whose timer has ended, and name the ranks that are late."""
+    came = step.snapshot.seals if step.snapshot is not None else step.planned
+    everyone = list(range(job.world_size))
+    late = [rank for rank in everyone if rank not in came] or everyone  # if all ranks plan, any of them may be late
+    return fail(step, SnapshotFailed(f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"))
+
+
+def passed_over(step: Step, rank: int, reason: str, code: str) -> list[Action]:
+    """Fail a step that a rank cannot save, unless this rank has sealed it. A reason that names a rank has come from another rank."""
+    if not step.incomplete or step.sealed_by(rank):
+        return []
+    why = reason if _NAMES_A_RANK.match(reason) else f"rank {rank}: {reason}"
+    error = from_wire(code, why)
+    return fail(step, error if isinstance(error, (CallerError, MachineError, SnapshotFailed)) else SnapshotFailed(why))
+
+
+def left(job: Job, attempt: int, rank: int, how: str) -> list[Action]:
+    """Fail the steps that a rank has not sealed when it leaves, then the steps that the ranks are still planning.
+
+    Also free the slots that an earlier daemon granted to this rank: their steps have no snapshot that could fail.
+    """
+    steps = [step for step in job.steps.values() if step.attempt == attempt]
+    unsealed = [step for step in steps if step.filling is not None and not step.sealed_by(rank)]
+    planned = [step for step in steps if step.snapshot is None and step.timer is not None]
+    granted = [step for step in steps if step.snapshot is None and step.timer is None]
+    failed = [
+        action
+        for step in [*unsealed, *planned]
+        for action in fail(step, SnapshotFailed(f"step {step.number} failed: rank {rank} {how} before it had sealed it"))
+    ]
+    return [*failed, *(Free(step.key, segment) for step in granted for segment, whose in step.slots.items() if whose == rank)]
+
+
+def superseded(job: Job) -> list[Action]:
+    """Fail the incomplete snapshots of earlier attempts, because a newer attempt has begun."""
+    error = Fenced("a newer attempt of the job has begun; this trainer is to end")
+    old = [step for step in job.steps.values() if step.attempt < job.attempt and step.snapshot is not None and not step.snapshot.complete]
+    return [action for step in old for action in fail(step, error)]
+
+
+# -- a rank plans a step, and requests a slot
+
+
+def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
+    """Check that a rank may take a step now. `last_sealed` is the last step of this attempt that all ranks are known to have sealed.
+
+    Raises InvalidRequest if the step is behind the last one, SnapshotFailed or the step's own error if it has failed or a rank is gone.
+    """
+    attempt, number = key
+    step = job.steps.get(key, Step(key))
+    if step.failure is not None:
+        raise from_wire(*step.failure)
+    for other, how in sorted(job.ranks.gone.items()):
+        raise SnapshotFailed(
+            f"rank {other} of attempt {attempt} of job {job.name!r} has {how}: no snapshot can be complete without it; start the job again"
+        )
+    if step.filling is not None and not step.sealed_by(rank):
+        return
+    last = max([last_sealed, *(s.step for s in job.snapshots if s.attempt == attempt)])
+    if number <= last:
+        raise InvalidRequest(
+            f"step {number} does not follow step {last}, the last of attempt {attempt}: "
+            "steps only rise within an attempt; recover() to go back"
+        )
+
+
+def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
+    """Raise AlreadyExists if the tag that the user chose for a step is the tag of another step."""
+    if tag in job.checkpoints or any(s.tag == tag and s.key != key for s in job.snapshots):
+        raise AlreadyExists(f"tag {user_tag!r} is taken in attempt {key[0]} of job {job.name!r}; choose another")
+
+
+def planned(step: Step, more: float) -> list[Action]:
+    """Start the timer of a step that a rank plans again. Fail the step if another rank has sealed it with the plan that it had.
+
+    more: the seconds that the ranks have for planning, beyond the time to seal the step.
+    """
+    actions = _expect(step, more)
+    if step.snapshot is not None and not step.kept.isdisjoint(step.snapshot.seals):
+        actions += _refuse(step, _structure_changed(step))
+    return actions
+
+
+def requested(step: Step, rank: int, tag: str) -> list[Action]:
+    """Start the timer of a step for which a rank requests a slot. Fail the step if another rank gives it another tag."""
+    actions = _expect(step)
+    if error := _other_tag(step, rank, tag):
+        actions += _refuse(step, error)
+    return actions
+
+
+def skipped(step: Step, reason: str) -> list[Action]:
+    """End the waiting for a step that a rank skips because it gets no slot. Fail the step if ranks are planning it.
+
+    If a rank has sealed the step already, the timer continues, because only the timer then ends the waiting of that rank.
+    """
+    if step.planned:
+        return fail(step, SnapshotFailed(f"step {step.number} is skipped: {reason}"))
+    return [] if step.snapshot is not None and step.snapshot.seals else [Settle(step.key)]
+
+
+def _expect(step: Step, more: float = 0.0) -> list[Action]:
+    return [StartTimer(step.key, more)] if step.timer is None else []
+
+
+def _other_tag(step: Step, rank: int, tag: str) -> SnapshotFailed | None:
+    """Return the error if another rank gives the step another tag than this one."""
+    if step.snapshot is None or step.snapshot.tag == tag:
+        return None
+    known = step.snapshot.tag
+    return SnapshotFailed(f"step {step.number} is {tag!r} to rank {rank} and {known!r} to another: use one tag on all ranks")
+
+
+def _structure_changed(step: Step) -> StructureChanged:
+    changed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(step.planned.items()))
+    return StructureChanged(
+        f"step {step.number} failed, since the structure changed on some ranks only ({changed}; not on {ranks(sorted(step.kept))}); "
+        "every rank plans anew at the next snapshot"
+    )
+
+
+# -- a rank has sealed its slot
+
+
+def rejected(step: Step, segment: str, error: CkptdError) -> list[Action]:
+    """Fail the step of a seal that cannot be accepted, and free the slot."""
+    return [*fail(step, error), Free(step.key, segment), Raise(error)]
+
+
+def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[Action]:
+    """Reject a seal that has been read if its step has failed, or if its tag is taken or differs from that of other ranks."""
+    if step.failure is not None:
+        return rejected(step, segment, from_wire(*step.failure))
+    if segment not in step.slots:
+        return [Raise(NotFound(f"segment {segment[:8]} was taken back while its seal of step {step.number} was being read"))]
+    if tag in job.checkpoints and not job.is_durable(*step.key):
+        return rejected(step, segment, AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another"))
+    if error := _other_tag(step, rank, tag):
+        return rejected(step, segment, error)
+    return []
+
+
+def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
+    """Reject a seal that has been journaled, and not yet added, if its plan or `persist` differs from that of other ranks."""
+    others = [] if step.snapshot is None else list(step.snapshot.seals.values())
+    if step.planned and seal.rank in step.kept:
+        return rejected(step, seal.segment, _structure_changed(step))
+    if differ := sorted(other.rank for other in others if other.global_plan != seal.global_plan):
+        error: CkptdError = StructureChanged(
+            f"step {step.number} failed: rank {seal.rank} sealed another plan than {ranks(differ)}; "
+            "every rank plans anew at the next snapshot"
+        )
+        return rejected(step, seal.segment, error)
+    if differ := sorted(other.rank for other in others if other.persist != seal.persist):
+        error = SnapshotFailed(
+            f"step {step.number} has persist={seal.persist} on rank {seal.rank}, and not on {ranks(differ)}: give the same on all"
+        )
+        return rejected(step, seal.segment, error)
+    return []
+
+
+def sealed(job: Job, step: Step) -> list[Action]:
+    """Start the timer of a step after its first seal, and save its snapshot after the last."""
+    assert step.snapshot is not None
+    if not step.snapshot.complete:
+        return _expect(step)
+    if step.snapshot.state is not SnapshotState.FILLING:
+        return []
+    after = Move(step.key, Event.COMMIT) if job.is_durable(*step.key) else Save(step.key)
+    return [Settle(step.key), Move(step.key, Event.SEAL), after]
+
+
+def news(snapshot: Snapshot) -> Progress:
+    """Return the message that a snapshot is durable, or that its save has failed."""
+    state = "durable" if snapshot.state is SnapshotState.DURABLE else "failed"
+    return Progress(re=0, attempt=snapshot.attempt, step=snapshot.step, state=state, reason=snapshot.reason, code=snapshot.code)
+
+
+# -- slots
+
+
+def has_another(step: Step, segment: str) -> bool:
+    """Return True if the rank of this segment has another segment for the step, because it has asked twice."""
+    return any(rank == step.slots[segment] and other != segment for other, rank in step.slots.items())
+
+
+def replaced(job: Job) -> list[Action]:
+    """Release every snapshot that a newer sealed one has replaced."""
+    return [Release(snapshot.key) for snapshot in job.releasable()]
+
+
+def closed(job: Job, attempt: int) -> list[Action]:
+    """Release the snapshots of an attempt of which nothing is owed, because a rank has detached."""
+    return [Release(s.key) for s in job.snapshots if s.attempt == attempt and job.is_settled(s)]
+
+
+def durable(job: Job, before: int | None = None) -> list[Action]:
+    """Release the durable snapshots that nobody reads; only those of attempts before `before`, if it is given."""
+    found = [s for s in job.snapshots if s.state is SnapshotState.DURABLE and not s.holds]
+    return [Release(s.key) for s in found if before is None or s.attempt < before]
+
+
+def blocking(job: Job, attempt: int, usable: Mapping[int, Sequence[str]], granted: Key | None = None) -> list[Key]:
+    """Return the steps in the slots of the ranks that have no free slot. (attempt, -1) stands for a rank that has no slots yet.
+
+    usable: the segments of each rank, without those that larger ones have replaced. granted: a rank that has a slot for this step already
+    is not waited for.
+    """
+    keys: set[Key] = set()
+    for segments in usable.values():
+        steps = [job.step_in(segment) for segment in segments]
+        if None not in steps:
+            held = {step.key for step in steps if step is not None} or {(attempt, -1)}
+            keys |= held if granted not in held else set()
+    return sorted(keys)
+
+
+def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
+    """Return the reason why a step gets no slots, and the incomplete snapshot that it has waited for in vain, if that is the reason."""
+    for key in blocked:
+        step = job.steps.get(key)
+        if step is not None and step.filling is not None and (late := _late(step, step.filling)):
+            return f"{ranks(late)} {'has' if len(late) == 1 else 'have'} not sealed step {step.number} yet", key
+    if any(number < 0 for _, number in blocked):
+        return "another rank has no slots yet", None
+    return "every slot is still being saved", None
+
+
+def _late(step: Step, snapshot: Snapshot) -> list[int]:
+    """Return the ranks that have not sealed the snapshot and whose seal is not being read. None if the job has one rank."""
+    if snapshot.world_size == 1:
+        return []
+    under_way = {step.slots.get(segment) for segment in step.reading}
+    return [rank for rank in snapshot.missing if rank not in under_way]
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Return "rank 2", "ranks 1, 2", or the first eight and the number of the others."""
+    shown = ", ".join(str(number) for number in numbers[:8]) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) != 1 else ''} {shown}"

@@ -1,0 +1,106 @@
+"""Reads the seals of slots, journals them, and adds them to their snapshots.
+
+A seal counts once the header of the slot says so, whether or not the trainer has reported it. The daemon therefore also reads seals that
+nobody has reported, such as those of a dead trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from ckptd.daemon import decisions as d
+from ckptd.daemon import records as r
+from ckptd.daemon.catalog import Catalog, RankSeal, Snapshot, Step
+from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.pipeline import SealedSlot
+from ckptd.daemon.slots import Slot
+from ckptd.daemon.steps import Steps
+from ckptd.shared import names
+from ckptd.shared.errors import CkptdError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.segment import SegmentHeader, SlotState
+
+log = logging.getLogger("ckptd.seals")
+
+
+class SealIntake:
+    """The intake of one daemon. A seal may be read by several tasks at once; the first that has read it records it."""
+
+    def __init__(
+        self, catalog: Catalog, steps: Steps, journal: Journal, read: Callable[[int, SegmentHeader], Awaitable[SealedSlot]]
+    ) -> None:
+        """read: reads the documents of a sealed slot from its descriptor, on a worker thread."""
+        self._catalog, self._steps, self._journal, self._read_documents = catalog, steps, journal, read
+
+    async def record(self, slot: Slot) -> Snapshot:
+        """Record the seal of a slot whose header has just been read and says sealed. Return the snapshot.
+
+        If the seal cannot be accepted, the step fails on all ranks, the slot is freed, and the reason is raised.
+        """
+        header = slot.header
+        assert header.step is not None
+        job = self._catalog.job(header.job)
+        step = job.occupy(slot.name, header.rank, (header.attempt, header.step))
+        try:
+            sealed, tag = await self._read(slot, step, header)
+        except CkptdError as error:
+            if recorded := step.sealed_by(header.rank):
+                return recorded
+            self._steps.perform(job, d.rejected(step, slot.name, error))
+            raise
+        if recorded := step.sealed_by(header.rank):  # another task has read the same seal first
+            return recorded
+        self._steps.perform(job, d.seal_read(job, step, header.rank, slot.name, tag))
+        persist = sealed.request.persist
+        snapshot = step.snapshot = step.snapshot or Snapshot(job.name, *step.key, tag, header.world_size, persist)
+        snapshot.persist = snapshot.persist and persist
+        self._journal_seal(header, tag, slot.name, persist=persist)
+        seal = RankSeal(header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, persist)
+        self._steps.perform(job, d.seal_journaled(step, seal))
+        snapshot.seals[header.rank] = seal
+        self._steps.perform(job, d.sealed(job, step))
+        self._steps.release_replaced(job)
+        return snapshot
+
+    async def record_unreported(self, slot: Slot) -> bool:
+        """Record the seal of a slot if its header says sealed and the seal is not recorded yet.
+
+        Return False if the slot is in no step, is not sealed, or its seal is damaged.
+        """
+        if slot.released:  # by a seal that was recorded meanwhile
+            return False
+        try:
+            header = slot.refresh()
+            job = self._catalog.job(header.job)
+            if header.state is not SlotState.SEALED or header.step is None or job.step_in(slot.name) is None:
+                return False
+            snapshot = job.snapshot((header.attempt, header.step))
+            if snapshot is None or header.rank not in snapshot.seals:
+                await self.record(slot)
+        except JournalBroken:
+            raise
+        except CkptdError as error:
+            log.warning("%r: %s", slot, error)
+            return False
+        return True
+
+    async def _read(self, slot: Slot, step: Step, header: SegmentHeader) -> tuple[SealedSlot, str]:
+        """Return the sealed slot and the tag that it gives the step. Raises NotFound, IntegrityError, InvalidName."""
+        step.reading.append(slot.name)
+        try:
+            with slot.pinned() as fd:
+                sealed = await self._read_documents(fd, header)
+            user_tag = names.check_user_tag(sealed.request.tag) if sealed.request.tag else None
+            return sealed, names.tag_directory(step.number, user_tag, step.attempt)
+        finally:
+            step.reading.remove(slot.name)
+
+    def _journal_seal(self, header: SegmentHeader, tag: str, segment: str, *, persist: bool) -> None:
+        """Journal a seal, without waiting for the record: the header of the slot is the truth, and memory does not wait for the disk."""
+        assert header.step is not None
+        record = r.RankSealed(
+            job=header.job, attempt=header.attempt, step=header.step, rank=header.rank, world_size=header.world_size, tag=tag,
+            segment=segment, generation=header.generation, persist=persist,
+        )  # fmt: skip
+        self._journal.post(record, lambda: failpoint("seal.journaled"))
