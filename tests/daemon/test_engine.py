@@ -17,7 +17,7 @@ from ckptd.daemon.engine import MOST_JOBS
 from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, Fenced, InvalidRequest, NotFound, SnapshotFailed, StorageError
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.segment import SlotState
-from tests.support.core import MEMORY_TTL, RANK_TIMEOUT, Client, Ranks
+from tests.support.core import MEMORY_TTL, RANK_TIMEOUT, Client, ConnectedRanks
 from tests.support.interleavings import World
 
 WORLDS, EVENTS, BATCHES = 250, 120, 4
@@ -54,13 +54,13 @@ def test_invariants_hold_in_every_order_of_events(batch: int, monkeypatch: pytes
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    made = Ranks()
+def ranks() -> Iterator[ConnectedRanks]:
+    made = ConnectedRanks()
     yield made
     made.core.close()
 
 
-def refused(ranks: Ranks, work: Callable[[], Any]) -> CkptdError:
+def refused(ranks: ConnectedRanks, work: Callable[[], Any]) -> CkptdError:
     """Make a request that the engine refuses, and return the error."""
 
     async def run() -> Any:
@@ -80,12 +80,12 @@ def refused(ranks: Ranks, work: Callable[[], Any]) -> CkptdError:
         (0, 3, 1, InvalidRequest, "attempt 1 of job 'gpt' has 2 ranks, not 3"),
     ],
 )
-def test_what_a_rank_cannot_begin(ranks: Ranks, rank: int, size: int, attempt: int, error: type[CkptdError], text: str) -> None:
+def test_what_a_rank_cannot_begin(ranks: ConnectedRanks, rank: int, size: int, attempt: int, error: type[CkptdError], text: str) -> None:
     found = refused(ranks, lambda: ranks.core.engine.begin("gpt", rank, size, attempt, lambda message: None))
     assert (type(found), str(found).startswith(text)) == (error, True)
 
 
-def test_a_new_attempt_ends_the_older_one(ranks: Ranks) -> None:
+def test_a_new_attempt_ends_the_older_one(ranks: ConnectedRanks) -> None:
     """What all ranks have sealed is saved, even if a seal was not reported. The rest fails, and the slots are unlinked."""
     ranks.seal(0, 5)
     ranks.write_seal(ranks.grant(1, 5), 5)
@@ -102,7 +102,7 @@ def test_a_new_attempt_ends_the_older_one(ranks: Ranks) -> None:
     assert "attempt 1 of job 'gpt' is over" in str(refused(ranks, lambda: ranks.core.engine.plan(ranks.owner(before), 7, "")))
 
 
-def test_a_daemon_that_stops_begins_nothing_and_takes_seals(ranks: Ranks) -> None:
+def test_a_daemon_that_stops_begins_nothing_and_takes_seals(ranks: ConnectedRanks) -> None:
     sealing, owner = ranks.seal(0, 5), ranks.owner(ranks.clients[1])
     ranks.core.engine.stopping = True
     assert isinstance(refused(ranks, lambda: ranks.core.engine.begin("gpt", 0, 2, 1, lambda message: None)), Busy)
@@ -110,13 +110,13 @@ def test_a_daemon_that_stops_begins_nothing_and_takes_seals(ranks: Ranks) -> Non
     assert sealing.result() is False
 
 
-def test_a_daemon_knows_only_so_many_jobs(ranks: Ranks) -> None:
+def test_a_daemon_knows_only_so_many_jobs(ranks: ConnectedRanks) -> None:
     for number in range(MOST_JOBS):
         ranks.core.catalog.job(f"job{number}")
     assert isinstance(refused(ranks, lambda: ranks.core.engine.begin("new", 0, 1, 0, lambda message: None)), Busy)
 
 
-def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed_in_time(ranks: Ranks) -> None:
+def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed_in_time(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.seal(1, 5)
     ranks.core.finish()
@@ -126,7 +126,7 @@ def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed
     assert (ranks.job.snapshots, ranks.core.segments.slots) == ([], {})
 
 
-def test_larger_slots_take_back_what_was_granted_and_not_sealed(ranks: Ranks) -> None:
+def test_larger_slots_take_back_what_was_granted_and_not_sealed(ranks: ConnectedRanks) -> None:
     owner = ranks.owner(ranks.clients[0])
     sealed, granted = ranks.grant(0, 5), ranks.grant(0, 6)
     ranks.write_seal(sealed, 5)  # its Seal message may still be on its way
@@ -136,7 +136,7 @@ def test_larger_slots_take_back_what_was_granted_and_not_sealed(ranks: Ranks) ->
     assert ranks.core.segments.of(*owner.identity) == [sealed, *made]
 
 
-def test_durable_snapshots_of_older_attempts_make_room(ranks: Ranks) -> None:
+def test_durable_snapshots_of_older_attempts_make_room(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.seal(1, 5)
     ranks.core.finish()
@@ -148,7 +148,7 @@ def test_durable_snapshots_of_older_attempts_make_room(ranks: Ranks) -> None:
     assert "no room" in str(refused(ranks, lambda: ranks.core.engine.allocate(other, 1000, 1, -1)))
 
 
-def test_a_rank_that_asked_twice_gives_one_slot_back_and_the_step_goes_on(ranks: Ranks) -> None:
+def test_a_rank_that_asked_twice_gives_one_slot_back_and_the_step_goes_on(ranks: ConnectedRanks) -> None:
     owner, slots = ranks.owner(ranks.clients[0]), [ranks.grant(0, 5), ranks.grant(0, 5)]
     ranks.call(lambda: ranks.core.engine.abandon(owner, slots[0].name, 4))  # it is not granted for that step
     assert list(ranks.job.step((1, 5)).slots) == [slot.name for slot in slots]
@@ -158,14 +158,14 @@ def test_a_rank_that_asked_twice_gives_one_slot_back_and_the_step_goes_on(ranks:
     assert ranks.clients[1].failures(1, 5) == ["rank 0 could not copy it"]
 
 
-def test_a_slot_that_was_cleared_while_the_daemon_was_down_is_free_again(ranks: Ranks) -> None:
+def test_a_slot_that_was_cleared_while_the_daemon_was_down_is_free_again(ranks: ConnectedRanks) -> None:
     slot = ranks.grant(0, 5)
     slot.write(SlotState.FREE)
     ranks.begin(0, 1)
     assert (ranks.job.step_in(slot.name), ranks.clients[1].failures(1, 5)) == (None, ["rank 0 could not copy it"])
 
 
-def test_a_seal_needs_the_ranks_own_slot_with_that_step(ranks: Ranks) -> None:
+def test_a_seal_needs_the_ranks_own_slot_with_that_step(ranks: ConnectedRanks) -> None:
     owner, other, slot = ranks.owner(ranks.clients[0]), ranks.grant(1, 5), ranks.grant(0, 5)
     seal = ranks.core.engine.seal
     errors = [
@@ -182,7 +182,7 @@ def test_a_seal_needs_the_ranks_own_slot_with_that_step(ranks: Ranks) -> None:
     assert ranks.core.run(seal(owner, slot.name, 1, 5)) is True
 
 
-def test_a_seal_that_is_reported_again_after_its_save_failed_is_told_so(ranks: Ranks) -> None:
+def test_a_seal_that_is_reported_again_after_its_save_failed_is_told_so(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.seal(1, 5)
     ranks.core.finish("read", "check")
@@ -193,7 +193,7 @@ def test_a_seal_that_is_reported_again_after_its_save_failed_is_told_so(ranks: R
     assert ranks.clients[0].failures(1, 5) == ["full", "full"]
 
 
-def test_a_tag_is_refused_before_a_slot_is_granted(ranks: Ranks) -> None:
+def test_a_tag_is_refused_before_a_slot_is_granted(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     owner = ranks.owner(ranks.clients[0])
     known = ranks.job.step((1, 5)).snapshot
@@ -203,7 +203,7 @@ def test_a_tag_is_refused_before_a_slot_is_granted(ranks: Ranks) -> None:
     assert ranks.job.step_in("gpt1r0n2") is None
 
 
-def test_persist_waits_for_the_other_ranks_until_their_time_is_over(ranks: Ranks) -> None:
+def test_persist_waits_for_the_other_ranks_until_their_time_is_over(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.core.finish()
     waiting = ranks.core.spawn(ranks.core.engine.persist(ranks.owner(ranks.clients[0])))
@@ -215,7 +215,7 @@ def test_persist_waits_for_the_other_ranks_until_their_time_is_over(ranks: Ranks
 
 
 def test_persist_of_a_snapshot_that_a_newer_one_has_replaced_meanwhile() -> None:
-    ranks = Ranks(1)
+    ranks = ConnectedRanks(1)
     owner, newer = ranks.owner(ranks.clients[0]), ranks.grant(0, 6)
     ranks.job.step((1, 6)).snapshot = None
     older = ranks.grant(0, 5)
@@ -234,7 +234,7 @@ def test_persist_of_a_snapshot_that_a_newer_one_has_replaced_meanwhile() -> None
     ranks.core.close()
 
 
-def test_a_snapshot_in_memory_is_checked_before_it_is_read(ranks: Ranks) -> None:
+def test_a_snapshot_in_memory_is_checked_before_it_is_read(ranks: ConnectedRanks) -> None:
     fetch = ranks.core.engine.fetch
     ranks.seal(0, 5)
     assert isinstance(refused(ranks, lambda: fetch(ranks.owner(ranks.clients[0]), 1, 5)), NotFound)
@@ -247,7 +247,7 @@ def test_a_snapshot_in_memory_is_checked_before_it_is_read(ranks: Ranks) -> None
         os.close(fd)
 
 
-def test_a_rank_that_detaches_frees_what_is_durable(ranks: Ranks) -> None:
+def test_a_rank_that_detaches_frees_what_is_durable(ranks: ConnectedRanks) -> None:
     for rank in (0, 1):
         ranks.seal(rank, 5)
     ranks.core.finish()
@@ -261,13 +261,13 @@ def test_a_rank_that_detaches_frees_what_is_durable(ranks: Ranks) -> None:
     )
 
 
-def test_a_replaced_connection_is_fenced(ranks: Ranks) -> None:
+def test_a_replaced_connection_is_fenced(ranks: ConnectedRanks) -> None:
     before: Client = ranks.clients[0]
     ranks.begin(0, 1)
     assert isinstance(refused(ranks, lambda: ranks.core.engine.acquire(ranks.owner(before), 5, None, 0.0)), Fenced)
 
 
-def test_a_state_that_was_released_is_not_in_memory(ranks: Ranks) -> None:
+def test_a_state_that_was_released_is_not_in_memory(ranks: ConnectedRanks) -> None:
     for step in (5, 6):
         for rank in (0, 1):
             ranks.seal(rank, step)
