@@ -9,6 +9,8 @@ import pytest
 
 from ckptd.daemon.orphans import CHECK_SECONDS
 from ckptd.daemon.ranks import Owner
+from ckptd.shared.errors import StorageError
+from ckptd.shared.lifecycle import SnapshotState
 from tests.support.core import MEMORY_TTL, ConnectedRanks, Core
 
 
@@ -87,6 +89,22 @@ def test_the_memory_of_a_dead_trainer_is_kept_for_its_time(ranks: ConnectedRanks
     assert len(ranks.job.snapshots) == 1
     ranks.core.advance(2)
     assert (ranks.job.snapshots, ranks.core.segments.slots, ranks.core.loop.timers()) == ([], {}, [])
+
+
+def test_memory_that_could_not_be_saved_is_kept_for_another_time(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    ranks.core.finish("read", "check")
+    owner = ranks.lose(0)
+    ranks.call(lambda: ranks.core.orphans.connection_lost(owner))
+    ranks.core.finish("check")
+    next(work for work in ranks.core.work if work.what == "save").end(StorageError("full"))
+    ranks.core.finish()
+    assert [snapshot.state for snapshot in ranks.job.snapshots] == [SnapshotState.FAILED]
+    ranks.core.advance(MEMORY_TTL)
+    ranks.core.finish()
+    assert [snapshot.state for snapshot in ranks.job.snapshots] == [SnapshotState.DURABLE]
+    ranks.core.advance(MEMORY_TTL)
+    assert (ranks.job.snapshots, ranks.core.loop.timers()) == ([], [])
 
 
 def test_a_rank_that_begins_stops_the_time(ranks: ConnectedRanks) -> None:
