@@ -42,7 +42,7 @@ class Custody:
             header = slot.header
             job = self._catalog.job(header.job)
             if header.attempt < job.attempt:
-                continue  # its trainer can go on no more: the slot is needed only if it is sealed
+                continue  # its trainer is fenced: the slot matters only if it is sealed
             if not job.ranks.has(header.attempt, header.rank):
                 job.ranks.join(Owner(header.job, header.attempt, header.rank, header.world_size))
             if header.state is SlotState.FILLING and header.step is not None:

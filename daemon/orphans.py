@@ -86,7 +86,7 @@ class Orphans:
     # -- memory_ttl
 
     def start_timer(self, job: Job) -> None:
-        """Start `memory_ttl` anew for a job that has snapshots in memory and no owner."""
+        """Start or restart `memory_ttl` for a job that has snapshots in memory and no owner."""
         self.cancel_timer(job.name)
         if job.snapshots and not job.ranks.owners:
             self._timers[job.name] = asyncio.get_running_loop().call_later(self._ttl, self._expire, job)

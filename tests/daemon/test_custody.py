@@ -8,19 +8,19 @@ import pytest
 
 from ckptd.shared.errors import StorageError
 from ckptd.shared.lifecycle import SnapshotState
-from tests.support.core import Core, Ranks
+from tests.support.core import ConnectedRanks, Core
 
 TAG = "step-00000005.a0001"
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    made = Ranks()
+def ranks() -> Iterator[ConnectedRanks]:
+    made = ConnectedRanks()
     yield made
     made.core.close()
 
 
-def complete(ranks: Ranks, step: int, *, persist: bool = True) -> None:
+def complete(ranks: ConnectedRanks, step: int, *, persist: bool = True) -> None:
     for rank in range(ranks.size):
         slot = ranks.grant(rank, step)
         slot.persist = persist
@@ -29,7 +29,7 @@ def complete(ranks: Ranks, step: int, *, persist: bool = True) -> None:
     ranks.core.finish()
 
 
-def test_the_unreported_seals_of_a_dead_trainer_count(ranks: Ranks) -> None:
+def test_the_unreported_seals_of_a_dead_trainer_count(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.write_seal(ranks.grant(1, 5), 5)
     ranks.grant(1, 6)
@@ -41,14 +41,14 @@ def test_the_unreported_seals_of_a_dead_trainer_count(ranks: Ranks) -> None:
     assert (ranks.job.ranks.gone, ranks.core.run(ranks.core.custody.end_owner(owner))) == ({1: "ended"}, None)
 
 
-def test_a_memory_only_snapshot_is_saved_when_its_trainer_is_dead(ranks: Ranks) -> None:
+def test_a_memory_only_snapshot_is_saved_when_its_trainer_is_dead(ranks: ConnectedRanks) -> None:
     complete(ranks, 5, persist=False)
     assert not ranks.job.is_durable(1, 5)
     ranks.core.run(ranks.core.custody.end_owner(ranks.lose(0)))
     assert (ranks.job.is_durable(1, 5), ranks.core.saver.counters["saved_unasked"]) == (True, 1)
 
 
-def test_a_failed_save_is_tried_again_and_only_then_the_memory_is_freed(ranks: Ranks) -> None:
+def test_a_failed_save_is_tried_again_and_only_then_the_memory_is_freed(ranks: ConnectedRanks) -> None:
     for rank in (0, 1):
         ranks.seal(rank, 5)
     ranks.core.finish("read", "check")
@@ -63,7 +63,7 @@ def test_a_failed_save_is_tried_again_and_only_then_the_memory_is_freed(ranks: R
         assert (ranks.job.is_durable(1, 5), len(ranks.job.snapshots)) == (True, expected)
 
 
-def test_a_new_daemon_goes_on_with_what_is_in_memory(ranks: Ranks) -> None:
+def test_a_new_daemon_goes_on_with_what_is_in_memory(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.write_seal(ranks.grant(1, 5), 5)
     ranks.grant(0, 6)
@@ -76,7 +76,7 @@ def test_a_new_daemon_goes_on_with_what_is_in_memory(ranks: Ranks) -> None:
     assert ranks.job.step((1, 6)).snapshot is None
 
 
-def test_a_new_daemon_keeps_no_unsealed_slot_of_an_attempt_that_is_over(ranks: Ranks) -> None:
+def test_a_new_daemon_keeps_no_unsealed_slot_of_an_attempt_that_is_over(ranks: ConnectedRanks) -> None:
     ranks.grant(0, 5)
     left = ranks.core.close()
     left.journal.jobs["gpt"].attempt = 2  # the record of the next attempt was the last that the daemon did
@@ -85,7 +85,7 @@ def test_a_new_daemon_keeps_no_unsealed_slot_of_an_attempt_that_is_over(ranks: R
     assert (core.segments.slots, ranks.job.steps, ranks.job.ranks.owners) == ({}, {}, {})
 
 
-def test_a_checkpoint_is_forgotten_in_memory_if_nobody_uses_it(ranks: Ranks) -> None:
+def test_a_checkpoint_is_forgotten_in_memory_if_nobody_uses_it(ranks: ConnectedRanks) -> None:
     complete(ranks, 5)
     forget = ranks.core.custody.forget_copy
     assert "is in the memory of a running trainer too" in ranks.core.run(forget(ranks.job, TAG))
@@ -100,14 +100,14 @@ def test_a_checkpoint_is_forgotten_in_memory_if_nobody_uses_it(ranks: Ranks) -> 
     assert ranks.core.run(forget(ranks.job, "no tag of ours")) == ""
 
 
-def test_a_daemon_that_stops_saves_the_newest_of_each_job(ranks: Ranks) -> None:
+def test_a_daemon_that_stops_saves_the_newest_of_each_job(ranks: ConnectedRanks) -> None:
     complete(ranks, 5, persist=False)
     ranks.seal(0, 6)  # rank 1 does not seal it
     ranks.core.run(ranks.core.custody.drain())
     assert ([checkpoint.step for checkpoint in ranks.job.checkpoints.values()], ranks.core.loop.timers()) == ([5], [])
 
 
-def test_who_is_absent_and_who_holds_a_lock(ranks: Ranks) -> None:
+def test_who_is_absent_and_who_holds_a_lock(ranks: ConnectedRanks) -> None:
     first, second = (ranks.owner(client) for client in ranks.clients)
     assert (ranks.core.custody.absent(), ranks.core.custody.holds_lock(first)) == ([], True)
     ranks.lose(0)

@@ -1,15 +1,23 @@
-"""The engine with all that it moves, in a thousand random orders of events. No processes, no files, no waiting."""
+"""The requests of ranks, one by one, and all that the engine moves in a thousand random orders of events. No processes, no files."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Snapshot
-from ckptd.shared.lifecycle import Event
+from ckptd.daemon.engine import MOST_JOBS
+from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, Fenced, InvalidRequest, NotFound, SnapshotFailed, StorageError
+from ckptd.shared.lifecycle import Event, SnapshotState
+from ckptd.shared.segment import SlotState
+from tests.support.core import MEMORY_TTL, RANK_TIMEOUT, Client, ConnectedRanks
 from tests.support.interleavings import World
 
 WORLDS, EVENTS, BATCHES = 250, 120, 4
@@ -40,3 +48,228 @@ def test_invariants_hold_in_every_order_of_events(batch: int, monkeypatch: pytes
     assert (
         min(counts[kind] for kind in ("granted", "skipped", "steps failed", "seal", "commit", "release")) > WORLDS
     )  # they do get somewhere
+
+
+# -- requests, one by one
+
+
+@pytest.fixture
+def ranks() -> Iterator[ConnectedRanks]:
+    made = ConnectedRanks()
+    yield made
+    made.core.close()
+
+
+def refused(ranks: ConnectedRanks, work: Callable[[], Any]) -> CkptdError:
+    """Make a request that the engine refuses, and return the error."""
+
+    async def run() -> Any:
+        made = work()
+        return await made if asyncio.iscoroutine(made) else made
+
+    with pytest.raises(CkptdError) as caught:
+        ranks.core.run(run())
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "attempt", "error", "text"),
+    [
+        (2, 2, 1, InvalidRequest, "rank 2 cannot be: the job has 2 ranks"),
+        (0, 2, 2, Fenced, "attempt 2 of job 'gpt' was begun with another daemon"),
+        (0, 3, 1, InvalidRequest, "attempt 1 of job 'gpt' has 2 ranks, not 3"),
+    ],
+)
+def test_what_a_rank_cannot_begin(ranks: ConnectedRanks, rank: int, size: int, attempt: int, error: type[CkptdError], text: str) -> None:
+    found = refused(ranks, lambda: ranks.core.engine.begin("gpt", rank, size, attempt, lambda message: None))
+    assert (type(found), str(found).startswith(text)) == (error, True)
+
+
+def test_a_new_attempt_ends_the_older_one(ranks: ConnectedRanks) -> None:
+    """What all ranks have sealed is saved, even if a seal was not reported. The rest fails, and the slots are unlinked."""
+    ranks.seal(0, 5)
+    ranks.write_seal(ranks.grant(1, 5), 5)
+    ranks.grant(0, 6)
+    before = ranks.clients[0]
+    ranks.begin(0, 0)
+    assert (ranks.job.attempt, ranks.job.is_durable(1, 5), before.failures(1, 6)) == (
+        2,
+        True,
+        ["a newer attempt of the job has begun; this trainer is to end"],
+    )
+    assert {slot.written.step for slot in ranks.core.segments.slots.values()} == {5}
+    assert [type(record) for record in ranks.core.journal.records] == [r.Begun, r.RankSealed, r.Begun, r.RankSealed]
+    assert "attempt 1 of job 'gpt' is over" in str(refused(ranks, lambda: ranks.core.engine.plan(ranks.owner(before), 7, "")))
+
+
+def test_a_daemon_that_stops_begins_nothing_and_takes_seals(ranks: ConnectedRanks) -> None:
+    sealing, owner = ranks.seal(0, 5), ranks.owner(ranks.clients[1])
+    ranks.core.engine.stopping = True
+    assert isinstance(refused(ranks, lambda: ranks.core.engine.begin("gpt", 0, 2, 1, lambda message: None)), Busy)
+    assert isinstance(refused(ranks, lambda: ranks.core.engine.acquire(owner, 5, None, 0.0)), Busy)
+    assert sealing.result() is False
+
+
+def test_a_daemon_knows_only_so_many_jobs(ranks: ConnectedRanks) -> None:
+    for number in range(MOST_JOBS):
+        ranks.core.catalog.job(f"job{number}")
+    assert isinstance(refused(ranks, lambda: ranks.core.engine.begin("new", 0, 1, 0, lambda message: None)), Busy)
+
+
+def test_an_attempt_that_another_daemon_has_claimed_ends_and_its_memory_is_freed_in_time(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    ranks.seal(1, 5)
+    ranks.core.finish()
+    ranks.call(lambda: ranks.core.lose_claim(ranks.job, 1))
+    assert (ranks.job.attempt, ranks.job.ranks.owners, len(ranks.job.snapshots)) == (2, {}, 1)
+    ranks.core.advance(MEMORY_TTL)
+    assert (ranks.job.snapshots, ranks.core.segments.slots) == ([], {})
+
+
+def test_larger_slots_take_back_what_was_granted_and_not_sealed(ranks: ConnectedRanks) -> None:
+    owner = ranks.owner(ranks.clients[0])
+    sealed, granted = ranks.grant(0, 5), ranks.grant(0, 6)
+    ranks.write_seal(sealed, 5)  # its Seal message may still be on its way
+    made = ranks.core.run(ranks.core.engine.allocate(owner, 2000, 2, -1))
+    assert (sealed.released, granted.released, ranks.job.snapshot((1, 6))) == (False, True, None)
+    assert ranks.core.run(ranks.core.engine.seal(owner, sealed.name, 1, 5)) is False
+    assert ranks.core.segments.of(*owner.identity) == [sealed, *made]
+
+
+def test_durable_snapshots_of_older_attempts_make_room(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    ranks.seal(1, 5)
+    ranks.core.finish()
+    owner, ranks.core.segments.room = ranks.owner(ranks.begin(0, 0)), 2
+    assert len(ranks.core.segments.slots) == 2
+    made = ranks.core.run(ranks.core.engine.allocate(owner, 1000, 2, -1))
+    assert (list(ranks.core.segments.slots.values()), ranks.job.snapshots) == (made, [])
+    other = ranks.owner(ranks.begin(1, 2))
+    assert "no room" in str(refused(ranks, lambda: ranks.core.engine.allocate(other, 1000, 1, -1)))
+
+
+def test_a_rank_that_asked_twice_gives_one_slot_back_and_the_step_goes_on(ranks: ConnectedRanks) -> None:
+    owner, slots = ranks.owner(ranks.clients[0]), [ranks.grant(0, 5), ranks.grant(0, 5)]
+    ranks.call(lambda: ranks.core.engine.abandon(owner, slots[0].name, 4))  # it is not granted for that step
+    assert list(ranks.job.step((1, 5)).slots) == [slot.name for slot in slots]
+    ranks.call(lambda: ranks.core.engine.abandon(owner, slots[0].name, 5))
+    assert list(ranks.job.step((1, 5)).slots) == [slots[1].name]
+    ranks.call(lambda: ranks.core.engine.abandon(owner, slots[1].name, 5))
+    assert ranks.clients[1].failures(1, 5) == ["rank 0 could not copy it"]
+
+
+def test_a_slot_that_was_cleared_while_the_daemon_was_down_is_free_again(ranks: ConnectedRanks) -> None:
+    slot = ranks.grant(0, 5)
+    slot.write(SlotState.FREE)
+    ranks.begin(0, 1)
+    assert (ranks.job.step_in(slot.name), ranks.clients[1].failures(1, 5)) == (None, ["rank 0 could not copy it"])
+
+
+def test_a_seal_needs_the_ranks_own_slot_with_that_step(ranks: ConnectedRanks) -> None:
+    owner, other, slot = ranks.owner(ranks.clients[0]), ranks.grant(1, 5), ranks.grant(0, 5)
+    seal = ranks.core.engine.seal
+    errors = [
+        refused(ranks, lambda: seal(owner, "unknown", 1, 5)),
+        refused(ranks, lambda: seal(owner, other.name, 1, 5)),
+        refused(ranks, lambda: seal(owner, slot.name, 1, 5)),
+        refused(ranks, lambda: seal(owner, slot.name, 0, 4)),
+    ]
+    assert [type(error) for error in errors] == [NotFound, NotFound, InvalidRequest, NotFound]
+    for rank in (0, 1):
+        ranks.core.finish()
+        ranks.write_seal((slot, other)[rank], 5)
+        ranks.core.run(seal(ranks.owner(ranks.clients[rank]), (slot, other)[rank].name, 1, 5))
+    assert ranks.core.run(seal(owner, slot.name, 1, 5)) is True
+
+
+def test_a_seal_that_is_reported_again_after_its_save_failed_is_told_so(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    ranks.seal(1, 5)
+    ranks.core.finish("read", "check")
+    next(work for work in ranks.core.work if work.what == "save").end(StorageError("full"))
+    ranks.core.finish()
+    slot = next(name for name, rank in ranks.job.step((1, 5)).slots.items() if rank == 0)
+    assert ranks.core.run(ranks.core.engine.seal(ranks.owner(ranks.clients[0]), slot, 1, 5)) is False
+    assert ranks.clients[0].failures(1, 5) == ["full", "full"]
+
+
+def test_a_tag_is_refused_before_a_slot_is_granted(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    owner = ranks.owner(ranks.clients[0])
+    known = ranks.job.step((1, 5)).snapshot
+    assert known is not None
+    known.tag = "best.a0001"
+    assert isinstance(refused(ranks, lambda: ranks.core.engine.acquire(owner, 6, "best", 0.0)), AlreadyExists)
+    assert ranks.job.step_in("gpt1r0n2") is None
+
+
+def test_persist_waits_for_the_other_ranks_until_their_time_is_over(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    ranks.core.finish()
+    waiting = ranks.core.spawn(ranks.core.engine.persist(ranks.owner(ranks.clients[0])))
+    ranks.core.advance(RANK_TIMEOUT - 1)
+    assert not waiting.done()
+    ranks.core.advance(2)
+    assert waiting.result() is None  # nothing is sealed by all ranks, so nothing is owed
+    assert ranks.clients[0].failures(1, 5) == ["step 5 failed: rank 1 did not seal it within 60 s"]
+
+
+def test_persist_of_a_snapshot_that_a_newer_one_has_replaced_meanwhile() -> None:
+    ranks = ConnectedRanks(1)
+    owner, newer = ranks.owner(ranks.clients[0]), ranks.grant(0, 6)
+    ranks.job.step((1, 6)).snapshot = None
+    older = ranks.grant(0, 5)
+    for slot, step in ((older, 5), (newer, 6)):
+        ranks.write_seal(slot, step)
+        ranks.core.spawn(ranks.core.engine.seal(owner, slot.name, 1, step))
+        if step == 5:
+            ranks.core.finish("read", "check")
+            waiting = ranks.core.spawn(ranks.core.engine.persist(owner))
+    ranks.core.finish("read")
+    next(work for work in ranks.core.work if work.what == "save").end(StorageError("full"))
+    ranks.core.finish()
+    assert isinstance(waiting.exception(), SnapshotFailed)
+    assert ranks.core.errors == []
+    assert [checkpoint.step for checkpoint in ranks.job.checkpoints.values()] == [6]
+    ranks.core.close()
+
+
+def test_a_snapshot_in_memory_is_checked_before_it_is_read(ranks: ConnectedRanks) -> None:
+    fetch = ranks.core.engine.fetch
+    ranks.seal(0, 5)
+    assert isinstance(refused(ranks, lambda: fetch(ranks.owner(ranks.clients[0]), 1, 5)), NotFound)
+    ranks.seal(1, 5)
+    ranks.core.finish()
+    assert [snapshot.step for snapshot in ranks.core.engine.memory_candidates("gpt")] == [5]
+    opened = ranks.core.run(fetch(ranks.owner(ranks.clients[0]), 1, 5))
+    assert [rank for rank, _ in opened] == [0, 1]
+    for _, fd in opened:
+        os.close(fd)
+
+
+def test_a_rank_that_detaches_frees_what_is_durable(ranks: ConnectedRanks) -> None:
+    for rank in (0, 1):
+        ranks.seal(rank, 5)
+    ranks.core.finish()
+    ranks.grant(1, 6)
+    ranks.call(lambda: ranks.core.engine.detach(ranks.owner(ranks.clients[0])))
+    assert (ranks.job.snapshots, ranks.job.ranks.gone) == ([], {0: "closed"})
+    assert ranks.clients[1].failures(1, 6) == ["step 6 failed: rank 0 closed before it had sealed it"]
+    assert {slot.owner[2] for slot in ranks.core.segments.slots.values()} == {1}
+    assert "rank 0 of attempt 1 of job 'gpt' has closed" in str(
+        refused(ranks, lambda: ranks.core.engine.acquire(ranks.owner(ranks.clients[1]), 7, None, 0.0))
+    )
+
+
+def test_a_replaced_connection_is_fenced(ranks: ConnectedRanks) -> None:
+    before: Client = ranks.clients[0]
+    ranks.begin(0, 1)
+    assert isinstance(refused(ranks, lambda: ranks.core.engine.acquire(ranks.owner(before), 5, None, 0.0)), Fenced)
+
+
+def test_a_state_that_was_released_is_not_in_memory(ranks: ConnectedRanks) -> None:
+    for step in (5, 6):
+        for rank in (0, 1):
+            ranks.seal(rank, step)
+        ranks.core.finish()
+    assert [(s.step, s.state) for s in ranks.job.snapshots] == [(6, SnapshotState.DURABLE)]

@@ -9,29 +9,31 @@ import pytest
 
 from ckptd.daemon.orphans import CHECK_SECONDS
 from ckptd.daemon.ranks import Owner
-from tests.support.core import MEMORY_TTL, Core, Ranks
+from ckptd.shared.errors import StorageError
+from ckptd.shared.lifecycle import SnapshotState
+from tests.support.core import MEMORY_TTL, ConnectedRanks, Core
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    made = Ranks(1)
+def ranks() -> Iterator[ConnectedRanks]:
+    made = ConnectedRanks(1)
     yield made
     made.core.close()
 
 
-def guard(ranks: Ranks, owner: Owner) -> int:
+def guard(ranks: ConnectedRanks, owner: Owner) -> int:
     process = os.eventfd(0)
     ranks.call(lambda: ranks.core.orphans.guard(owner, process))
     return process
 
 
-def die(ranks: Ranks, process: int) -> None:
+def die(ranks: ConnectedRanks, process: int) -> None:
     """Let the kernel tell that a process has ended."""
     ranks.core.loop.call_soon(ranks.core.loop.readers[process])
     ranks.core.finish()
 
 
-def test_a_trainer_is_dead_when_the_kernel_says_so(ranks: Ranks) -> None:
+def test_a_trainer_is_dead_when_the_kernel_says_so(ranks: ConnectedRanks) -> None:
     owner = ranks.owner(ranks.clients[0])
     process = guard(ranks, owner)
     ranks.lose(0)
@@ -43,7 +45,7 @@ def test_a_trainer_is_dead_when_the_kernel_says_so(ranks: Ranks) -> None:
     assert (ranks.core.orphans.busy, ranks.core.changes > 0) == (False, True)
 
 
-def test_a_trainer_that_comes_back_is_watched_once(ranks: Ranks) -> None:
+def test_a_trainer_that_comes_back_is_watched_once(ranks: ConnectedRanks) -> None:
     first = guard(ranks, ranks.owner(ranks.clients[0]))
     again = ranks.begin(0, 1)
     second = guard(ranks, ranks.owner(again))
@@ -54,7 +56,7 @@ def test_a_trainer_that_comes_back_is_watched_once(ranks: Ranks) -> None:
     assert ranks.core.loop.readers == {}
 
 
-def test_the_lock_counts_where_there_is_no_process_to_watch(ranks: Ranks) -> None:
+def test_the_lock_counts_where_there_is_no_process_to_watch(ranks: ConnectedRanks) -> None:
     owner = ranks.owner(ranks.clients[0])
     owner.notify = None
     ranks.call(lambda: ranks.core.orphans.connection_lost(owner))
@@ -68,7 +70,7 @@ def test_the_lock_counts_where_there_is_no_process_to_watch(ranks: Ranks) -> Non
     assert (ranks.core.orphans.busy, ranks.core.loop.timers()) == (False, [])
 
 
-def test_a_trainer_that_reconnects_is_no_longer_polled(ranks: Ranks) -> None:
+def test_a_trainer_that_reconnects_is_no_longer_polled(ranks: ConnectedRanks) -> None:
     ranks.core = core = Core(ranks.core.close())
     core.start()
     assert core.orphans.busy
@@ -77,7 +79,7 @@ def test_a_trainer_that_reconnects_is_no_longer_polled(ranks: Ranks) -> None:
     assert not core.orphans.busy
 
 
-def test_the_memory_of_a_dead_trainer_is_kept_for_its_time(ranks: Ranks) -> None:
+def test_the_memory_of_a_dead_trainer_is_kept_for_its_time(ranks: ConnectedRanks) -> None:
     process = guard(ranks, ranks.owner(ranks.clients[0]))
     ranks.seal(0, 5)
     ranks.core.finish()
@@ -89,7 +91,23 @@ def test_the_memory_of_a_dead_trainer_is_kept_for_its_time(ranks: Ranks) -> None
     assert (ranks.job.snapshots, ranks.core.segments.slots, ranks.core.loop.timers()) == ([], {}, [])
 
 
-def test_a_rank_that_begins_stops_the_time(ranks: Ranks) -> None:
+def test_memory_that_could_not_be_saved_is_kept_for_another_time(ranks: ConnectedRanks) -> None:
+    ranks.seal(0, 5)
+    ranks.core.finish("read", "check")
+    owner = ranks.lose(0)
+    ranks.call(lambda: ranks.core.orphans.connection_lost(owner))
+    ranks.core.finish("check")
+    next(work for work in ranks.core.work if work.what == "save").end(StorageError("full"))
+    ranks.core.finish()
+    assert [snapshot.state for snapshot in ranks.job.snapshots] == [SnapshotState.FAILED]
+    ranks.core.advance(MEMORY_TTL)
+    ranks.core.finish()
+    assert [snapshot.state for snapshot in ranks.job.snapshots] == [SnapshotState.DURABLE]
+    ranks.core.advance(MEMORY_TTL)
+    assert (ranks.job.snapshots, ranks.core.loop.timers()) == ([], [])
+
+
+def test_a_rank_that_begins_stops_the_time(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.core.finish()
     ranks.core.run(ranks.core.custody.end_owner(ranks.lose(0)))
@@ -104,7 +122,7 @@ def test_a_rank_that_begins_stops_the_time(ranks: Ranks) -> None:
     assert ranks.core.loop.timers() == []
 
 
-def test_a_forgotten_checkpoint_of_a_dead_trainer_needs_no_time(ranks: Ranks) -> None:
+def test_a_forgotten_checkpoint_of_a_dead_trainer_needs_no_time(ranks: ConnectedRanks) -> None:
     ranks.seal(0, 5)
     ranks.core.finish()
     ranks.lose(0)
@@ -112,7 +130,7 @@ def test_a_forgotten_checkpoint_of_a_dead_trainer_needs_no_time(ranks: Ranks) ->
     assert (ranks.core.segments.slots, ranks.core.loop.timers()) == ({}, [])
 
 
-def test_nothing_is_watched_once_the_daemon_stops(ranks: Ranks) -> None:
+def test_nothing_is_watched_once_the_daemon_stops(ranks: ConnectedRanks) -> None:
     guard(ranks, ranks.owner(ranks.clients[0]))
     ranks.seal(0, 5)
     ranks.core.finish("read")

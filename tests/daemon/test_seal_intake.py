@@ -10,22 +10,22 @@ from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Snapshot
 from ckptd.shared.errors import AlreadyExists, InvalidName, NotFound, SnapshotFailed, StructureChanged
 from ckptd.shared.lifecycle import SnapshotState
-from tests.support.core import Ranks, Segment
+from tests.support.core import ConnectedRanks, Segment
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    made = Ranks()
+def ranks() -> Iterator[ConnectedRanks]:
+    made = ConnectedRanks()
     yield made
     made.core.close()
 
 
-def journaled(ranks: Ranks) -> list[tuple[int, int]]:
+def journaled(ranks: ConnectedRanks) -> list[tuple[int, int]]:
     """The step and the rank of each seal in the journal."""
     return [(record.step, record.rank) for record in ranks.core.journal.records if isinstance(record, r.RankSealed)]
 
 
-def sealed(ranks: Ranks, rank: int, step: int) -> Segment:
+def sealed(ranks: ConnectedRanks, rank: int, step: int) -> Segment:
     """A slot that is sealed and not reported."""
     slot = ranks.grant(rank, step)
     ranks.write_seal(slot, step)
@@ -33,7 +33,7 @@ def sealed(ranks: Ranks, rank: int, step: int) -> Segment:
     return slot
 
 
-def test_the_save_begins_with_the_last_seal(ranks: Ranks) -> None:
+def test_the_save_begins_with_the_last_seal(ranks: ConnectedRanks) -> None:
     snapshot: Snapshot = ranks.core.run(ranks.core.seals.record(sealed(ranks, 0, 5)))  # type: ignore[arg-type]
     assert (snapshot.state, snapshot.missing, ranks.core.saver.running) == (SnapshotState.FILLING, [1], {})
     last = ranks.seal(1, 5)
@@ -43,7 +43,7 @@ def test_the_save_begins_with_the_last_seal(ranks: Ranks) -> None:
     assert [seal.segment for seal in snapshot.seals.values()] == list(ranks.job.step((1, 5)).slots)
 
 
-def test_a_seal_that_two_tasks_read_is_recorded_once(ranks: Ranks) -> None:
+def test_a_seal_that_two_tasks_read_is_recorded_once(ranks: ConnectedRanks) -> None:
     slot = sealed(ranks, 0, 5)
     tasks = [ranks.core.spawn(ranks.core.seals.record(slot)) for _ in range(2)]  # type: ignore[arg-type]
     ranks.core.tick()
@@ -54,7 +54,7 @@ def test_a_seal_that_two_tasks_read_is_recorded_once(ranks: Ranks) -> None:
     assert ranks.job.step((1, 5)).reading == []
 
 
-def test_a_second_read_that_fails_does_not_undo_the_first(ranks: Ranks) -> None:
+def test_a_second_read_that_fails_does_not_undo_the_first(ranks: ConnectedRanks) -> None:
     slot = sealed(ranks, 0, 5)
     tasks = [ranks.core.spawn(ranks.core.seals.record(slot)) for _ in range(2)]  # type: ignore[arg-type]
     ranks.core.tick()
@@ -67,7 +67,7 @@ def test_a_second_read_that_fails_does_not_undo_the_first(ranks: Ranks) -> None:
     assert (ranks.job.step_in(slot.name), ranks.clients[0].told) == (ranks.job.step((1, 5)), [])
 
 
-def test_a_damaged_seal_fails_the_step_on_all_ranks(ranks: Ranks) -> None:
+def test_a_damaged_seal_fails_the_step_on_all_ranks(ranks: ConnectedRanks) -> None:
     slot = sealed(ranks, 0, 5)
     slot.damaged = True
     assert ranks.core.run(ranks.core.seals.record_unreported(slot)) is False  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_a_damaged_seal_fails_the_step_on_all_ranks(ranks: Ranks) -> None:
     assert journaled(ranks) == []
 
 
-def test_a_step_that_fails_while_its_seal_is_read_does_not_come_back(ranks: Ranks) -> None:
+def test_a_step_that_fails_while_its_seal_is_read_does_not_come_back(ranks: ConnectedRanks) -> None:
     """The slot has been granted for the next step by then, and stays in it."""
     sealing, slot = ranks.seal(0, 5), ranks.core.segments.slots["gpt1r0n1"]
     ranks.call(lambda: ranks.core.engine.pass_over(ranks.owner(ranks.clients[1]), 5, "no memory left", "storage"))
@@ -91,7 +91,7 @@ def test_a_step_that_fails_while_its_seal_is_read_does_not_come_back(ranks: Rank
 
 
 def test_a_job_of_one_rank_whose_slot_is_taken_back_while_its_seal_is_read() -> None:
-    ranks = Ranks(1)
+    ranks = ConnectedRanks(1)
     sealing = ranks.seal(0, 5)
     ranks.call(lambda: ranks.core.engine.pass_over(ranks.owner(ranks.clients[0]), 5, "interrupted", ""))
     ranks.core.finish()
@@ -109,7 +109,7 @@ def test_a_job_of_one_rank_whose_slot_is_taken_back_while_its_seal_is_read() -> 
         ("tag", "../x", InvalidName),
     ],
 )
-def test_a_rank_that_differs_fails_the_step(ranks: Ranks, name: str, value: object, error: type[Exception]) -> None:
+def test_a_rank_that_differs_fails_the_step(ranks: ConnectedRanks, name: str, value: object, error: type[Exception]) -> None:
     ranks.seal(0, 5)
     ranks.core.finish("read")
     slot = sealed(ranks, 1, 5)
@@ -120,7 +120,7 @@ def test_a_rank_that_differs_fails_the_step(ranks: Ranks, name: str, value: obje
     assert [len(client.failures(1, 5)) for client in ranks.clients] == [1, 1]
 
 
-def test_a_taken_tag_fails_the_step(ranks: Ranks) -> None:
+def test_a_taken_tag_fails_the_step(ranks: ConnectedRanks) -> None:
     for rank in (0, 1):
         ranks.seal(rank, 5)
     ranks.core.finish()
@@ -132,7 +132,7 @@ def test_a_taken_tag_fails_the_step(ranks: Ranks) -> None:
         ranks.core.run(ranks.core.seals.record(slot))  # type: ignore[arg-type]
 
 
-def test_what_is_not_sealed_or_not_granted_is_not_recorded(ranks: Ranks) -> None:
+def test_what_is_not_sealed_or_not_granted_is_not_recorded(ranks: ConnectedRanks) -> None:
     filling = ranks.grant(0, 5)
     free = next(slot for slot in ranks.core.segments.slots.values() if ranks.job.step_in(slot.name) is None)
     ranks.write_seal(free, 6)

@@ -420,7 +420,7 @@ class Client:
         return [told.reason for told in self.told if (told.attempt, told.step, told.state) == (attempt, step, "failed")]
 
 
-class Ranks:
+class ConnectedRanks:
     """A core, and a job whose ranks are connected and have two slots each, whose locks they hold. Nothing ends by chance."""
 
     def __init__(self, size: int = 2, job: str = "gpt") -> None:
