@@ -83,5 +83,5 @@ def test_a_rank_with_another_root_is_refused() -> None:
 
 def test_a_rank_with_another_job_name_is_refused() -> None:
     assert refused((welcome("aa"), "gpt"), (welcome("aa"), "bert")) == (
-        "rank 1 names its job 'bert', rank 0 'gpt': use the same job name on all ranks"
+        "rank 1 uses the job name 'bert', rank 0 uses 'gpt': use the same job name on all ranks"
     )
