@@ -68,12 +68,12 @@ def tag(step: int, attempt: int = 1) -> str:
 def socket(request: pytest.FixtureRequest, place: Home) -> Any:
     """Six checkpoints, and how to name the daemon of their root: there is one, or there is none any more."""
     if request.param == "none":
-        with running(place):
+        with running(place, forked=True):
             train(place, range(1, 7))
         yield []
         assert not names.private_socket(place.root).exists()
     else:
-        with running(place):
+        with running(place, forked=True):
             train(place, range(1, 7))
             yield ["--socket", place.socket]
 
@@ -206,7 +206,7 @@ def test_somebody_elses_file_stays(place: Home, socket: list[Any]) -> None:
     ],
 )
 def test_bad_input(place: Home, arguments: list[str], code: int, words: str) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         train(place, [1, 2])
         run = ckptd("forget", place.root / arguments[0], *arguments[1:], "--socket", daemon.home.socket)
         assert (run.returncode, run.stdout) == (code, "")
@@ -216,7 +216,7 @@ def test_bad_input(place: Home, arguments: list[str], code: int, words: str) -> 
 
 
 def test_a_daemon_that_is_not_found_is_asked_for(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         train(place, [1, 2])
         run = ckptd("forget", place.root / "gpt" / tag(1))
         assert run.returncode == 11
@@ -226,7 +226,7 @@ def test_a_daemon_that_is_not_found_is_asked_for(place: Home) -> None:
 
 
 def test_a_daemon_of_another_root(place: Home, tmp_path: Path) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         (tmp_path / "gpt").mkdir()
         train(place, [1])
         os.rename(place.root / "gpt" / tag(1), tmp_path / "gpt" / tag(1))
@@ -237,16 +237,16 @@ def test_a_daemon_of_another_root(place: Home, tmp_path: Path) -> None:
 
 def test_without_a_daemon_nothing_else_goes(place: Home) -> None:
     """Whatever the settings of the root's daemon are, more than the default's ten stay."""
-    with running(place, "--keep-last", "0"):
+    with running(place, "--keep-last", "0", forked=True):
         train(place, range(1, 13))
     assert ckptd("forget", place.root / "gpt" / tag(5)).returncode == 0
     assert len(steps(place)) == 11
 
 
 def test_without_a_daemon_what_was_owed_is_saved_too(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         train(place, [1, 2])
-    with running(place, failpoints="seal.journaled=kill@1") as daemon:
+    with running(place, failpoints="seal.journaled=kill@1", forked=True) as daemon:
         agent = Agent("gpt", socket=place.socket)
         agent.snapshot({"w": torch.full((10,), 7.0)}, step=7)
         daemon.died()
@@ -260,7 +260,7 @@ def test_without_a_daemon_what_was_owed_is_saved_too(place: Home) -> None:
 
 
 def test_what_a_running_trainer_has_in_memory_stays_until_it_has_gone_on(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
         path = place.root / "gpt" / tag(2)
 
@@ -289,7 +289,7 @@ def leave(steps: Sequence[int], socket: Path) -> None:
 @pytest.mark.parametrize("by", ["its daemon", "the next daemon", "none"])
 def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home, by: str) -> None:
     named = ["--socket", place.socket]
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         process = forks.context().Process(target=leave, args=((1, 2), place.socket))
         process.start()
         process.join()
@@ -299,7 +299,7 @@ def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home, by: str) -
             daemon.kill()
     if by == "none":
         assert ckptd("forget", place.root / "gpt" / tag(2)).returncode == 0
-    with running(place):
+    with running(place, forked=True):
         if by == "the next daemon":
             assert ckptd("forget", place.root / "gpt" / tag(2), *named).returncode == 0
         agent = Agent("gpt", socket=place.socket)
@@ -314,7 +314,7 @@ def test_a_forgotten_one_is_not_brought_back_from_memory(place: Home, by: str) -
 
 def test_a_step_that_a_dead_rank_had_sealed_alone(place: Home) -> None:
     """Of two ranks, killed with their daemon, one still has step 1 in its slot; the other's slots have gone on."""
-    with running(place, "--slots", "2") as daemon, Ranks(2) as ranks:
+    with running(place, "--slots", "2", forked=True) as daemon, Ranks(2) as ranks:
         ranks.call(work, place.socket)
         daemon.kill()
         for slot in place.segment_files():
@@ -333,7 +333,7 @@ def work(socket: Path) -> None:
 
 
 def test_a_damaged_segment_is_in_nobodys_way(place: Home) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         train(place, [1, 2])
         agent = Agent("other", socket=place.socket)
         agent.snapshot({"w": torch.ones(10)}, step=1).wait("durable", timeout=60)
@@ -345,7 +345,7 @@ def test_a_damaged_segment_is_in_nobodys_way(place: Home) -> None:
 
 
 def test_a_pin_of_a_damaged_one_can_be_removed(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         train(place, [1, 2])
     path = place.root / "gpt" / tag(1)
     assert ckptd("pin", path).returncode == 0
@@ -363,7 +363,7 @@ def test_the_environments_shared_memory_is_looked_through(place: Home, tmp_path:
 
 
 def saved_once(place: Home) -> Path:
-    with running(place):
+    with running(place, forked=True):
         train(place, [1])
     return place.root / "gpt" / tag(1)
 
@@ -372,19 +372,19 @@ def saved_once(place: Home) -> Path:
 
 
 def test_a_job_keeps_what_it_says(place: Home) -> None:
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         train(place, range(1, 8), retention=[LatestN(2), BestN("loss", 1), EveryNSteps(3)])
         settled(place, [3, 4, 6, 7])
         assert "LatestN(n=2), BestN(metric='loss', n=1" in ckptd("show", place.root / "gpt").stdout
 
 
 def test_it_counts_across_restarts_until_something_newer_is_said(place: Home) -> None:
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         train(place, range(1, 4), retention=PreserveAll())
     for _ in range(2):
-        with running(place, "--keep-last", "1"):
+        with running(place, "--keep-last", "1", forked=True):
             assert steps(place) == [1, 2, 3]
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         train(place, [4])
         assert steps(place) == [1, 2, 3, 4]
         train(place, [5, 6], retention=LatestN(1))
@@ -392,13 +392,13 @@ def test_it_counts_across_restarts_until_something_newer_is_said(place: Home) ->
 
 
 def test_the_daemon_keeps_what_its_settings_say(place: Home) -> None:
-    with running(place, "--keep-last", "1", "--keep", "EveryNSteps(4)", "--keep", "BestN('loss', 1)"):
+    with running(place, "--keep-last", "1", "--keep", "EveryNSteps(4)", "--keep", "BestN('loss', 1)", forked=True):
         train(place, range(1, 8))
         settled(place, [4, 7])
 
 
 def test_retention_passes_over_what_is_pinned_or_read_and_comes_back(place: Home) -> None:
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         agent = Agent("gpt", socket=place.socket)
 
         def save(step: int) -> None:
@@ -419,14 +419,14 @@ def test_retention_passes_over_what_is_pinned_or_read_and_comes_back(place: Home
 
 def test_a_pin_that_came_after_the_daemon_died_counts(place: Home) -> None:
     """It had written down that it would delete this one."""
-    with running(place, "--keep-last", "1", failpoints="retire.intended=kill@1") as daemon:
+    with running(place, "--keep-last", "1", failpoints="retire.intended=kill@1", forked=True) as daemon:
         agent = Agent("gpt", socket=place.socket)
         for step in (1, 2):
             agent.snapshot({"w": torch.ones(3)}, step=step)
         daemon.died()
     agent._link.client.close()
     assert ckptd("pin", place.root / "gpt" / tag(1)).returncode == 0
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         assert steps(place) == [1, 2]
         assert ckptd("pin", place.root / "gpt" / tag(1), "--remove").returncode == 0
         train(place, [3, 4])  # two are to go, which this daemon does not do at its first commit
@@ -438,7 +438,7 @@ def test_a_pin_that_came_after_the_daemon_died_counts(place: Home) -> None:
     [([], "retention has 0 policies"), ("LatestN(5)", "retention has 'LatestN"), (5, "'int' object is not iterable")],
 )
 def test_what_is_no_retention(place: Home, given: Any, words: str) -> None:
-    with running(place) as daemon, pytest.raises(InvalidRequest, match=words):
+    with running(place, forked=True) as daemon, pytest.raises(InvalidRequest, match=words):
         Agent("gpt", socket=daemon.home.socket, retention=given)
 
 

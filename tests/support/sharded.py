@@ -235,7 +235,7 @@ class Saved:
 def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", model: type[nn.Module] = Net) -> Iterator[Saved]:
     """Trained and saved on so many ranks, which are then killed. What comes back comes from `source`: "memory" or "storage"."""
     with home() as place:
-        daemon = Daemon(place).wait_ready()
+        daemon = Daemon(place, forked=True).wait_ready()
         try:
             with Ranks(world_size) as ranks:
                 ranks.call(build, kind, 1, optimizer, model)
@@ -247,7 +247,7 @@ def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", 
             if source == "storage":
                 daemon.kill()
                 shutil.rmtree(place.segments)
-                daemon = Daemon(place).wait_ready()
+                daemon = Daemon(place, forked=True).wait_ready()
             yield Saved(place, kind, world_size, source, found, together(found), later)
         finally:
             daemon.close()
