@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -24,7 +24,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
-from tests.support.daemons import Daemon, Home, running, until
+from tests.support.daemons import Daemon, Home, home, running, until
 
 NOTHING: dict[str, str] = {}
 
@@ -42,13 +42,25 @@ def ckptd(*arguments: object, environment: dict[str, str] = NOTHING) -> subproce
 
 
 @pytest.fixture
-def full(daemon: Daemon) -> Any:
+def full(daemon: Daemon) -> Daemon:
     """A daemon with two checkpoints of job `gpt`."""
+    train(daemon)
+    return daemon
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Daemon]:
+    """The same, for all tests that change nothing in it."""
+    with home() as place, running(place, forked=True) as daemon:
+        train(daemon)
+        yield daemon
+
+
+def train(daemon: Daemon) -> None:
     agent = Agent("gpt", socket=daemon.home.socket)
     for step in (1, 2):
         agent.snapshot({"w": torch.arange(1000.0) * step}, step=step, metrics={"loss": 1 / step}).wait("durable", timeout=60)
     agent.close()
-    return daemon
 
 
 def test_a_daemon_takes_no_core_from_the_training(daemon: Daemon) -> None:
@@ -260,11 +272,11 @@ def test_verify_finds_a_flipped_byte(full: Daemon) -> None:
         (["frobnicate"], 2, "No such command 'frobnicate'"),
     ],
 )  # fmt: skip
-def test_each_mistake_gives_one_sentence_and_its_exit_code(full: Daemon, arguments: list[str], code: int, words: str) -> None:
-    result = ckptd(*(a.format(root=full.home.root, socket=full.home.socket) for a in arguments))
+def test_each_mistake_gives_one_sentence_and_its_exit_code(trained: Daemon, arguments: list[str], code: int, words: str) -> None:
+    result = ckptd(*(a.format(root=trained.home.root, socket=trained.home.socket) for a in arguments))
     assert (result.returncode, words in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
-    assert full.status()["ready"]
+    assert trained.status()["ready"]
 
 
 def test_errors_are_printed_as_json_on_request(full: Daemon) -> None:

@@ -71,12 +71,12 @@ def tag(step: int, attempt: int = 1) -> str:
 def socket(request: pytest.FixtureRequest, place: Home) -> Any:
     """Make six checkpoints. Return the options that name the daemon of their root, which runs or has ended."""
     if request.param == "none":
-        with running(place):
+        with running(place, forked=True):
             train(place, range(1, 7))
         yield []
         assert not names.private_socket(place.root).exists()
     else:
-        with running(place):
+        with running(place, forked=True):
             train(place, range(1, 7))
             yield ["--socket", place.socket]
 
@@ -209,7 +209,7 @@ def test_forget_leaves_files_of_other_programs(place: Home, socket: list[Any]) -
     ],
 )
 def test_each_wrong_argument_gives_one_sentence(place: Home, arguments: list[str], code: int, words: str) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         train(place, [1, 2])
         run = ckptd("forget", place.root / arguments[0], *arguments[1:], "--socket", daemon.home.socket)
         assert (run.returncode, run.stdout) == (code, "")
@@ -219,7 +219,7 @@ def test_each_wrong_argument_gives_one_sentence(place: Home, arguments: list[str
 
 
 def test_forget_asks_for_the_socket_of_a_daemon_that_it_cannot_find(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         train(place, [1, 2])
         run = ckptd("forget", place.root / "gpt" / tag(1))
         assert run.returncode == 11
@@ -229,7 +229,7 @@ def test_forget_asks_for_the_socket_of_a_daemon_that_it_cannot_find(place: Home)
 
 
 def test_a_named_socket_of_another_root_is_refused(place: Home, tmp_path: Path) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         (tmp_path / "gpt").mkdir()
         train(place, [1])
         os.rename(place.root / "gpt" / tag(1), tmp_path / "gpt" / tag(1))
@@ -240,16 +240,16 @@ def test_a_named_socket_of_another_root_is_refused(place: Home, tmp_path: Path) 
 
 def test_forget_without_a_daemon_deletes_nothing_else(place: Home) -> None:
     """Whatever the settings of the root's daemon are, more checkpoints stay than the ten of the default."""
-    with running(place, "--keep-last", "0"):
+    with running(place, "--keep-last", "0", forked=True):
         train(place, range(1, 13))
     assert ckptd("forget", place.root / "gpt" / tag(5)).returncode == 0
     assert len(steps(place)) == 11
 
 
 def test_forget_without_a_daemon_also_saves_what_was_owed(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         train(place, [1, 2])
-    with running(place, failpoints="seal.journaled=kill@1") as daemon:
+    with running(place, failpoints="seal.journaled=kill@1", forked=True) as daemon:
         agent = Agent("gpt", socket=place.socket)
         agent.snapshot({"w": torch.full((10,), 7.0)}, step=7)
         daemon.died()
@@ -263,7 +263,7 @@ def test_forget_without_a_daemon_also_saves_what_was_owed(place: Home) -> None:
 
 
 def test_a_checkpoint_in_the_memory_of_a_running_trainer_is_not_deleted(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         agent = Agent("gpt", socket=place.socket)
         path = place.root / "gpt" / tag(2)
 
@@ -292,7 +292,7 @@ def leave(steps: Sequence[int], socket: Path) -> None:
 @pytest.mark.parametrize("by", ["its daemon", "the next daemon", "none"])
 def test_a_forgotten_checkpoint_is_not_saved_again_from_memory(place: Home, by: str) -> None:
     named = ["--socket", place.socket]
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         process = forks.context().Process(target=leave, args=((1, 2), place.socket))
         process.start()
         process.join()
@@ -302,7 +302,7 @@ def test_a_forgotten_checkpoint_is_not_saved_again_from_memory(place: Home, by: 
             daemon.kill()
     if by == "none":
         assert ckptd("forget", place.root / "gpt" / tag(2)).returncode == 0
-    with running(place):
+    with running(place, forked=True):
         if by == "the next daemon":
             assert ckptd("forget", place.root / "gpt" / tag(2), *named).returncode == 0
         agent = Agent("gpt", socket=place.socket)
@@ -317,7 +317,7 @@ def test_a_forgotten_checkpoint_is_not_saved_again_from_memory(place: Home, by: 
 
 def test_a_step_that_one_dead_rank_alone_had_sealed_can_be_forgotten(place: Home) -> None:
     """Of two ranks, killed with their daemon, one still has step 1 in its slot. The other has filled its slots with later steps."""
-    with running(place, "--slots", "2") as daemon, Ranks(2) as ranks:
+    with running(place, "--slots", "2", forked=True) as daemon, Ranks(2) as ranks:
         ranks.call(work, place.socket)
         daemon.kill()
         for slot in place.segment_files():
@@ -336,7 +336,7 @@ def work(socket: Path) -> None:
 
 
 def test_a_damaged_segment_does_not_keep_a_checkpoint_from_being_deleted(place: Home) -> None:
-    with running(place) as daemon:
+    with running(place, forked=True) as daemon:
         train(place, [1, 2])
         agent = Agent("other", socket=place.socket)
         agent.snapshot({"w": torch.ones(10)}, step=1).wait("durable", timeout=60)
@@ -348,7 +348,7 @@ def test_a_damaged_segment_does_not_keep_a_checkpoint_from_being_deleted(place: 
 
 
 def test_the_pin_of_a_damaged_checkpoint_can_be_removed(place: Home) -> None:
-    with running(place):
+    with running(place, forked=True):
         train(place, [1, 2])
     path = place.root / "gpt" / tag(1)
     assert ckptd("pin", path).returncode == 0
@@ -366,7 +366,7 @@ def test_forget_looks_through_the_shared_memory_that_the_environment_names(place
 
 
 def saved_once(place: Home) -> Path:
-    with running(place):
+    with running(place, forked=True):
         train(place, [1])
     return place.root / "gpt" / tag(1)
 
@@ -375,19 +375,19 @@ def saved_once(place: Home) -> Path:
 
 
 def test_a_job_is_kept_by_its_own_policies(place: Home) -> None:
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         train(place, range(1, 8), retention=[LatestN(2), BestN("loss", 1), EveryNSteps(3)])
         settled(place, [3, 4, 6, 7])
         assert "LatestN(n=2), BestN(metric='loss', n=1" in ckptd("show", place.root / "gpt").stdout
 
 
 def test_the_policies_of_a_job_hold_across_restarts_until_newer_ones_come(place: Home) -> None:
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         train(place, range(1, 4), retention=PreserveAll())
     for _ in range(2):
-        with running(place, "--keep-last", "1"):
+        with running(place, "--keep-last", "1", forked=True):
             assert steps(place) == [1, 2, 3]
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         train(place, [4])
         assert steps(place) == [1, 2, 3, 4]
         train(place, [5, 6], retention=LatestN(1))
@@ -395,13 +395,13 @@ def test_the_policies_of_a_job_hold_across_restarts_until_newer_ones_come(place:
 
 
 def test_a_job_without_policies_is_kept_by_the_settings(place: Home) -> None:
-    with running(place, "--keep-last", "1", "--keep", "EveryNSteps(4)", "--keep", "BestN('loss', 1)"):
+    with running(place, "--keep-last", "1", "--keep", "EveryNSteps(4)", "--keep", "BestN('loss', 1)", forked=True):
         train(place, range(1, 8))
         settled(place, [4, 7])
 
 
 def test_retention_skips_a_pinned_or_read_checkpoint_and_retries_later(place: Home) -> None:
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         agent = Agent("gpt", socket=place.socket)
 
         def save(step: int) -> None:
@@ -422,14 +422,14 @@ def test_retention_skips_a_pinned_or_read_checkpoint_and_retries_later(place: Ho
 
 def test_a_pin_set_after_the_death_of_the_daemon_stops_its_deletion(place: Home) -> None:
     """The daemon had already journaled that it would delete this checkpoint."""
-    with running(place, "--keep-last", "1", failpoints="retire.intended=kill@1") as daemon:
+    with running(place, "--keep-last", "1", failpoints="retire.intended=kill@1", forked=True) as daemon:
         agent = Agent("gpt", socket=place.socket)
         for step in (1, 2):
             agent.snapshot({"w": torch.ones(3)}, step=step)
         daemon.died()
     agent._link.client.close()
     assert ckptd("pin", place.root / "gpt" / tag(1)).returncode == 0
-    with running(place, "--keep-last", "1"):
+    with running(place, "--keep-last", "1", forked=True):
         assert steps(place) == [1, 2]
         assert ckptd("pin", place.root / "gpt" / tag(1), "--remove").returncode == 0
         train(place, [3, 4])  # two checkpoints are beyond the policy; the daemon does not delete several at its first commit
@@ -441,7 +441,7 @@ def test_a_pin_set_after_the_death_of_the_daemon_stops_its_deletion(place: Home)
     [([], "retention has 0 policies"), ("LatestN(5)", "retention has 'LatestN"), (5, "'int' object is not iterable")],
 )
 def test_an_invalid_policy_is_refused(place: Home, given: Any, words: str) -> None:
-    with running(place) as daemon, pytest.raises(InvalidRequest, match=words):
+    with running(place, forked=True) as daemon, pytest.raises(InvalidRequest, match=words):
         Agent("gpt", socket=daemon.home.socket, retention=given)
 
 

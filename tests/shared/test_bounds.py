@@ -245,25 +245,29 @@ def test_the_count_ends_on_noise(noise: bytes) -> None:
     assert 0 <= sum(bounds._count(noise, frozenset({5}), MAX_OBJECTS)) <= len(noise)
 
 
-def test_the_shards_of_a_large_model_on_many_ranks_pass() -> None:
-    """3,000 tensors on 1,024 ranks: 9.2 million lists in 23 MB, or as JSON in 43 MB."""
-    chunk, count = msgspec.msgpack.encode([[200], [8]]), 3000 * 1024
+def test_the_shards_of_a_large_model_on_many_ranks_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3,000 tensors on 1,024 ranks: 9.2 million lists in 23 MB, or as JSON in 43 MB. Here all numbers are smaller by `SCALE`."""
+    monkeypatch.setattr(bounds, "MAX_OBJECTS", MAX_OBJECTS // SCALE)
+    chunk, count = msgspec.msgpack.encode([[200], [8]]), 3000 * 1024 // SCALE
+    assert 3 * count > bounds.MAX_OBJECTS
     check_msgpack(array(count, chunk), "plan")
     check_json(b"[" + b"[[8176],[8]]," * count + b"1]", "manifest")
 
 
-def test_payload_bytes_do_not_count_as_objects() -> None:
-    payload = msgspec.msgpack.encode({"rng": b"\x90" * (MAX_OBJECTS + 1), "ext": msgspec.msgpack.Ext(8, b"\x90" * 100)})
+def test_payload_bytes_do_not_count_as_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = MAX_OBJECTS // SCALE
+    monkeypatch.setattr(bounds, "MAX_OBJECTS", most)
+    payload = msgspec.msgpack.encode({"rng": b"\x90" * (most + 1), "ext": msgspec.msgpack.Ext(8, b"\x90" * 100)})
     check_msgpack(payload, "it")
-    with pytest.raises(IntegrityError, match=r"^it has more than 8,388,608 lists, or 8,388,608 maps and texts, the most that ckptd "):
-        check_msgpack(array(MAX_OBJECTS, b"\x90"), "it")
-    nested = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, array(MAX_OBJECTS, b"\x90")))
+    with pytest.raises(IntegrityError, match=rf"^it has more than {most:,d} lists, or {most:,d} maps and texts, the most that ckptd "):
+        check_msgpack(array(most, b"\x90"), "it")
+    nested = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, array(most, b"\x90")))
     check_msgpack(nested, "it")
     with pytest.raises(IntegrityError):
         check_msgpack(nested, "it", {2})
-    check_json(b"1," * MAX_OBJECTS, "it")
+    check_json(b"1," * most, "it")
     with pytest.raises(IntegrityError):
-        check_json(b"[" * (MAX_OBJECTS + 1), "it")
+        check_json(b"[" * (most + 1), "it")
 
 
 @pytest.mark.parametrize("levels", [0, 1, 2, 200])

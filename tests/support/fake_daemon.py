@@ -101,7 +101,8 @@ class FakeDaemon:
         self._listener = listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(self.socket))
         listener.listen(8)
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, args=(listener,), daemon=True)
+        self._accepting.start()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -118,6 +119,7 @@ class FakeDaemon:
         if self._listener is not None:
             os.unlink(self.socket)
             self._listener.shutdown(socket.SHUT_RDWR)
+            self._accepting.join()
             self._listener.close()
             self._listener = None
 

@@ -240,7 +240,7 @@ class Saved:
 def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", model: type[nn.Module] = Net) -> Iterator[Saved]:
     """Context manager. Train and save on `ranks` processes, and kill them. A recovery then reads from `source`: "memory" or "storage"."""
     with home() as place:
-        daemon = Daemon(place).wait_ready()
+        daemon = Daemon(place, forked=True).wait_ready()
         try:
             with Ranks(world_size) as ranks:
                 ranks.call(build, kind, 1, optimizer, model)
@@ -252,7 +252,7 @@ def saved(kind: str, world_size: int, source: str, *, optimizer: str = "adamw", 
             if source == "storage":
                 daemon.kill()
                 shutil.rmtree(place.segments)
-                daemon = Daemon(place).wait_ready()
+                daemon = Daemon(place, forked=True).wait_ready()
             yield Saved(place, kind, world_size, source, found, together(found), later)
         finally:
             daemon.close()

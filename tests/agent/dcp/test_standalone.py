@@ -26,6 +26,7 @@ from ckptd.shared.plan import MIN_CHUNK, chunk_ranges
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.protocol import Source
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from tests.support.descriptors import opened
 
 STATE = {"w": torch.arange(300_000.0), "bytes": torch.arange(70_000, dtype=torch.int64).to(torch.uint8), "n": 5}
 
@@ -54,12 +55,11 @@ class Save:
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """So that a small state has many."""
     monkeypatch.setattr(standalone, "DEFAULT_CHUNK", MIN_CHUNK)
-    before = len(os.listdir("/proc/self/fd"))
     yield
-    assert len(os.listdir("/proc/self/fd")) == before, "a descriptor is left open"
+    assert opened(tmp_path) == [], "a descriptor is left open"
 
 
 @pytest.mark.parametrize("threads", [1, 3, None])
@@ -80,7 +80,8 @@ def test_a_state_without_tensors_is_a_checkpoint_too(tmp_path: Path) -> None:
     save = Save(tmp_path / "x", {})
     save.commit(save.write())
     save.part.close()
-    assert Checkpoint.open(tmp_path / "x").load() == {}
+    with Checkpoint.open(tmp_path / "x") as checkpoint:
+        assert checkpoint.load() == {}
 
 
 def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
@@ -93,7 +94,8 @@ def test_an_existing_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> N
         second.commit(entry)
     second.commit(entry, overwrite=True)
     second.part.close()
-    assert Checkpoint.open(tmp_path / "x").load() == {"n": 2}
+    with Checkpoint.open(tmp_path / "x") as checkpoint:
+        assert checkpoint.load() == {"n": 2}
 
 
 def test_a_discarded_part_leaves_nothing(tmp_path: Path) -> None:
@@ -169,7 +171,8 @@ def test_an_interpreter_that_is_shutting_down_finishes_the_save_on_its_own_threa
     save = Save(tmp_path / "x")
     save.commit(save.write())
     save.part.close()
-    assert Checkpoint.open(tmp_path / "x").load()["n"] == 5
+    with Checkpoint.open(tmp_path / "x") as checkpoint:
+        assert checkpoint.load()["n"] == 5
 
 
 def test_bytes_are_cut_where_the_chunks_are() -> None:

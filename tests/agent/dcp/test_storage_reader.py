@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from ckptd.agent import StorageReader, StorageWriter
 from ckptd.agent.dcp.storage_reader import StorageReader as Reader
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound, StorageError
+from tests.support.descriptors import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -23,27 +23,23 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "x"
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_a_load_closes_what_it_has_opened(saved: Path) -> None:
     assert StorageReader is Reader
-    before, state = open_descriptors(), {"w": torch.zeros(4)}
+    state = {"w": torch.zeros(4)}
     dcp.load(state, storage_reader=Reader(saved))
-    assert (state["w"].tolist(), open_descriptors()) == ([0.0, 1.0, 2.0, 3.0], before)
+    assert (state["w"].tolist(), opened(saved)) == ([0.0, 1.0, 2.0, 3.0], [])
 
 
 def test_a_reader_that_is_dropped_or_reset_closes_its_checkpoint(saved: Path) -> None:
-    before, reader = open_descriptors(), Reader(saved)
+    reader = Reader(saved)
     reader.read_metadata()
-    assert open_descriptors() > before
+    assert opened(saved) != []
     reader.read_metadata()
     reader.reset()
-    assert open_descriptors() == before
+    assert opened(saved) == []
     reader.read_metadata()
     del reader
-    assert open_descriptors() == before
+    assert opened(saved) == []
 
 
 def test_each_load_has_an_id_of_its_own(saved: Path) -> None:
@@ -102,7 +98,6 @@ def test_an_error_of_the_machine_names_the_path(saved: Path, monkeypatch: pytest
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    before = open_descriptors()
     with monkeypatch.context() as patch:
         patch.setattr("ckptd.agent.dcp.storage_reader.open_storage", fail)
         with pytest.raises(StorageError, match=f"^cannot read {saved}: "):
@@ -112,4 +107,4 @@ def test_an_error_of_the_machine_names_the_path(saved: Path, monkeypatch: pytest
     monkeypatch.setattr("ckptd.agent.dcp.storage_reader.read_plan", lambda *_, **__: fail())
     with pytest.raises(StorageError, match=f"^cannot read {saved}: "):
         reader.read_data(planner.create_local_plan(), planner)
-    assert open_descriptors() == before
+    assert opened(saved) == []

@@ -472,10 +472,10 @@ def test_a_private_daemon_that_cannot_be_started_leaves_no_descriptor(bare: Path
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(bare.parent))
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    before = len(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(errors.DaemonUnreachable, match="^cannot start a private daemon: no memory$"):
         launch.start_private(bare)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_private_daemon_that_has_exited_is_reaped_at_the_next_start(

@@ -138,8 +138,9 @@ def serve(pipe: Any) -> None:
     pipe.recv()
 
 
-def test_a_store_that_is_stopped_blocks_no_rank() -> None:
+def test_a_store_that_is_stopped_blocks_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client would wait as long as the store is stopped."""
+    monkeypatch.setattr(rounds, "SILENT_SECONDS", 1.0)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     server = context.Process(target=serve, args=(there,), daemon=True)
@@ -149,7 +150,7 @@ def test_a_store_that_is_stopped_blocks_no_rank() -> None:
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
         for _ in range(3):
-            with pytest.raises(SnapshotFailed, match="^the job's store has not answered for 5 s: is the process that serves it stopped"):
+            with pytest.raises(SnapshotFailed, match="^the job's store has not answered for 1 s: is the process that serves it stopped"):
                 rank.round("topic", b"", reverse, 300.0)
         os.kill(server.pid, signal.SIGCONT)
         deadline = time.monotonic() + 60

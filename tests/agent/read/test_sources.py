@@ -22,6 +22,7 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import packed_slot, sample_plan, seal, values_after
+from tests.support.descriptors import opened as descriptors
 from tests.support.forged import forge
 from tests.support.tmpfs import tmpfs
 
@@ -47,10 +48,6 @@ def slot() -> Iterator[Descriptor]:
         lock.close()
         yield data
         data.close()
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 # -- memory
@@ -128,20 +125,18 @@ def storage(tmp_path: Path) -> Repository:
 
 
 def test_an_open_checkpoint_cannot_be_deleted(storage: Repository) -> None:
-    before = open_descriptors()
     opened = open_checkpoint(storage, "gpt", TAG)
     assert f"pid {os.getpid()}" in storage.readers("gpt", TAG)
     assert (opened.manifest is not None, opened.verify() > 0, opened.document(1)["state"]) == (True, True, {"w": TensorRef("w")})
     opened.close()
-    assert (storage.readers("gpt", TAG), open_descriptors()) == ("", before)
+    assert (storage.readers("gpt", TAG), descriptors(Path(storage.where()))) == ("", [])
 
 
 def test_a_checkpoint_that_is_not_closed_is_closed_with_its_object(storage: Repository) -> None:
-    before = open_descriptors()
     opened = open_checkpoint(storage, "gpt", TAG)
-    assert open_descriptors() > before
+    assert descriptors(Path(storage.where())) != []
     del opened
-    assert open_descriptors() == before
+    assert descriptors(Path(storage.where())) == []
 
 
 def test_a_forked_child_does_not_release_the_lock_of_its_parent(storage: Repository) -> None:
@@ -166,10 +161,9 @@ def altered(storage: Repository, **changes: Any) -> None:
 
 def test_a_part_that_is_not_the_manifests_is_refused_and_leaves_nothing_open(storage: Repository) -> None:
     altered(storage, items=7)
-    before = open_descriptors()
     with pytest.raises(IntegrityError, match=r"rank-00000\..* is not the part that the manifest means$"):
         open_checkpoint(storage, "gpt", TAG)
-    assert (open_descriptors(), storage.readers("gpt", TAG)) == (before, "")
+    assert (descriptors(Path(storage.where())), storage.readers("gpt", TAG)) == ([], "")
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_not_found(storage: Repository) -> None:
