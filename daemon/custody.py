@@ -57,7 +57,7 @@ class Custody:
                     await self._seals.record(slot)
                 except JournalBroken:
                     raise
-                except CkptdError as error:  # damaged: its step has failed, and the slot is free
+                except CkptdError as error:  # the seal is damaged: its step has failed, and its slot is free
                     log.warning("%r removed: %s", slot, error)
                     self._saver.counters["verify_failures"] += 1
         for slot in list(self._slots.slots.values()):
