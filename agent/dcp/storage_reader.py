@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -16,6 +17,8 @@ from ckptd.agent.read.load_plan import read_plan
 from ckptd.agent.read.sources import Opened, locate, open_storage
 from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.names import MANIFEST
+
+log = logging.getLogger("ckptd.agent")
 
 
 class StorageReader(dcp.StorageReader):
@@ -32,6 +35,7 @@ class StorageReader(dcp.StorageReader):
         self.weights_only = weights_only
         self._path = None if path is None else Path(os.path.abspath(path))
         self._opened: Opened | None = None
+        self._failure = ""  # why the last call of `read_metadata` has failed
         self.load_id = secrets.token_hex(8)
         """The random id of the last load that has begun. The `StorageMeta` in the metadata of that load has it too."""
 
@@ -61,7 +65,17 @@ class StorageReader(dcp.StorageReader):
         rank: opens the checkpoint that this rank has saved alone, with `use_collectives=False`. DCP passes it after a first call without it
         has failed. Raises NotFound, IntegrityError, StorageError.
         """
-        path, rank = self._where(), kwargs.get("rank")
+        first, self._failure = self._failure, ""
+        try:
+            return self._read_metadata(kwargs.get("rank"))
+        except Exception as error:
+            self._failure = str(error)
+            if "rank" in kwargs:  # logged, because DCP of torch 2.9 to 2.11 drops the errors of both calls and fails without a reason
+                log.error("%s", first or error)
+            raise
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        path = self._where()
         self.close()
         if rank is not None and os.path.lexists(path / MANIFEST):
             raise IntegrityError(f"the checkpoint in {path} cannot be read, and it is not one that each rank has saved for itself")
