@@ -53,7 +53,7 @@ def test_recover_does_not_go_back_because_of_a_dtype(place: Home) -> None:
     forge(place.root, (8,), WHOLE, step=1)
     forge(place.root, (8,), WHOLE, step=2, dtype="novel32/4")
     with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
-        state = {"w": torch.full((8,), 5.0), "of the caller": 1}
+        state: dict[str, Any] = {"w": torch.full((8,), 5.0), "of the caller": 1}
         with pytest.raises(NotFound, match=OF_A_NEWER_TORCH):
             agent.recover(state, strict=False)
         assert torch.equal(state["w"], torch.full((8,), 5.0))
