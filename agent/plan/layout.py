@@ -208,7 +208,7 @@ def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer:
 
 def digest(tensor: torch.Tensor) -> bytes:
     """Return 8 bytes that tell replicas apart: a crc32c on the CPU, and on an accelerator a sum of the bytes, weighted by position."""
-    flat = copyable(tensor.detach().resolve_conj().resolve_neg()).contiguous().view(-1).view(torch.uint8)
+    flat = copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if tensor.device.type == "cpu":
         return crc32c(memory(flat, flat.numel())).to_bytes(8, "little")
     total = 0

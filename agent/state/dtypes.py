@@ -62,5 +62,8 @@ def sizeless(name: str) -> bool:
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself, or a view of its elements in a dtype of the same size if torch may be unable to copy its own dtype."""
-    return tensor if tensor.dtype in COPYABLE else tensor.view(_COPIED_AS[tensor.element_size()])
+    """Return the tensor itself, or a view of its elements in a dtype of the same size if torch may be unable to copy its own dtype.
+
+    Such a view of a conjugate or negative view is one of a new tensor, so that nothing can be written through it.
+    """
+    return tensor if tensor.dtype in COPYABLE else tensor.resolve_conj().resolve_neg().view(_COPIED_AS[tensor.element_size()])

@@ -9,6 +9,7 @@ import pathlib
 import random
 import warnings
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -121,6 +122,19 @@ def test_a_dtype_that_the_format_does_not_list(agent: Agent, daemon: Daemon, mon
         memory(value, value.nbytes)[:] = bytes(value.nbytes)
     agent.recover(state)
     assert {key: raw_bytes(value) for key, value in state.items()} == before
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_a_conjugate_view_of_a_dtype_that_torch_cannot_copy_everywhere(agent: Agent, daemon: Daemon) -> None:
+    original = patterned(torch.complex32, 5)
+    tree = saved(agent, daemon, {"view": original.conj()})
+    assert raw_bytes(tree["view"]) == raw_bytes(original.conj().resolve_conj())
+
+
+def test_a_conjugate_view_that_torch_cannot_resolve(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "resolve_conj", mock.Mock(side_effect=NotImplementedError("as for bcomplex32 in torch 2.15")))
+    with pytest.raises(errors.UnsavableValue, match=r"^a\.view: a conjugate or negative view of dtype torch\.complex64 cannot be saved"):
+        agent.snapshot({"a": {"view": torch.ones(3, dtype=torch.complex64).conj()}}, step=1).wait("sealed", timeout=60)
 
 
 def test_shapes_and_strides(agent: Agent, daemon: Daemon) -> None:
