@@ -245,7 +245,7 @@ class _Attempt:
         saved, strict, on_reshape = self._opened.saved, self._strict, self._on_reshape
         binding = self._binding = Binding(state, tree, saved, strict=strict, on_reshape=on_reshape, foreign=foreign)
         for name in (*binding.in_place, *binding.fresh):
-            saved.dtype(name)
+            saved.dtype(name)  # raises now, because in `load` other ranks could already have written to their states
         return {"unused": self._binding.unused}
 
     def _own_document(self) -> int | None:
