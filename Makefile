@@ -10,7 +10,7 @@ COVERED := */daemon/journal*.py,*/daemon/records.py,*/daemon/recovery.py,*/daemo
 COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/test_records.py tests/daemon/test_recovery.py tests/daemon/test_saver.py \
 	tests/shared/test_session.py
 
-.PHONY: demo test lint kills rank-kills crash-matrix trust coverage bench clean
+.PHONY: demo test matrix lint kills rank-kills crash-matrix trust coverage bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +22,12 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(RUN) -m pytest -n 3 --dist worksteal -q
+
+# The tests of all that meets torch, the formats or asyncio, on the lowest, a middle and the newest torch that pip finds, with each Python that
+# ckptd must run on. The rigs under tests/crash are left out: they take long, and what they kill depends on neither version. TORCH and PYTHONS
+# name other releases, as in `make matrix TORCH="2.8 2.13" PYTHONS=3.13`. A Python that is not on PATH is a failure, unless SKIP_MISSING=1.
+matrix:
+	$(PYTHON) -m tests.matrix $(if $(TORCH),--torch $(TORCH)) $(if $(PYTHONS),--python $(PYTHONS)) $(if $(SKIP_MISSING),--skip-missing)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

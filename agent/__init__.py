@@ -13,6 +13,8 @@ close()
 
 from __future__ import annotations
 
+# First, because the other imports would fail on an old torch with an error that does not say why.
+from ckptd.agent import torch_support  # noqa: F401
 from ckptd.agent.agent import Agent
 from ckptd.agent.dcp.storage_reader import StorageReader
 from ckptd.agent.dcp.storage_writer import StorageWriter

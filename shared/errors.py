@@ -9,7 +9,8 @@
     │   ├── AlreadyExists         the tag is taken
     │   ├── NotFound              the checkpoint, job, segment or tensor does not exist
     │   ├── QuotaExceeded         more shared memory is needed than the daemon may give
-    │   └── InvalidConfig         (also ValueError) a setting that is not allowed
+    │   ├── InvalidConfig         (also ValueError) a setting that is not allowed
+    │   └── UnsupportedTorch      (also ImportError) torch is not installed, or it is too old
     ├── MachineError              the machine's fault: make room, or check the disk
     │   ├── StorageError          a write, sync or read failed; `errno` is the system's error number
     │   ├── SharedMemoryFull      the tmpfs has no room
@@ -77,6 +78,10 @@ class QuotaExceeded(CallerError):
 
 class InvalidConfig(CallerError, ValueError):
     code = "config"
+
+
+class UnsupportedTorch(CallerError, ImportError):
+    code = "torch"
 
 
 class MachineError(CkptdError):

@@ -35,7 +35,8 @@ ITEM_SIZES: dict[str, int] = {
     **dict.fromkeys(["uint64", "int64", "float64", "complex64"], 8),
     "complex128": 16,
 }
-"""The size of one element in bytes, by the name of the dtype in torch."""
+"""The size of one element in bytes, by the name of the dtype in torch. A dtype that is missing here is saved with its size in its name."""
+_STATED_SIZES = {str(size): size for size in ELEMENT_SIZES}
 
 MOST_ELEMENTS = 1 << 62
 """The number of elements of a tensor is less than this. The same holds for the product of its dimensions without those of size 0."""
@@ -55,6 +56,18 @@ MAX_TEXT = 16384  # characters in the name of an item or alias
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
 
 
+def element_size(dtype: str) -> int:
+    """Return the size of one element in bytes, or 0 if the name of the dtype does not tell it.
+
+    The name of a dtype that ITEM_SIZES does not list ends in its size, as in "bcomplex32/4".
+    """
+    if size := ITEM_SIZES.get(dtype):
+        return size
+    name, _, stated = dtype.partition("/")
+    size = _STATED_SIZES.get(stated, 0)
+    return size if name and ITEM_SIZES.get(name, size) == size else 0
+
+
 class Region(msgspec.Struct, frozen=True, array_like=True):
     """A range of the packed slot whose items all have elements of one size. All three values are in bytes."""
 
@@ -67,7 +80,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     """One tensor shard, as in DCP's `WriteItem`, and the place of its bytes in the packed slot. A blob is an item, too.
 
     fqn: the fully qualified name in the state.
-    dtype: the name of the dtype in torch, or BLOB.
+    dtype: the name of the dtype in torch, or BLOB. `element_size` explains the names of dtypes that ITEM_SIZES does not list.
     size: the size of the whole tensor, in elements.
     offsets, sizes: the place of the shard in the tensor, in elements.
     stride: the strides of the shard in the slot, in elements, or None if it is contiguous in C order.
@@ -88,7 +101,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def length(self) -> int:
-        return math.prod(self.sizes) * ITEM_SIZES[self.dtype]
+        return math.prod(self.sizes) * element_size(self.dtype)
 
 
 class Alias(msgspec.Struct, frozen=True, array_like=True):
@@ -161,8 +174,8 @@ class Plan(msgspec.Struct, frozen=True):
         current = next(regions, None)
         position = current.offset if current else 0
         for item in sorted(self.items, key=lambda i: i.offset):
-            width = ITEM_SIZES.get(item.dtype)
-            if width is None:
+            width = element_size(item.dtype)
+            if not width:
                 raise NewerFormat(f"item {item.fqn!r} has the unknown dtype {item.dtype!r}: read it with a newer ckptd")
             check_elements(item.fqn, item.size)
             if not len(item.size) == len(item.offsets) == len(item.sizes):
@@ -192,10 +205,11 @@ class Plan(msgspec.Struct, frozen=True):
             seen.add(name)
         several = Counter(item.fqn for item in self.items)
         for alias in self.aliases:
-            if alias.dtype not in ITEM_SIZES:
+            width = element_size(alias.dtype)
+            if not width:
                 raise NewerFormat(f"alias {alias.fqn!r} has the unknown dtype {alias.dtype!r}: read it with a newer ckptd")
             check_elements(alias.fqn, alias.size)
-            base, width = bases.get(alias.base), ITEM_SIZES[alias.dtype]
+            base = bases.get(alias.base)
             if base is None or base.dtype == BLOB or several[alias.base] > 1 or len(alias.size) != len(alias.stride):
                 raise IntegrityError(f"alias {alias.fqn!r} has an impossible base, dtype or stride")
             extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))

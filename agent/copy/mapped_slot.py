@@ -18,7 +18,8 @@ import torch
 from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.lanes import lock_pages, unlock_pages
 from ckptd.agent.copy.mapping import map_segment, populate
-from ckptd.agent.plan.layout import Layout, as_integer, dtype_of
+from ckptd.agent.plan.layout import Layout
+from ckptd.agent.state.dtypes import COPYABLE, copyable, dtype_of
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.failpoints import failpoint
@@ -31,10 +32,6 @@ Carry = Callable[[list[torch.Tensor], list[torch.Tensor]], Transfer]
 """A function that enqueues copies from accelerators. Takes the targets and the sources, and returns the transfer."""
 MADV_POPULATE_WRITE = 23  # from linux/mman.h, since Linux 5.14
 _PIECE = 64 << 20
-_COPYABLE = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-    torch.bool, torch.complex64, torch.complex128,
-})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +65,13 @@ def document_offsets(layout: Layout, values_length: int, request_length: int) ->
 class _Views:
     """The items of a layout as tensors over the memory of a slot.
 
-    signature: the layout's. targets: one tensor for each item. as_integers: True if torch cannot copy the dtype of some item. elsewhere:
-    numbers of the items whose sources are on accelerators.
+    signature: the layout's. targets: one tensor for each item. uncopyable: True if torch may be unable to copy the dtype of some item.
+    elsewhere: numbers of the items whose sources are on accelerators.
     """
 
     signature: bytes
     targets: list[torch.Tensor]
-    as_integers: bool
+    uncopyable: bool
     elsewhere: list[int]
 
 
@@ -153,8 +150,8 @@ class MappedSlot:
         """Copy one source for each of these item numbers of the plan, as `fill` does for all items. Call `begin` first."""
         views, transfer = self._views_of(layout), None
         targets = views.targets[numbers.start : numbers.stop]
-        if views.as_integers:
-            targets, sources = _integers(targets, sources)
+        if views.uncopyable:
+            targets, sources = list(map(copyable, targets)), list(map(copyable, sources))
         if views.elsewhere:
             elsewhere = [n - numbers.start for n in views.elsewhere if n in numbers]
             if elsewhere:
@@ -206,7 +203,7 @@ class MappedSlot:
             targets = [self._view(item) for item in layout.plan.items]
             elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
             # A single assignment, because Ctrl-C may come between any two instructions.
-            self._views = _Views(layout.signature, targets, not _COPYABLE.issuperset(target.dtype for target in targets), elsewhere)
+            self._views = _Views(layout.signature, targets, not COPYABLE.issuperset(target.dtype for target in targets), elsewhere)
         return self._views
 
     def _view(self, item: Item) -> torch.Tensor:
@@ -247,9 +244,3 @@ def batches(layout: Layout, most: int) -> Iterator[range]:
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if targets:
         torch._foreach_copy_(targets, sources)
-
-
-def _integers(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return both lists, with tensors whose dtype torch cannot copy (sub-byte, some floats) viewed as integers of the same size."""
-    pairs = [(t, s) if t.dtype in _COPYABLE else (as_integer(t), as_integer(s)) for t, s in zip(targets, sources, strict=True)]
-    return [target for target, _ in pairs], [source for _, source in pairs]

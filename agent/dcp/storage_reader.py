@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from pathlib import Path
@@ -18,6 +19,8 @@ from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.names import MANIFEST
 from ckptd.shared.storage.locate import find_checkpoint
 
+log = logging.getLogger("ckptd.agent")
+
 
 class StorageReader(dcp.StorageReader):
     """A DCP storage reader for checkpoints that `StorageWriter` or `snapshot` has saved. Works with any DCP planner.
@@ -33,6 +36,7 @@ class StorageReader(dcp.StorageReader):
         self.weights_only = weights_only
         self._path = None if path is None else Path(os.path.abspath(path))
         self._opened: Opened | None = None
+        self._failure = ""  # why the last call of `read_metadata` has failed
         self.load_id = secrets.token_hex(8)
         """The random id of the last load that has begun. The `StorageMeta` in the metadata of that load has it too."""
 
@@ -62,7 +66,17 @@ class StorageReader(dcp.StorageReader):
         rank: opens the checkpoint that this rank has saved alone, with `use_collectives=False`. DCP passes it after a first call without it
         has failed. Raises NotFound, IntegrityError, StorageError.
         """
-        path, rank = self._where(), kwargs.get("rank")
+        first, self._failure = self._failure, ""
+        try:
+            return self._read_metadata(kwargs.get("rank"))
+        except Exception as error:
+            self._failure = str(error)
+            if "rank" in kwargs:  # logged, because DCP of torch 2.9 to 2.11 drops the errors of both calls and fails without a reason
+                log.error("%s", first or error)
+            raise
+
+    def _read_metadata(self, rank: int | None) -> Metadata:
+        path = self._where()
         self.close()
         if rank is not None and os.path.lexists(path / MANIFEST):
             raise IntegrityError(

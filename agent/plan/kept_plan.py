@@ -26,7 +26,7 @@ from ckptd.agent.state.naming import buffer_names
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.plan import ITEM_SIZES
+from ckptd.shared.plan import element_size
 
 PLAN_SECONDS = 2.0
 """The least time, in seconds, that the other ranks have to join the planning, however small the stall budget is."""
@@ -112,7 +112,7 @@ class KeptPlan:
         local = plan_locally(captured.tensors)
         own = shared = largest = 0
         for row in [row for row in local.rows if not row.base]:
-            length = ITEM_SIZES[row.dtype] * math.prod(row.sizes)
+            length = element_size(row.dtype) * math.prod(row.sizes)
             if row.replicated:
                 shared, largest = shared + length, max(largest, length)
             else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 import platform
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -27,13 +26,12 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.capture import check_tensor
+from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
 from ckptd.shared import __version__
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import (
-    BLOB,
     ELEMENT_SIZES,
     HIDDEN,
-    ITEM_SIZES,
     MAX_ITEMS,
     MAX_TEXT,
     Alias,
@@ -41,6 +39,7 @@ from ckptd.shared.plan import (
     Plan,
     Region,
     align_region,
+    element_size,
     is_dense,
     signature,
 )
@@ -59,35 +58,11 @@ class Layout:
         return self.plan.data_length
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of this name, and uint8 for a blob. Raises UnsavableValue for a dtype that this torch does not have."""
-    found = torch.uint8 if name == BLOB else getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise UnsavableValue(f"this torch ({torch.__version__}) has no dtype {name!r}; load with a newer one")
-    return found
-
-
 _DIGESTED = 1 << 22  # bytes that are digested at once; as 64-bit integers they take eight times as much memory on the device
-_AS_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SIZELESS = re.compile(r"u?int[1-7]|bits\w+")
-
-
-def as_integer(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the tensor as integers of the same size, for dtypes that few of torch's operations support."""
-    return tensor.view(_AS_INTEGER[tensor.element_size()])
-
-
-def sizeless(dtype: str) -> bool:
-    """Return True if DCP's planner cannot determine the element size of this dtype."""
-    return _SIZELESS.fullmatch(dtype) is not None
 
 
 def _sizeable(tensor: torch.Tensor) -> torch.Tensor:
-    return as_integer(tensor) if sizeless(dtype_name(tensor.dtype)) else tensor
+    return copyable(tensor) if sizeless(dtype_name(tensor.dtype)) else tensor
 
 
 @dataclass(slots=True)
@@ -160,7 +135,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.sizes) * ITEM_SIZES[self.dtype]
+        return math.prod(self.sizes) * element_size(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +184,8 @@ def check_item(name: str, dtype: str) -> None:
         raise UnsavableValue(f"{name}: keys may not begin with {HIDDEN!r}, which marks shared storages")
     if len(name) >= MAX_TEXT:
         raise UnsavableValue(f"{name[:40]}...: this key has {len(name):,d} characters; expected fewer than {MAX_TEXT:,d}")
-    if dtype not in ITEM_SIZES:
-        raise UnsavableValue(f"{name}: tensors of dtype {dtype} cannot be saved by this version")
+    if not element_size(dtype):
+        raise UnsavableValue(f"{name}: a tensor of dtype {dtype} cannot be saved: expected elements of 1, 2, 4, 8 or 16 bytes")
 
 
 def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer: bool, base: str, world_size: int) -> Row:
@@ -233,7 +208,7 @@ def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer:
 
 def digest(tensor: torch.Tensor) -> bytes:
     """Return 8 bytes that tell replicas apart: a crc32c on the CPU, and on an accelerator a sum of the bytes, weighted by position."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = copyable(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if tensor.device.type == "cpu":
         return crc32c(memory(flat, flat.numel())).to_bytes(8, "little")
     total = 0
@@ -285,7 +260,7 @@ def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:
         start = align_region(position)
         end = start
         for row in rows:
-            if ITEM_SIZES[row.dtype] == width:
+            if element_size(row.dtype) == width:
                 item = Item(row.fqn, row.dtype, row.size, row.offsets, row.sizes, row.stride, end, row.device, row.requires_grad)
                 items.append(item)
                 end += item.length

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.layout import Key, Layout, Row, check_item, dtype_name, dtype_of, layout_of, memory
+from ckptd.agent.plan.layout import Key, Layout, Row, check_item, layout_of, memory
 from ckptd.agent.state.capture import check_tensor
+from ckptd.agent.state.dtypes import copyable, dtype_name, dtype_of
 from ckptd.agent.state.values import Packer, TensorRef
 from ckptd.shared.coverage import check_all
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
@@ -246,5 +247,5 @@ def stream(layout: Layout, resolved: Resolved) -> Iterator[memoryview]:
     """Yield the bytes of the regions of a packed slot, item by item. Each memoryview is valid until the next one is requested."""
     for item in layout.plan.items:
         if item.length:
-            tensor = resolved.source((item.fqn, item.offsets), dtype_of(item.dtype)).to("cpu").contiguous()
+            tensor = copyable(resolved.source((item.fqn, item.offsets), dtype_of(item.dtype))).to("cpu").contiguous()
             yield memory(tensor, item.length)

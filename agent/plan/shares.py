@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ckptd.agent.plan.layout import Key, Layout, Local, Row, dtype_of, lay_out, sizeless
+from ckptd.agent.plan.layout import Key, Layout, Local, Row, lay_out
+from ckptd.agent.state.dtypes import dtype_of, sizeless
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import HIDDEN
 

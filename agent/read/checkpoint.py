@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ckptd.agent.plan.layout import dtype_of
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.slices import Index, read_slice
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint
@@ -128,8 +127,8 @@ class Checkpoint:
 
     def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and shape of a tensor. Raises NotFound."""
-        described = self._opened.saved.describe(name)
-        return dtype_of(described.dtype), torch.Size(described.size)
+        saved = self._opened.saved
+        return saved.dtype(name), torch.Size(saved.describe(name).size)
 
     def tensor(
         self,
@@ -155,7 +154,7 @@ class Checkpoint:
             if isinstance(described, Alias) or (dtype is None and torch.device(device).type == "cpu"):
                 made = materialize(self._opened.saved, [name])[name]
                 return made.to(device=device, dtype=dtype) if dtype or torch.device(device).type != "cpu" else made
-            made = torch.empty(described.size, dtype=dtype or dtype_of(described.dtype), device=device)
+            made = torch.empty(described.size, dtype=dtype or self._opened.saved.dtype(name), device=device)
             load(self._opened.saved, {name: made})
         except OSError as error:
             raise StorageError.of(f"read {name}", error) from None

@@ -8,6 +8,7 @@ first byte. `execute` checks those of an item before it writes to the item's des
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +24,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from ckptd.agent.plan.layout import as_integer, dtype_of, memory
+from ckptd.agent.plan.layout import memory
+from ckptd.agent.state.dtypes import copyable, dtype_of, plain_name
 from ckptd.shared.coverage import Box, check_all, check_cover, two_sizes
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
-from ckptd.shared.plan import BLOB, HIDDEN, ITEM_SIZES, Alias, Item
+from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item
 from ckptd.shared.scatter import Target, scatter
 
 _BATCH = 512 << 20  # bytes of temporaries that are filled at once, for data that cannot be read straight into its destination
@@ -56,6 +58,8 @@ class Saved:
     aliases: dict[str, tuple[Shard, Alias]] = field(default_factory=dict)
     blobs: dict[str, Shard] = field(default_factory=dict)
     """The values that are no tensors, in a save that DCP has planned: bytes that torch.save or the caller's planner has written."""
+    torch_version: str = ""
+    """Of the torch that saved it, such as "2.13.0"; an empty text if that is unknown."""
     _whole: set[str] = field(default_factory=set)
     """Names of the tensors whose shards have been found to make up the whole tensor."""
 
@@ -63,6 +67,8 @@ class Saved:
     def of(cls, sources: Sequence[ChunkSource]) -> Saved:
         saved = cls()
         for source in sources:
+            version = re.match(r"\d+(\.\d+)*", source.plan.writer.get("torch", ""))
+            saved.torch_version = version[0] if version else saved.torch_version
             own: dict[str, Shard] = {}
             for item in source.plan.items:
                 if item.dtype == BLOB:
@@ -92,19 +98,30 @@ class Saved:
             return self.shards[name][0].item
         raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as {', '.join(sorted(self.names())[:3])}")
 
-    def metadata(self) -> Metadata:
-        """Return DCP's metadata of every tensor and blob that can be asked for."""
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor. Raises NotFound for an unknown name, and for a dtype that this torch does not have."""
+        described = self.describe(name)
+        try:
+            return dtype_of(described.dtype)
+        except NotFound:
+            needed = f"torch {self.torch_version}, which saved it, or a newer one" if self.torch_version else "a newer torch"
+            raise NotFound(
+                f"{name} has dtype {plain_name(described.dtype)}, which torch {torch.__version__} does not have: install {needed}"
+            ) from None
+
+    def metadata(self, names: Iterable[str] | None = None) -> Metadata:
+        """Return DCP's metadata of these tensors, or of every tensor and blob that can be asked for. Raises NotFound as `dtype`."""
         entries: dict[str, Any] = {}
-        for name, shards in self.shards.items():
-            if name.startswith(HIDDEN):
-                continue
-            item = shards[0].item
-            chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in shards]
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(item.dtype)), torch.Size(item.size), chunks)
-        for name, (_, alias) in self.aliases.items():
-            whole = ChunkStorageMetadata(torch.Size([0] * len(alias.size)), torch.Size(alias.size))
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype_of(alias.dtype)), torch.Size(alias.size), [whole])
-        entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
+        for name in self.names() if names is None else names:
+            described = self.describe(name)
+            size = torch.Size(described.size)
+            if isinstance(described, Alias):
+                chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
+            else:
+                chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in self.shards[name]]
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=self.dtype(name)), size, chunks)
+        if names is None:
+            entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
         return Metadata(state_dict_metadata=entries)
 
     def read_blobs(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -150,7 +167,7 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
         if tuple(tensor.shape) != tuple(size):
             raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(destinations), saved.metadata(), is_coordinator=True)
+    planner.set_up_planner(dict(destinations), saved.metadata(destinations), is_coordinator=True)
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
     return execute(saved, plan.items, planner, threads=threads)
 
@@ -295,7 +312,7 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
 
     sharded = []
     for name in names:
-        described = saved.describe(name)
+        described, dtype = saved.describe(name), saved.dtype(name)
         saved.check_whole(name)
         if isinstance(described, Alias):
             shard, alias = saved.aliases[name]
@@ -304,7 +321,7 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
             made[name] = view_item(base(name, saved.shards[name][0]), saved.shards[name][0])
         else:
             sharded.append(name)
-            made[name] = torch.empty(described.size, dtype=dtype_of(described.dtype))
+            made[name] = torch.empty(described.size, dtype=dtype)
     for source, wanted in targets.values():
         scatter(source, wanted, threads=threads)
     if sharded:
@@ -323,19 +340,19 @@ def view_item(raw: torch.Tensor, shard: Shard) -> torch.Tensor:
 def view_alias(raw: torch.Tensor, alias: Alias) -> torch.Tensor:
     """Return an alias as a tensor that shares the storage of `raw`, the bytes of its base. Raises IntegrityError if it does not fit."""
     dtype = dtype_of(alias.dtype)
-    offset, rest = divmod(alias.offset, ITEM_SIZES[alias.dtype])
+    offset, rest = divmod(alias.offset, dtype.itemsize)
     if rest:
         raise IntegrityError(f"alias {alias.fqn!r} is misaligned")
     extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
-    if alias.offset + extent * ITEM_SIZES[alias.dtype] > raw.untyped_storage().nbytes():
+    if alias.offset + extent * dtype.itemsize > raw.untyped_storage().nbytes():
         raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
     return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), offset, alias.size, alias.stride)
 
 
 def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` into `target`, also if they have a one-byte dtype that torch can only copy as integers."""
-    if target.dtype == source.dtype and target.dtype.itemsize == 1 and target.dtype is not torch.bool:
-        target, source = as_integer(target), as_integer(source)
+    """Copy `source` into `target`, bit for bit if they have the same dtype, whatever torch can do with that dtype."""
+    if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
+        target, source = copyable(target), copyable(source)
     target.copy_(source)
 
 

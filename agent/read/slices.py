@@ -14,8 +14,9 @@ from typing import SupportsIndex
 
 import torch
 
-from ckptd.agent.plan.layout import dtype_of, memory
+from ckptd.agent.plan.layout import memory
 from ckptd.agent.read.loader import Saved, copy_any
+from ckptd.agent.state.dtypes import dtype_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest
 from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import Alias
@@ -50,10 +51,10 @@ def read_slice(
     Dimensions beyond the length of `index` are read whole. Raises NotFound; InvalidRequest for an index that the tensor does not have;
     IntegrityError; OSError.
     """
-    described = saved.describe(name)
+    own = saved.dtype(name)
     saved.check_whole(name)
-    ranges = _ranges(name, index, tuple(described.size))
-    made = torch.empty([len(wanted) for wanted in ranges], dtype=dtype or dtype_of(described.dtype), device=device)
+    ranges = _ranges(name, index, tuple(saved.describe(name).size))
+    made = torch.empty([len(wanted) for wanted in ranges], dtype=dtype or own, device=device)
     filled = 0
     for block in _blocks(saved, name):
         inside = [_inside(wanted, begin, size) for wanted, begin, size in zip(ranges, block.origin, block.sizes, strict=True)]

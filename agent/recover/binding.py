@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.plan.layout import dtype_of
 from ckptd.agent.plan.structure import local_part
 from ckptd.agent.read.loader import Saved
 from ckptd.agent.recover.reshape import put_into
@@ -346,14 +345,12 @@ class Binding:
             own = mine.get(name)
             if isinstance(saved, TensorRef):
                 described = self._saved.describe(saved.fqn)
-                fits = (
-                    isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype_of(described.dtype)
-                )
-                if fits:
+                dtype = self._saved.dtype(saved.fqn)
+                if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
                     values[name] = self._tensor(own, saved, f"{path}.{name}")
                     continue
                 if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
-                    values[name] = self._like(parameter, saved, dtype_of(described.dtype))
+                    values[name] = self._like(parameter, saved, dtype)
                     continue
             on_cpu = name == "step" and not steps_on_device(place, parameter)
             values[name] = self._fresh(saved, f"{path}.{name}", torch.device("cpu") if on_cpu else parameter.device)

@@ -245,7 +245,7 @@ class _Attempt:
     def bind(self, state: Any) -> dict[str, Any]:
         """Compare the checkpoint with `state`, and write nothing. Return the keys that have no place in `state`.
 
-        Raises StructureMismatch.
+        Raises StructureMismatch, and NotFound for a tensor whose dtype this torch does not have.
         """
         assert self._opened is not None
         documents = self._documents
@@ -253,7 +253,9 @@ class _Attempt:
         foreign: Foreign = {}
         tree = merge([document["state"] for document in documents], own, foreign)
         saved, strict, on_reshape = self._opened.saved, self._strict, self._on_reshape
-        self._binding = Binding(state, tree, saved, strict=strict, on_reshape=on_reshape, foreign=foreign)
+        binding = self._binding = Binding(state, tree, saved, strict=strict, on_reshape=on_reshape, foreign=foreign)
+        for name in (*binding.in_place, *binding.fresh):
+            saved.dtype(name)  # raises now, because in `load` other ranks could already have written to their states
         return {"unused": self._binding.unused}
 
     def _own_document(self) -> int | None:

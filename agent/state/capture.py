@@ -230,4 +230,10 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         problem = f"a quantized tensor ({tensor.dtype})"
     if problem is not None:
         raise UnsavableValue(f"{name}: {problem} cannot be saved; give a strided torch.Tensor (its values, scales or indices as tensors)")
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+    try:
+        return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+    except RuntimeError:
+        raise UnsavableValue(
+            f"{name}: a conjugate or negative view of dtype {tensor.dtype} cannot be saved, since torch cannot compute its values; "
+            "save the tensor that it is a view of"
+        ) from None

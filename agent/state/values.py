@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptd.agent.state.dtypes import torch_dtype
 from ckptd.agent.state.refusals import check_text, digits, said, too_deep
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, check_msgpack, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
@@ -313,13 +314,6 @@ def _array(data: bytes) -> Any:
     return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 
 
-def _dtype(data: bytes) -> torch.dtype:
-    found = getattr(torch, data.decode(), None)
-    if not isinstance(found, torch.dtype):
-        raise NotFound(f"this torch ({torch.__version__}) has no dtype {data.decode()!r}")
-    return found
-
-
 _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     TUPLE: tuple,
     SET: set,
@@ -337,7 +331,7 @@ _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     BIG_INT: lambda data: int(data),
     ARRAY: _array,
     SCALAR: lambda data: _array(data)[()],
-    DTYPE: _dtype,
+    DTYPE: lambda data: torch_dtype(data.decode()),
     DEVICE: lambda data: torch.device(data.decode()),
     TORCH: lambda data: torch.load(io.BytesIO(data), weights_only=True),
     BYTEARRAY: bytearray,

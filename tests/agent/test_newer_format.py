@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from ckptd.agent import Agent, Checkpoint
+from ckptd.agent import Agent, Checkpoint, StorageReader
 from ckptd.agent.recover import recovery as agent_recovery
 from ckptd.agent.state.values import decode
-from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat
+from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat, NotFound
 from tests.support.daemons import Daemon, Home, running
 from tests.support.forged import Shards, forge
 from tests.support.ranks import Ranks
@@ -40,6 +41,42 @@ def test_recover_does_not_fall_back_behind_a_newer_format(place: Home, kind: str
         assert found is not None
         assert (found.step, found.passed_over) == (1, [])
         assert torch.equal(state["w"], torch.ones(8))
+
+
+OF_A_NEWER_TORCH = (
+    rf"^w has dtype novel32, which torch {re.escape(torch.__version__)} does not have: "
+    r"install torch 2\.13\.0, which saved it, or a newer one$"
+)
+
+
+def test_recover_does_not_go_back_because_of_a_dtype(place: Home) -> None:
+    forge(place.root, (8,), WHOLE, step=1)
+    forge(place.root, (8,), WHOLE, step=2, dtype="novel32/4")
+    with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
+        state: dict[str, Any] = {"w": torch.full((8,), 5.0), "of the caller": 1}
+        with pytest.raises(NotFound, match=OF_A_NEWER_TORCH), mock.patch.object(agent_recovery, "load", side_effect=AssertionError):
+            agent.recover(state, strict=False)
+        assert torch.equal(state["w"], torch.full((8,), 5.0))
+        with pytest.raises(NotFound, match=OF_A_NEWER_TORCH):
+            agent.recover({"w": None})
+        found = agent.recover({"another": torch.zeros(8)}, strict=False)
+        assert found is not None
+        assert found.step == 2
+
+
+def test_a_tensor_whose_dtype_torch_does_not_have_is_named(tmp_path: Path) -> None:
+    place = forge(tmp_path, (8,), WHOLE, dtype="novel32/4")
+    with Checkpoint.open(place) as checkpoint:
+        assert checkpoint.keys() == ["w"]
+        assert checkpoint.verify() > 32
+        for read in (
+            lambda: checkpoint.metadata("w"), lambda: checkpoint.tensor("w"), lambda: checkpoint.tensor("w", dtype=torch.int32),
+            lambda: checkpoint.tensor("w", slices=(0,)), checkpoint.load,
+        ):  # fmt: skip
+            with pytest.raises(NotFound, match=OF_A_NEWER_TORCH):
+                read()
+    with closing(StorageReader(place)) as reader, pytest.raises(NotFound, match=OF_A_NEWER_TORCH):
+        reader.read_metadata()
 
 
 @pytest.mark.parametrize("kind", [*MANIFEST, "plan", "codec"])

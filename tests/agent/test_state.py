@@ -9,6 +9,7 @@ import pathlib
 import random
 import warnings
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.plan.layout import memory
 from ckptd.shared import errors
+from ckptd.shared.plan import ITEM_SIZES
 from tests.support.daemons import Daemon
 
 DTYPES = sorted(
@@ -96,6 +98,42 @@ def test_every_dtype_comes_back(agent: Agent, daemon: Daemon) -> None:
     agent.recover(state)
     for key, wanted in before.items():
         assert raw_bytes(state[key]) == wanted, key
+
+
+@pytest.mark.parametrize("name", ["int3", "float8_e5m2", "uint16", "complex32", "uint64", "complex128"])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_a_dtype_that_the_format_does_not_list(agent: Agent, daemon: Daemon, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delitem(ITEM_SIZES, name)
+    dtype = getattr(torch, name)
+    whole = patterned(dtype, 1000)
+    state = {
+        "plain": patterned(dtype, 1003), "permuted": patterned(dtype, 24).view(2, 3, 4).permute(2, 0, 1),
+        "strided": patterned(dtype, 90).view(9, 10)[::2, 1:7], "whole": whole, "view": whole[10:20],
+    }  # fmt: skip
+    before = {key: raw_bytes(value) for key, value in state.items()}
+    tree = saved(agent, daemon, state)
+    assert {key: (value.dtype, raw_bytes(value)) for key, value in tree.items()} == {key: (dtype, found) for key, found in before.items()}
+    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+        assert checkpoint.manifest.metadata["state_dict_metadata"]["plain"]["dtype"] == f"{name}/{dtype.itemsize}"
+        assert checkpoint.metadata("plain") == (dtype, torch.Size([1003]))
+        assert raw_bytes(checkpoint.tensor("permuted", slices=(slice(1, 3),))) == raw_bytes(state["permuted"][1:3])
+    for value in (state["plain"], state["permuted"], state["whole"]):
+        memory(value, value.nbytes)[:] = bytes(value.nbytes)
+    agent.recover(state)
+    assert {key: raw_bytes(value) for key, value in state.items()} == before
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_a_conjugate_view_of_a_dtype_that_torch_cannot_copy_everywhere(agent: Agent, daemon: Daemon) -> None:
+    original = patterned(torch.complex32, 5)
+    tree = saved(agent, daemon, {"view": original.conj()})
+    assert raw_bytes(tree["view"]) == raw_bytes(original.conj().resolve_conj())
+
+
+def test_a_conjugate_view_that_torch_cannot_resolve(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "resolve_conj", mock.Mock(side_effect=NotImplementedError("as for bcomplex32 in torch 2.15")))
+    with pytest.raises(errors.UnsavableValue, match=r"^a\.view: a conjugate or negative view of dtype torch\.complex64 cannot be saved"):
+        agent.snapshot({"a": {"view": torch.ones(3, dtype=torch.complex64).conj()}}, step=1).wait("sealed", timeout=60)
 
 
 def test_shapes_and_strides_come_back(agent: Agent, daemon: Daemon) -> None:

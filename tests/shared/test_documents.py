@@ -262,6 +262,16 @@ def test_every_key_of_the_documents_is_in_the_document() -> None:
     assert parts.startswith("list of {" + ", ".join(PartEntry.__struct_fields__) + "}")
 
 
+def test_dtypes() -> None:
+    listed: dict[str, int] = {plan.BLOB: 1}
+    for size, names_of_size in rows(section(FORMAT, 3), "| bytes | dtypes |"):
+        for first, _, last in re.findall(r"`(\w+)`( to `(\w+)`)?", names_of_size):
+            listed[first] = int(size)
+            if last:
+                listed.update({f"{first[:-1]}{bits}": int(size) for bits in range(int(first[-1]), int(last[-1]) + 1)})
+    assert listed == plan.ITEM_SIZES
+
+
 def test_every_codec_is_in_the_document() -> None:
     assert f"{codec.RAW} `raw`; {codec.ZSTD} `zstd`" in section(FORMAT, 3)
     assert codec.MAX_WINDOW == 8 << 20

@@ -26,6 +26,7 @@ from ckptd.shared.plan import (
     Region,
     align_region,
     chunk_ranges,
+    element_size,
     is_dense,
     most_chunks,
     signature,
@@ -66,6 +67,7 @@ SOUND = {
     "transposed": make([item(sizes=(2, 3), stride=(1, 2))]),
     "strides of dimensions of one element": make([item(sizes=(1, 3, 1), stride=(77, 1, 5))]),
     "hidden base": make([item(HIDDEN + "1")], [alias(base=HIDDEN + "1")]),
+    "dtypes that are not listed": make([item(dtype="novel32/4", sizes=(8,))], [alias(dtype="novel8/1", offset=3)]),
     "alias of another width": make([item(sizes=(8,))], [alias(size=(2,), dtype="float64", offset=16)]),
     "alias with broadcast": make([item()], [alias(size=(1000, 4), stride=(0, 1))]),
     "empty alias": make([item()], [alias(size=(0, 4), stride=(10**6, 1), offset=16)]),
@@ -124,7 +126,17 @@ def test_an_unsound_plan_is_refused(plan: Plan, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [make([item(dtype="float5")]), make([item()], [alias(dtype="float31")]), make([], version=2), make([item(offset=3)], version=9)]
+    "plan",
+    [
+        make([item(dtype="float5")]),
+        make([item(dtype="float5/3")]),
+        make([item(dtype="float32/8")]),
+        make([item(dtype="/4")]),
+        make([item()], [alias(dtype="float31")]),
+        make([item()], [alias(dtype="float31/32")]),
+        make([], version=2),
+        make([item(offset=3)], version=9),
+    ],
 )
 def test_a_newer_plan_is_not_called_damaged(plan: Plan) -> None:
     with pytest.raises(NewerFormat):
@@ -342,3 +354,19 @@ def test_signature_is_the_sha256_of_the_document() -> None:
 def test_element_sizes(width: int, dtypes: list[str]) -> None:
     assert [ITEM_SIZES[name] for name in dtypes] == [width] * len(dtypes)
     assert all(item(dtype=name, sizes=(3, 5)).length == 15 * width for name in dtypes)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("float32", 4), ("float32/4", 4), ("bcomplex32/4", 4), ("novel/16", 16), ("novel/1", 1), ("novel/2", 2), ("novel/8", 8),
+        ("novel", 0), ("novel/", 0), ("novel/3", 0), ("novel/04", 0), ("novel/4/4", 0), ("novel/-4", 0), ("/4", 0), ("float32/8", 0),
+    ],
+)  # fmt: skip
+def test_element_size_of_a_name(name: str, size: int) -> None:
+    assert element_size(name) == size
+
+
+def test_a_dtype_that_is_not_listed_lies_in_the_region_of_its_size() -> None:
+    with pytest.raises(IntegrityError, match="outside its region"):
+        Plan.decode(make([item(dtype="novel64/8")]).encode())

@@ -31,11 +31,13 @@ def forge(
     plan_version: int = 1,
     extension: int = 1,
     codec: int = 0,
+    dtype: str = "float32",
     **changes: Any,
 ) -> Path:
     """Write the checkpoint `root/gpt/step-...` and return its directory. It holds a float32 tensor of ones, of this size and in these
     shards.
 
+    `dtype` is another name for the dtype of its elements of four bytes.
     `plan_version`, `extension` (the type that stands for the tensor among the values) and `codec` can be those of a newer ckptd. `changes`
     replaces members of the manifest.
     """
@@ -47,10 +49,10 @@ def forge(
     for rank, shards in enumerate(ranks):
         items, end = [], 0
         for offsets, sizes in shards:
-            items.append(Item(name, "float32", size, offsets, sizes, None, end))
+            items.append(Item(name, dtype, size, offsets, sizes, None, end))
             end += items[-1].length
         metadata: dict[str, Described] = {
-            name: {"dtype": "float32", "size": list(size), "chunks": [[list(o), list(s)] for of in ranks for o, s in of]}
+            name: {"dtype": dtype, "size": list(size), "chunks": [[list(o), list(s)] for of in ranks for o, s in of]}
         }
         plan = Plan([Region(0, end, 4)], items, [], metadata if rank == 0 else None, WRITER, bytes(32), plan_version)
         values = values_after(plan, len(document))

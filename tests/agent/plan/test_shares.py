@@ -46,6 +46,12 @@ def test_replicas_are_written_once_in_equal_shares() -> None:
     assert [len(share) for share in found] == [4, 4]
 
 
+@pytest.mark.parametrize("dtype", ["uint16/2", "int4", "bits8"])
+def test_dtypes_whose_size_dcp_may_not_know(dtype: str) -> None:
+    rows = [row(f"w{number}", 1000, dtype=dtype) for number in range(4)]
+    assert [len(share) for share in written(offers(rows, rows))] == [2, 2]
+
+
 def test_shares_are_equal_in_bytes_and_not_in_number() -> None:
     rows = [row("large", 3000), *(row(f"w{number}", 1000) for number in range(3))]
     large, small = sorted(written(offers(rows, rows)), key=len)
