@@ -24,6 +24,7 @@ from ckptd.shared import failpoints as points
 from ckptd.shared import names
 from ckptd.shared.fs import FileSystem, PosixFileSystem
 from tests.support.forks import context
+from tests.support.measured import save_before_kill, save_on_signal
 
 READY_SECONDS = 60.0  # machines are shared; nothing is measured here
 
@@ -106,6 +107,7 @@ class Daemon:
         return daemon_status(self.home.socket)
 
     def kill(self) -> None:
+        self._save_measured()
         self.process.send_signal(signal.SIGKILL)
         self.close()
 
@@ -121,8 +123,13 @@ class Daemon:
         """The exit code (negative: the signal) once it has ended by itself."""
         return self.process.wait(timeout)
 
+    def _save_measured(self) -> None:
+        if isinstance(self.process, Fork) and self.process.poll() is None:
+            save_before_kill(self.process.pid)
+
     def close(self) -> None:
         if self.process.poll() is None:
+            self._save_measured()
             self.process.kill()
         self.process.wait()
         if self._ready >= 0:
@@ -172,6 +179,7 @@ def _ckptd(log: Path, ready: Connection, arguments: tuple[str, ...], environment
         del os.environ[name]
     os.environ.update(environment)
     points.arm(environment["CKPTD_FAILPOINTS"])
+    save_on_signal()
     if first is not None:
         first()
     cli.main([*arguments, "--ready-fd", str(os.dup(ready.fileno()))])
