@@ -10,7 +10,7 @@ COVERED := */daemon/journal*.py,*/daemon/records.py,*/daemon/recovery.py,*/daemo
 COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/test_records.py tests/daemon/test_recovery.py tests/daemon/test_saver.py \
 	tests/shared/test_session.py
 
-.PHONY: demo test matrix lint kills rank-kills crash-matrix trust coverage bench clean
+.PHONY: demo test matrix lint kills rank-kills crash-matrix trust coverage coverage-all bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,8 +52,17 @@ trust: $(INSTALLED)
 
 # Requires full branch coverage of the journal, the commit, the recovery and the session.
 coverage: $(INSTALLED)
+	$(RUN) -m coverage erase
 	$(RUN) -m coverage run -m pytest -q $(COVERING)
+	$(RUN) -m coverage combine -q
 	$(RUN) -m coverage report -m --fail-under=100 --include="$(COVERED)"
+
+# What all tests cover of each package, daemons and ranks in processes of their own included, against a floor for each.
+coverage-all: $(INSTALLED)
+	$(RUN) -m coverage erase
+	$(RUN) -m coverage run -m pytest -n 3 --dist worksteal -q
+	$(RUN) -m coverage combine -q
+	$(RUN) -m tests.support.floors
 
 bench: $(INSTALLED)
 	$(RUN) -m benchmarks.daemon

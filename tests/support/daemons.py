@@ -25,6 +25,7 @@ from ckptd.shared import names
 from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.state_directory import state_directory
 from tests.support.forks import context
+from tests.support.measured import save_before_kill, save_on_signal
 
 _state = tempfile.TemporaryDirectory(prefix="ckptd-test-state-")
 os.environ["STATE_DIRECTORY"] = _state.name  # for daemons and commands that are started without --state-dir
@@ -123,6 +124,7 @@ class Daemon:
         return daemon_status(self.home.socket)
 
     def kill(self) -> None:
+        self._save_measured()
         self.process.send_signal(signal.SIGKILL)
         self.close()
 
@@ -138,8 +140,13 @@ class Daemon:
         """Wait until the daemon has ended by itself. Return the exit code, which is negative after a signal."""
         return self.process.wait(timeout)
 
+    def _save_measured(self) -> None:
+        if isinstance(self.process, Fork) and self.process.poll() is None:
+            save_before_kill(self.process.pid)
+
     def close(self) -> None:
         if self.process.poll() is None:
+            self._save_measured()
             self.process.kill()
         self.process.wait()
         if self._ready >= 0:
@@ -189,6 +196,7 @@ def _ckptd(log: Path, ready: Connection, arguments: tuple[str, ...], environment
         del os.environ[name]
     os.environ.update(environment)
     points.arm(environment["CKPTD_FAILPOINTS"])
+    save_on_signal()
     if first is not None:
         first()
     cli.main([*arguments, "--ready-fd", str(os.dup(ready.fileno()))])

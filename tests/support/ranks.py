@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ckptd.shared import failpoints
 from tests.support import forks
+from tests.support.measured import save_before_kill, save_on_signal
 
 HERE: dict[str, Any] = {}
 """The objects of this rank, kept for as long as its process lives."""
@@ -74,6 +75,8 @@ class Ranks:
         return self.results(only=only, timeout=timeout)
 
     def kill(self, rank: int) -> None:
+        if self.processes[rank].is_alive():
+            save_before_kill(self.processes[rank].pid)
         self.processes[rank].kill()
         self.processes[rank].join()
 
@@ -84,6 +87,7 @@ class Ranks:
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, armed: str) -> None:
     torch.set_num_threads(1)
     failpoints.arm(armed)
+    save_on_signal()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     while True:

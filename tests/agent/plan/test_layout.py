@@ -8,19 +8,16 @@ import torch
 from ckptd.agent.plan import layout as layout_module
 from ckptd.agent.plan.layout import (
     Layout,
-    as_integer,
     check_item,
     digest,
-    dtype_name,
-    dtype_of,
     lay_out,
     layout_of,
     memory,
     plan_locally,
-    sizeless,
 )
+from ckptd.agent.state.dtypes import dtype_name
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import BLOB, ELEMENT_SIZES, MAX_TEXT, Plan, align_region, signature
+from ckptd.shared.plan import ELEMENT_SIZES, MAX_TEXT, Plan, align_region, signature
 
 
 def laid_out(tensors: dict[str, torch.Tensor]) -> Layout:
@@ -149,24 +146,7 @@ def test_more_tensors_than_a_plan_may_have_are_refused(monkeypatch: pytest.Monke
         layout_of([row], local.aliases, metadata=None, global_plan=bytes(32))
 
 
-# -- dtypes and memory
-
-
-def test_dtypes_have_names_both_ways() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.uint16, torch.complex64, torch.bool):
-        assert dtype_of(dtype_name(dtype)) is dtype
-    assert dtype_of(BLOB) is torch.uint8
-    for name in ("float7", "nn", "__name__"):
-        with pytest.raises(UnsavableValue, match=f"has no dtype '{name}'; load with a newer one$"):
-            dtype_of(name)
-    assert [sizeless(name) for name in ("uint4", "int1", "bits8", "uint8", "int64", "float4_e2m1fn_x2")] == [True] * 3 + [False] * 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64])
-def test_integers_of_the_same_size_share_the_memory(dtype: torch.dtype) -> None:
-    tensor = torch.zeros(4, dtype=dtype)
-    view = as_integer(tensor)
-    assert (view.data_ptr(), view.element_size(), view.is_floating_point()) == (tensor.data_ptr(), tensor.element_size(), False)
+# -- memory
 
 
 def test_memory_is_written_in_place() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ckptd.agent import per_rank
-from ckptd.agent.plan.layout import dtype_name
 from ckptd.agent.read.loader import Saved
 from ckptd.agent.recover.binding import Binding, mismatch
 from ckptd.agent.state.capture import capture
+from ckptd.agent.state.dtypes import dtype_name
 from ckptd.agent.state.merge import Foreign, merge
 from ckptd.agent.state.values import PerRank, decode
 from ckptd.shared.errors import StructureMismatch
