@@ -305,7 +305,7 @@ def test_every_message_is_mentioned() -> None:
 def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:
     """Every error class that is named in a module of the daemon which answers clients, but for what its command line tells people."""
     found: set[type[errors.CkptdError]] = set()
-    for module in ("server", "engine", "admission", "attempts", "saver", "slots", "pipeline", "journal"):
+    for module in ("server", "engine", "decisions", "admission", "custody", "attempts", "saver", "slots", "pipeline", "journal"):
         tree = ast.parse((SHARED.parent / "daemon" / f"{module}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
