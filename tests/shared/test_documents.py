@@ -315,7 +315,7 @@ def test_every_message_is_mentioned() -> None:
 def _raised_by_the_daemon() -> set[type[errors.CkptdError]]:
     """Return every error class that is named in a module of the daemon that answers clients. The command line does not count."""
     found: set[type[errors.CkptdError]] = set()
-    for module in ("server", "engine", "admission", "attempts", "saver", "slots", "pipeline", "journal"):
+    for module in ("server", "engine", "decisions", "admission", "custody", "attempts", "saver", "slots", "pipeline", "journal"):
         tree = ast.parse((SHARED.parent / "daemon" / f"{module}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
