@@ -223,6 +223,13 @@ def test_if_every_candidate_is_damaged_the_error_says_whether_the_state_is_whole
     assert caught.value.overwritten == overwritten
 
 
+def test_a_state_that_was_overwritten_once_is_not_whole_again() -> None:
+    told = {(2, "load"): {"damaged": "rot", "writing": True}, (1, "load"): {"damaged": "rot", "writing": False}}
+    with pytest.raises(RecoveryFailed, match="partly overwritten") as caught:
+        Attempts(FakeClient(candidate(2), candidate(1)), told).run({}, step=None, last_step=-1)
+    assert caught.value.overwritten
+
+
 def test_one_rank_that_has_begun_to_write_is_enough_for_a_state_that_is_not_whole() -> None:
     def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
         return [{**mine, "writing": True}] if topic == "load" else [mine]
