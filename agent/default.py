@@ -101,7 +101,7 @@ def close(timeout: float = CLOSE_SECONDS) -> None:
 
 
 def _after_fork() -> None:
-    """Replace the lock in a forked child. A call of another thread of the parent may hold it, and would never leave."""
+    """Replace the lock in a forked child. Another thread of the parent may hold it, and no thread here will release it."""
     global _calls
     _calls = CallLock()
 

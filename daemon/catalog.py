@@ -260,7 +260,7 @@ class Job:
         return self.steps.setdefault(key, Step(key))
 
     def step_in(self, segment: str) -> Step | None:
-        """Return the step that a segment is granted for or holds, or None if the segment is free."""
+        """Return the step for which a segment was granted, whether it is sealed or not. Return None if the segment is free."""
         return next((step for step in self.steps.values() if segment in step.slots), None)
 
     def occupy(self, segment: str, rank: int, key: Key) -> Step:

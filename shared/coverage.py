@@ -124,7 +124,7 @@ def _overlap(size: Shape, boxes: list[Box], effort: Effort) -> tuple[Box, Box] |
 
 
 def _split(boxes: list[Box], dimension: int) -> list[list[Box]]:
-    """Return the boxes in groups, divided by all planes across this dimension that cross none of the boxes."""
+    """Return the boxes in groups. Two groups are on different sides of a plane across this dimension that cuts no box."""
     parts: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda b: b[0][dimension]):

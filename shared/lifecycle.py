@@ -46,7 +46,7 @@ TRANSITIONS: dict[tuple[SnapshotState, Event], SnapshotState] = {
     (_S.STAGED, _E.SEAL): _S.SEALED,
     (_S.STAGED, _E.FAIL): _S.FAILED,
     (_S.SEALED, _E.WRITE): _S.WRITING,
-    (_S.SEALED, _E.COMMIT): _S.DURABLE,  # in the agent, which does not see the writing; in the daemon, if found committed after a restart
+    (_S.SEALED, _E.COMMIT): _S.DURABLE,  # by the agent, which does not see the save; by the daemon, after a restart
     (_S.SEALED, _E.FAIL): _S.FAILED,
     (_S.SEALED, _E.RELEASE): _S.RELEASED,  # a snapshot kept in memory only, once a newer one is sealed
     (_S.WRITING, _E.WROTE): _S.WRITTEN,

@@ -31,7 +31,7 @@ class MemoryStorage:
         self._served: set[str] = set()
 
     def fail(self, operation: str, name: str) -> None:
-        """Raise OSError to let an operation fail. By default every operation succeeds."""
+        """Do nothing. A test replaces this function with one that raises OSError where an operation is to fail."""
 
     def where(self, name: str = "") -> str:
         return f"{self._root}/{name}" if name else self._root
