@@ -204,7 +204,7 @@ class Journal:
     def start(self, live: Collection[str] = ()) -> None:
         """Write the whole state to a new file, then drop the old files. If there is no room for a new file, append to the newest old one.
 
-        Jobs that are not in `live`, and have no save or deletion under way, are removed from the state. Their attempts are known from storage.
+        Jobs that are not in `live` and have no save or deletion under way are removed from the state: storage knows their attempts.
         Raises OSError.
         """
         self.state.forget_all_but(live)
