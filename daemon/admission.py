@@ -77,7 +77,7 @@ class Admission:
         Raises NotFound if the rank has no slots.
         """
         if not self._usable(owner):
-            raise NotFound("this rank has no slots: allocate some first")
+            raise NotFound("this rank has no slots: send Allocate before Acquire")
         if owner.world_size > 1 and (refusal := job.step(key).refusal):
             return refusal
         deadline = asyncio.get_running_loop().time() + wait

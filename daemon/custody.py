@@ -103,7 +103,7 @@ class Custody:
         """Save the newest snapshot in memory, unless it is durable or being saved: its trainer can no longer ask for it."""
         owed = job.owed()
         if owed is not None:
-            log.info("snapshot %s/%s: saved unasked, since its trainer is gone", owed.job, owed.tag)
+            log.info("snapshot %s/%s: saved unasked, because its trainer is gone or this daemon is stopping", owed.job, owed.tag)
             owed.persist = True
             self._saver.counters["saved_unasked"] += 1
             self._saver.start(owed)
@@ -143,7 +143,10 @@ class Custody:
             if (header.step, header.state) != (number, SlotState.SEALED):
                 continue
             if self._slots.is_held(slot):
-                return f"checkpoint {job.name}/{tag} is in the memory of a running trainer too; try again when it has gone on, or ended"
+                return (
+                    f"checkpoint {job.name}/{tag} is still in the memory of a running trainer; "
+                    "try again after its next snapshot, or after it has ended"
+                )
             if job.ranks.has(attempt, header.rank):
                 await self.end_owner(job.ranks.owners[header.rank])
         snapshot = job.snapshot((attempt, number))
@@ -154,6 +157,6 @@ class Custody:
             if snapshot.holds:
                 return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
             step = job.step(snapshot.key)
-            forgotten = [d.Release(step.key)] if snapshot.complete else d.fail(step, SnapshotFailed("it was forgotten"))
-            self._steps.perform(job, forgotten)
+            error = SnapshotFailed(f"step {number} was deleted by ckptd forget")
+            self._steps.perform(job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error))
         return ""

@@ -151,14 +151,14 @@ def left(job: Job, attempt: int, rank: int, how: str) -> list[Action]:
     failed = [
         action
         for step in [*unsealed, *planned]
-        for action in fail(step, SnapshotFailed(f"step {step.number} failed: rank {rank} {how} before it had sealed it"))
+        for action in fail(step, SnapshotFailed(f"step {step.number} failed: rank {rank} {how} before it sealed the step"))
     ]
     return [*failed, *(Free(step.key, segment) for step in granted for segment, whose in step.slots.items() if whose == rank)]
 
 
 def superseded(job: Job) -> list[Action]:
     """Fail the incomplete snapshots of earlier attempts, because a newer attempt has begun."""
-    error = Fenced("a newer attempt of the job has begun; this trainer is to end")
+    error = Fenced(f"a newer attempt of job {job.name!r} has begun: this run can no longer save; stop it, or use another job name")
     old = [step for step in job.steps.values() if step.attempt < job.attempt and step.snapshot is not None and not step.snapshot.complete]
     return [action for step in old for action in fail(step, error)]
 
@@ -185,14 +185,14 @@ def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
     if number <= last:
         raise InvalidRequest(
             f"step {number} does not follow step {last}, the last of attempt {attempt}: "
-            "steps only rise within an attempt; recover() to go back"
+            "steps must increase within an attempt; call recover() to go back"
         )
 
 
 def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
     """Raise AlreadyExists if the tag that the user chose for a step is the tag of another step."""
     if tag in job.checkpoints or any(s.tag == tag and s.key != key for s in job.snapshots):
-        raise AlreadyExists(f"tag {user_tag!r} is taken in attempt {key[0]} of job {job.name!r}; choose another")
+        raise AlreadyExists(f"tag {user_tag!r} is taken in attempt {key[0]} of job {job.name!r}; choose another tag")
 
 
 def planned(step: Step, more: float) -> list[Action]:
@@ -233,14 +233,14 @@ def _other_tag(step: Step, rank: int, tag: str) -> SnapshotFailed | None:
     if step.snapshot is None or step.snapshot.tag == tag:
         return None
     known = step.snapshot.tag
-    return SnapshotFailed(f"step {step.number} is {tag!r} to rank {rank} and {known!r} to another: use one tag on all ranks")
+    return SnapshotFailed(f"rank {rank} saves step {step.number} as {tag!r}, another rank as {known!r}: pass the same tag on all ranks")
 
 
 def _structure_changed(step: Step) -> StructureChanged:
     changed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(step.planned.items()))
     return StructureChanged(
-        f"step {step.number} failed, since the structure changed on some ranks only ({changed}; not on {ranks(sorted(step.kept))}); "
-        "every rank plans anew at the next snapshot"
+        f"step {step.number} failed, because the structure of the state changed on some ranks only "
+        f"({changed}; not on {ranks(sorted(step.kept))}); every rank plans again at the next snapshot"
     )
 
 
@@ -259,7 +259,7 @@ def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[A
     if segment not in step.slots:
         return [Raise(NotFound(f"segment {segment[:8]} was taken back while its seal of step {step.number} was being read"))]
     if tag in job.checkpoints and not job.is_durable(*step.key):
-        return rejected(step, segment, AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another"))
+        return rejected(step, segment, AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another tag"))
     if error := _other_tag(step, rank, tag):
         return rejected(step, segment, error)
     return []
@@ -273,12 +273,13 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
     if differ := sorted(other.rank for other in others if other.global_plan != seal.global_plan):
         error: CkptdError = StructureChanged(
             f"step {step.number} failed: rank {seal.rank} sealed another plan than {ranks(differ)}; "
-            "every rank plans anew at the next snapshot"
+            "every rank plans again at the next snapshot"
         )
         return rejected(step, seal.segment, error)
     if differ := sorted(other.rank for other in others if other.persist != seal.persist):
         error = SnapshotFailed(
-            f"step {step.number} has persist={seal.persist} on rank {seal.rank}, and not on {ranks(differ)}: give the same on all"
+            f"step {step.number} has persist={seal.persist} on rank {seal.rank}, but persist={not seal.persist} on {ranks(differ)}: "
+            "pass the same on all ranks"
         )
         return rejected(step, seal.segment, error)
     return []

@@ -66,7 +66,7 @@ class Engine:
         """
         names.check_name("job", job_name)
         if rank >= world_size:
-            raise InvalidRequest(f"rank {rank} cannot be: the job has {world_size} ranks, numbered from 0")
+            raise InvalidRequest(f"rank {rank} does not exist: the job has {world_size} ranks, numbered from 0")
         self._check_not_stopping()
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
@@ -80,9 +80,12 @@ class Engine:
                     f"{job.attempt} as the newest. A job's ranks must be on one node with one daemon in this version"
                 )
             elif attempt < job.attempt:
-                raise Fenced(f"attempt {attempt} of job {job_name!r} is over: attempt {job.attempt} has begun; this trainer is to end")
+                raise _fenced(attempt, job)
             elif world_size != job.world_size:
-                raise InvalidRequest(f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, not {world_size}")
+                raise InvalidRequest(
+                    f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, but this rank says {world_size}: "
+                    "start all ranks with the same world size"
+                )
         owner = Owner(job_name, attempt, rank, world_size, notify)
         job.ranks.join(owner)
         for slot in self.slots.of(*owner.identity):  # abandoned while the daemon was down
@@ -203,12 +206,12 @@ class Engine:
         snapshot = job.snapshot((attempt, number))
         if snapshot is None or owner.rank not in snapshot.seals:
             if attempt != owner.attempt:
-                raise NotFound(f"step {number} of attempt {attempt} is neither in memory nor on storage any more")
+                raise NotFound(f"step {number} of attempt {attempt} is no longer in memory or on storage")
             self._current(owner)
             slot = self._slot_of(owner, segment)
             header = slot.refresh()
             if header.state is not SlotState.SEALED or header.step != number:
-                raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {number}")
+                raise InvalidRequest(f"segment {segment[:8]} does not hold a sealed snapshot of step {number}")
             snapshot = await self._seals.record(slot)
         if snapshot.state is SnapshotState.FAILED:
             self._steps.tell(snapshot)
@@ -232,12 +235,12 @@ class Engine:
         if step.snapshot is None or d.has_another(step, segment):
             self._steps.perform(job, [d.Free(step.key, segment)])
         elif step.filling is not None:
-            self.pass_over(owner, step.number, reason or f"rank {owner.rank} could not copy it", code)
+            self.pass_over(owner, step.number, reason or f"rank {owner.rank} could not copy its state", code)
 
     def _slot_of(self, owner: Owner, segment: str) -> Slot:
         slot = self.slots.get(segment)
         if slot.owner != owner.identity:
-            raise NotFound(f"segment {segment[:8]} is not this rank's")
+            raise NotFound(f"segment {segment[:8]} belongs to another rank or attempt")
         return slot
 
     # -- what clients want to know
@@ -265,7 +268,7 @@ class Engine:
         """Check a snapshot in memory, and return (rank, read-only descriptor) for each of its slots. The caller closes the descriptors."""
         snapshot = self.catalog.job(owner.job).snapshot((attempt, number))
         if snapshot is None or not snapshot.in_memory:
-            raise NotFound(f"step {number} of attempt {attempt} is not in memory any more")
+            raise NotFound(f"step {number} of attempt {attempt} is no longer in memory")
         await self._saver.check(snapshot)
         opened: list[tuple[int, int]] = []
         try:
@@ -289,11 +292,18 @@ class Engine:
 
     def _check_not_stopping(self) -> None:
         if self.stopping:
-            raise Busy("the daemon is stopping; try again when it is back")
+            raise Busy("the daemon is stopping; try again after its restart")
 
     def _current(self, owner: Owner) -> Job:
         """Return the job of an owner. Raises Fenced if the attempt of the owner is over, or another connection has taken its place."""
         job = self.catalog.job(owner.job)
         if owner.attempt != job.attempt or not job.ranks.is_here(owner):
-            raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} is over: attempt {job.attempt} has begun; this trainer is to end")
+            raise _fenced(owner.attempt, job)
         return job
+
+
+def _fenced(attempt: int, job: Job) -> Fenced:
+    return Fenced(
+        f"attempt {attempt} of job {job.name!r} has ended, because attempt {job.attempt} has begun: "
+        "this run can no longer save; stop it, or use another job name"
+    )

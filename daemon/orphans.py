@@ -75,7 +75,7 @@ class Orphans:
             self.start_timer(job)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = watched(work, "settling the slots of a dead trainer")
+        task = watched(work, "taking back the slots of a dead trainer")
         self._tasks.add(task)
         task.add_done_callback(self._done)
 

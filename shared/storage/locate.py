@@ -56,7 +56,7 @@ def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
         return open_root(path.parent.parent), path.parent.name, found[max(found)]
     if os.path.lexists(path / ".metadata"):
         raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: read it with its FileSystemReader")
-    raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is no directory"))
+    raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is not a directory"))
 
 
 def attempts_of(path: Path) -> dict[int, str]:
@@ -98,7 +98,9 @@ def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
     repository, job = existing_root(path.parent.parent), path.parent.name
     same = [p for tag in tags_of(repository, job) if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)]
     if not same:
-        raise NotFound(f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls {path.parent}` lists what is there")
+        raise NotFound(
+            f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls {path.parent}` lists the checkpoints there"
+        )
     tag, _, attempt = max(same, key=lambda p: p[2])
     return repository, job, names.tag_directory(None, tag, attempt)
 
@@ -106,7 +108,7 @@ def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
 def existing_root(root: Path) -> Repository:
     """Return the checkpoints below a root. Raises NotFound if it is not a directory."""
     if not root.is_dir():
-        raise NotFound(f"{root} is not there, or is no directory")
+        raise NotFound(f"{root} does not exist, or is not a directory")
     return open_root(root)
 
 

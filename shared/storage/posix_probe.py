@@ -90,7 +90,7 @@ def _flock(scratch: Path) -> None:
 def _ofd_lock(scratch: Path) -> None:
     with (scratch / "ofd").open("w") as one, (scratch / "ofd").open("w") as other:
         if not locks.exclude(one.fileno()):
-            raise OSError(0, "a lock was refused that nobody has")
+            raise OSError(0, "a lock was refused although no process holds it")
         if locks.share(other.fileno()):
             raise OSError(0, "a second lock was granted")
 
