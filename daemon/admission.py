@@ -131,7 +131,7 @@ class Admission:
         return ""
 
     def _blocking(self, job: Job, attempt: int, owners: list[Owner], granted: Key | None = None) -> list[Key]:
-        """Return the steps that keep a slot from one of these owners, as far as they are still here."""
+        """Return the steps that keep a slot from one of these owners. Owners that have left do not count."""
         usable = {owner.rank: [slot.name for slot in self._usable(owner)] for owner in owners if job.ranks.is_here(owner)}
         return d.blocking(job, attempt, usable, granted)
 

@@ -108,7 +108,8 @@ Action = StartTimer | Settle | Move | Fail | Tell | Free | Release | Save | Rais
 def fail(step: Step, error: CkptdError) -> list[Action]:
     """Fail a step that not all ranks will seal. If all ranks have sealed it, or it has failed already, only the waiting ends.
 
-    If some ranks were planning the step and others were not, all ranks are told to plan again, unless the error is of another kind.
+    If some ranks planned the step again and others kept their plan, a plain SnapshotFailed becomes StructureChanged, and all ranks plan
+    again at the next snapshot.
     """
     if type(error) is SnapshotFailed and step.planned and step.kept:
         error = StructureChanged(str(error))
@@ -131,7 +132,7 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
 
 
 def passed_over(step: Step, rank: int, reason: str, code: str) -> list[Action]:
-    """Fail a step that a rank cannot save, unless this rank has sealed it. A reason that names a rank has come from another rank."""
+    """Fail a step that a rank cannot save, unless this rank has sealed it. A reason that begins with a rank came from another rank."""
     if not step.incomplete or step.sealed_by(rank):
         return []
     why = reason if _NAMES_A_RANK.match(reason) else f"rank {rank}: {reason}"
@@ -169,7 +170,7 @@ def superseded(job: Job) -> list[Action]:
 def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
     """Check that a rank may take a step now. `last_sealed` is the last step of this attempt that all ranks are known to have sealed.
 
-    Raises InvalidRequest if the step is behind the last one, SnapshotFailed or the step's own error if it has failed or a rank is gone.
+    Raises InvalidRequest if the step is not after that step, the step's own error if it has failed, SnapshotFailed if a rank is gone.
     """
     attempt, number = key
     step = job.steps.get(key, Step(key))
@@ -196,7 +197,7 @@ def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
 
 
 def planned(step: Step, more: float) -> list[Action]:
-    """Start the timer of a step that a rank plans again. Fail the step if another rank has sealed it with the plan that it had.
+    """Start the timer of a step that a rank plans again. Fail the step if another rank has sealed it with its old plan.
 
     more: the seconds that the ranks have for planning, beyond the time to seal the step.
     """
@@ -229,7 +230,7 @@ def _expect(step: Step, more: float = 0.0) -> list[Action]:
 
 
 def _other_tag(step: Step, rank: int, tag: str) -> SnapshotFailed | None:
-    """Return the error if another rank gives the step another tag than this one."""
+    """Return an error if another rank gives the step another tag than this rank does."""
     if step.snapshot is None or step.snapshot.tag == tag:
         return None
     known = step.snapshot.tag
@@ -266,7 +267,7 @@ def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[A
 
 
 def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
-    """Reject a seal that has been journaled, and not yet added, if its plan or `persist` differs from that of other ranks."""
+    """Reject a seal, journaled but not yet added to its snapshot, if its plan or `persist` differs from that of other ranks."""
     others = [] if step.snapshot is None else list(step.snapshot.seals.values())
     if step.planned and seal.rank in step.kept:
         return rejected(step, seal.segment, _structure_changed(step))
@@ -306,7 +307,7 @@ def news(snapshot: Snapshot) -> Progress:
 
 
 def has_another(step: Step, segment: str) -> bool:
-    """Return True if the rank of this segment has another segment for the step, because it has asked twice."""
+    """Return True if the rank of this segment has another segment for the step, because it requested a slot twice."""
     return any(rank == step.slots[segment] and other != segment for other, rank in step.slots.items())
 
 
@@ -316,12 +317,12 @@ def replaced(job: Job) -> list[Action]:
 
 
 def closed(job: Job, attempt: int) -> list[Action]:
-    """Release the snapshots of an attempt of which nothing is owed, because a rank has detached."""
+    """Release the settled snapshots of an attempt, because a rank has detached."""
     return [Release(s.key) for s in job.snapshots if s.attempt == attempt and job.is_settled(s)]
 
 
 def durable(job: Job, before: int | None = None) -> list[Action]:
-    """Release the durable snapshots that nobody reads; only those of attempts before `before`, if it is given."""
+    """Release the durable snapshots that no reader holds. If `before` is given, release only those of earlier attempts."""
     found = [s for s in job.snapshots if s.state is SnapshotState.DURABLE and not s.holds]
     return [Release(s.key) for s in found if before is None or s.attempt < before]
 
@@ -342,7 +343,7 @@ def blocking(job: Job, attempt: int, usable: Mapping[int, Sequence[str]], grante
 
 
 def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
-    """Return the reason why a step gets no slots, and the incomplete snapshot that it has waited for in vain, if that is the reason."""
+    """Return the reason why a step gets no slots, and the key of the incomplete snapshot that blocks it, if that is the reason."""
     for key in blocked:
         step = job.steps.get(key)
         if step is not None and step.filling is not None and (late := _late(step, step.filling)):
@@ -353,7 +354,7 @@ def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
 
 
 def _late(step: Step, snapshot: Snapshot) -> list[int]:
-    """Return the ranks that have not sealed the snapshot and whose seal is not being read. None if the job has one rank."""
+    """Return the ranks that have not sealed the snapshot and whose seal is not being read. Return [] if the job has one rank."""
     if snapshot.world_size == 1:
         return []
     under_way = {step.slots.get(segment) for segment in step.reading}

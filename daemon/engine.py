@@ -1,8 +1,8 @@
 """Takes the requests of ranks: begins attempts, grants slots, takes seals, and ends ranks.
 
-Runs on the event loop only. The engine does what must wait, such as the claim of an attempt or the reading of a seal, and turns the outcome
-into a decision of `decisions.py`, which `steps.py` carries out. A CkptdError goes to the client; what a failed request may have changed is
-in section 4 of PROTOCOL.md.
+All calls run on the event loop. The engine waits where that is needed, for example for the claim of an attempt or for the reading of a
+seal, and turns the outcome into a decision of `decisions.py`, which `steps.py` carries out. A CkptdError goes to the client. Section 4 of
+PROTOCOL.md says what a failed request may have changed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ckptd.shared.messages import Progress
 from ckptd.shared.segment import SlotState
 
 RECORD_SECONDS = 2.0
-"""How long a new attempt waits for its journal record. A trainer must get at its memory although the disk hangs."""
+"""Seconds that a new attempt waits for its journal record. A trainer must reach its snapshots in memory even while the disk hangs."""
 PLAN_GRACE_SECONDS = 5.0
-"""Beyond the stall budget, the time in which ranks report that another rank has not planned."""
+"""Seconds beyond the stall budget in which the ranks can report that another rank has not planned."""
 MOST_JOBS = 10_000
-"""Jobs that one daemon may know at once. The state of the journal must fit into one record."""
+"""The most jobs that one daemon knows at once. The state of the journal must fit into one record."""
 
 
 class Engine:
@@ -55,9 +55,9 @@ class Engine:
         self.catalog, self.slots = catalog, slots
         self._journal, self._claims, self._admission, self._saver = journal, claims, admission, saver
         self._steps, self._seals, self._plan_timeout = steps, seals, plan_timeout
-        self.stopping = False  # once it is True nothing new begins, and seals are still taken
+        self.stopping = False  # once this is True, nothing new begins, but seals are still taken
 
-    # -- ranks come
+    # -- ranks begin
 
     async def begin(self, job_name: str, rank: int, world_size: int, attempt: int, notify: Callable[[Progress], None]) -> Owner:
         """Begin the next attempt, if `attempt` is 0, or resume the given one. Return the rank's owner.
@@ -243,7 +243,7 @@ class Engine:
             raise NotFound(f"segment {segment[:8]} belongs to another rank or attempt")
         return slot
 
-    # -- what clients want to know
+    # -- saves and reads on request
 
     async def persist(self, owner: Owner) -> None:
         """Make the newest sealed snapshot durable. Raises SnapshotFailed if it cannot be."""
@@ -280,10 +280,10 @@ class Engine:
             raise
         return opened
 
-    # -- ranks go
+    # -- ranks leave
 
     def detach(self, owner: Owner) -> None:
-        """End an owner whose agent was closed. Its slots are freed as soon as nothing is owed of them."""
+        """End an owner whose agent was closed. Its slots are freed as soon as their snapshots are settled."""
         job = self.catalog.job(owner.job)
         self._steps.end(job, owner, "closed")
         for snapshot in job.snapshots:

@@ -36,7 +36,7 @@ def job_and_tag(path: Path, root: Path) -> tuple[str, str] | None:
     return (parts[0], parts[1]) if len(parts) == 2 and not parts[0].startswith(".") else None
 
 
-# -- for a reader, who wants a checkpoint that is committed
+# -- for readers, which open committed checkpoints only
 
 
 def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
@@ -80,13 +80,13 @@ def attempts_of(path: Path) -> dict[int, str]:
     return found
 
 
-# -- for the command line, which also shows jobs, and checkpoints that are damaged
+# -- for the command line, which also shows jobs and damaged checkpoints
 
 
 def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
-    """Return repository, job and tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
+    """Return the repository, the job and the tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
 
-    The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt counts. Raises NotFound, StorageError.
+    The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt is meant. Raises NotFound, StorageError.
     """
     path = Path(os.path.abspath(path))
     if has_checkpoint(path):

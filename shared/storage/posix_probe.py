@@ -1,6 +1,6 @@
 """Measures what a directory can be used for as a POSIX root: its owner, its free space, and the calls that ckptd needs.
 
-The probe makes a directory of its own in it, and removes that again.
+The probe makes a scratch directory in that directory, and removes it again.
 """
 
 from __future__ import annotations

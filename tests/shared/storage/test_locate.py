@@ -1,4 +1,4 @@
-"""What a path means: the highest attempt of a tag, a directory that is one checkpoint, or nothing, with the reason."""
+"""Tests what a path names: the highest attempt of a tag, a directory that is one checkpoint, or nothing, with the reason."""
 
 from __future__ import annotations
 
