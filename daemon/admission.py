@@ -77,7 +77,7 @@ class Admission:
         Raises NotFound if the rank has no slots.
         """
         if not self._usable(owner):
-            raise NotFound("this rank has no slots: allocate some first")
+            raise NotFound("this rank has no slots: send Allocate before Acquire")
         if owner.world_size > 1 and (refusal := job.step(key).refusal):
             return refusal
         deadline = asyncio.get_running_loop().time() + wait
@@ -131,7 +131,7 @@ class Admission:
         return ""
 
     def _blocking(self, job: Job, attempt: int, owners: list[Owner], granted: Key | None = None) -> list[Key]:
-        """Return the steps that keep a slot from one of these owners, as far as they are still here."""
+        """Return the steps that keep a slot from one of these owners. Owners that have left do not count."""
         usable = {owner.rank: [slot.name for slot in self._usable(owner)] for owner in owners if job.ranks.is_here(owner)}
         return d.blocking(job, attempt, usable, granted)
 

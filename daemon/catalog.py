@@ -310,7 +310,10 @@ class Job:
             assert parsed is not None
             its = (parsed[2], math.inf if parsed[1] is None else parsed[1])
             if (step is None or parsed[1] in (None, step)) and (best is None or its > (best[0], -1 if best[1] is None else best[1])):
-                return f"checkpoint {self.name}/{tag} is later than any that this ckptd can read: {why}; or ask for an older one by step="
+                return (
+                    f"checkpoint {self.name}/{tag} is newer than every checkpoint that this ckptd can read: {why}; "
+                    "or recover an older one with step="
+                )
         return ""
 
     def is_durable(self, attempt: int, step: int) -> bool:

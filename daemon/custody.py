@@ -42,7 +42,7 @@ class Custody:
             header = slot.header
             job = self._catalog.job(header.job)
             if header.attempt < job.attempt:
-                continue  # its trainer is fenced: the slot matters only if it is sealed
+                continue  # the trainer is fenced, so only a sealed slot of it matters
             if not job.ranks.has(header.attempt, header.rank):
                 job.ranks.join(Owner(header.job, header.attempt, header.rank, header.world_size))
             if header.state is SlotState.FILLING and header.step is not None:
@@ -50,7 +50,7 @@ class Custody:
         failpoint("start.adopted")
 
     async def record_adopted(self, slots: list[Slot]) -> list[Job]:
-        """Record the seals of adopted slots in order of attempt and step, and release the slots of no owner. Return all jobs."""
+        """Record the seals of adopted slots in order of attempt and step, and release the slots that have no owner. Return all jobs."""
         for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
             if slot.header.state is SlotState.SEALED:
                 try:
@@ -100,16 +100,16 @@ class Custody:
     # -- what is owed
 
     def save_owed(self, job: Job) -> None:
-        """Save the newest snapshot in memory, unless it is durable or being saved: its trainer can no longer ask for it."""
+        """Save the newest snapshot in memory, unless it is durable or being saved, although no rank has requested it."""
         owed = job.owed()
         if owed is not None:
-            log.info("snapshot %s/%s: saved unasked, since its trainer is gone", owed.job, owed.tag)
+            log.info("snapshot %s/%s: saved unasked, because its trainer is gone or this daemon is stopping", owed.job, owed.tag)
             owed.persist = True
             self._saver.counters["saved_unasked"] += 1
             self._saver.start(owed)
 
     def release_expired(self, job: Job) -> None:
-        """Free the snapshots of a job that are durable, and try to save the newest one that is not."""
+        """Free the snapshots of a job that are durable, and save the newest one in memory if it is not."""
         self._steps.perform(job, d.durable(job))
         self.save_owed(job)
 
@@ -143,7 +143,10 @@ class Custody:
             if (header.step, header.state) != (number, SlotState.SEALED):
                 continue
             if self._slots.is_held(slot):
-                return f"checkpoint {job.name}/{tag} is in the memory of a running trainer too; try again when it has gone on, or ended"
+                return (
+                    f"checkpoint {job.name}/{tag} is still in the memory of a running trainer; "
+                    "try again after its next snapshot, or after it has ended"
+                )
             if job.ranks.has(attempt, header.rank):
                 await self.end_owner(job.ranks.owners[header.rank])
         snapshot = job.snapshot((attempt, number))
@@ -154,6 +157,6 @@ class Custody:
             if snapshot.holds:
                 return f"the copy of checkpoint {job.name}/{tag} in memory is being read"
             step = job.step(snapshot.key)
-            forgotten = [d.Release(step.key)] if snapshot.complete else d.fail(step, SnapshotFailed("it was forgotten"))
-            self._steps.perform(job, forgotten)
+            error = SnapshotFailed(f"step {number} was deleted by ckptd forget")
+            self._steps.perform(job, [d.Release(step.key)] if snapshot.complete else d.fail(step, error))
         return ""

@@ -108,7 +108,8 @@ Action = StartTimer | Settle | Move | Fail | Tell | Free | Release | Save | Rais
 def fail(step: Step, error: CkptdError) -> list[Action]:
     """Fail a step that not all ranks will seal. If all ranks have sealed it, or it has failed already, only the waiting ends.
 
-    If some ranks were planning the step and others were not, all ranks are told to plan again, unless the error is of another kind.
+    If some ranks planned the step again and others kept their plan, a plain SnapshotFailed becomes StructureChanged, and all ranks plan
+    again at the next snapshot.
     """
     if type(error) is SnapshotFailed and step.planned and step.kept:
         error = StructureChanged(str(error))
@@ -131,7 +132,7 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
 
 
 def passed_over(step: Step, rank: int, reason: str, code: str) -> list[Action]:
-    """Fail a step that a rank cannot save, unless this rank has sealed it. A reason that names a rank has come from another rank."""
+    """Fail a step that a rank cannot save, unless this rank has sealed it. A reason that begins with a rank came from another rank."""
     if not step.incomplete or step.sealed_by(rank):
         return []
     why = reason if _NAMES_A_RANK.match(reason) else f"rank {rank}: {reason}"
@@ -151,14 +152,14 @@ def left(job: Job, attempt: int, rank: int, how: str) -> list[Action]:
     failed = [
         action
         for step in [*unsealed, *planned]
-        for action in fail(step, SnapshotFailed(f"step {step.number} failed: rank {rank} {how} before it had sealed it"))
+        for action in fail(step, SnapshotFailed(f"step {step.number} failed: rank {rank} {how} before it sealed the step"))
     ]
     return [*failed, *(Free(step.key, segment) for step in granted for segment, whose in step.slots.items() if whose == rank)]
 
 
 def superseded(job: Job) -> list[Action]:
     """Fail the incomplete snapshots of earlier attempts, because a newer attempt has begun."""
-    error = Fenced("a newer attempt of the job has begun; this trainer is to end")
+    error = Fenced(f"a newer attempt of job {job.name!r} has begun: this run can no longer save; stop it, or use another job name")
     old = [step for step in job.steps.values() if step.attempt < job.attempt and step.snapshot is not None and not step.snapshot.complete]
     return [action for step in old for action in fail(step, error)]
 
@@ -169,7 +170,7 @@ def superseded(job: Job) -> list[Action]:
 def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
     """Check that a rank may take a step now. `last_sealed` is the last step of this attempt that all ranks are known to have sealed.
 
-    Raises InvalidRequest if the step is behind the last one, SnapshotFailed or the step's own error if it has failed or a rank is gone.
+    Raises InvalidRequest if the step is not after that step, the step's own error if it has failed, SnapshotFailed if a rank is gone.
     """
     attempt, number = key
     step = job.steps.get(key, Step(key))
@@ -185,18 +186,18 @@ def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
     if number <= last:
         raise InvalidRequest(
             f"step {number} does not follow step {last}, the last of attempt {attempt}: "
-            "steps only rise within an attempt; recover() to go back"
+            "steps must increase within an attempt; call recover() to go back"
         )
 
 
 def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
     """Raise AlreadyExists if the tag that the user chose for a step is the tag of another step."""
     if tag in job.checkpoints or any(s.tag == tag and s.key != key for s in job.snapshots):
-        raise AlreadyExists(f"tag {user_tag!r} is taken in attempt {key[0]} of job {job.name!r}; choose another")
+        raise AlreadyExists(f"tag {user_tag!r} is taken in attempt {key[0]} of job {job.name!r}; choose another tag")
 
 
 def planned(step: Step, more: float) -> list[Action]:
-    """Start the timer of a step that a rank plans again. Fail the step if another rank has sealed it with the plan that it had.
+    """Start the timer of a step that a rank plans again. Fail the step if another rank has sealed it with its old plan.
 
     more: the seconds that the ranks have for planning, beyond the time to seal the step.
     """
@@ -229,18 +230,18 @@ def _expect(step: Step, more: float = 0.0) -> list[Action]:
 
 
 def _other_tag(step: Step, rank: int, tag: str) -> SnapshotFailed | None:
-    """Return the error if another rank gives the step another tag than this one."""
+    """Return an error if another rank gives the step another tag than this rank does."""
     if step.snapshot is None or step.snapshot.tag == tag:
         return None
     known = step.snapshot.tag
-    return SnapshotFailed(f"step {step.number} is {tag!r} to rank {rank} and {known!r} to another: use one tag on all ranks")
+    return SnapshotFailed(f"rank {rank} saves step {step.number} as {tag!r}, another rank as {known!r}: pass the same tag on all ranks")
 
 
 def _structure_changed(step: Step) -> StructureChanged:
     changed = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(step.planned.items()))
     return StructureChanged(
-        f"step {step.number} failed, since the structure changed on some ranks only ({changed}; not on {ranks(sorted(step.kept))}); "
-        "every rank plans anew at the next snapshot"
+        f"step {step.number} failed, because the structure of the state changed on some ranks only "
+        f"({changed}; not on {ranks(sorted(step.kept))}); every rank plans again at the next snapshot"
     )
 
 
@@ -259,26 +260,27 @@ def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[A
     if segment not in step.slots:
         return [Raise(NotFound(f"segment {segment[:8]} was taken back while its seal of step {step.number} was being read"))]
     if tag in job.checkpoints and not job.is_durable(*step.key):
-        return rejected(step, segment, AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another"))
+        return rejected(step, segment, AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another tag"))
     if error := _other_tag(step, rank, tag):
         return rejected(step, segment, error)
     return []
 
 
 def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
-    """Reject a seal that has been journaled, and not yet added, if its plan or `persist` differs from that of other ranks."""
+    """Reject a seal, journaled but not yet added to its snapshot, if its plan or `persist` differs from that of other ranks."""
     others = [] if step.snapshot is None else list(step.snapshot.seals.values())
     if step.planned and seal.rank in step.kept:
         return rejected(step, seal.segment, _structure_changed(step))
     if differ := sorted(other.rank for other in others if other.global_plan != seal.global_plan):
         error: CkptdError = StructureChanged(
             f"step {step.number} failed: rank {seal.rank} sealed another plan than {ranks(differ)}; "
-            "every rank plans anew at the next snapshot"
+            "every rank plans again at the next snapshot"
         )
         return rejected(step, seal.segment, error)
     if differ := sorted(other.rank for other in others if other.persist != seal.persist):
         error = SnapshotFailed(
-            f"step {step.number} has persist={seal.persist} on rank {seal.rank}, and not on {ranks(differ)}: give the same on all"
+            f"step {step.number} has persist={seal.persist} on rank {seal.rank}, but persist={not seal.persist} on {ranks(differ)}: "
+            "pass the same on all ranks"
         )
         return rejected(step, seal.segment, error)
     return []
@@ -305,7 +307,7 @@ def news(snapshot: Snapshot) -> Progress:
 
 
 def has_another(step: Step, segment: str) -> bool:
-    """Return True if the rank of this segment has another segment for the step, because it has asked twice."""
+    """Return True if the rank of this segment has another segment for the step, because it requested a slot twice."""
     return any(rank == step.slots[segment] and other != segment for other, rank in step.slots.items())
 
 
@@ -315,12 +317,12 @@ def replaced(job: Job) -> list[Action]:
 
 
 def closed(job: Job, attempt: int) -> list[Action]:
-    """Release the snapshots of an attempt of which nothing is owed, because a rank has detached."""
+    """Release the settled snapshots of an attempt, because a rank has detached."""
     return [Release(s.key) for s in job.snapshots if s.attempt == attempt and job.is_settled(s)]
 
 
 def durable(job: Job, before: int | None = None) -> list[Action]:
-    """Release the durable snapshots that nobody reads; only those of attempts before `before`, if it is given."""
+    """Release the durable snapshots that no reader holds. If `before` is given, release only those of earlier attempts."""
     found = [s for s in job.snapshots if s.state is SnapshotState.DURABLE and not s.holds]
     return [Release(s.key) for s in found if before is None or s.attempt < before]
 
@@ -341,7 +343,7 @@ def blocking(job: Job, attempt: int, usable: Mapping[int, Sequence[str]], grante
 
 
 def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
-    """Return the reason why a step gets no slots, and the incomplete snapshot that it has waited for in vain, if that is the reason."""
+    """Return the reason why a step gets no slots, and the key of the incomplete snapshot that blocks it, if that is the reason."""
     for key in blocked:
         step = job.steps.get(key)
         if step is not None and step.filling is not None and (late := _late(step, step.filling)):
@@ -352,7 +354,7 @@ def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
 
 
 def _late(step: Step, snapshot: Snapshot) -> list[int]:
-    """Return the ranks that have not sealed the snapshot and whose seal is not being read. None if the job has one rank."""
+    """Return the ranks that have not sealed the snapshot and whose seal is not being read. Return [] if the job has one rank."""
     if snapshot.world_size == 1:
         return []
     under_way = {step.slots.get(segment) for segment in step.reading}

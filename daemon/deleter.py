@@ -68,7 +68,7 @@ class Deleter:
             self._failed(job, error)
             return
         if job.newer:
-            log.warning("job %s: retention is off, since %s was written by a newer ckptd", job.name, min(job.newer))
+            log.warning("job %s: retention deletes nothing, because %s was written by a newer ckptd", job.name, min(job.newer))
             return
         live = job.live_checkpoints()
         policies = policies_of(live, self._policies)
@@ -77,8 +77,8 @@ class Deleter:
         job.announced = ""
         if changed and len(doomed) > 1:
             job.announced = (
-                f"{len(doomed)} checkpoints ({doomed[0].tag} to {doomed[-1].tag}) are beyond {', '.join(map(repr, policies))}: they are "
-                "deleted at the next commit; pin those to keep, or change the policy before"
+                f"{len(doomed)} checkpoints ({doomed[0].tag} to {doomed[-1].tag}) are not kept by {', '.join(map(repr, policies))}, "
+                "and will be deleted at the next commit; before that, pin those to keep, or change the policy"
             )
             log.warning("job %s: %s", job.name, job.announced)
             return

@@ -106,7 +106,7 @@ def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
         return Check(name, FAILED, f"{path} cannot be written by this user; set shm_dir to another tmpfs", values)
     if (kind := _file_system(path)) != TMPFS:
         return Check(
-            name, WARNING, f"{text}; but it is no tmpfs: copies go to a disk, and training waits for it", {**values, "magic": kind}
+            name, WARNING, f"{text}, but it is not a tmpfs: copies go to a disk, and training waits for the disk", {**values, "magic": kind}
         )
     return Check(name, OK if largest >= 64 << 20 else WARNING, text, values)
 
@@ -140,7 +140,7 @@ def check_root(root: Path) -> Iterator[Check]:
         ("O_DIRECT", WARNING, "checkpoints are written through the page cache instead"),
         ("fsync of a directory", FAILED, "a power cut may lose a checkpoint's name on this file system"),
         ("flock", FAILED, "two daemons, or a reader and retention, would not see each other on this file system"),
-        ("OFD locks", WARNING, "locks of single descriptors do not work on this file system"),
+        ("OFD locks", WARNING, "open file description (OFD) locks do not work on this file system"),
     ):
         if why := found.failures.get(name):
             yield Check(name, level, f"does not work in {called} ({why}): {advice}")
@@ -182,7 +182,7 @@ def check_socket_directory(path: Path) -> Check:
     try:
         status = path.stat()
     except FileNotFoundError:
-        return Check(name, OK, f"{path} is not there yet: the daemon makes it, with mode 0700", {"path": str(path), "exists": False})
+        return Check(name, OK, f"{path} does not exist yet: the daemon will make it with mode 0700", {"path": str(path), "exists": False})
     except OSError as error:
         return Check(name, FAILED, f"{path} cannot be used: {error.strerror}", {"path": str(path)})
     values = {"path": str(path), "exists": True, "uid": status.st_uid, "mode": f"{status.st_mode & 0o7777:o}"}
@@ -210,16 +210,16 @@ def check_kernel() -> Iterator[Check]:
             try:
                 os.close(act())
             except (OSError, AttributeError) as error:
-                yield Check(name, level, f"not in this kernel ({release}: {error}): {advice}", {"there": False, "kernel": release})
+                yield Check(name, level, f"missing in this kernel ({release}: {error}): {advice}", {"there": False, "kernel": release})
             else:
-                yield Check(name, OK, f"is there (Linux {release})", {"there": True, "kernel": release})
+                yield Check(name, OK, f"available (Linux {release})", {"there": True, "kernel": release})
 
 
 def check_event_loop(uvloop: bool) -> Check:
     """Check that uvloop, the faster event loop, is installed."""
     if uvloop:
         return Check("uvloop", OK, "is installed", {"there": True})
-    return Check("uvloop", WARNING, "is not installed: answers take longer; `pip install uvloop`", {"there": False})
+    return Check("uvloop", WARNING, "is not installed, so answers take longer: run `pip install uvloop`", {"there": False})
 
 
 def text(checks: list[Check]) -> str:

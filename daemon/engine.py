@@ -1,8 +1,8 @@
 """Takes the requests of ranks: begins attempts, grants slots, takes seals, and ends ranks.
 
-Runs on the event loop only. The engine does what must wait, such as the claim of an attempt or the reading of a seal, and turns the outcome
-into a decision of `decisions.py`, which `steps.py` carries out. A CkptdError goes to the client; what a failed request may have changed is
-in section 4 of PROTOCOL.md.
+All calls run on the event loop. The engine waits where that is needed, for example for the claim of an attempt or for the reading of a
+seal, and turns the outcome into a decision of `decisions.py`, which `steps.py` carries out. A CkptdError goes to the client. Section 4 of
+PROTOCOL.md says what a failed request may have changed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ckptd.shared.messages import Progress
 from ckptd.shared.segment import SlotState
 
 RECORD_SECONDS = 2.0
-"""How long a new attempt waits for its journal record. A trainer must get at its memory although the disk hangs."""
+"""Seconds that a new attempt waits for its journal record. A trainer must reach its snapshots in memory even while the disk hangs."""
 PLAN_GRACE_SECONDS = 5.0
-"""Beyond the stall budget, the time in which ranks report that another rank has not planned."""
+"""Seconds beyond the stall budget in which the ranks can report that another rank has not planned."""
 MOST_JOBS = 10_000
-"""Jobs that one daemon may know at once. The state of the journal must fit into one record."""
+"""The most jobs that one daemon knows at once. The state of the journal must fit into one record."""
 
 
 class Engine:
@@ -55,9 +55,9 @@ class Engine:
         self.catalog, self.slots = catalog, slots
         self._journal, self._claims, self._admission, self._saver = journal, claims, admission, saver
         self._steps, self._seals, self._plan_timeout = steps, seals, plan_timeout
-        self.stopping = False  # once it is True nothing new begins, and seals are still taken
+        self.stopping = False  # once this is True, nothing new begins, but seals are still taken
 
-    # -- ranks come
+    # -- ranks begin
 
     async def begin(self, job_name: str, rank: int, world_size: int, attempt: int, notify: Callable[[Progress], None]) -> Owner:
         """Begin the next attempt, if `attempt` is 0, or resume the given one. Return the rank's owner.
@@ -66,7 +66,7 @@ class Engine:
         """
         names.check_name("job", job_name)
         if rank >= world_size:
-            raise InvalidRequest(f"rank {rank} cannot be: the job has {world_size} ranks, numbered from 0")
+            raise InvalidRequest(f"rank {rank} does not exist: the job has {world_size} ranks, numbered from 0")
         self._check_not_stopping()
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
@@ -80,9 +80,12 @@ class Engine:
                     f"{job.attempt} as the newest. A job's ranks must be on one node with one daemon in this version"
                 )
             elif attempt < job.attempt:
-                raise Fenced(f"attempt {attempt} of job {job_name!r} is over: attempt {job.attempt} has begun; this trainer is to end")
+                raise _fenced(attempt, job)
             elif world_size != job.world_size:
-                raise InvalidRequest(f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, not {world_size}")
+                raise InvalidRequest(
+                    f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, but this rank says {world_size}: "
+                    "start all ranks with the same world size"
+                )
         owner = Owner(job_name, attempt, rank, world_size, notify)
         job.ranks.join(owner)
         for slot in self.slots.of(*owner.identity):  # abandoned while the daemon was down
@@ -203,12 +206,12 @@ class Engine:
         snapshot = job.snapshot((attempt, number))
         if snapshot is None or owner.rank not in snapshot.seals:
             if attempt != owner.attempt:
-                raise NotFound(f"step {number} of attempt {attempt} is neither in memory nor on storage any more")
+                raise NotFound(f"step {number} of attempt {attempt} is no longer in memory or on storage")
             self._current(owner)
             slot = self._slot_of(owner, segment)
             header = slot.refresh()
             if header.state is not SlotState.SEALED or header.step != number:
-                raise InvalidRequest(f"segment {segment[:8]} is not sealed with step {number}")
+                raise InvalidRequest(f"segment {segment[:8]} does not hold a sealed snapshot of step {number}")
             snapshot = await self._seals.record(slot)
         if snapshot.state is SnapshotState.FAILED:
             self._steps.tell(snapshot)
@@ -232,15 +235,15 @@ class Engine:
         if step.snapshot is None or d.has_another(step, segment):
             self._steps.perform(job, [d.Free(step.key, segment)])
         elif step.filling is not None:
-            self.pass_over(owner, step.number, reason or f"rank {owner.rank} could not copy it", code)
+            self.pass_over(owner, step.number, reason or f"rank {owner.rank} could not copy its state", code)
 
     def _slot_of(self, owner: Owner, segment: str) -> Slot:
         slot = self.slots.get(segment)
         if slot.owner != owner.identity:
-            raise NotFound(f"segment {segment[:8]} is not this rank's")
+            raise NotFound(f"segment {segment[:8]} belongs to another rank or attempt")
         return slot
 
-    # -- what clients want to know
+    # -- saves and reads on request
 
     async def persist(self, owner: Owner) -> None:
         """Make the newest sealed snapshot durable. Raises SnapshotFailed if it cannot be."""
@@ -265,7 +268,7 @@ class Engine:
         """Check a snapshot in memory, and return (rank, read-only descriptor) for each of its slots. The caller closes the descriptors."""
         snapshot = self.catalog.job(owner.job).snapshot((attempt, number))
         if snapshot is None or not snapshot.in_memory:
-            raise NotFound(f"step {number} of attempt {attempt} is not in memory any more")
+            raise NotFound(f"step {number} of attempt {attempt} is no longer in memory")
         await self._saver.check(snapshot)
         opened: list[tuple[int, int]] = []
         try:
@@ -277,10 +280,10 @@ class Engine:
             raise
         return opened
 
-    # -- ranks go
+    # -- ranks leave
 
     def detach(self, owner: Owner) -> None:
-        """End an owner whose agent was closed. Its slots are freed as soon as nothing is owed of them."""
+        """End an owner whose agent was closed. Its slots are freed as soon as their snapshots are settled."""
         job = self.catalog.job(owner.job)
         self._steps.end(job, owner, "closed")
         for snapshot in job.snapshots:
@@ -289,11 +292,18 @@ class Engine:
 
     def _check_not_stopping(self) -> None:
         if self.stopping:
-            raise Busy("the daemon is stopping; try again when it is back")
+            raise Busy("the daemon is stopping; try again after its restart")
 
     def _current(self, owner: Owner) -> Job:
         """Return the job of an owner. Raises Fenced if the attempt of the owner is over, or another connection has taken its place."""
         job = self.catalog.job(owner.job)
         if owner.attempt != job.attempt or not job.ranks.is_here(owner):
-            raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} is over: attempt {job.attempt} has begun; this trainer is to end")
+            raise _fenced(owner.attempt, job)
         return job
+
+
+def _fenced(attempt: int, job: Job) -> Fenced:
+    return Fenced(
+        f"attempt {attempt} of job {job.name!r} has ended, because attempt {job.attempt} has begun: "
+        "this run can no longer save; stop it, or use another job name"
+    )

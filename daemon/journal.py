@@ -146,16 +146,16 @@ class Journal:
         state, scan, data, problem = r.JournalState(), None, b"", ""
         try:
             if number >= _NEVER_GIVEN:
-                raise IntegrityError("no journal file was ever given such a number")
+                raise IntegrityError("its number is higher than that of any journal file that ckptd makes")
             self._number = number
             data = read_small(self._fs, name, self._directory, jf.FILE_SIZE)
             scan = jf.scan(data, number)
             for record in scan.records:
                 state = self._apply(state, record)
             if scan.ending is jf.Ending.CORRUPT:
-                problem = "a record is damaged that was durable"
+                problem = "a record that was durable is damaged"
             elif len(data) < jf.FILE_SIZE:  # a journal file has its full length before it gets its name
-                problem = f"{len(data):,d} of {jf.FILE_SIZE:,d} bytes are there"
+                problem = f"it has {len(data):,d} bytes; expected {jf.FILE_SIZE:,d}"
         except NewerFormat:
             raise
         except IntegrityError as error:
@@ -213,7 +213,7 @@ class Journal:
         except OSError as error:
             if error.errno not in NO_ROOM or self._last is None:
                 raise
-            log.warning("%s: the journal goes on in its last file", StorageError.of("begin a new journal file", error))
+            log.warning("%s: the journal continues in its last file", StorageError.of("begin a new journal file", error))
             self._use(self._go_on(self._last))
         else:
             self._publish(begun)
@@ -262,7 +262,9 @@ class Journal:
         for record, _, payload in encoded:
             if len(payload) > jf.MAX_PAYLOAD:
                 kind = type(record).__name__
-                raise StorageError(f"the journal cannot take a {kind} record of {len(payload):,d} bytes: {jf.MAX_PAYLOAD:,d} is the most")
+                raise StorageError(
+                    f"the journal cannot hold a {kind} record of {len(payload):,d} bytes; expected at most {jf.MAX_PAYLOAD:,d}"
+                )
         if any(isinstance(record, r.Staging | r.Retiring) for record, _, _ in encoded) and r.under_way(self.state) > MAX_UNDER_WAY:
             raise self._full()
 
@@ -270,7 +272,7 @@ class Journal:
         staged, retiring = len(self.state.staged), len(self.state.retiring)
         return StorageError(
             f"the journal is full of {staged:,d} failed saves and {retiring:,d} deletions whose files could not be deleted: "
-            "see the daemon's log for the reason, mend it, and restart ckptd"
+            "see the daemon's log for the reason, fix it, and restart ckptd"
         )
 
     async def _write_all(self) -> None:
@@ -346,7 +348,9 @@ class Journal:
         records, left_out = r.encode_whole(self.state, jf.MAX_STATE, jf.FILE_SIZE - jf.HEADER_SIZE - MARGIN)
         if left_out:
             log.warning(
-                "the journal has no room for %d files of failed saves; they are deleted all the same if this daemon lives", left_out
+                "the journal has no room for the names of %d files of failed saves; "
+                "if this daemon dies before it has deleted them, they stay",
+                left_out,
             )
         for kind, payload in records:
             sequence += 1

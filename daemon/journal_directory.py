@@ -66,7 +66,7 @@ class JournalDirectory:
         try:
             self.delete(name)
         except IsADirectoryError:
-            log.warning("%s in the journal's directory is a directory, which ckptd did not make: it is left alone", name)
+            log.warning("%s in the journal's directory is a directory that ckptd did not make: it is left alone", name)
             return False
         return True
 
@@ -98,7 +98,9 @@ class JournalDirectory:
             self._fs.rename(temporary, SPARE, self._directory, replace=True)
             self._fs.sync_directory(self._directory)
         except OSError as error:
-            log.warning("%s: the journal has no room in reserve for a full disk", StorageError.of("make a spare journal file", error))
+            log.warning(
+                "%s: the journal has no spare file, so a full disk may stop it", StorageError.of("make a spare journal file", error)
+            )
             try:
                 self.delete(temporary)
             except OSError:
@@ -122,7 +124,7 @@ class JournalDirectory:
                 self.drop_before(whole)
             if not self.has_spare:
                 raise
-        log.warning("there is no room for a new journal file: it takes the place of the spare one")
+        log.warning("there is no room for a new journal file: the spare file is used")
         self._fs.rename(SPARE, name, self._directory, replace=True)
         # Sync before overwriting: the spare may once have been a journal file, and a power cut must not bring back that name.
         self._fs.sync_directory(self._directory)

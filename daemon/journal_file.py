@@ -81,7 +81,7 @@ def encode_record(salt: bytes, previous_crc: int, record: RawRecord) -> tuple[by
     Raises ValueError if the payload has more than `MAX_PAYLOAD` bytes, or more than `MAX_STATE` bytes in a STATE record.
     """
     if len(record.payload) > _most(record.type):
-        raise ValueError(f"a journal record of {len(record.payload)} bytes is beyond {_most(record.type)}")
+        raise ValueError(f"a journal record has {len(record.payload)} bytes; expected at most {_most(record.type)}")
     head = _RECORD.pack(0, len(record.payload), previous_crc, record.type, record.flags, record.version, record.sequence, record.durable)
     crc = crc32c(record.payload, crc32c(head[4:], crc32c(salt)))
     data = _CRC.pack(crc) + head[4:] + record.payload

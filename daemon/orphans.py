@@ -1,7 +1,8 @@
-"""Notices that a trainer is dead, that `memory_ttl` is over, and that the daemon starts or stops, and has the slots taken care of.
+"""Notices when a trainer is dead and when `memory_ttl` ends, and has `custody.py` save or free the slots then.
 
 An `Owner` outlives the connection of its rank, and ends here, once its process is known to be dead. Its seals are then recorded. The newest
-sealed snapshot is saved unasked and stays in memory for `memory_ttl`; the other slots are freed. `custody.py` does all this.
+sealed snapshot is saved unasked and stays in memory for `memory_ttl`; the other slots are freed. The start and the stop of the daemon pass
+through here too, because they start and stop the timers and the watch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from ckptd.daemon.slots import Slot
 from ckptd.daemon.tasks import watched
 
 CHECK_SECONDS = 1.0
-"""Between two checks of the locks of trainers that have not reconnected after a restart of the daemon."""
+"""Seconds between two checks of the locks of trainers that have not reconnected after a restart of the daemon."""
 
 
 class Orphans:
+    """The watch of one daemon over the trainers of all jobs, with the timers of `memory_ttl`."""
+
     def __init__(self, custody: Custody, memory_ttl: float, changed: Callable[[], None]) -> None:
         """memory_ttl: seconds that a dead trainer's newest snapshot stays in memory. `changed` is called when work has ended."""
         self._custody, self._ttl, self._changed = custody, memory_ttl, changed
@@ -75,7 +78,7 @@ class Orphans:
             self.start_timer(job)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = watched(work, "settling the slots of a dead trainer")
+        task = watched(work, "taking back the slots of a dead trainer")
         self._tasks.add(task)
         task.add_done_callback(self._done)
 

@@ -89,7 +89,7 @@ async def recover(
         failpoint("start.rotated")
         for name in repository.jobs():
             if reason := repository.refusal(name):
-                log.warning("job %s is passed over: %s", name, reason)
+                log.warning("job %s is skipped: %s", name, reason)
                 continue
             await scan_job(repository, catalog.job(name), calls)
     except OSError as error:
@@ -151,7 +151,7 @@ async def _finish_staged(repository: Repository, journal: Journal, catalog: Cata
         except JournalBroken:
             raise
         except (OSError, StorageError) as error:
-            log.warning("%s is left for the next start: %s", place, error)
+            log.warning("%s could not be finished or undone, and is left for the next start: %s", place, error)
 
 
 async def _roll_forward(repository: Repository, saver: Saver, job: Job, tag: str, durable: list[r.PartDurable]) -> bool:
@@ -178,7 +178,7 @@ async def _roll_forward(repository: Repository, saver: Saver, job: Job, tag: str
     except JournalBroken:
         raise
     except Exception as error:  # a damaged file may cause any error; the caller then drops the checkpoint
-        log.warning("%s/%s is not committed from its parts: %r", job.name, tag, error)
+        log.warning("checkpoint %s/%s cannot be committed from its parts: %r", job.name, tag, error)
         return False
     log.info("checkpoint %s/%s: committed from its durable parts", job.name, tag)
     return True

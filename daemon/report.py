@@ -65,7 +65,7 @@ def status_text(status: dict[str, Any]) -> str:
     memory, counters, files = status["shared_memory"], status["counters"], status["descriptors"]
     ready = "is ready" if status["ready"] else "is NOT ready"
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
-    free = "NOT THERE" if status["disk_free_bytes"] is None else f"{_size(status['disk_free_bytes'])} free"
+    free = "NOT AVAILABLE" if status["disk_free_bytes"] is None else f"{_size(status['disk_free_bytes'])} free"
     clients = f"{files['clients']} clients connected, {files['clients_fit']} fit"
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {_span(status['uptime_seconds'])})",
@@ -116,7 +116,7 @@ def listing(path: Path) -> list[dict[str, Any]]:
     if has_checkpoint(path):
         repository, job, tag = find_job_or_checkpoint(path)
         if tag is None:
-            raise NotFound(f"{path} holds no checkpoint any more")
+            raise NotFound(f"{path} no longer holds a checkpoint")
         manifest: Manifest | IntegrityError
         try:
             manifest = repository.read_manifest(job, tag)
@@ -128,7 +128,7 @@ def listing(path: Path) -> list[dict[str, Any]]:
     whole = is_root(path)
     repository = existing_root(path if whole else path.parent)
     if not whole and not path.is_dir():
-        raise NotFound(f"{path} is not there, or is no directory")
+        raise NotFound(f"{path} does not exist, or is not a directory")
     jobs = repository.jobs() if whole else [path.name]
     rows = []
     for job in jobs:
@@ -137,7 +137,7 @@ def listing(path: Path) -> list[dict[str, Any]]:
         for tag, manifest in sorted(found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)):
             rows.append(_row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned))
     if not rows and not whole and repository.read_newest(jobs[0]) is None and not tags_of(repository, jobs[0]):
-        raise NotFound(f"{path} holds no checkpoints, and is no root of ckptd")
+        raise NotFound(f"{path} holds no checkpoints, and is not a root of ckptd")
     return rows
 
 
@@ -181,7 +181,7 @@ def manifest_at(path: Path) -> Manifest:
             raise StorageError.of(f"read {title(repository, job, tag)}", error) from None
     sound = [manifest for _, manifest in manifests(repository, job) if isinstance(manifest, Manifest)]
     if not sound:
-        raise NotFound(f"{path} holds no checkpoint; `ckptd ls {path.parent}` lists what there is")
+        raise NotFound(f"{path} holds no checkpoint; `ckptd ls {path.parent}` lists the checkpoints there")
     return max(sound, key=lambda manifest: manifest.order)
 
 
@@ -290,7 +290,7 @@ def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, sh
     try:
         found = (verify(reader), len(reader.plan.items), reader.nbytes, 1 + len(reader.index.files))
         if found != (part.raw_bytes, part.items, part.bytes, part.files):
-            raise IntegrityError(f"{reader.name} is not what the manifest says")
+            raise IntegrityError(f"{reader.name} does not have the sizes and counts that the manifest says")
         with _named(reader.name):
             shards.add(reader.plan)
     finally:
@@ -308,7 +308,7 @@ def verification_text(result: dict[str, Any]) -> str:
 def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
     size = f" ({_size(row['bytes'])})" if row["bytes"] else ""
     if row["error"]:
-        return f"{row['job']}/{row['tag']}: stays: {row['error']}"
+        return f"{row['job']}/{row['tag']}: not deleted: {row['error']}"
     return f"{row['job']}/{row['tag']}: {'would be deleted' if dry_run else 'deleted'}{size}"
 
 

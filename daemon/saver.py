@@ -174,7 +174,7 @@ class Saver:
         """
         checks = read_check(sealed.fd, sealed.header)
         if checks is None or len(checks) != len(sealed.ranges):
-            raise IntegrityError(f"{snapshot.job} step {snapshot.step}: its checksums in memory are gone")
+            raise IntegrityError(f"{snapshot.job} step {snapshot.step}: its checksums in memory are missing")
         tried = 0
         while True:
             tried += 1
@@ -189,7 +189,7 @@ class Saver:
             except OSError as error:
                 if tried == 2 or error.errno != errno.EIO:
                     raise
-                log.warning("snapshot %s/%s: %s; trying once more with a new file", snapshot.job, snapshot.tag, error.strerror)
+                log.warning("snapshot %s/%s: %s; retrying once with a new file", snapshot.job, snapshot.tag, error.strerror)
                 self.counters["rewrites"] += 1
                 continue
             await self._journal.append(
@@ -205,7 +205,9 @@ class Saver:
         or the plans differ, AlreadyExists if the tag has a manifest already, OSError, StorageError.
         """
         if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
-            raise IntegrityError(f"parts of ranks {[e.rank for e, _, _ in documents]} are there, of {snapshot.world_size}")
+            raise IntegrityError(
+                f"only the parts of ranks {[e.rank for e, _, _ in documents]} are durable; expected {snapshot.world_size} parts"
+            )
         if len({plan.global_plan for _, plan, _ in documents}) != 1:
             raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
         _, plan, request = documents[0]
@@ -244,7 +246,9 @@ class Saver:
         except JournalBroken:
             return
         except (StorageError, OSError) as again:
-            log.warning("snapshot %s/%s: its files are swept at the next start (%s)", snapshot.job, snapshot.tag, again)
+            log.warning(
+                "snapshot %s/%s: its files cannot be deleted now, and are deleted at the next start (%s)", snapshot.job, snapshot.tag, again
+            )
         if snapshot.state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN):
             snapshot.move(Event.FAIL)
         if snapshot.state is SnapshotState.FAILED:

@@ -1,7 +1,7 @@
 """Carries out what `decisions.py` has decided about steps: starts timers, fails steps, tells the ranks, frees slots and starts saves.
 
-No other module does so. Runs on the event loop only. The end of a timer and the end of a save are reported here as well, and are decided
-like any other event.
+No other module does so. All calls run on the event loop. The end of a timer and the end of a save are reported here as well, and are
+decided like any other event.
 """
 
 from __future__ import annotations

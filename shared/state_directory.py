@@ -16,8 +16,8 @@ from ckptd.shared.owners import own_directory
 def default_state_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Return the directory for the state of all roots that is used where none is configured.
 
-    This is $STATE_DIRECTORY, which systemd sets; else /var/lib/ckptd for the user root; else `ckptd` in $XDG_STATE_HOME or ~/.local/state.
-    If that cannot be made, as in a container without a home, it is a directory of this user in /var/tmp.
+    This is $STATE_DIRECTORY, which systemd sets. Without it, it is /var/lib/ckptd for the user root, and `ckptd` in $XDG_STATE_HOME or
+    ~/.local/state for other users. If that cannot be made, as in a container without a home, it is a directory of this user in /var/tmp.
     """
     environ = os.environ if environ is None else environ
     if systemd := environ.get("STATE_DIRECTORY", "").split(":")[0]:

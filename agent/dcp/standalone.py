@@ -147,7 +147,7 @@ class StandalonePart:
                 under_way.append(_submit(pool, work, chunk, buffers))
         written = [future.result() for future in under_way]  # the first failure is raised
         if len(written) != len(ranges):
-            raise IntegrityError(f"{len(written)} of {len(ranges)} chunks have been written")
+            raise IntegrityError(f"only {len(written)} of {len(ranges)} chunks were written")
         return written
 
 

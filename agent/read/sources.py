@@ -49,7 +49,7 @@ class SlotSource:
         self.request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
         self.values = (header.values.offset, header.values.length)
         if self.values[0] < self.plan.data_length:
-            raise IntegrityError(f"the values of the slot of step {step} lie over its tensors")
+            raise IntegrityError(f"the values of the slot of step {step} overlap its tensors")
         self.ranges = chunk_ranges(with_values(self.plan.regions, self.values), header.chunk_size)
         checks = read_check(fd, header)
         if checks is None or len(checks) != len(self.ranges):
@@ -209,7 +209,7 @@ def _opened(repository: Repository, job: str, tag: str, manifest: Manifest) -> O
             index = reader.index
             whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
             if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
-                raise IntegrityError(f"{reader.name} is not the part that the manifest means")
+                raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
         saved = Saved.of(readers)
     except BaseException:
         while held:

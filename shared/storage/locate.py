@@ -36,7 +36,7 @@ def job_and_tag(path: Path, root: Path) -> tuple[str, str] | None:
     return (parts[0], parts[1]) if len(parts) == 2 and not parts[0].startswith(".") else None
 
 
-# -- for a reader, who wants a checkpoint that is committed
+# -- for readers, which open committed checkpoints only
 
 
 def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
@@ -56,7 +56,7 @@ def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
         return open_root(path.parent.parent), path.parent.name, found[max(found)]
     if os.path.lexists(path / ".metadata"):
         raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: read it with its FileSystemReader")
-    raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is no directory"))
+    raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is not a directory"))
 
 
 def attempts_of(path: Path) -> dict[int, str]:
@@ -80,13 +80,13 @@ def attempts_of(path: Path) -> dict[int, str]:
     return found
 
 
-# -- for the command line, which also shows jobs, and checkpoints that are damaged
+# -- for the command line, which also shows jobs and damaged checkpoints
 
 
 def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
-    """Return repository, job and tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
+    """Return the repository, the job and the tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
 
-    The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt counts. Raises NotFound, StorageError.
+    The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt is meant. Raises NotFound, StorageError.
     """
     path = Path(os.path.abspath(path))
     if has_checkpoint(path):
@@ -98,7 +98,9 @@ def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
     repository, job = existing_root(path.parent.parent), path.parent.name
     same = [p for tag in tags_of(repository, job) if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)]
     if not same:
-        raise NotFound(f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls {path.parent}` lists what is there")
+        raise NotFound(
+            f"no checkpoint {path.name!r} of job {job!r} in {repository.where()}; `ckptd ls {path.parent}` lists the checkpoints there"
+        )
     tag, _, attempt = max(same, key=lambda p: p[2])
     return repository, job, names.tag_directory(None, tag, attempt)
 
@@ -106,7 +108,7 @@ def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
 def existing_root(root: Path) -> Repository:
     """Return the checkpoints below a root. Raises NotFound if it is not a directory."""
     if not root.is_dir():
-        raise NotFound(f"{root} is not there, or is no directory")
+        raise NotFound(f"{root} does not exist, or is not a directory")
     return open_root(root)
 
 

@@ -1,4 +1,4 @@
-"""Keeps objects in the memory of this process, as an object store would: no renames, no appends, no locks of a kernel. For tests."""
+"""Keeps objects in the memory of this process, as an object store would: without renames, appends and kernel locks. For tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ckptd.shared.storage.protocol import Entry
 class MemoryStorage:
     """The objects of one root, which end with this instance. `fail` may be set to a function that raises OSError for an operation.
 
-    `fail(operation, name)` is called before every operation, with the name of the method and the object or prefix.
+    `fail(operation, name)` is called with the name of a method and of an object or prefix. This is done by `children`, `exists`, `open`,
+    `create`, `publish`, `delete`, `remove`, `claim`, `lease` and `exclude`, and by `append` and `finish` of a sink.
     """
 
     def __init__(self, root: str = "memory:") -> None:

@@ -1,7 +1,7 @@
 """Moves the journal that an earlier version of ckptd kept in a POSIX root to the local directory where it is kept now.
 
 The order of steps makes a crash harmless at any point. First a file that only a newer version can read takes the place of the first
-journal file, so that an earlier version refuses the root. Then the journal files are copied. Last they get other names in the root.
+journal file, so that an earlier version refuses the root. Then the journal files are copied. At the end they are renamed in the root.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BARRIER = names.journal_file(0)
 """The name of the file that stops earlier versions. They read journal files in the order of their numbers, and never gave the number 0."""
 MOVED_SUFFIX = ".moved"
 _LARGEST = 4 << 20
-"""The length of every journal file of an earlier version in bytes."""
+"""The length in bytes of every journal file of an earlier version."""
 
 
 def move(fs: FileSystem, directory: int, called: str, target: Path) -> None:
@@ -34,7 +34,7 @@ def move(fs: FileSystem, directory: int, called: str, target: Path) -> None:
         return
     _stop_earlier_versions(fs, directory)
     if target.exists():  # an earlier start has copied them, and died before it could rename them
-        log.warning("%s: the journal files there are not used any more, because there is a newer journal in %s", called, target)
+        log.warning("%s: the journal files there are no longer used, because there is a newer journal in %s", called, target)
     else:
         _copy(fs, directory, left, target)
         log.warning("%s: the journal is kept in %s from now on, on the local disk", called, target)
@@ -55,7 +55,7 @@ def _copy(fs: FileSystem, source: int, files: list[str], target: Path) -> None:
     make_directories(fs, unfinished)
     with opened_directory(fs, str(unfinished)) as directory:
         for name, _ in fs.entries(directory):
-            fs.unlink(name, directory)  # of an earlier start that died
+            fs.unlink(name, directory)  # left by an earlier start that died
         for name in files:
             fd = fs.create(name, directory, mode=0o600)
             try:

@@ -34,7 +34,7 @@ class PosixStorage:
         self.fs = fs or PosixFileSystem()
         self._durable: set[str] = set()  # prefixes that this process knows to be durable
         self._claims_lock = threading.Lock()
-        self._unsynced_claims: set[str] = set()  # claims that this process has created and failed to sync: a repetition may use them
+        self._unsynced_claims: set[str] = set()  # claims that this process has created and failed to sync: `claim` may be repeated for them
 
     def where(self, name: str = "") -> str:
         return str(self.root / name)
@@ -55,7 +55,7 @@ class PosixStorage:
             self.fs.close(fd)
 
     def ensure(self, prefix: str) -> None:
-        """Make the directory of a prefix durably. One that exists is synced too: its maker may have died before it was durable."""
+        """Make the directory of a prefix durably. The first call also syncs the name of one that exists: its maker may have died before."""
         if not prefix:
             make_directories(self.fs, self.root)
             return
@@ -95,7 +95,7 @@ class PosixStorage:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            return False  # a file in it is not ckptd's
+            return False  # a file that is not ckptd's is still in it
         return True
 
     # -- objects
@@ -118,7 +118,7 @@ class PosixStorage:
             with self.directory(prefix) as directory:
                 return self.fs.open(file, directory)
         except NotADirectoryError as error:
-            raise FileNotFoundError(errno.ENOENT, "its directory is not there", name) from error
+            raise FileNotFoundError(errno.ENOENT, "its directory is missing", name) from error
 
     def create(self, name: str, size: int) -> PosixSink:
         """Create the file with room for `size` bytes, and make its directory if it is missing."""
@@ -223,7 +223,7 @@ class PosixStorage:
                 if locks.wait_to_share(fd, called, until):
                     return PosixSource(self.fs, fd, leased=True)
                 if time.monotonic() > until:
-                    raise Busy(f"{called} cannot be read now: it is replaced all the time; try again")
+                    raise Busy(f"{called} cannot be read now: it was replaced each time before it could be locked; try again later")
             except BaseException:
                 locks.release(fd)
                 raise
@@ -291,7 +291,10 @@ class PosixStorage:
     # -- the root
 
     def serve(self, host: str) -> Closable:
-        """Make the root and this host's directory in it, check the owners, and lock the root. A daemon of root accepts other owners."""
+        """Make the root and this host's directory in it, check their owners, and lock the root.
+
+        A daemon that runs as root accepts other owners.
+        """
         try:
             self.ensure("")
             posix_root.check_owner(self.root, posix_root.CHECKPOINTS)

@@ -1,6 +1,6 @@
 """Measures what a directory can be used for as a POSIX root: its owner, its free space, and the calls that ckptd needs.
 
-The probe makes a directory of its own in it, and removes that again.
+The probe makes a scratch directory in that directory, and removes it again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _flock(scratch: Path) -> None:
 def _ofd_lock(scratch: Path) -> None:
     with (scratch / "ofd").open("w") as one, (scratch / "ofd").open("w") as other:
         if not locks.exclude(one.fileno()):
-            raise OSError(0, "a lock was refused that nobody has")
+            raise OSError(0, "a lock was refused although no process holds it")
         if locks.share(other.fileno()):
             raise OSError(0, "a second lock was granted")
 

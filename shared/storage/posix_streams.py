@@ -49,7 +49,7 @@ class PosixSink:
 
     def finish(self, head: Buffer) -> None:
         self._fs.write(self._fd, head, 0)
-        self._fs.truncate(self._fd, self.size)  # the room that was allocated and not used
+        self._fs.truncate(self._fd, self.size)  # free the room that was allocated and not used
         self._fs.sync(self._fd)
         fd, self._fd = self._fd, -1
         self._fs.close(fd)

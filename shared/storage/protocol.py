@@ -56,7 +56,7 @@ class Sink(Protocol):
         """Write `head` to the first `ALIGN` bytes, which were left free, and make the object durable under its name."""
 
     def discard(self) -> None:
-        """Delete the unfinished object. Errors are ignored. Does nothing after `finish`, except to delete the object."""
+        """Delete the object, whether it is finished or not. Errors are ignored."""
 
 
 class Storage(Protocol):
@@ -80,7 +80,7 @@ class Storage(Protocol):
     def lease(self, name: str, called: str) -> Source:
         """Open an object as `open` does, and keep it from being deleted until the source is closed.
 
-        called: the name of the object in the text of an error. Raises Busy if a deleter holds it, or if it is replaced all the time.
+        called: the name of the object in the text of an error. Raises Busy if a deleter holds it, or if it is replaced again and again.
         """
 
     def exclude(self, name: str, called: str) -> AbstractContextManager[None]:
@@ -130,7 +130,7 @@ class Storage(Protocol):
         """Return the reason why checkpoints below the prefix cannot be trusted, or "" if they can."""
 
     def free(self) -> int | None:
-        """Return the number of bytes that are free, or None if that cannot be told."""
+        """Return the number of bytes that are free, or None if it is unknown."""
 
 
 def read_whole(source: Source, limit: int, name: str) -> bytes:

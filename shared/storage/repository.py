@@ -17,7 +17,7 @@ from ckptd.shared.part import PartReader
 from ckptd.shared.storage.protocol import Sink, Source, Storage, read_whole
 
 _MOST_OF_A_HINT = 300
-"""The most bytes of the object `newest` that are read."""
+"""The most bytes that are read of the object `newest`, and of the identity."""
 
 
 class Repository:
@@ -36,7 +36,7 @@ class Repository:
     def identity(self) -> str:
         """Return the identity of the root, 32 hexadecimal digits. A root that has none gets one.
 
-        Raises IntegrityError if it is damaged.
+        Raises IntegrityError if the identity is damaged.
         """
         name = f"{names.CONTROL}/{names.IDENTITY}"
         if not self.storage.exists(name):
@@ -110,7 +110,7 @@ class Repository:
         return self.storage.open(self._name(job, tag, file))
 
     def part_files(self, job: str, tag: str) -> Callable[[str, int], Sink]:
-        """Return the function that `PartWriter` creates the files of a part with: it takes the name and the expected size in bytes."""
+        """Return the function with which `PartWriter` creates the files of a part. It takes a name and the expected size in bytes."""
         return lambda file, size: self.storage.create(self._name(job, tag, file), size)
 
     # -- the hint
@@ -151,7 +151,7 @@ class Repository:
         return self.storage.exclude(self._name(job, tag, names.MANIFEST), f"checkpoint {job}/{tag}")
 
     def readers(self, job: str, tag: str) -> str:
-        """Return the processes that keep the checkpoint from being deleted, as text, or "" if none does. Raises Busy as `exclude`."""
+        """Return the processes that keep the checkpoint from being deleted, as text, or "" if none does. Raises Busy as `exclude` does."""
         return self.storage.holders(self._name(job, tag, names.MANIFEST), f"checkpoint {job}/{tag}")
 
     def pins(self, job: str) -> set[str]:
@@ -175,7 +175,7 @@ class Repository:
         return max([0, *claimed, *tagged])
 
     def claim(self, job: str, attempt: int) -> bool:
-        """Claim an attempt, and forget older claims. Return False if another daemon has claimed it.
+        """Claim an attempt, and delete older claims. Return False if another daemon has claimed it.
 
         After an OSError the caller may repeat the call. Raises StorageError if the job cannot be used.
         """

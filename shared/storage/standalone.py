@@ -74,7 +74,7 @@ class StandaloneCheckpoint(Repository):
         try:
             fcntl.flock(shared, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
-            pass  # refused, or no locks here
+            pass  # the lock was refused, or this file system has none
         return PosixSource(self._posix.fs, shared, leased=True)
 
     # -- sweeping

@@ -61,7 +61,7 @@ def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:
     zombie.snapshot({"x": torch.ones(1)}, step=1).wait("durable", timeout=60)
     heir = Agent("job", socket=daemon.home.socket)
     pending = zombie.snapshot({"x": torch.zeros(1)}, step=2)
-    with pytest.raises(errors.Fenced, match="attempt 1 of job 'job' is over: attempt 2 has begun"):
+    with pytest.raises(errors.Fenced, match="attempt 1 of job 'job' has ended, because attempt 2 has begun"):
         pending.wait("sealed")
     state = {"x": torch.zeros(1)}
     recovered = heir.recover(state)
@@ -273,7 +273,7 @@ def test_each_bad_argument_is_named(agent: Agent, options: dict[str, Any], error
 def test_a_tag_that_is_taken_fails_the_snapshot(agent: Agent, daemon: Daemon) -> None:
     agent.snapshot({"x": torch.ones(1)}, step=1, tag="best").wait("durable", timeout=60)
     pending = agent.snapshot({"x": torch.zeros(1)}, step=2, tag="best")
-    with pytest.raises(errors.AlreadyExists, match="tag 'best' is taken in attempt 1 of job 'job'; choose another"):
+    with pytest.raises(errors.AlreadyExists, match="tag 'best' is taken in attempt 1 of job 'job'; choose another tag"):
         pending.wait()
     agent.snapshot({"x": torch.zeros(1)}, step=3, tag="better").wait("durable", timeout=60)
     with Checkpoint.open(daemon.home.root / "job", "best") as checkpoint:

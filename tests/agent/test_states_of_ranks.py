@@ -301,7 +301,10 @@ def test_a_key_that_is_too_long_is_refused_by_name(ranks: Ranks, daemon: Daemon)
 
 def test_ranks_with_different_persist_fail_the_step(ranks: Ranks, daemon: Daemon) -> None:
     for why in ranks.call(save_as, daemon.home.socket, "persist", [True, False]):
-        said = r"step 1 has persist=(True on rank 0, and not on rank 1|False on rank 1, and not on rank 0): give the same on all"
+        said = (
+            r"step 1 has persist=(True on rank 0, but persist=False on rank 1|False on rank 1, but persist=True on rank 0): "
+            "pass the same on all ranks"
+        )
         assert re.fullmatch(said, why)
     assert ranks.call(save_as, daemon.home.socket, "persist", [True, True]) == ["", ""]
 

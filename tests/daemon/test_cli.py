@@ -213,15 +213,15 @@ def test_the_manifest_says_how_many_files_there_are(full: Daemon) -> None:
     (part,) = manifest.parts
     changed = msgspec.structs.replace(manifest, features=["files"], parts=[msgspec.structs.replace(part, files=3)])
     path.write_bytes(changed.encode())
-    assert "is not what the manifest says" in ckptd("verify", path.parent).stdout
-    with pytest.raises(IntegrityError, match="is not the part that the manifest means"):
+    assert "does not have the sizes and counts that the manifest says" in ckptd("verify", path.parent).stdout
+    with pytest.raises(IntegrityError, match="is not the part that the manifest describes"):
         Checkpoint.open(path.parent)
 
 
 def test_a_checkpoint_deleted_during_a_listing_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     monkeypatch.setattr(report, "find_job_or_checkpoint", lambda path: (open_root(path.parent), path.name, None))
-    with pytest.raises(NotFound, match="holds no checkpoint any more"):
+    with pytest.raises(NotFound, match="no longer holds a checkpoint"):
         report.listing(tmp_path)
 
 
@@ -258,7 +258,7 @@ def test_verify_finds_a_flipped_byte(full: Daemon) -> None:
     [
         (["show", "{root}/gpt/nope"], 10, "no checkpoint 'nope' of job 'gpt'"),
         (["show", "{root}/nope/nope"], 10, "no checkpoint"),
-        (["ls", "{root}/nope"], 10, "is not there, or is no directory"),
+        (["ls", "{root}/nope"], 10, "does not exist, or is not a directory"),
         (["verify", "{root}/nope"], 10, "no checkpoint"),
         (["status", "--socket", "{root}/nobody"], 14, "no daemon listens at"),
         (["status"], 14, "start one with `ckptd run --root DIR`"),

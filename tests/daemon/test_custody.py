@@ -36,7 +36,7 @@ def test_the_unreported_seals_of_a_dead_trainer_count(ranks: ConnectedRanks) -> 
     owner = ranks.lose(1)
     assert ranks.core.run(ranks.core.custody.end_owner(owner)) is ranks.job
     assert ranks.job.is_durable(1, 5)
-    assert ranks.clients[0].failures(1, 6) == ["step 6 failed: rank 1 ended before it had sealed it"]
+    assert ranks.clients[0].failures(1, 6) == ["step 6 failed: rank 1 ended before it sealed the step"]
     assert len(ranks.core.segments.of(*owner.identity)) == 1  # that of step 5
     assert (ranks.job.ranks.gone, ranks.core.run(ranks.core.custody.end_owner(owner))) == ({1: "ended"}, None)
 
@@ -88,7 +88,7 @@ def test_a_new_daemon_keeps_no_unsealed_slot_of_an_attempt_that_is_over(ranks: C
 def test_a_checkpoint_is_forgotten_in_memory_if_nobody_uses_it(ranks: ConnectedRanks) -> None:
     complete(ranks, 5)
     forget = ranks.core.custody.forget_copy
-    assert "is in the memory of a running trainer too" in ranks.core.run(forget(ranks.job, TAG))
+    assert "is still in the memory of a running trainer" in ranks.core.run(forget(ranks.job, TAG))
     for rank in (0, 1):
         ranks.lose(rank)
     snapshot = ranks.job.snapshot((1, 5))

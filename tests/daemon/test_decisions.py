@@ -170,8 +170,8 @@ def test_the_steps_of_a_rank_that_left_fail_and_first_those_with_slots() -> None
     ]
     found = d.left(job(*steps), 1, 1, "ended")
     assert told(found) == [
-        ("failed", "snapshot-failed", "step 5 failed: rank 1 ended before it had sealed it"),
-        ("failed", "snapshot-failed", "step 8 failed: rank 1 ended before it had sealed it"),
+        ("failed", "snapshot-failed", "step 5 failed: rank 1 ended before it sealed the step"),
+        ("failed", "snapshot-failed", "step 8 failed: rank 1 ended before it sealed the step"),
     ]
     assert [action.key for action in found if isinstance(action, d.Settle)] == [(1, 5), (1, 8)]
 
@@ -238,7 +238,7 @@ def test_a_tag_belongs_to_one_step() -> None:
         d.check_tag(made, KEY, "best.a0001", "best")
 
 
-CHANGED = "step 5 failed, since the structure changed on some ranks only (rank 0: w grew; not on rank 1)"
+CHANGED = "step 5 failed, because the structure of the state changed on some ranks only (rank 0: w grew; not on rank 1)"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_rank_that_plans_again_waits_unless_another_has_sealed_its_old_plan(
 def test_all_ranks_give_a_step_one_tag(before: Step, tag: str, actions: list[str]) -> None:
     found = d.requested(before, 1, tag)
     assert kinds(found) == actions
-    reason = "step 5 is 'best.a0001' to rank 1 and 'step-00000005.a0001' to another: use one tag on all ranks"
+    reason = "rank 1 saves step 5 as 'best.a0001', another rank as 'step-00000005.a0001': pass the same tag on all ranks"
     assert raised(found) == ([(SnapshotFailed, reason)] if "Raise" in actions else [])
 
 
@@ -310,7 +310,7 @@ TAKEN_BACK = "segment slot0 was taken back while its seal of step 5 was being re
         (step(sealed=()), None, [], None),
         (step(sealed=()), ("other", 5), [], None),
         (step(sealed=()), (TAG, 5), [], None),  # this step, from before a restart of the daemon
-        (step(sealed=()), (TAG, 4), [*FAILED, "Free", "Raise"], (AlreadyExists, f"tag '{TAG}' of job 'gpt' is taken; choose another")),
+        (step(sealed=()), (TAG, 4), [*FAILED, "Free", "Raise"], (AlreadyExists, f"tag '{TAG}' of job 'gpt' is taken; choose another tag")),
         (step(failure=("storage", "full")), None, ["Settle", "Free", "Raise"], (StorageError, "full")),
         (step(), None, ["Raise"], (NotFound, TAKEN_BACK)),
     ],
@@ -328,7 +328,7 @@ def test_a_seal_with_another_tag_fails_the_step() -> None:
     before = step(sealed=(1,))
     found = d.seal_read(job(before), before, 0, "slot0", "best.a0001")
     assert kinds(found) == [*FAILED, "Free", "Raise"]
-    assert "is 'best.a0001' to rank 0" in told(found)[0][2]
+    assert "rank 0 saves step 5 as 'best.a0001'" in told(found)[0][2]
 
 
 def test_a_damaged_seal_fails_the_step_and_frees_the_slot() -> None:
@@ -345,8 +345,12 @@ def test_a_damaged_seal_fails_the_step_and_frees_the_slot() -> None:
         (step(sealed=(0,)), rank_seal(1), None),
         (step(sealed=(0,), planned=(0, 1)), rank_seal(1), None),
         (step(sealed=(0,)), rank_seal(1, plan=b"another"), (StructureChanged, "step 5 failed: rank 1 sealed another plan than rank 0")),
-        (step(sealed=(0,)), rank_seal(1, persist=False), (SnapshotFailed, "step 5 has persist=False on rank 1, and not on rank 0")),
-        (step(sealed=(), planned=(0,), kept=(1,)), rank_seal(1), (StructureChanged, "step 5 failed, since the structure changed on some")),
+        (
+            step(sealed=(0,)),
+            rank_seal(1, persist=False),
+            (SnapshotFailed, "step 5 has persist=False on rank 1, but persist=True on rank 0"),
+        ),
+        (step(sealed=(), planned=(0,), kept=(1,)), rank_seal(1), (StructureChanged, "step 5 failed, because the structure")),
     ],
 )
 def test_all_ranks_seal_one_plan_with_one_persist(before: Step, seal: RankSeal, error: tuple[type[CkptdError], str] | None) -> None:

@@ -42,7 +42,7 @@ def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World
     assert world.storage.tags("gpt") == [*tags, world.snapshot.tag]
     assert world.job.announced in caplog.text
     assert world.job.announced.startswith(
-        f"4 checkpoints ({tags[0]} to {tags[3]}) are beyond LatestN(n=1): they are deleted at the next commit"
+        f"4 checkpoints ({tags[0]} to {tags[3]}) are not kept by LatestN(n=1), and will be deleted at the next commit"
     )
     asyncio.run(world.saver.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [world.snapshot.tag]

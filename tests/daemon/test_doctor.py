@@ -51,7 +51,7 @@ def test_the_size_of_shared_memory_is_checked(tmp_path: Path) -> None:
     assert check.level == WARNING  # little shared memory is free
     assert doctor.check_shared_memory(Path("/dev/shm"), 2, 0).values["slots"] == 2
     assert doctor.check_shared_memory(tmp_path / "nowhere", 2, 0).level == FAILED
-    assert "it is no tmpfs" in doctor.check_shared_memory(Path("/proc"), 2, 0).message or os.geteuid()
+    assert "it is not a tmpfs" in doctor.check_shared_memory(Path("/proc"), 2, 0).message or os.geteuid()
 
 
 def test_a_usable_root_passes(tmp_path: Path) -> None:

@@ -75,9 +75,9 @@ def refused(ranks: ConnectedRanks, work: Callable[[], Any]) -> CkptdError:
 @pytest.mark.parametrize(
     ("rank", "size", "attempt", "error", "text"),
     [
-        (2, 2, 1, InvalidRequest, "rank 2 cannot be: the job has 2 ranks"),
+        (2, 2, 1, InvalidRequest, "rank 2 does not exist: the job has 2 ranks"),
         (0, 2, 2, Fenced, "attempt 2 of job 'gpt' was begun with another daemon"),
-        (0, 3, 1, InvalidRequest, "attempt 1 of job 'gpt' has 2 ranks, not 3"),
+        (0, 3, 1, InvalidRequest, "attempt 1 of job 'gpt' has 2 ranks, but this rank says 3"),
     ],
 )
 def test_what_a_rank_cannot_begin(ranks: ConnectedRanks, rank: int, size: int, attempt: int, error: type[CkptdError], text: str) -> None:
@@ -95,11 +95,13 @@ def test_a_new_attempt_ends_the_older_one(ranks: ConnectedRanks) -> None:
     assert (ranks.job.attempt, ranks.job.is_durable(1, 5), before.failures(1, 6)) == (
         2,
         True,
-        ["a newer attempt of the job has begun; this trainer is to end"],
+        ["a newer attempt of job 'gpt' has begun: this run can no longer save; stop it, or use another job name"],
     )
     assert {slot.written.step for slot in ranks.core.segments.slots.values()} == {5}
     assert [type(record) for record in ranks.core.journal.records] == [r.Begun, r.RankSealed, r.Begun, r.RankSealed]
-    assert "attempt 1 of job 'gpt' is over" in str(refused(ranks, lambda: ranks.core.engine.plan(ranks.owner(before), 7, "")))
+    assert "attempt 1 of job 'gpt' has ended, because attempt 2 has begun" in str(
+        refused(ranks, lambda: ranks.core.engine.plan(ranks.owner(before), 7, ""))
+    )
 
 
 def test_a_daemon_that_stops_begins_nothing_and_takes_seals(ranks: ConnectedRanks) -> None:
@@ -155,14 +157,14 @@ def test_a_rank_that_asked_twice_gives_one_slot_back_and_the_step_goes_on(ranks:
     ranks.call(lambda: ranks.core.engine.abandon(owner, slots[0].name, 5))
     assert list(ranks.job.step((1, 5)).slots) == [slots[1].name]
     ranks.call(lambda: ranks.core.engine.abandon(owner, slots[1].name, 5))
-    assert ranks.clients[1].failures(1, 5) == ["rank 0 could not copy it"]
+    assert ranks.clients[1].failures(1, 5) == ["rank 0 could not copy its state"]
 
 
 def test_a_slot_that_was_cleared_while_the_daemon_was_down_is_free_again(ranks: ConnectedRanks) -> None:
     slot = ranks.grant(0, 5)
     slot.write(SlotState.FREE)
     ranks.begin(0, 1)
-    assert (ranks.job.step_in(slot.name), ranks.clients[1].failures(1, 5)) == (None, ["rank 0 could not copy it"])
+    assert (ranks.job.step_in(slot.name), ranks.clients[1].failures(1, 5)) == (None, ["rank 0 could not copy its state"])
 
 
 def test_a_seal_needs_the_ranks_own_slot_with_that_step(ranks: ConnectedRanks) -> None:
@@ -254,7 +256,7 @@ def test_a_rank_that_detaches_frees_what_is_durable(ranks: ConnectedRanks) -> No
     ranks.grant(1, 6)
     ranks.call(lambda: ranks.core.engine.detach(ranks.owner(ranks.clients[0])))
     assert (ranks.job.snapshots, ranks.job.ranks.gone) == ([], {0: "closed"})
-    assert ranks.clients[1].failures(1, 6) == ["step 6 failed: rank 0 closed before it had sealed it"]
+    assert ranks.clients[1].failures(1, 6) == ["step 6 failed: rank 0 closed before it sealed the step"]
     assert {slot.owner[2] for slot in ranks.core.segments.slots.values()} == {1}
     assert "rank 0 of attempt 1 of job 'gpt' has closed" in str(
         refused(ranks, lambda: ranks.core.engine.acquire(ranks.owner(ranks.clients[1]), 7, None, 0.0))

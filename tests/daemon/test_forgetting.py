@@ -135,7 +135,7 @@ def test_a_pinned_checkpoint_is_never_deleted(place: Home, socket: list[Any]) ->
     ]
     why = "checkpoint gpt/step-00000002.a0001 is pinned"
     run = ckptd("forget", path, *socket)
-    assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: stays: {why}\n")
+    assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: not deleted: {why}\n")
     assert rows(ckptd("forget", path, "--dry-run", "--json", *socket)) == [(tag(2), False, why)]
     job = ckptd("forget", place.root / "gpt", "--keep", "LatestN(4)", "--json", *socket)
     assert rows(job) == [(tag(1), True, None), (tag(2), False, why)]
@@ -152,7 +152,7 @@ def test_a_checkpoint_that_is_being_read_is_never_deleted(place: Home, socket: l
         run = ckptd("forget", path, *socket)
         why = f"checkpoint gpt/step-00000002.a0001 is being read, or deleted, by pid {os.getpid()} ("
         assert run.returncode == 11
-        assert run.stdout.startswith(f"gpt/step-00000002.a0001: stays: {why}")
+        assert run.stdout.startswith(f"gpt/step-00000002.a0001: not deleted: {why}")
         assert run.stdout.endswith(f", uid {os.getuid()})\n")
         assert torch.equal(checkpoint.tensor("w"), torch.arange(100.0) + 2)
     assert ckptd("forget", path, *socket).returncode == 0
@@ -167,7 +167,7 @@ def test_forget_names_the_process_that_keeps_a_checkpoint(place: Home, socket: l
             run = ckptd("forget", path, *options, *socket)
             assert run.returncode == 11
             assert (
-                f"gpt/step-00000002.a0001: stays: checkpoint gpt/step-00000002.a0001 is being read, or deleted, by pid {pid} ("
+                f"gpt/step-00000002.a0001: not deleted: checkpoint gpt/step-00000002.a0001 is being read, or deleted, by pid {pid} ("
                 in run.stdout
             )
             assert run.stdout.endswith(f", uid {NOBODY if is_another_user() else os.getuid()})\n")
@@ -272,9 +272,12 @@ def test_a_checkpoint_in_the_memory_of_a_running_trainer_is_not_deleted(place: H
                 agent.snapshot({"w": torch.full((10,), float(step))}, step=step).wait("durable", timeout=60)
 
         save(1, 2)
-        why = "checkpoint gpt/step-00000002.a0001 is in the memory of a running trainer too; try again when it has gone on, or ended"
+        why = (
+            "checkpoint gpt/step-00000002.a0001 is still in the memory of a running trainer; "
+            "try again after its next snapshot, or after it has ended"
+        )
         run = ckptd("forget", path, "--socket", place.socket)
-        assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: stays: {why}\n")
+        assert (run.returncode, run.stdout) == (11, f"gpt/step-00000002.a0001: not deleted: {why}\n")
         save(3, 4)
         assert ckptd("forget", path, "--socket", place.socket).returncode == 0
         assert steps(place) == [1, 3, 4]

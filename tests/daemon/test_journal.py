@@ -736,7 +736,7 @@ async def test_a_record_beyond_the_limit_is_refused_and_breaks_nothing(place: Pl
     journal = place.started()
     await journal.append(begun(1))
     with pytest.raises(
-        StorageError, match=r"^the journal cannot take a (Dropped|Retiring) record of 1,\d+,\d+ bytes: 1,048,576 is the most$"
+        StorageError, match=r"^the journal cannot hold a (Dropped|Retiring) record of 1,\d+,\d+ bytes; expected at most 1,048,576$"
     ):
         await journal.append(record)
     await journal.append(begun(2))
@@ -798,7 +798,7 @@ async def test_too_many_failed_saves_refuse_new_ones_and_nothing_else(place: Pla
         with pytest.raises(
             StorageError,
             match="^the journal is full of 30,000 failed saves and 0 deletions whose files could not be deleted: "
-            "see the daemon's log for the reason, mend it, and restart ckptd$",
+            "see the daemon's log for the reason, fix it, and restart ckptd$",
         ):
             await journal.append(begun(1), refused)
     assert "gpt" not in journal.state.jobs  # of the records of one call, all or none are written

@@ -1,4 +1,4 @@
-"""The directory of a journal: one for each root, for one daemon at a time, and for its user alone."""
+"""Tests the directory of a journal: each root has its own, and only one daemon at a time and only its user may use it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_copy_of_a_root_has_another_journal(tmp_path: Path) -> None:
     assert place_of(tmp_path / "state", tmp_path / "copy") != first
 
 
-def test_one_daemon_has_it(tmp_path: Path) -> None:
+def test_a_second_daemon_cannot_open_the_directory(tmp_path: Path) -> None:
     with opened(tmp_path / "state", tmp_path / "root"):
         with pytest.raises(Busy, match="another ckptd uses the journal in .*: stop it, or set state_dir to another directory"):
             place_of(tmp_path / "state", tmp_path / "root")
@@ -58,14 +58,14 @@ def test_one_daemon_has_it(tmp_path: Path) -> None:
     place_of(tmp_path / "state", tmp_path / "root")
 
 
-def test_a_place_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(StorageError, match=r"cannot keep the journal in .*/state/.*: .* set state_dir \(--state-dir, CKPTD_STATE_DIR\)"):
         place_of(tmp_path / "state", tmp_path / "root")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_a_place_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     for parent in tmp_path.parents[:3]:
         parent.chmod(parent.stat().st_mode | 0o755)

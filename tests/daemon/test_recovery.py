@@ -167,7 +167,7 @@ async def test_a_manifest_of_a_newer_ckptd_is_not_called_damaged(root: Root, cal
     job = parts.catalog.job("gpt")
     assert (list(job.checkpoints), job.damaged, list(job.newer)) == ([TAG], {}, ["step-00002000.a0002"])
     service = Service(dataclasses.replace(parts, calls=calls))
-    with pytest.raises(NewerFormat, match="gpt/step-00002000.a0002 is later than any that this ckptd can read"):
+    with pytest.raises(NewerFormat, match="gpt/step-00002000.a0002 is newer than every checkpoint that this ckptd can read"):
         await service.find("gpt", None)
     assert [candidate.tag for candidate in (await service.find("gpt", 1000)).candidates] == [TAG]
 

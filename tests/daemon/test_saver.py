@@ -93,7 +93,7 @@ def test_a_slot_without_its_checksums_is_not_saved(world: World, change: Callabl
     assert crcs is not None
     write_check(slot.fd, slot.header, change(crcs))
     world.run()
-    failed(world, "its checksums in memory are gone")
+    failed(world, "its checksums in memory are missing")
 
 
 def two(tmp_path: Path, change: Callable[[World], None]) -> None:

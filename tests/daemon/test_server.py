@@ -234,7 +234,7 @@ def test_a_client_cannot_seal_a_slot_whose_header_is_not_sealed(daemon: Daemon) 
     assert isinstance(granted, m.Granted)
     answer = ask(m.Seal(id=liar.new_id(), segment=granted.segment, attempt=1, step=1))
     assert isinstance(answer, m.Error)
-    assert (answer.code, "is not sealed with step 1" in answer.message) == ("invalid", True)
+    assert (answer.code, "does not hold a sealed snapshot of step 1" in answer.message) == ("invalid", True)
     answer = ask(m.Acquire(id=liar.new_id(), step=2, name="../x", wait=0.0))
     assert isinstance(answer, m.Error)
     assert answer.code == "invalid"

@@ -1,4 +1,4 @@
-"""Where a daemon keeps its state if nobody says so."""
+"""Tests which directory holds the state of a daemon, by default and with CKPTD_STATE_DIR."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_root_uses_the_directory_of_services(monkeypatch: pytest.MonkeyPatch) ->
     assert default_state_dir({"HOME": "/root"}) == Path("/var/lib/ckptd")
 
 
-def test_a_user_has_a_directory_of_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_uses_a_directory_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert default_state_dir({"HOME": str(tmp_path)}) == tmp_path / ".local" / "state" / "ckptd"
     assert default_state_dir({"HOME": str(tmp_path), "XDG_STATE_HOME": "relative"}) == tmp_path / ".local" / "state" / "ckptd"
@@ -28,13 +28,13 @@ def test_a_user_has_a_directory_of_the_home(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("home", [{}, {"HOME": "/proc/nowhere"}, {"HOME": "relative"}])
-def test_without_a_home_it_is_in_var_tmp(home: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_default_is_in_var_tmp(home: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith("/proc"))
     assert str(default_state_dir(home)).startswith("/var/tmp/ckptd-12345")
 
 
-def test_the_environment_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_variable_names_the_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CKPTD_STATE_DIR", "here")
     assert configured_state_dir() == tmp_path / "here"

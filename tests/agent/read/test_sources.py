@@ -94,7 +94,7 @@ def damage(slot: Descriptor, how: str) -> None:
         ("cut short", "the slot of step 5 has been cut short"),
         ("a byte of the plan", "plan document of gpt step 5 is damaged in memory"),
         ("without checksums", "the slot of step 5 has no checksums"),
-        ("values over the tensors", "the values of the slot of step 5 lie over its tensors"),
+        ("values over the tensors", "the values of the slot of step 5 overlap its tensors"),
     ],
 )
 def test_a_slot_that_is_not_what_was_sealed_is_refused_and_closed(slot: Descriptor, how: str, words: str) -> None:
@@ -161,7 +161,7 @@ def altered(storage: Repository, **changes: Any) -> None:
 
 def test_a_part_that_is_not_the_manifests_is_refused_and_leaves_nothing_open(storage: Repository) -> None:
     altered(storage, items=7)
-    with pytest.raises(IntegrityError, match=r"rank-00000\..* is not the part that the manifest means$"):
+    with pytest.raises(IntegrityError, match=r"rank-00000\..* is not the part that the manifest describes$"):
         open_checkpoint(storage, "gpt", TAG)
     assert (descriptors(Path(storage.where())), storage.readers("gpt", TAG)) == ([], "")
 

@@ -1,4 +1,4 @@
-"""What every storage must do, whichever it is: objects, claims, leases, deletion; and checkpoints on any of them."""
+"""Tests what every storage must do with objects, claims, leases and deletion, and that checkpoints work on each of them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_publish_replaces_only_if_it_is_asked_to(storage: Storage) -> None:
     assert [entry.name for entry in storage.children("")] == ["object"]
 
 
-def test_of_many_publishers_one_succeeds(storage: Storage) -> None:
+def test_one_of_many_publishers_succeeds(storage: Storage) -> None:
     def publish(number: int) -> int:
         try:
             storage.publish("object", bytes([number]), replace=False, by=str(number))
@@ -131,7 +131,7 @@ def test_of_many_publishers_one_succeeds(storage: Storage) -> None:
     assert read(storage, "object") == bytes(won)
 
 
-def test_what_is_not_there(storage: Storage) -> None:
+def test_operations_on_missing_objects(storage: Storage) -> None:
     for name in ("object", "no/such/object"):
         assert not storage.exists(name)
         with pytest.raises(FileNotFoundError):
@@ -159,7 +159,7 @@ def test_children_are_objects_and_prefixes_in_order(storage: Storage) -> None:
     assert [entry.name for entry in storage.children("b/one")] == ["x", "y", "z"]
 
 
-def test_delete_takes_what_is_named_and_remove_only_what_is_empty(storage: Storage) -> None:
+def test_delete_deletes_only_named_objects_and_remove_only_an_empty_prefix(storage: Storage) -> None:
     for name in ("tag/a", "tag/b", "tagged/a"):
         create(storage, name, b"").finish(aligned(b""))
     storage.delete("tag", ["a", "never there"])
@@ -173,14 +173,14 @@ def test_delete_takes_what_is_named_and_remove_only_what_is_empty(storage: Stora
 # -- claims
 
 
-def test_a_claim_is_taken_once(storage: Storage) -> None:
+def test_a_name_is_claimed_once(storage: Storage) -> None:
     assert storage.claim("claims/a0001") is True
     assert storage.claim("claims/a0001") is False
     assert storage.claim("claims/a0002") is True
     assert [entry.name for entry in storage.children("claims")] == ["a0001", "a0002"]
 
 
-def test_of_many_claimants_one_succeeds(storage: Storage) -> None:
+def test_one_of_many_claimants_succeeds(storage: Storage) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(lambda _: storage.claim("claims/a0001"), range(64))) == 1
 
@@ -269,7 +269,7 @@ def test_a_second_commit_is_refused(repository: Repository) -> None:
         commit(repository)
 
 
-def test_a_part_that_is_not_there_is_damage(repository: Repository) -> None:
+def test_a_missing_part_is_damage(repository: Repository) -> None:
     commit(repository)
     (part, _) = repository.read_manifest("gpt", TAG).parts
     repository.delete_files("gpt", TAG, [part.file])
@@ -321,7 +321,7 @@ def test_pins_and_the_hint(root: Repository) -> None:
     assert (root.pins("gpt"), root.read_newest("gpt")) == (set(), None)
 
 
-def test_attempts_rise(root: Repository) -> None:
+def test_an_attempt_is_claimed_once_and_older_claims_are_deleted(root: Repository) -> None:
     assert root.newest_attempt("gpt") == 0
     assert [root.claim("gpt", number) for number in (1, 2, 2, 3)] == [True, True, False, True]
     assert root.newest_attempt("gpt") == 3

@@ -1,4 +1,4 @@
-"""What a path means: the highest attempt of a tag, a directory that is one checkpoint, or nothing, with the reason."""
+"""Tests what a path names: the highest attempt of a tag, a directory that is one checkpoint, or nothing, with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_directory_that_is_one_checkpoint_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path: None, "^no checkpoint at .*, which is no directory$"),
+        (lambda path: None, "^no checkpoint at .*, which is not a directory$"),
         (lambda path: path.mkdir(), "^no checkpoint at .*x$"),
         (lambda path: (path.mkdir(), (path / ".metadata").touch()), "is a checkpoint of torch.distributed.checkpoint itself"),
     ],

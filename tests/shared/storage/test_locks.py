@@ -190,7 +190,7 @@ def test_a_holder_whose_parent_took_the_lock_and_ended_is_named(path: Path) -> N
             os.close(fd)
 
 
-def test_of_many_holders_some_are_named_and_the_others_counted(path: Path) -> None:
+def test_some_of_many_holders_are_named_and_the_others_are_counted(path: Path) -> None:
     with ExitStack() as held, opened(path) as fd:
         pids = [held.enter_context(holding("flock-sh", path)) for _ in range(7)]
         found = locks.holders(fd)

@@ -1,4 +1,4 @@
-"""A journal that an earlier version left in a root is moved once, whenever the daemon dies. An earlier version then refuses the root."""
+"""Tests that a journal in a root is moved once, even if the daemon dies meanwhile. An earlier version then refuses the root."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def move(top: Path, fs: PosixFileSystem | None = None) -> dict[str, bytes]:
     return content(top / "state" / "journal")
 
 
-def test_it_is_moved_and_an_earlier_version_refuses_the_root(tmp_path: Path) -> None:
+def test_the_journal_is_moved_and_an_earlier_version_refuses_the_root(tmp_path: Path) -> None:
     journal = lay_out(tmp_path)
     assert move(tmp_path) == FILES
     left = content(journal)

@@ -75,7 +75,7 @@ def test_a_deleter_of_an_earlier_version_finds_the_reader(storage: Repository) -
     held.close()
 
 
-def test_of_two_deleters_the_second_is_refused(storage: Repository) -> None:
+def test_the_second_of_two_deleters_is_refused(storage: Repository) -> None:
     with storage.exclude(*PLACE), pytest.raises(Busy), storage.exclude(*PLACE):
         pass
 

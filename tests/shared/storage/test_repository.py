@@ -31,7 +31,7 @@ def storage(tmp_path: Path) -> Repository:
 
 
 class Recorder(PosixFileSystem):
-    """Records the names of the directories that were made, and how often any was synced."""
+    """A file system that records the directories that are made or synced."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
@@ -82,7 +82,7 @@ def test_tags_of_a_root_that_is_gone_are_an_error_not_an_empty_list(tmp_path: Pa
         open_root(tmp_path / "gone").tags("gpt")
 
 
-def test_listing_leaves_out_what_is_not_ours(tmp_path: Path, storage: Repository) -> None:
+def test_listings_leave_out_names_that_are_not_ckptds(tmp_path: Path, storage: Repository) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / ".ckptd").mkdir()
     (tmp_path / "README").write_text("not a job")

@@ -1,4 +1,4 @@
-"""A directory that holds one checkpoint by itself: what a sweep removes, and what a lease keeps from it."""
+"""Tests a directory that holds one checkpoint by itself: the files that a sweep removes, and those that a lock keeps from it."""
 
 from __future__ import annotations
 
