@@ -313,7 +313,7 @@ def test_a_bare_checkpoint_beside_those_of_a_daemon_is_no_puzzle(daemon: Daemon,
 def alone(where: Path) -> None:
     """As without a daemon."""
     leave_all()
-    dcp.save(state(1), storage_writer=StorageWriter(where, overwrite=True), use_collectives=True)
+    dcp.save(state(1), storage_writer=StorageWriter(where, overwrite=True))
 
 
 @pytest.fixture(autouse=True)
