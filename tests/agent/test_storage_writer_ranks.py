@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import multiprocessing
-import inspect
 import os
 import warnings
 from pathlib import Path
