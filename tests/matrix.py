@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,9 @@ def run(python: str, torch: str, tests: list[str], workers: int) -> Row:
             return Row(python, torch, problem="the environment could not be made")
         print(f"\n== Python {versions[0]}, torch {versions[1]}", flush=True)
         command = [own, "-m", "pytest", "-q", "-n", str(workers), "--dist", "worksteal", "-p", "no:cacheprovider", f"--junitxml={results}"]
-        subprocess.run([*command, *tests], cwd=ROOT, check=False)
+        status = subprocess.run([*command, *tests], cwd=ROOT, check=False).returncode
+        if status not in (0, 1):  # 1 means that tests have failed
+            return Row(versions[0], versions[1], problem=f"pytest has ended with status {status}")
         return Row(versions[0], versions[1], *counts(results))
 
 
@@ -112,4 +115,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the environment is removed
     main()

@@ -302,7 +302,7 @@ def test_a_bare_checkpoint_beside_those_of_a_daemon_is_refused_by_name(daemon: D
 def alone(where: Path) -> None:
     """Save as a process without a daemon does."""
     leave_all()
-    dcp.save(state(1), storage_writer=StorageWriter(where, overwrite=True), use_collectives=True)
+    dcp.save(state(1), storage_writer=StorageWriter(where, overwrite=True))
 
 
 @pytest.fixture(autouse=True)
