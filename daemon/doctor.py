@@ -23,6 +23,7 @@ from ckptd.daemon import limits
 from ckptd.daemon.config import Config
 from ckptd.shared import owners
 from ckptd.shared.errors import Forbidden
+from ckptd.shared.state_directory import nearest_existing
 from ckptd.shared.storage import posix_probe
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -164,7 +165,7 @@ def _check_owner(place: Path, found: posix_probe.Probe) -> Check:
 
 def check_state_dir(path: Path) -> Check:
     """Check that the journal can be written in the directory, or in the nearest parent that exists, and that a reboot does not empty it."""
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    there = nearest_existing(path)
     kind, values = _file_system(there), {"path": str(path), "exists": there == path}
     if not os.access(there, os.W_OK | os.X_OK):
         return Check("state directory", FAILED, f"{there} cannot be written by this user; set state_dir to a directory of yours", values)

@@ -297,8 +297,13 @@ class Engine:
     def _current(self, owner: Owner) -> Job:
         """Return the job of an owner. Raises Fenced if the attempt of the owner is over, or another connection has taken its place."""
         job = self.catalog.job(owner.job)
-        if owner.attempt != job.attempt or not job.ranks.is_here(owner):
+        if owner.attempt != job.attempt:
             raise _fenced(owner.attempt, job)
+        if not job.ranks.is_here(owner):
+            raise Fenced(
+                f"rank {owner.rank} of attempt {owner.attempt} of job {owner.job!r} has connected again or has been closed: "
+                "this connection can no longer save"
+            )
         return job
 
 

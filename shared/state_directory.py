@@ -38,8 +38,13 @@ def configured_state_dir() -> Path:
 
 
 def _can_be_made(path: Path) -> bool:
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    there = nearest_existing(path)
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK, effective_ids=True)
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return the path itself, or the nearest of its parents that exists and that this user can see."""
+    return next(found for found in (path, *path.parents) if os.path.exists(found))
 
 
 def state_directory(state_dir: Path, root: Path) -> Path:

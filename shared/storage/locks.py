@@ -35,7 +35,7 @@ def share(fd: int) -> bool:
     A refused flock counts only if the file system has no open file description locks. Any other error counts as "no locks here", because
     a lock must not keep a process from reading.
     """
-    granted = _description_lock(fd, fcntl.F_RDLCK)
+    granted = description_lock(fd, fcntl.F_RDLCK)
     if granted is False:
         return False
     return _flock(fd, fcntl.LOCK_SH) is not False or granted is True
@@ -46,7 +46,7 @@ def exclude(fd: int) -> bool:
 
     Raises OSError if the file system has open file description locks but fails to give this one: deleting without it would be a guess.
     """
-    if _description_lock(fd, fcntl.F_WRLCK) is False:
+    if description_lock(fd, fcntl.F_WRLCK) is False:
         return False
     if _flock(fd, fcntl.LOCK_EX) is False:
         unlock(fd)
@@ -84,7 +84,7 @@ def wait_to_share(fd: int, name: str, until: float | None = None) -> bool:
     return os.fstat(fd).st_nlink > 0
 
 
-def _description_lock(fd: int, kind: int) -> bool | None:
+def description_lock(fd: int, kind: int) -> bool | None:
     """Set the open file description lock. Return True if it is granted, False if it is refused, None if this file can have none.
 
     For a shared lock, any other error counts as None. For an exclusive one, any other error is raised as OSError.

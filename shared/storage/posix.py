@@ -44,7 +44,7 @@ class PosixStorage:
     @contextmanager
     def directory(self, prefix: str = "") -> Iterator[int]:
         """Yield an open descriptor of the directory of a prefix. Raises FileNotFoundError, NotADirectoryError."""
-        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = self.fs.open_directory(os.path.realpath(self.root))
         try:
             for part in prefix.split("/") if prefix else ():
                 inner = self.fs.open_directory(part, fd)

@@ -5,6 +5,7 @@ The probe makes a scratch directory in that directory, and removes it again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -89,9 +90,9 @@ def _flock(scratch: Path) -> None:
 
 def _ofd_lock(scratch: Path) -> None:
     with (scratch / "ofd").open("w") as one, (scratch / "ofd").open("w") as other:
-        if not locks.exclude(one.fileno()):
-            raise OSError(0, "a lock was refused although no process holds it")
-        if locks.share(other.fileno()):
+        if not locks.description_lock(one.fileno(), fcntl.F_WRLCK):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        if locks.description_lock(other.fileno(), fcntl.F_RDLCK):
             raise OSError(0, "a second lock was granted")
 
 

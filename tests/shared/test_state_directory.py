@@ -30,8 +30,20 @@ def test_another_user_uses_a_directory_in_the_home(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("home", [{}, {"HOME": "/proc/nowhere"}, {"HOME": "relative"}])
 def test_without_a_home_the_default_is_in_var_tmp(home: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith("/proc"))
+    monkeypatch.setattr(os, "access", lambda path, mode, **options: not str(path).startswith("/proc"))
     assert str(default_state_dir(home)).startswith("/var/tmp/ckptd-12345")
+
+
+def test_a_home_that_this_user_cannot_see_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as another user with the home of root."""
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    (tmp_path / "home").mkdir(mode=0o700)
+    os.seteuid(12345)
+    try:
+        assert str(default_state_dir({"HOME": str(tmp_path / "home" / "inner")})).startswith("/var/tmp/ckptd-12345")
+    finally:
+        os.seteuid(0)
 
 
 def test_the_environment_variable_names_the_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def test_a_directory_without_a_commit_is_not_locked(storage: Repository) -> None
     assert storage.readers("other", TAG) == ""
 
 
-def delete_as_nobody(told: Connection, storage: Repository) -> None:
+def delete_as_nobody(told: Connection, root: str) -> None:
+    storage = open_root(root)
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
@@ -124,7 +125,7 @@ def delete_as_nobody(told: Connection, storage: Repository) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
 def test_a_deleter_that_may_not_write_the_manifest_is_told_what_to_do(storage: Repository) -> None:
     heard, told = context().Pipe(duplex=False)
-    process = context().Process(target=delete_as_nobody, args=(told, storage))
+    process = context().Process(target=delete_as_nobody, args=(told, storage.where()))
     process.start()
     assert heard.poll(100)
     assert heard.recv() == (
