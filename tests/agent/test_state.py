@@ -46,7 +46,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements in C order, as bytes."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
     plain = tensor.detach().view(integer) if integer is not None else torch.view_as_real(tensor.detach())
-    return plain.contiguous().numpy().tobytes()
+    return plain.contiguous().flatten().numpy().tobytes()  # flat, because an array of NumPy 1 has at most 32 dimensions
 
 
 def same(one: Any, other: Any) -> bool:
