@@ -16,6 +16,7 @@ import pytest
 
 from ckptd.daemon import notify, vitals
 from ckptd.daemon.vitals import Vitals, rss_bytes
+from ckptd.shared.storage.locate import open_root
 
 MEGABYTE = 1 << 20
 
@@ -25,10 +26,11 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """As much of a daemon as is measured. A measurement is taken every millisecond."""
     monkeypatch.setattr(vitals, "_PERIOD_SECONDS", 0.001)
     monkeypatch.delenv("WATCHDOG_USEC", raising=False)
+    (tmp_path / "root").mkdir()
     with ThreadPoolExecutor(1) as pool:
         yield SimpleNamespace(
             saver=SimpleNamespace(busy=False), pipeline=SimpleNamespace(chunks_done=0), calls=SimpleNamespace(pool=pool),
-            config=SimpleNamespace(root=tmp_path, storage_timeout=0.0),
+            config=SimpleNamespace(storage_timeout=0.0), repository=open_root(tmp_path / "root"),
         )  # fmt: skip
 
 
@@ -74,20 +76,20 @@ def test_a_loop_that_is_held_up_is_seen(parts: Any) -> None:
 def test_a_root_that_is_gone_has_no_free_space(parts: Any, tmp_path: Path) -> None:
     found = Vitals(parts, time.monotonic())
     watched(found, lambda: found.disk_free is not None)
-    parts.config.root = tmp_path / "gone"
+    (tmp_path / "root").rmdir()
     watched(found, lambda: found.disk_free is None)
 
 
 def test_a_disk_that_hangs_is_measured_once_and_counts_as_gone(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, go, asked = Vitals(parts, time.monotonic()), threading.Event(), list[str]()
+    found, go, asked = Vitals(parts, time.monotonic()), threading.Event(), list[int]()
 
-    def hang(root: str) -> int:
-        asked.append(root)
+    def hang() -> int:
+        asked.append(1)
         go.wait(60)
         return 7
 
     watched(found, lambda: found.disk_free is not None)
-    monkeypatch.setattr(vitals, "_free", hang)
+    monkeypatch.setattr(parts.repository.storage, "free", hang)
 
     async def watch() -> None:
         task = asyncio.ensure_future(found.watch())
