@@ -67,11 +67,11 @@ class MappedSlots:
         deadline: on the monotonic clock. If slots were already being allocated, the time since their request shortens the wait. Raises the
         CkptdError with which the allocation failed.
         """
-        if self.fit(needed):
-            return True
         self._start()
         preparing = self._preparing
         if preparing is None or preparing.allocated.is_set():
+            if self._room() >= needed:
+                return True
             preparing = self._begin(needed)
         if not preparing.wait(deadline - time.monotonic()):
             return False

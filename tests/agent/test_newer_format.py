@@ -129,7 +129,7 @@ def recover_with_one_newer(socket: Path, rank: int) -> tuple[str, str, list[floa
     """Recover where only this rank finds a newer format. Return the error that `recover` raises here, and the state after it."""
     agent = Agent(job="gpt", socket=socket)
     state = {"w": torch.full((8,), 5.0)}
-    refusing = mock.patch.object(agent_recovery, "open_storage", side_effect=NewerFormat("part was written by a newer ckptd"))
+    refusing = mock.patch.object(agent_recovery, "open_checkpoint", side_effect=NewerFormat("part was written by a newer ckptd"))
     try:
         with refusing if agent.rank == rank else nullcontext():
             agent.recover(state)

@@ -283,7 +283,7 @@ def test_memory_that_cannot_be_faulted_in_can_still_be_used(
     with caplog.at_level(logging.DEBUG, "ckptd.agent"):
         slot.populate()
     assert (len(pages.populated), len(pages.locked)) == (1, 1)
-    assert "pages of a slot could not be mapped ahead: Cannot allocate memory" in caplog.text
+    assert "pages of a slot could not be faulted in before the first copy: Cannot allocate memory" in caplog.text
     slot.forget()
     assert len(pages.unlocked) == 1
 

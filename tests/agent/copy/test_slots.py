@@ -280,6 +280,6 @@ def test_slots_that_the_daemon_has_lost_are_forgotten(client: FakeClient, slots:
     assert slots.ensure(10, FAR)
     slots.keep({"1.seg", "of another rank"})
     assert (slots.names, [descriptor.closed for descriptor in client.given]) == (["1.seg"], [True, True, False, False])
-    assert caplog.messages == ["a slot is gone from shared memory: what was only there is lost"]
+    assert caplog.messages == ["a slot has disappeared from shared memory: a snapshot that was only in this slot is lost"]
     slots.keep({"1.seg"})
     assert len(caplog.messages) == 1

@@ -58,7 +58,7 @@ def test_each_load_has_an_id_of_its_own(saved: Path) -> None:
 def test_an_id_given_to_dcp_replaces_the_path(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader()
     assert reader.checkpoint_id is None
-    with pytest.raises(InvalidRequest, match="^StorageReader has no path: give it one, or say checkpoint_id= to dcp.load$"):
+    with pytest.raises(InvalidRequest, match="^StorageReader has no path: give it one, or pass checkpoint_id= to dcp.load$"):
         reader.read_metadata()
     monkeypatch.chdir(saved.parent)
     reader.reset("x")
@@ -90,7 +90,7 @@ def test_a_checkpoint_that_each_rank_has_saved_alone_is_opened_by_its_rank(tmp_p
 
 
 def test_a_checkpoint_of_all_ranks_is_not_looked_for_under_one(saved: Path) -> None:
-    with pytest.raises(IntegrityError, match="^the checkpoint in .* cannot be read, and it is not one that each rank has saved"):
+    with pytest.raises(IntegrityError, match="^the checkpoint in .* cannot be read, and no rank has its own there"):
         Reader(saved).read_metadata(rank=0)
 
 
@@ -99,7 +99,7 @@ def test_an_error_of_the_machine_names_the_path(saved: Path, monkeypatch: pytest
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckptd.agent.dcp.storage_reader.open_storage", fail)
+        patch.setattr("ckptd.agent.dcp.storage_reader.open_checkpoint", fail)
         with pytest.raises(StorageError, match=f"^cannot read {saved}: "):
             Reader(saved).read_metadata()
     reader, planner = Reader(saved), DefaultLoadPlanner()

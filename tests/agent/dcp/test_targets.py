@@ -194,7 +194,9 @@ def test_a_step_that_does_not_follow_begins_the_next_attempt(world: World) -> No
 
 def test_a_step_that_does_not_follow_the_callers_own_agent_is_refused(world: World) -> None:
     world.link(last_step=5, attempt=3)
-    with pytest.raises(InvalidRequest, match="^step 5 does not follow step 5, the last of attempt 3 of this process's own Agent: recover"):
+    with pytest.raises(
+        InvalidRequest, match="^step 5 does not follow step 5, the last of attempt 3 of this process's own Agent: call recover"
+    ):
         claim(world.target("step-5"), 1, overwrite=False)
     assert claim(world.target("step-6"), 1, overwrite=False)[0].attempt == 3
 
@@ -225,7 +227,7 @@ def test_a_tag_of_the_callers_own_agent_cannot_be_overwritten(world: World) -> N
 def test_a_save_without_the_daemon_in_its_place_is_not_overwritten(world: World) -> None:
     made = forge(world.root, (1,), [[((0,), (1,))]], step=9)
     made.rename(made.with_name("step-9"))
-    with pytest.raises(AlreadyExists, match="which a save without the daemon has made; move it away$"):
+    with pytest.raises(AlreadyExists, match="it was saved without the daemon: move it away, or choose another path$"):
         claim(world.target("step-9"), 1, overwrite=True)
 
 
@@ -277,7 +279,7 @@ def test_a_rank_attaches_to_the_claimed_attempt(world: World) -> None:
     assert attach(claimed, 1, 2) is known  # type: ignore[comparison-overlap]
     made = attach(Claim(world.target(), 5, 5, this_boot()), 1, 2)
     assert (made.attempt, world.begun) == (5, [(1, 2, 5)])
-    with pytest.raises(InvalidRequest, match="^ranks 0 and 1 are not on one node: "):
+    with pytest.raises(InvalidRequest, match="^ranks 0 and 1 are on different nodes, "):
         attach(Claim(world.target(), 4, 5, bytes(16)), 1, 2)
 
 

@@ -277,7 +277,9 @@ def test_a_durable_checkpoint_is_waited_for_while_there_is_a_daemon(world: World
     monkeypatch.setattr(rank_link, "AWAY_SECONDS", 0.0)
     world.daemon.refuse()
     connection.hang_up()
-    with pytest.raises(DaemonUnreachable, match="^the daemon is gone; what is sealed waits in shared memory for the next one"):
+    with pytest.raises(
+        DaemonUnreachable, match="^the daemon is gone; sealed snapshots stay in shared memory, and the next daemon will save them"
+    ):
         world.link.wait_durable(lost)
 
 
@@ -314,7 +316,7 @@ def test_close_without_a_daemon_says_where_the_snapshot_is(world: World) -> None
     until(lambda: not world.link.client.connected, "loss")
     world.link.client.welcome = m.Welcome(re=0, version=1, stall_budget=0.0)
     assert repr(world.link).endswith("without a daemon")
-    with pytest.raises(DaemonUnreachable, match="^the daemon is gone; what is sealed waits in shared memory"):
+    with pytest.raises(DaemonUnreachable, match="^the daemon is gone; sealed snapshots stay in shared memory"):
         world.link.close()
     assert world.link.closed
 

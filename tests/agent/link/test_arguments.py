@@ -18,7 +18,7 @@ from ckptd.shared.snapshot_request import MAX_REQUEST
 def test_the_name_of_a_job_is_the_argument_or_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPTD_JOB", raising=False)
     assert (job_name("gpt", private=False), job_name(None, private=True)) == ("gpt", "default")
-    with pytest.raises(InvalidRequest, match="^this daemon serves several jobs: say which one this is with CKPTD_JOB or Agent"):
+    with pytest.raises(InvalidRequest, match="^this daemon serves several jobs: name this job with CKPTD_JOB or Agent"):
         job_name(None, private=False)
     monkeypatch.setenv("CKPTD_JOB", "bert")
     assert (job_name(None, private=False), job_name(None, private=True), job_name("gpt", private=True)) == ("bert", "bert", "gpt")
@@ -87,15 +87,15 @@ def cyclic() -> list[Any]:
         ({"on_busy": "never"}, "on_busy is 'never'; expected 'wait' or 'skip'"),
         ({"metrics": {"x": "high"}}, "metric 'x' is 'high'; expected a number"),
         ({"metrics": {"x": None}}, "metric 'x' is None; expected a number"),
-        ({"metrics": {"x": 10**400}}, "metric 'x' is an integer beyond every float; expected a number"),
-        ({"metrics": {"\ud800": 1}}, r"metric '\ud800' has half of a surrogate pair in its name, which UTF-8 cannot say"),
+        ({"metrics": {"x": 10**400}}, "metric 'x' is an integer too large for a float; expected a number"),
+        ({"metrics": {"\ud800": 1}}, r"metric '\ud800' has half of a surrogate pair in its name, which UTF-8 cannot encode"),
         ({"user_content": float("nan")}, "user_content cannot be written as JSON: Out of range float values are not JSON compliant"),
         ({"user_content": {1, 2}}, "user_content cannot be written as JSON: Object of type set is not JSON serializable"),
-        ({"user_content": "\ud800"}, "user_content has half of a surrogate pair in a text, which UTF-8 cannot say; leave it out"),
+        ({"user_content": "\ud800"}, "user_content has half of a surrogate pair in a text, which UTF-8 cannot encode; leave it out"),
         ({"user_content": cyclic()}, "user_content cannot be written as JSON: Circular reference detected"),
         (
             {"user_content": "x" * (MAX_REQUEST // 2)},
-            "metrics and user_content together are beyond 524288 bytes; save large values",
+            "metrics and user_content together exceed 524288 bytes; save large values",
         ),
     ],
 )

@@ -156,7 +156,7 @@ def test_an_error_is_raised_in_the_call_that_it_answers(rank: Rank, connection: 
 def test_a_reply_of_another_type_than_expected_is_refused(rank: Rank, connection: Connection, pool: ThreadPoolExecutor) -> None:
     call = pool.submit(rank.acquire, 1)
     connection.reply(m.Refused(re=connection.next(m.Acquire).id, reason="every slot is still being saved"))
-    assert str(error_of(call)) == "the daemon answered with Refused"
+    assert str(error_of(call)) == "the daemon answered with Refused; expected Granted"
     assert (rank.client.connected, rank.resumed) == (True, 0)
 
 
@@ -188,7 +188,7 @@ def test_descriptors_that_were_announced_and_did_not_come_end_the_connection(
 ) -> None:
     call = pool.submit(rank.client.call, lambda n: m.Fetch(id=n, attempt=1, step=1), m.Fetched, SECONDS)
     connection.reply(m.Fetched(re=connection.next(m.Fetch).id, ranks=[0, 1]))
-    assert str(error_of(call)) == "the connection to the daemon was lost: 2 descriptors were announced and 0 came"
+    assert str(error_of(call)) == "the connection to the daemon was lost: the daemon announced 2 descriptors, and 0 have arrived"
     daemon.accepted().attach()
 
 
@@ -317,7 +317,9 @@ def test_no_request_is_sent_before_the_attempt_is_resumed(rank: Rank, daemon: Fa
     connection.hang_up()
     again = daemon.accepted()
     begin = again.next(m.Begin)  # the client has sent Begin and has no reply
-    with pytest.raises(DaemonUnreachable, match="^the daemon is gone for the moment: Acquire cannot come while the session is beginning$"):
+    with pytest.raises(
+        DaemonUnreachable, match="^the daemon is gone for the moment: Acquire is not allowed while the session is beginning$"
+    ):
         rank.client.begin(acquire(1))
     assert not rank.client.connected
     again.reply(m.Began(re=begin.id, attempt=1))
@@ -597,7 +599,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_forked_child_cannot_use_its_parents_connection(rank: Rank, connection: Connection, monkeypatch: pytest.MonkeyPatch) -> None:
     with forked(monkeypatch):
-        with pytest.raises(DaemonUnreachable, match="^a forked process cannot use its parent's agent: make one here$"):
+        with pytest.raises(DaemonUnreachable, match="^a forked process cannot use its parent's agent: make an Agent of its own$"):
             rank.client.begin(acquire(1))
         rank.client.post(acquire(2), lambda reply: None)
     assert connection.requests.empty()

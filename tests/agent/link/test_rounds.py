@@ -259,7 +259,7 @@ def test_a_rank_whose_value_is_missing_has_not_come(fake: FakeStore, two: list[E
     fake.held = {"/said/"}
     with started(round_of(two[1], "plan", b"1", 0.5)):
         found = attempt(round_of(two[0], "plan", b"0", 0.4))
-    assert str(found).startswith("rank 1 has not come within ")
+    assert str(found).startswith("rank 1 sent nothing within ")
 
 
 def test_a_round_that_a_rank_has_left_is_not_answered_later(fake: FakeStore, two: list[Exchange]) -> None:

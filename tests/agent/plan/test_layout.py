@@ -121,10 +121,10 @@ def test_a_digest_depends_on_every_byte_and_not_on_the_strides() -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "words"),
     [
-        ("", "float32", "a tensor has the empty text for its key: give it a name"),
+        ("", "float32", "a tensor has an empty key: give it a name"),
         ("~x", "float32", "~x: keys may not begin with '~', which marks shared storages"),
-        ("x" * MAX_TEXT, "float32", f"{'x' * 40}...: this key has {MAX_TEXT:,d} characters; a tensor's has less than {MAX_TEXT:,d}"),
-        ("w", "float7", "w: tensors of dtype float7 cannot be saved by this version"),
+        ("x" * MAX_TEXT, "float32", f"{'x' * 40}...: this key has {MAX_TEXT:,d} characters; expected fewer than {MAX_TEXT:,d}"),
+        ("w", "float7", "w: a tensor of dtype float7 cannot be saved: expected elements of 1, 2, 4, 8 or 16 bytes"),
     ],
 )
 def test_an_item_that_cannot_be_is_refused(name: str, dtype: str, words: str) -> None:

@@ -80,8 +80,8 @@ class Wrong(DefaultSavePlanner):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda t: t.flatten()[1:], "model.w: the planner's item has shape [2, 3], what it resolves to [5]"),
-        (lambda t: 5, "model.w: the planner's item is a tensor and resolves to int"),
+        (lambda t: t.flatten()[1:], "model.w: the planner's item has shape [2, 3], but resolves to a tensor of shape [5]"),
+        (lambda t: 5, "model.w: the planner's item is a tensor, but resolves to int"),
         (lambda t: t.to("meta"), "model.w: a tensor on the meta device, which has no values cannot be saved"),
     ],
 )
@@ -94,7 +94,7 @@ def test_an_item_that_changes_between_layout_and_copy_is_refused() -> None:
     found = resolved({"w": torch.ones(4)}, planner)
     layout = found.lay_out(global_plan=bytes(32))
     planner.made = lambda tensor: tensor.double()
-    with pytest.raises(InvalidRequest, match="^w: the planner has resolved it to another dtype or shape than a moment ago$"):
+    with pytest.raises(InvalidRequest, match="^w: the planner now resolves it to another dtype or shape than when the save began$"):
         found.sources_of(layout)(0)
 
 
@@ -115,7 +115,7 @@ class Own:
 
 def test_bytes_that_only_pickled_code_could_bring_back_are_refused_by_default() -> None:
     state = {"object": Own()}
-    assert refusal(DefaultSavePlanner(), state).startswith("object: what the planner has pickled could not be loaded without running")
+    assert refusal(DefaultSavePlanner(), state).startswith("object: the planner's bytes could not be loaded without running")
     assert [row.fqn for row in resolved(state, weights_only=False).rows] == ["object"]
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(1)}, buffer)
@@ -146,7 +146,7 @@ def written(*items: tuple[str, tuple[int, ...] | None, tuple[int, ...]]) -> list
     return [(MetadataIndex(fqn, None if offset is None else torch.Size(offset)), sizes) for fqn, offset, sizes in items]
 
 
-INVENTED = "the planner has made items that its metadata lacks: x; nothing was saved"
+INVENTED = "the planner has written items that its metadata lacks: x; nothing was saved"
 
 
 @pytest.mark.parametrize(

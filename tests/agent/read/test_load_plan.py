@@ -48,7 +48,7 @@ def test_tensors_and_values_come_to_the_callers_state(opened: Opened) -> None:
 
 
 def test_a_pickled_object_is_refused_by_key_unless_the_caller_trusts_it(opened: Opened) -> None:
-    with pytest.raises(UnsavableValue, match="^object: it can only be loaded by running pickled code; say weights_only=False"):
+    with pytest.raises(UnsavableValue, match="^object: it can only be loaded by running pickled code; pass weights_only=False"):
         read(opened, {"object": None}, DefaultLoadPlanner())
     state: dict[str, Any] = {"object": None}
     read(opened, state, DefaultLoadPlanner(), weights_only=False)

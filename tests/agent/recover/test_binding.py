@@ -30,6 +30,9 @@ class Checkpoint:
     def describe(self, name: str) -> Any:
         return SimpleNamespace(size=tuple(self.tensors[name].shape), dtype=dtype_name(self.tensors[name].dtype))
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
     def bind(self, state: Any, own: int | None = 0, **options: Any) -> Binding:
         foreign: Foreign = {}
         tree = merge(self.trees, own, foreign)
@@ -279,8 +282,8 @@ def test_parameters_of_different_settings_cannot_come_into_one_group() -> None:
     with pytest.raises(StructureMismatch) as caught:
         Checkpoint({"model": model, "optim": optimizer}).bind({"model": other, "optim": into})
     assert str(caught.value) == (
-        "optim.param_groups.0: the checkpoint has its parameters in groups of other settings (it has 2 groups, the optimizer 1); "
-        "nothing was written"
+        "optim.param_groups.0: the checkpoint has the parameters of this group in groups with different settings (it has 2 groups, the "
+        "optimizer 1); nothing was written"
     )
 
 
@@ -354,7 +357,7 @@ def test_a_rank_gets_its_own_value_and_the_mark_stays() -> None:
 
 def test_a_rank_that_has_saved_none_is_refused_without_a_function_for_it() -> None:
     checkpoint = Checkpoint(*({"position": per_rank(rank)} for rank in range(2)))
-    with pytest.raises(StructureMismatch, match="^position is each rank's own and was saved on 2 ranks, of which this is none: "):
+    with pytest.raises(StructureMismatch, match="^position is each rank's own, was saved on 2 ranks, none of them this one: "):
         checkpoint.bind({"position": per_rank(0)}, own=None)
 
 

@@ -183,7 +183,7 @@ def test_a_damaged_candidate_is_passed_over_before_the_state_is_touched(caplog: 
     assert found is not None
     assert (found.step, found.passed_over) == (2, ["gpt/step-4: no manifest", "gpt/step-00000003.a0001 in storage: bit rot"])
     assert attempts.done == [(3, "open"), (3, "close"), *((2, phase) for phase in ALL)]
-    assert "gpt/step-00000003.a0001 in storage is passed over: bit rot" in caplog.messages
+    assert "gpt/step-00000003.a0001 in storage cannot be recovered and is skipped: bit rot" in caplog.messages
 
 
 def test_damage_that_is_found_during_the_load_sends_all_ranks_to_the_next_candidate() -> None:
@@ -208,9 +208,9 @@ def test_damage_that_is_found_during_the_load_sends_all_ranks_to_the_next_candid
 @pytest.mark.parametrize(
     ("told", "overwritten", "words"),
     [
-        ({(1, "open"): {"damaged": "rot"}}, False, "the state is as it was"),
-        ({(1, "load"): {"damaged": "rot", "writing": False}}, False, "the state is as it was"),
-        ({(1, "load"): {"damaged": "rot", "writing": True}}, True, "the state is partly overwritten: build it anew before training"),
+        ({(1, "open"): {"damaged": "rot"}}, False, "the state is unchanged"),
+        ({(1, "load"): {"damaged": "rot", "writing": False}}, False, "the state is unchanged"),
+        ({(1, "load"): {"damaged": "rot", "writing": True}}, True, "the state is partly overwritten: rebuild it before training"),
     ],
     ids=["at the open", "before the first write", "after it"],
 )
@@ -243,7 +243,7 @@ def test_without_a_candidate_there_is_nothing_to_recover() -> None:
     assert Attempts(FakeClient()).run({}, step=None, last_step=-1) is None
     with pytest.raises(NotFound, match="^job 'gpt' has no checkpoint of step 7$"):
         Attempts(FakeClient()).run({}, step=7, last_step=-1)
-    with pytest.raises(RecoveryFailed, match="no sound checkpoint of job 'gpt' is left: gpt/step-1: rot; the state is as it was"):
+    with pytest.raises(RecoveryFailed, match="no sound checkpoint of job 'gpt' is left: gpt/step-1: rot; the state is unchanged"):
         Attempts(FakeClient(damaged=("gpt/step-1: rot",))).run({}, step=7, last_step=-1)
 
 
@@ -369,7 +369,7 @@ def test_a_shortage_of_this_machine_is_no_damage(root: Path, monkeypatch: pytest
     def run_out(*_: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(recovery, "open_storage", run_out)
+    monkeypatch.setattr(recovery, "open_checkpoint", run_out)
     with pytest.raises(StorageError, match=r"cannot read gpt/step-00000002\.a0001: .*open files"):
         recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
 
@@ -378,7 +378,7 @@ def test_a_checkpoint_of_a_newer_ckptd_is_no_damage(root: Path, monkeypatch: pyt
     def refuse(*_: Any) -> None:
         raise NewerFormat("part was written by a newer ckptd")
 
-    monkeypatch.setattr(recovery, "open_storage", refuse)
+    monkeypatch.setattr(recovery, "open_checkpoint", refuse)
     with pytest.raises(NewerFormat, match=r"^gpt/step-00000002\.a0001: part was written by a newer ckptd; .* with step=$"):
         recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
 

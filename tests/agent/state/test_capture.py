@@ -137,7 +137,7 @@ def test_a_state_that_a_reader_would_refuse_is_refused_and_checked_again_when_it
     [
         (torch.ones(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
         (torch.ones(2, device="meta"), "a tensor on the meta device, which has no values"),
-        (torch.ones((1,) * 65), "a tensor of 65 dimensions cannot be saved, 64 at most; reshape() it"),
+        (torch.ones((1,) * 65), "a tensor of 65 dimensions cannot be saved; reshape() it to at most 64"),
         (torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})), "a tensor of type tests.agent.state.test_capture.Own"),
     ],
 )

@@ -14,7 +14,7 @@ from ckptd.shared.errors import UnsavableValue
 def test_text_that_utf_8_cannot_encode_is_refused() -> None:
     for text in ("", "plain", "é", "\U0001f600"):
         check_text(text, "a.b")
-    with pytest.raises(UnsavableValue, match=r"^a\.b: a text or key holds surrogates, which UTF-8 cannot say: 'x\\ud800'$"):
+    with pytest.raises(UnsavableValue, match=r"^a\.b: a text or key holds surrogates, which UTF-8 cannot encode: 'x\\ud800'$"):
         check_text("x\ud800", "a.b")
     with pytest.raises(UnsavableValue, match="^the state: a text or key holds surrogates"):
         check_text("\udfff" * 100, "")
@@ -35,7 +35,9 @@ def test_an_integer_is_saved_with_as_many_digits_as_python_writes() -> None:
     most = sys.get_int_max_str_digits()
     assert digits(-(10**5), "n") == b"-100000"
     assert len(digits(10 ** (most - 1), "n")) == most
-    with pytest.raises(UnsavableValue, match=r"^n: an integer of about [\d,]+ digits; ckptd saves up to 4,300, as many as Python writes"):
+    with pytest.raises(
+        UnsavableValue, match=r"^n: an integer of about [\d,]+ digits; expected at most 4,300, as many as Python converts to text"
+    ):
         digits(10**most, "n")
     with pytest.raises(UnsavableValue, match="^the state: "):
         digits(10**most, "")
