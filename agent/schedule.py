@@ -228,7 +228,7 @@ class Schedule:
                 return nothing
             if heard is None:
                 return nothing
-            said_at, word = msgspec.msgpack.decode(heard, type=tuple[int, Word])
+            said_at, word = _DECODER.decode(heard)
             self._heard, self._again = self._heard + 1, word.again
             if said_at == step:
                 return word
@@ -256,3 +256,6 @@ def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}; expected seconds, more than 0")
     return float(value)
+
+
+_DECODER = msgspec.msgpack.Decoder(tuple[int, Word])

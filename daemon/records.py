@@ -145,6 +145,8 @@ def place(record: Any) -> str:
 STATE = 1
 TYPES: dict[int, type[Record]] = {2: Begun, 3: RankSealed, 4: Staging, 5: PartDurable, 6: Committed, 7: Dropped, 8: Retiring, 9: Retired}
 NUMBERS = {cls: number for number, cls in TYPES.items()}
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Record]] = {number: msgspec.msgpack.Decoder(cls) for number, cls in TYPES.items()}
+_STATE_DECODER = msgspec.msgpack.Decoder(JournalState)
 
 
 def encode(record: Record) -> tuple[int, bytes]:
@@ -153,7 +155,7 @@ def encode(record: Record) -> tuple[int, bytes]:
 
 def decode(number: int, payload: bytes) -> Record:
     """Return the record of type `number`. Raises msgspec.DecodeError if the payload does not fit the type, KeyError if it is unknown."""
-    return msgspec.msgpack.decode(payload, type=TYPES[number])
+    return _DECODERS[number].decode(payload)
 
 
 def encode_state(state: JournalState) -> bytes:
@@ -161,7 +163,7 @@ def encode_state(state: JournalState) -> bytes:
 
 
 def decode_state(payload: bytes) -> JournalState:
-    return msgspec.msgpack.decode(payload, type=JournalState)
+    return _STATE_DECODER.decode(payload)
 
 
 def under_way(state: JournalState) -> int:

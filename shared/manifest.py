@@ -139,10 +139,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise IntegrityError("manifest does not match its digest")
         check_json(data, "manifest")
         try:
-            probe = msgspec.json.decode(data, type=_Probe)
+            probe = _PROBE_DECODER.decode(data)
             if probe.format == FORMAT and (probe.version > VERSION or not FEATURES.issuperset(probe.features)):
                 raise NewerFormat(f"manifest was written by a newer ckptd (version {probe.version}): upgrade this one")
-            manifest = msgspec.json.decode(data, type=cls)
+            manifest = _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"manifest cannot be read: {error}") from None
         if manifest.format != FORMAT:
@@ -198,3 +198,7 @@ def plain_metrics(metrics: dict[str, float]) -> dict[str, float | Literal["nan",
 
 
 _WORDS: dict[str, Literal["nan", "inf", "-inf"]] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}
+
+
+_PROBE_DECODER = msgspec.json.Decoder(_Probe)
+_DECODER = msgspec.json.Decoder(Manifest)

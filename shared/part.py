@@ -74,6 +74,9 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.msgpack.encode(self)
 
 
+_INDEX_DECODER = msgspec.msgpack.Decoder(PartIndex)
+
+
 def encode_header(index: PartIndex, nonce: bytes, number: int = 0) -> bytes:
     """Return the header of a file of a part, 4096 bytes. `number` is 0 for the part file, or the number of the data file."""
     step = NO_STEP if index.step is None else index.step
@@ -211,7 +214,7 @@ class PartReader:
         if crc32c(data) != index_crc or (index_sha256 is not None and hashlib.sha256(data).hexdigest() != index_sha256):
             raise IntegrityError("index does not match its digest")
         try:
-            index = msgspec.msgpack.decode(data, type=PartIndex)
+            index = _INDEX_DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"index cannot be read: {error}") from None
         if encode_header(index, header[16:32]) != header or signature(index.plan) != index.signature:

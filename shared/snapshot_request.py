@@ -45,7 +45,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
         if len(data) > MAX_REQUEST:
             raise IntegrityError(f"request document has {len(data):,d} bytes; expected at most {MAX_REQUEST:,d}")
         try:
-            request = msgspec.msgpack.decode(data, type=cls)
+            request = _DECODER.decode(data)
             content = msgspec.json.decode(request.user_content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"request document cannot be read: {error}") from None
@@ -54,3 +54,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= request.created < END_OF_TIME:
             raise IntegrityError(f"request document was created at {request.created}; expected a time from 1970 to 9999")
         return request
+
+
+_DECODER = msgspec.msgpack.Decoder(SnapshotRequest)
+"""Made at the import, as every decoder is: msgspec may crash if two threads decode a type for the first time at once."""

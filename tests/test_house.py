@@ -387,6 +387,20 @@ def test_nothing_is_unpickled(path: Path) -> None:
         assert name not in ("eval", "exec", "compile")
 
 
+# -- decoders
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_decoder_is_made_at_the_import(path: Path) -> None:
+    """msgspec may crash the process if two threads decode a type for the first time at once."""
+    inside = {id(node) for function in ast.walk(tree(path)) if isinstance(function, ast.FunctionDef) for node in ast.walk(function)}
+    for name, call in _calls(path):
+        if name in ("msgspec.msgpack.decode", "msgspec.json.decode", "msgspec.convert"):
+            assert "type" not in {keyword.arg for keyword in call.keywords}, f"{path}: {ast.unparse(call)}"
+        if name in ("msgspec.msgpack.Decoder", "msgspec.json.Decoder"):
+            assert id(call) not in inside, f"{path}: {ast.unparse(call)}"
+
+
 # -- failpoints
 
 

@@ -49,7 +49,7 @@ def receive(path: str, rank: int) -> Ticket:
         if store.check([key]):
             encoded = store.get(key)
             store.delete_key(key)  # so that a later save to another path does not find it
-            return msgspec.msgpack.decode(encoded, type=Ticket)
+            return _DECODER.decode(encoded)
     raise InvalidRequest(f"this rank saves to {path}, but the coordinator saves to another path: use the same path on all ranks")
 
 
@@ -62,3 +62,6 @@ def _store() -> Store:
 
 def _key(path: str, rank: int) -> str:
     return f"{rank}:{path}"
+
+
+_DECODER = msgspec.msgpack.Decoder(Ticket)

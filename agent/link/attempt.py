@@ -24,7 +24,7 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
     """
 
     def claim(said: list[bytes]) -> list[bytes]:
-        places = [msgspec.msgpack.decode(one, type=_Place) for one in said]
+        places = [_PLACE_DECODER.decode(one) for one in said]
         for rank, place in enumerate(places):
             _check_same(places[0], place, rank)
         assert client is not None
@@ -35,7 +35,7 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
         mine = error or InternalError("there is no connection to a daemon, and no error that says why")
     else:
         mine = msgspec.msgpack.encode(_Place(this_boot(), names.host(), client.welcome.instance, client.welcome.root, job))
-    attempt = msgspec.msgpack.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS), type=int)
+    attempt: int = msgspec.msgpack.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS))
     assert client is not None
     return attempt if ranks.rank == 0 else _begin(client, job, ranks, attempt)
 
@@ -77,3 +77,6 @@ def _begin(client: Client, job: str, ranks: Ranks, attempt: int) -> int:
         lambda n: m.Begin(id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt), m.Began, CALL_SECONDS
     )
     return began.attempt
+
+
+_PLACE_DECODER = msgspec.msgpack.Decoder(_Place)

@@ -294,10 +294,13 @@ def _encode(said: bytes | CkptdError) -> bytes:
 
 def _decode(data: bytes, rank: int | None = None) -> bytes:
     """Return the value that another rank has sent, or raise its error. If `rank` is given, the error's message begins with it."""
-    code, reason, value = msgspec.msgpack.decode(data, type=tuple[str, str, bytes])
+    code, reason, value = _DECODER.decode(data)
     if code:
         raise from_wire(code, reason if rank is None else f"rank {rank}: {reason}")
     return value
 
 
 Ranks = Alone | Exchange
+
+
+_DECODER = msgspec.msgpack.Decoder(tuple[str, str, bytes])

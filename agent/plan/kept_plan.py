@@ -97,7 +97,7 @@ class KeptPlan:
         answer = self._ranks.round(
             f"plan/{pending.attempt}/{pending.step}", mine, _decide, max(0.0, deadline - time.monotonic()), lambda: pending.error
         )
-        return msgspec.msgpack.decode(answer, type=Share).lay_out(local)
+        return _SHARE_DECODER.decode(answer).lay_out(local)
 
     def _offer(self, captured: Captured, state: Any) -> tuple[Local, Offer]:
         if self._ranks.world_size == 1:
@@ -122,4 +122,8 @@ class KeptPlan:
 
 
 def _decide(said: list[bytes]) -> list[bytes]:
-    return [msgspec.msgpack.encode(share) for share in share_out([msgspec.msgpack.decode(one, type=Offer) for one in said])]
+    return [msgspec.msgpack.encode(share) for share in share_out([_OFFER_DECODER.decode(one) for one in said])]
+
+
+_OFFER_DECODER = msgspec.msgpack.Decoder(Offer)
+_SHARE_DECODER = msgspec.msgpack.Decoder(Share)

@@ -168,7 +168,7 @@ class Recovery:
             if failure is not None:
                 raise failure from None
             raise
-        said: list[dict[str, Any]] = [msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard, type=list[bytes])]
+        said: list[dict[str, Any]] = [msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard)]
         return said
 
 
