@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
-from ckptd.shared.fs import FileSystem, make_directories
+from ckptd.shared.fs import FileSystem, make_directories, sync_parents
 from ckptd.shared.owners import stranger
 from ckptd.shared.state_directory import state_directory
 from ckptd.shared.storage.repository import Repository
@@ -35,6 +35,7 @@ def journal_directory(fs: FileSystem, state_dir: Path, root: Path, repository: R
         _make(fs, place)
         repository.storage.take_journal(names.host(), path)
         _make(fs, path)
+        sync_parents(fs, path)
         directory = fs.open_directory(str(path))
     except OSError as error:
         raise _unusable(path, error) from None

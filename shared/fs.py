@@ -211,6 +211,19 @@ def make_directories(fs: FileSystem, path: Path) -> None:
                 raise
 
 
+def sync_parents(fs: FileSystem, path: Path) -> None:
+    """Make the names of `path` and of all its parents durable. A process that made one of them may have died before it was.
+
+    Parents that this user may not open are left out: this user has made none of their entries. Raises OSError.
+    """
+    for parent in path.resolve().parents:
+        try:
+            with opened_directory(fs, str(parent)) as directory:
+                fs.sync_directory(directory)
+        except PermissionError:
+            pass
+
+
 def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None, by: str = "") -> None:
     """Make `data` appear whole and durable under `name`: write a temporary file, fsync it, rename it, fsync the directory.
 
