@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from ckptd.shared.fs import make_directories, opened_directory, publish
+from ckptd.shared.fs import make_directories, opened_directory, publish, sync_parents
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
@@ -243,3 +243,14 @@ def test_pending_changes_are_those_that_can_be_reached(recorder: Recorder, tmp_p
         assert at(recorder).pending() == []
         recorder.close(fd)
     assert recorder.steps[0].node == TOP
+
+
+def test_parents_that_a_dead_process_made_are_durable_once_they_are_synced(recorder: Recorder, tmp_path: Path) -> None:
+    """A daemon was killed after it had made the directories for its journal, and before it had synced them."""
+    path = tmp_path / "disk" / "state" / "host" / "journal"
+    for made in (path.parents[1], path.parent, path):
+        with opened_directory(recorder, str(made.parent)) as directory:
+            recorder.make_directory(made.name, directory)
+    assert len({str(left) for _, left in cuts(recorder, len(recorder.steps))}) > 1
+    sync_parents(recorder, path)
+    assert [left for _, left in cuts(recorder, len(recorder.steps))] == [{"state": {"host": {"journal": {}}}}]
