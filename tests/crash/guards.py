@@ -41,7 +41,6 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "shared/part.py": ("pytest tests/shared/test_part.py tests/shared/test_part_writer.py", DAMAGE),
     "shared/part_writer.py": ("pytest tests/shared/test_part_writer.py", STATES),
     "shared/segment.py": ("pytest tests/shared/test_segment.py",),
-    "shared/storage/old_journal.py": ("pytest tests/shared/storage/test_old_journal.py",),
     "shared/storage/posix.py": (f"{STORAGE} tests/shared/storage/test_posix.py tests/crash/test_disk.py", STATES),
     "shared/storage/posix_streams.py": ("pytest tests/shared/test_part_writer.py", STATES),
     "shared/storage/repository.py": (STORAGE, STATES),
