@@ -2,7 +2,7 @@
 
 First act: it trains train_gpt.py once without interruption, and once with two deaths at random moments. First only the trainer is killed,
 and must recover from memory. Then trainer, daemon and everything in shared memory are lost, and it must recover from storage. Second act:
-the same script on two ranks, of which one is killed; both must recover. Every loss that was ever computed and every value in the last
+the same script on two ranks. One of them is killed, and both must recover. Every loss that was ever computed and every value in the last
 checkpoint are compared with those of the uninterrupted runs.
 
 The exit code is 0 only if nothing differs and both recoveries came from the expected place. The script leaves roots, logs and losses.png in

@@ -59,7 +59,7 @@ class Saved:
     blobs: dict[str, Shard] = field(default_factory=dict)
     """The values that are no tensors, in a save that DCP has planned: bytes that torch.save or the caller's planner has written."""
     torch_version: str = ""
-    """Of the torch that saved it, such as "2.13.0"; an empty text if that is unknown."""
+    """The version of torch that saved the checkpoint, such as "2.13.0", or "" if it is unknown."""
     _whole: set[str] = field(default_factory=set)
     """Names of the tensors whose shards have been found to make up the whole tensor."""
 

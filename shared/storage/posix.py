@@ -68,16 +68,14 @@ class PosixStorage:
             self._durable.add(path)
 
     def children(self, prefix: str) -> list[Entry]:
-        if prefix:
-            with self.directory():
-                pass  # the root must exist
         try:
             with self.directory(prefix) as directory:
                 return [Entry(*found) for found in self.fs.entries(directory)]
         except FileNotFoundError:
-            if prefix:
-                return []
-            raise
+            if not prefix:
+                raise
+        with self.directory():  # the root must exist
+            return []
 
     def remove(self, prefix: str) -> bool:
         """Return True also if something else, such as a file, has taken the name of the directory: that is not ckptd's and stays."""

@@ -1,4 +1,4 @@
-"""The agent of the process: made at the first call, once, and again after it is closed. A fake stands in the place of `Agent`."""
+"""The agent of the process: made at the first call, once, and again after it is closed. A fake replaces `Agent`."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def attempt(socket: Path, step: int, case: str) -> tuple[str, str]:
     rank, optimizer = dist.get_rank(), HERE["optimizer"]
     if case == "setting":
         optimizer.param_groups[0]["lr"] = 0.5 if rank == 1 else 0.1
-    planned_anew = {f"step{step}": torch.zeros(1)}  # ranks compare their values when they plan
+    new_each_step = {f"step{step}": torch.zeros(1)}  # ranks compare their values when they plan
     cases: dict[str, Any] = {
         "value": {"rate": 0.1 if rank < 2 else 0.2},
         "nested": {"config": {"layers": [1, {"width": 64 if rank != 1 else 65}]}},
@@ -148,7 +148,7 @@ def attempt(socket: Path, step: int, case: str) -> tuple[str, str]:
         "numbered": {"model": HERE["model"], "optimizer": optimizer.state_dict()},
         "sound": {"rate": 0.1},
     }
-    pending = agent(socket).snapshot({**cases[case], **planned_anew}, step=step)
+    pending = agent(socket).snapshot({**cases[case], **new_each_step}, step=step)
     try:
         pending.wait("durable", timeout=60)
     except CkptdError as error:

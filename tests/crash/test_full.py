@@ -173,7 +173,7 @@ def test_a_read_only_root_is_reported_in_one_sentence(full: Full) -> None:
 
 @pytest.mark.parametrize("taken", ["the job", "the tag"])
 def test_failed_saves_leave_nothing_in_the_journal(place: Home, taken: str) -> None:
-    """A file is in the place of a directory, so every save fails. The journal forgets each failed save."""
+    """A file has the name of a directory that each save needs, so every save fails. The journal forgets each failed save."""
     job = place.root / trainers.JOB
     with running(place, environment={"CKPTD_STALL_BUDGET": "60"}):
         agent = Agent(trainers.JOB, socket=place.socket)

@@ -1,4 +1,4 @@
-"""Tests jobs of four ranks of which one is killed, stopped or late in any phase of a snapshot, or does something else than the others.
+"""Tests jobs of four ranks. One rank is killed, stopped or late in some phase of a snapshot, or makes a different call than the others.
 
 In each case the calls of the other ranks return, later steps are saved, and the errors name the rank that was waited for. Nothing
 incomplete is committed. The job, started again, gets the newest step that all ranks had sealed. Four jobs, each with another rank in

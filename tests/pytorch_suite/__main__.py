@@ -1,4 +1,4 @@
-"""Runs PyTorch's own checkpoint tests with ckptd's reader and writer in the place of PyTorch's.
+"""Runs PyTorch's own checkpoint tests with ckptd's reader and writer instead of PyTorch's.
 
 `python -m tests.pytorch_suite DIR [FILE...] [--only EXPRESSION]`. DIR is `test/distributed/checkpoint` in a checkout of PyTorch, of the
 installed version. Its files are copied to a temporary directory, moved to the CPU where they ask for GPUs, and run by pytest. They need

@@ -27,7 +27,7 @@ def place() -> Iterator[Path]:
 def give_away(path: Path) -> Path:
     if os.getuid():
         # CI runs it as root.
-        pytest.skip("giving a file away needs root")  # reason: without somebody else's file there is nothing to refuse
+        pytest.skip("giving a file away needs root")
     os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
     return path
 
@@ -36,7 +36,7 @@ def give_away(path: Path) -> Path:
 def as_stranger() -> Iterator[None]:
     """Another user does what follows."""
     if os.getuid():
-        pytest.skip("being another user needs root")  # reason: without another user there is nothing to refuse
+        pytest.skip("being another user needs root")
     os.seteuid(STRANGER)
     try:
         yield

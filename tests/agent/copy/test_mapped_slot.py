@@ -38,7 +38,7 @@ def slot(shm: Tmpfs) -> Iterator[MappedSlot]:
 
 
 def layout(tensors: dict[str, torch.Tensor], *, elsewhere: tuple[str, ...] = ()) -> Layout:
-    """The layout of these tensors, some of which are on an accelerator."""
+    """Return the layout of these tensors. Those named in `elsewhere` count as tensors on an accelerator."""
     local = plan_locally(tensors)
     rows = [msgspec.structs.replace(row, device="cuda") if row.fqn in elsewhere else row for row in local.rows]
     return layout_of(rows, local.aliases, metadata=None, global_plan=bytes(32))
@@ -53,7 +53,7 @@ def carry(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Transfer:
 
 
 def read(shm: Tmpfs, name: str = "a.seg") -> tuple[SlotState, int | None, dict[str, torch.Tensor]]:
-    """What the daemon reads: the state and the step of the header, and the tensors of the plan if the slot is sealed."""
+    """Read as the daemon does: return the state and the step of the header, and the tensors of the plan if the slot is sealed."""
     descriptor = shm.opened(name)
     header = read_header(descriptor.fileno())
     tensors = {}

@@ -198,7 +198,7 @@ def test_a_slow_allocation_holds_the_training_once(client: FakeClient, slots: Ma
 
 
 def test_slots_that_turn_out_too_small_are_replaced(client: FakeClient, slots: MappedSlots) -> None:
-    """Those under way were asked for by an earlier call, which needed less."""
+    """An earlier call needed less memory and has already asked for slots. They arrive, and are too small for the later call."""
     client.answering.clear()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(slots.ensure, 10, FAR)

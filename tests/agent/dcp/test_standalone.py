@@ -32,7 +32,7 @@ STATE = {"w": torch.arange(300_000.0), "bytes": torch.arange(70_000, dtype=torch
 
 
 class Save:
-    """One part of a state, and what its manifest needs."""
+    """Saves a state as one part, and commits it, in separate calls."""
 
     def __init__(self, directory: Path, state: dict[str, Any] | None = None, threads: int | None = 2) -> None:
         planner = DefaultSavePlanner()
@@ -56,7 +56,7 @@ class Save:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """So that a small state has many."""
+    """Make chunks so small that STATE has many of them, and check afterwards that no descriptor is left open."""
     monkeypatch.setattr(standalone, "DEFAULT_CHUNK", MIN_CHUNK)
     yield
     assert opened(tmp_path) == [], "a descriptor is left open"
@@ -186,7 +186,7 @@ def test_bytes_are_cut_where_the_chunks_are() -> None:
 
 
 def test_a_part_may_be_named_if_its_manifest_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It must then not be deleted."""
+    """If the manifest cannot be read, the part counts as named, so it is not deleted."""
     storage = StandaloneCheckpoint(tmp_path)
     assert not is_named(storage, "rank-00000.x.ckpt")
     for error in (OSError(errno.EIO, "Input/output error"), IntegrityError("damaged")):

@@ -35,11 +35,11 @@ class World:
 
     def __init__(self, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
         self.daemon, self.pool = daemon, pool
-        self.planned_anew = 0
+        self.planned_again = 0
         self.link: RankLink
 
     def _structure_changed(self) -> None:
-        self.planned_anew += 1
+        self.planned_again += 1
 
     def linking(self, ranks: Any = None, job: str | None = "gpt") -> Future[RankLink]:
         return self.pool.submit(
@@ -145,7 +145,7 @@ def test_news_reach_the_snapshot_of_their_attempt_and_step(world: World) -> None
     assert list(world.link.handovers.pending) == [(2, 1)]
 
 
-def test_a_changed_structure_makes_the_ranks_plan_anew(world: World) -> None:
+def test_a_changed_structure_makes_the_ranks_plan_again(world: World) -> None:
     connection = world.linked()
     one, other = sealed(world.link, 1), sealed(world.link, 2)
     connection.reply(
@@ -153,7 +153,7 @@ def test_a_changed_structure_makes_the_ranks_plan_anew(world: World) -> None:
         m.Progress(re=0, attempt=3, step=2, state="failed", reason="no reason"),
     )
     until(lambda: other.done, "news")
-    assert (type(one.error), type(other.error), world.planned_anew) == (StructureChanged, SnapshotFailed, 1)
+    assert (type(one.error), type(other.error), world.planned_again) == (StructureChanged, SnapshotFailed, 1)
 
 
 def test_a_slot_that_is_granted_too_late_is_given_back(world: World) -> None:
@@ -210,7 +210,7 @@ def test_the_next_attempt_starts_over(world: World) -> None:
     connection = world.linked()
     world.link.handovers.last_step = 7
     world.during(world.link.begin_next, lambda: connection.attach(4))
-    assert (world.link.attempt, world.link.last_step, world.link.interrupted, world.planned_anew) == (4, -1, False, 1)
+    assert (world.link.attempt, world.link.last_step, world.link.interrupted, world.planned_again) == (4, -1, False, 1)
 
 
 def test_a_begin_that_was_interrupted_is_done_by_the_next_call(world: World) -> None:

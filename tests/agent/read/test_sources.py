@@ -173,7 +173,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_not_found(storage: R
         open_checkpoint(storage, "gpt", TAG, manifest)
 
 
-def test_a_checkpoint_that_is_overwritten_while_it_is_opened_is_opened_anew(storage: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_overwritten_while_it_is_opened_is_opened_again(storage: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     stale = storage.read_manifest("gpt", TAG)
     stale = msgspec.structs.replace(stale, parts=[msgspec.structs.replace(part, items=9) for part in stale.parts])
     opened = open_checkpoint(storage, "gpt", TAG, stale)

@@ -379,7 +379,7 @@ def test_on_reshape_makes_the_value_of_a_rank_from_all_of_them() -> None:
     assert asked[0][1] == [1, 2]
 
 
-def test_own_values_inside_of_what_is_made_anew_keep_their_mark() -> None:
+def test_own_values_inside_of_rebuilt_containers_keep_their_mark() -> None:
     checkpoint = Checkpoint(
         *({"all": {"deep": [per_rank(rank), "x"], "loader": Loader(rank), "o": OrderedDict(p=per_rank(rank))}} for rank in range(2))
     )

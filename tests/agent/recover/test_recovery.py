@@ -147,7 +147,7 @@ def test_only_candidates_of_all_ranks_are_tried_in_the_order_of_rank_0() -> None
 
 
 def test_candidates_that_no_two_ranks_share_are_an_error() -> None:
-    """None would mean that the job has no checkpoint, and training would begin anew."""
+    """None would mean that the job has no checkpoint, and training would start from the beginning."""
     with pytest.raises(RecoveryFailed, match="^the ranks have found different checkpoints, because some were saved or deleted meanwhile"):
         recovery._common_candidates([said(candidate(1)), said(candidate(2))])
     with pytest.raises(RecoveryFailed):
