@@ -15,6 +15,7 @@ import threading
 import time
 from array import array
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from ckptd.shared import __version__
@@ -56,7 +57,8 @@ class Channel:
         try:
             self._connect(path, timeout)
             check_peer(self._socket, path)
-            self.send(m.Hello(id=self.new_id(), min_version=s.MIN_VERSION, max_version=s.MAX_VERSION, client=f"ckptd {__version__}"))
+            with suppress(DaemonUnreachable):  # a daemon that has no room sends an Error and closes, maybe before it can get a Hello
+                self.send(m.Hello(id=self.new_id(), min_version=s.MIN_VERSION, max_version=s.MAX_VERSION, client=f"ckptd {__version__}"))
             reply = self.receive()[0]
             if isinstance(reply, m.Error):
                 raise from_wire(reply.code, reply.message)

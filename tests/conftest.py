@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.daemons import Daemon, Home, home, running
+
+
+@pytest.fixture(autouse=True)
+def _logging_is_left_as_it_was() -> Iterator[None]:
+    """Fail a test that silences the loggers, because a later test in this process would then look for a line that never comes."""
+    yield
+    silenced = [
+        logger.name for name in ("ckptd", "ckptd.agent", "ckptd.daemon") if (logger := logging.getLogger(name)).level or logger.disabled
+    ]
+    disabled = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    assert (silenced, disabled) == ([], logging.NOTSET)
 
 
 @pytest.fixture

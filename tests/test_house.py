@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -49,6 +50,12 @@ def test_the_packages_have_modules() -> None:
     assert "ckptd.shared.names" in MODULES
     assert "ckptd.agent" in MODULES
     assert "ckptd.shared.errors.IntegrityError" in set(imports(ROOT / "shared" / "part.py"))
+
+
+def test_a_wheel_holds_every_package() -> None:
+    """An editable install finds a package that this list lacks; a wheel does not contain it."""
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert packages == sorted({f"ckptd.{path.parent.relative_to(ROOT).as_posix().replace('/', '.')}" for path in FILES})
 
 
 # -- layers

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import errno
 import hashlib
-import logging
 import os
 import shutil
 import sys
@@ -262,7 +261,6 @@ OF_A_LIFE, LIVES = 40, 6
 def run(states: int, seed: int, seconds: float = float("inf"), most: int = 20) -> tuple[int, list[str]]:
     """Return how many different states were examined, and what was wrong. Ends after `most` problems."""
     chance, examiner, seen, problems = Random(seed), Examiner(), set[bytes](), list[str]()
-    logging.getLogger("ckptd").setLevel(logging.CRITICAL + 1)
     end = time.monotonic() + seconds
     while True:
         for life in lives(chance, LIVES):

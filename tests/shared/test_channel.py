@@ -367,6 +367,22 @@ def test_an_error_for_a_greeting_is_raised(place: Path, code: str, error: type[E
         Channel(place, TIMEOUT)
 
 
+def test_an_error_that_comes_before_the_greeting_is_sent_is_raised(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = threading.Event()
+
+    def play(peer: Daemon) -> None:
+        peer.send(m.Error(re=0, code="busy", message="no room"))
+        peer.socket.close()
+        gone.set()
+
+    def check_slowly(peer: socket.socket, path: Path) -> None:
+        assert gone.wait(TIMEOUT)
+
+    monkeypatch.setattr("ckptd.shared.channel.check_peer", check_slowly)
+    with daemon(place, play), pytest.raises(Busy, match="no room"):
+        Channel(place, TIMEOUT)
+
+
 def test_a_peer_with_another_protocol_is_refused(place: Path) -> None:
     def play(peer: Daemon) -> None:
         peer.socket.recv(65536)

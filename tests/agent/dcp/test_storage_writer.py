@@ -634,7 +634,7 @@ def test_an_error_is_logged_when_dcp_has_asked_for_the_metadata_twice(tmp_path: 
         assert logged_errors(caplog) == []
         with pytest.raises(NotFound, match=f"^no checkpoint at {tmp_path}/none/rank-00000, "):
             reader.read_metadata(rank=0)
-        assert logged_errors(caplog) == [f"no checkpoint at {tmp_path}/none, which is no directory"]
+        assert logged_errors(caplog) == [f"no checkpoint at {tmp_path}/none, which is not a directory"]
         caplog.clear()
 
 
