@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# The tests start a thousand processes. Without these two lines each of them might compile all of ckptd, and let OpenMP's threads spin.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.support.daemons import Daemon, Home, home, running
 
