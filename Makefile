@@ -6,11 +6,12 @@ INSTALLED := $(VENV)/.installed
 KILLS ?= 50
 MEGABYTES ?= 256
 ROUNDS ?= 10
+MINUTES ?= 6
 COVERED := */daemon/journal*.py,*/daemon/records.py,*/daemon/recovery.py,*/daemon/saver.py,*/shared/session.py
 COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/test_records.py tests/daemon/test_recovery.py tests/daemon/test_saver.py \
 	tests/shared/test_session.py
 
-.PHONY: demo test matrix lint kills rank-kills crash-matrix trust coverage coverage-all bench clean
+.PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust coverage coverage-all bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,8 +21,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(RUN) -m examples.demo
 
+# The tests under tests/crash kill processes by the hundred. They take as long as half of all the others, and have a command of their own.
 test: $(INSTALLED)
-	$(RUN) -m pytest -n 3 --dist worksteal -q
+	$(RUN) -m pytest -n 3 --dist worksteal -q --ignore tests/crash
+
+crashes: $(INSTALLED)
+	$(RUN) -m pytest -n 3 --dist worksteal -q tests/crash
 
 # The tests of all that meets torch, the formats or asyncio, on the lowest, a middle and the newest torch that pip finds, with each Python that
 # ckptd must run on. The rigs under tests/crash are left out: they take long, and what they kill depends on neither version. TORCH and PYTHONS
@@ -46,9 +51,9 @@ rank-kills: $(INSTALLED)
 crash-matrix: $(INSTALLED)
 	for round in $$(seq $(ROUNDS)); do $(RUN) -m pytest -n 2 -q tests/crash/test_failpoints.py || exit 1; done
 
-# Runs the rigs that look for lost checkpoints: for MINUTES, for hours with LONG=1, or as long as in CI. ONLY selects some of them.
+# Runs the rigs that look for lost checkpoints: for MINUTES, or for hours with LONG=1. ONLY selects some of them.
 trust: $(INSTALLED)
-	$(RUN) -m tests.crash.trust $(if $(MINUTES),--minutes $(MINUTES),$(if $(LONG),--long,--short)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+	$(RUN) -m tests.crash.trust $(if $(LONG),--long,--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 # Requires full branch coverage of the journal, the commit, the recovery and the session.
 coverage: $(INSTALLED)

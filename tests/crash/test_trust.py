@@ -12,7 +12,7 @@ from tests.crash.trust import RIGS, Row
 
 @pytest.mark.parametrize("minutes", [0.5, 1, 5, 6, 7, 20, 600])
 def test_every_rig_has_its_share_of_any_number_of_minutes(minutes: float) -> None:
-    tasks = trust.tasks(minutes, long=False, seed=1)
+    tasks = trust.tasks(minutes, seed=1)
     assert {name for name, *_ in tasks} == set(RIGS)
     assert {count for _, count, _, _ in tasks} == {trust.FOREVER}
     shares = {seconds for _, _, seconds, _ in tasks}
@@ -21,23 +21,22 @@ def test_every_rig_has_its_share_of_any_number_of_minutes(minutes: float) -> Non
 
 
 def test_rigs_that_are_chosen_share_all_of_the_time() -> None:
-    assert [(name, seconds) for name, _, seconds, _ in trust.tasks(3, long=False, seed=1, only=["lives", "power"])] == [
+    assert [(name, seconds) for name, _, seconds, _ in trust.tasks(3, seed=1, only=["lives", "power"])] == [
         ("lives", 180.0), ("power", 180.0),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_without_minutes_every_rig_has_its_counts_and_no_limit(long: bool) -> None:
-    tasks = trust.tasks(None, long, seed=1)
+def test_without_minutes_every_rig_has_its_counts_and_no_limit() -> None:
+    tasks = trust.tasks(None, seed=1)
     for name, rig in RIGS.items():
-        assert [count for other, count, _, _ in tasks if other == name] == list(rig.long if long else rig.short)
+        assert [count for other, count, _, _ in tasks if other == name] == list(rig.long)
     assert {seconds for _, _, seconds, _ in tasks} == {float("inf")}
 
 
 @pytest.mark.parametrize("minutes", [None, 5])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_each_task_has_a_seed_of_its_own_and_the_guards_both_halves(minutes: float | None, seed: int) -> None:
-    tasks = trust.tasks(minutes, long=False, seed=seed)
+    tasks = trust.tasks(minutes, seed=seed)
     seeds = [seed for *_, seed in tasks]
     assert len(set(seeds)) == len(seeds)
     assert {seed % trust.LANES for name, _, _, seed in tasks if name == "guards"} == set(range(trust.LANES))

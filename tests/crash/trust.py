@@ -1,7 +1,7 @@
 """Runs every rig that looks for lost checkpoints, and prints one table: `python -m tests.crash.trust --minutes 20 [--seed N]`.
 
-`make trust MINUTES=20` does the same. `--short` is the amount that CI runs, and `--long` the amount by which a release is measured (hours).
-With `--minutes`, every rig gets its share of the time, however short that is. Each task that ends prints a line: how much was tried, how
+`make trust MINUTES=20` does the same. With `--minutes`, every rig gets its share of the time, however short that is. `--long` is the amount
+by which a release is measured (hours). Each task that ends prints a line: how much was tried, how
 much was lost, and its seed. Then comes the table by kind, and a last line with the sums. The exit code is 1 if something was lost, and also
 if a rig tried nothing although this machine has what it needs. When interrupted, it prints the table of the tasks that have ended.
 """
@@ -188,33 +188,31 @@ class Alike:
 class Rig:
     """`run` tries a given number of things, or as many as fit into a given time, whichever ends first.
 
-    `short` and `long` have a count for each task; 0 stands for a rig that ends by itself. `shares` is the number of tasks when minutes are
-    given.
+    `long` has a count for each task; 0 stands for a rig that ends by itself. `shares` is the number of tasks when minutes are given.
     """
 
     run: Callable[[int, float, int], Row]
-    short: tuple[int, ...]
     long: tuple[int, ...]
     shares: int = 1
 
 
 RIGS: dict[str, Rig] = {
-    "guards": Rig(_guards, (0, 0), (0, 0), shares=2),
-    "machine": Rig(_machine, (2000,), 10 * (10_000,), shares=2),
-    "simulated": Rig(_simulated, (10_000, 10_000), 50 * (20_000,), shares=2),
-    "calls": Rig(_calls, (66,), (330,)),
-    "lives": Rig(_lives, (200,), (*3 * (ROUND,), max(0, 10_000 - 3 * ROUND))),
-    "power": Rig(_power, (60,), 4 * (500,)),
-    "gate": Rig(_gate, (6,), (100,)),
-    "segments": Rig(_segments, (60,), (1000,)),
-    "journal": Rig(_journal, (4096,), (65_536,)),
-    "checkpoint": Rig(_checkpoint, (4000,), (100_000,)),
+    "guards": Rig(_guards, (0, 0), shares=2),
+    "machine": Rig(_machine, 10 * (10_000,), shares=2),
+    "simulated": Rig(_simulated, 50 * (20_000,), shares=2),
+    "calls": Rig(_calls, (330,)),
+    "lives": Rig(_lives, (*3 * (ROUND,), max(0, 10_000 - 3 * ROUND))),
+    "power": Rig(_power, 4 * (500,)),
+    "gate": Rig(_gate, (100,)),
+    "segments": Rig(_segments, (1000,)),
+    "journal": Rig(_journal, (65_536,)),
+    "checkpoint": Rig(_checkpoint, (100_000,)),
     # A new rig with the same signature needs only a line here and the import above.
-    "crowd": Rig(Alike("trainers killed in a crowd", "SIGKILLs of trainers", crowd.run), (60,), (2000,)),
-    "interrupts": Rig(Alike("interruptions of the agent", "interruptions", interrupts.run), (36,), (2000,)),
-    "users": Rig(Alike("another user of the node", "tries", users.run), (24,), (500,)),
-    "limits": Rig(Alike("shortages", "tries", limits.run), (12,), (300,)),
-    "hung": Rig(Alike("disk that hangs", "hangs", hung.run), (4,), (100,)),
+    "crowd": Rig(Alike("trainers killed in a crowd", "SIGKILLs of trainers", crowd.run), (2000,)),
+    "interrupts": Rig(Alike("interruptions of the agent", "interruptions", interrupts.run), (2000,)),
+    "users": Rig(Alike("another user of the node", "tries", users.run), (500,)),
+    "limits": Rig(Alike("shortages", "tries", limits.run), (300,)),
+    "hung": Rig(Alike("disk that hangs", "hangs", hung.run), (100,)),
 }
 """The rigs, by the name that `--only` takes. The two tasks of `guards` come first: they take halves by the parity of their seeds."""
 
@@ -222,10 +220,12 @@ Task = tuple[str, int, float, int]
 """The name of a rig, how many to try, for how many seconds, and the seed."""
 
 
-def tasks(minutes: float | None, long: bool, seed: int, only: Collection[str] = ()) -> list[Task]:
-    """Return the tasks of all rigs, or of those in `only`. Given minutes, the time of all lanes is divided evenly among the tasks."""
+def tasks(minutes: float | None, seed: int, only: Collection[str] = ()) -> list[Task]:
+    """Return the tasks of all rigs, or of those in `only`. The time of all lanes is divided evenly among them. Without minutes, each rig has
+    its long counts, and no limit.
+    """
     chosen = {name: rig for name, rig in RIGS.items() if not only or name in only}
-    counts = {name: rig.shares * (FOREVER,) if minutes is not None else rig.long if long else rig.short for name, rig in chosen.items()}
+    counts = {name: rig.long if minutes is None else rig.shares * (FOREVER,) for name, rig in chosen.items()}
     seconds = float("inf") if minutes is None else 60 * minutes * LANES / sum(map(len, counts.values()))
     flat = [(name, count) for name, of_rig in counts.items() for count in of_rig]
     return [(name, count, seconds, seed + number) for number, (name, count) in enumerate(flat)]
@@ -263,12 +263,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--minutes", type=float)
-    group.add_argument("--short", action="store_true")
     group.add_argument("--long", action="store_true")
     parser.add_argument("--only", nargs="+", choices=sorted(RIGS), help="of its rigs")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2), "little"))
     options = parser.parse_args()
-    chosen = tasks(options.minutes, options.long, options.seed, options.only or ())
+    chosen = tasks(options.minutes, options.seed, options.only or ())
     print(f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {LANES} at once", HEAD, sep="\n", flush=True)
     rows: dict[str, Row] = {}
     with ProcessPoolExecutor(LANES, mp_context=get_context("spawn")) as pool:
