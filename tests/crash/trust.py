@@ -221,7 +221,7 @@ Task = tuple[str, int, float, int]
 
 
 def tasks(minutes: float | None, seed: int, only: Collection[str] = ()) -> list[Task]:
-    """Return the tasks of all rigs, or of those in `only`. The time of all lanes is divided evenly among them. Without minutes, each rig has
+    """Return the tasks of all rigs, or of those in `only`. The time of all lanes is divided evenly. Without minutes, each rig has
     its long counts, and no limit.
     """
     chosen = {name: rig for name, rig in RIGS.items() if not only or name in only}
