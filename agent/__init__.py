@@ -23,7 +23,7 @@ from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.schedule import Schedule
-from ckptd.agent.state.values import per_rank
+from ckptd.agent.state.tree import per_rank
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.retention import BestN, CustomSteps, EveryNSeconds, EveryNSteps, LatestDuration, LatestN, PreserveAll
 

@@ -2,9 +2,10 @@
 
 A process needs one agent for each job. A second agent of the same job begins the next attempt, and the first one can no longer save.
 
-`snapshot` never raises because a save failed: the `Pending` that it returns has the error. Each of its waits, for another thread's call,
-for a slot or for other ranks, is limited by the daemon's stall budget (10 s by default) plus a few seconds. `recover` does the opposite: it
-raises, because a training that continued without its saved state would lose history.
+`snapshot` never raises because a save failed: the `Pending` that it returns has the error. Only an error that the caller must mend is
+raised, and by default only until the attempt has its first sealed snapshot: a job that can never save stops in its first minute. Each wait
+of `snapshot`, for another thread's call, for a slot or for other ranks, is limited by the daemon's stall budget (10 s by default) plus a
+few seconds. `recover` always raises, because a training that continued without its saved state would lose history.
 
 Calls from several threads run one at a time. A call inside another call of the same thread, for example from a signal handler, is refused.
 Ctrl-C may interrupt a call at any instruction: the next call settles what the interrupted call has left.
@@ -15,8 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, SupportsIndex
 
 import torch.distributed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -26,18 +28,19 @@ from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.dcp.planner_rounds import plan_save
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
-from ckptd.agent.link.arguments import make_request, ranks_of
+from ckptd.agent.link.arguments import as_step, check_choice, make_request, ranks_of
 from ckptd.agent.link.attempt import begin
+from ckptd.agent.outcomes import Outcomes, note
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import resolves_by_itself, values_of
-from ckptd.agent.recover.binding import OnReshape
+from ckptd.agent.recover.options import OnReshape, Options
 from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
+from ckptd.shared.errors import CallerError, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.retention import Policy, checked
 from ckptd.shared.snapshot_request import SnapshotRequest
 
@@ -100,6 +103,7 @@ class Agent:
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
+        self._outcomes = Outcomes()
         self.schedules = 0
         self._rng_room = 1 << 14  # bytes to reserve for the states of the random generators: the most seen so far
         self._kept_plan = KeptPlan(self._link.client, self._link.ranks)
@@ -148,13 +152,15 @@ class Agent:
         self,
         state: Any,
         *,
-        step: int,
+        step: SupportsIndex,
         tag: str | None = None,
         persist: bool = True,
         on_busy: str = "wait",
         metrics: Mapping[str, float] | None = None,
         user_content: Any = None,
         rng: bool = True,
+        on_error: str | None = None,
+        on_failure: Callable[[Pending], object] | None = None,
     ) -> Pending:
         """Copy `state` as it is now into a slot, and return. The daemon saves the copy in the background.
 
@@ -176,15 +182,22 @@ class Agent:
         user_content: a value that JSON can express, at most 100 levels deep, stored in the manifest. Together with `metrics` it may take
             up to 512 KiB.
         rng: also capture the random generators of Python, NumPy (if it is imported), torch and the accelerators.
+        on_error: what to do with an error that the caller must mend, such as a value that cannot be saved, or an invalid step or tag.
+            "raise" raises it. "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
+        on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
+
+        Raises UnsavableValue, InvalidRequest, InvalidName, QuotaExceeded and any other CallerError, and InternalError for an exception in
+        a state_dict(), all as `on_error` says. An error that one rank has while the ranks plan is raised on all ranks.
         """
         begun = time.perf_counter()
         link = self._link
-        pending = Pending(step if isinstance(step, int) else -1, self.attempt, persist=bool(persist))
+        pending = Pending(as_step(step), self.attempt, persist=bool(persist), note=partial(note, self._outcomes, on_failure))
         try:
             with link.calls("snapshot", link.stall_budget):
                 handover = link.handovers.open(pending, tag)
                 try:
                     request = make_request(step, tag, persist, on_busy, metrics, user_content, self._retention)
+                    check_choice("on_error", on_error, ("raise", "log", None))
                     self._snapshot(handover, state, request, on_busy, rng)
                 except CkptdError as error:
                     link.handovers.fail(pending, error)
@@ -197,6 +210,10 @@ class Agent:
         except TimeoutError:
             link.handovers.fail(pending, SnapshotFailed("another save of this process is waiting for a slot"))
         pending.stall = time.perf_counter() - begun
+        if isinstance(pending.error, (CallerError, InternalError)) and (
+            on_error == "raise" or (on_error != "log" and self._outcomes.sealed_in != link.attempt)
+        ):
+            raise pending.error
         return pending
 
     def _snapshot(self, handover: Handover, state: Any, request: SnapshotRequest, on_busy: str, rng: bool) -> None:
@@ -205,6 +222,8 @@ class Agent:
         pending.attempt = link.attempt
         budget = link.stall_budget if on_busy == "wait" else 0.0
         deadline = time.monotonic() + budget
+        if budget and not link.client.connected:
+            log.warning("the daemon is gone: the snapshot of step %d waits up to %g s for the next one", pending.step, budget)
         if not link.client.wait_connected(budget):
             raise DaemonUnreachable("the daemon is gone; training continues, and snapshots resume when the daemon is back")
         if pending.step <= link.last_step:
@@ -287,7 +306,15 @@ class Agent:
 
     # -- recovering
 
-    def recover(self, state: Any, *, step: int | None = None, strict: bool = True, on_reshape: OnReshape | None = None) -> Recovered | None:
+    def recover(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        keep: Sequence[str] = (),
+        on_reshape: OnReshape | None = None,
+    ) -> Recovered | None:
         """Load the newest snapshot that every rank can get into `state`, from memory or storage.
 
         Returns a `Recovered`, or None if the job has no checkpoint. The structure is compared before the first byte of `state` is written.
@@ -295,7 +322,9 @@ class Agent:
         one, the next attempt begins. All ranks call this, and all get the same step.
 
         step: recover this step only, from the highest attempt that has it. Default: the newest.
-        strict: False allows keys to be missing in the state or in the checkpoint. Shapes must agree all the same.
+        strict: False allows keys to be missing in the state or in the checkpoint, and an optimizer or a scheduler to be of another class or
+            to have other parameter groups. Shapes must agree all the same.
+        keep: patterns of keys, as for `fnmatch`, whose values stay as they are in `state`, like "optim.param_groups.*.lr".
         on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was saved on another number of ranks. `values` lists
             the value of each of those ranks, in their order. It returns this rank's value. Without it, recovery raises StructureMismatch.
 
@@ -308,11 +337,14 @@ class Agent:
         link = self._link
         with link.calls("recover"):
             link.check_open()
+            if keep and self._load_planner is not None:
+                raise InvalidRequest("keep= cannot be combined with a load_planner: the planner decides what is loaded")
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
             topic = f"recover/{link.attempt}"
-            recovery = Recovery(link.client, link.ranks, link.job, topic, strict=strict, on_reshape=on_reshape, planner=self._load_planner)
+            options = Options(strict, tuple(keep), on_reshape)
+            recovery = Recovery(link.client, link.ranks, link.job, topic, options, planner=self._load_planner)
             recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
             if recovered is not None and recovered.step < recovery.last_step:
                 link.begin_next()
@@ -330,9 +362,13 @@ class Agent:
         timeout: seconds to wait for the save, 600 by default. On several ranks the save begins once every step that this rank has sealed is
             sealed by the other ranks too, or has failed.
 
-        Raises SnapshotFailed if the snapshot could not be saved, Fenced if a newer attempt of the job has begun, DaemonUnreachable if the
-        daemon does not answer in time, and Busy inside another call of this thread. The agent is then closed all the same, except after
-        Busy. After an error the daemon treats this process as dead: it saves the newest snapshot on its own, and keeps it in memory for a
-        while. A process that ends without `close` is treated in the same way.
+        Raises SnapshotFailed if the snapshot could not be saved, or if snapshots were asked for and none of them was sealed. Raises Fenced
+        if a newer attempt of the job has begun, DaemonUnreachable if the daemon does not answer in time, and Busy inside another call of
+        this thread. The agent is then closed all the same, except after Busy. After an error the daemon treats this process as dead: it
+        saves the newest snapshot on its own, and keeps it in memory for a while. A process that ends without `close` is treated in the same
+        way.
         """
+        again = self.closed
         self._link.close(timeout)
+        if not again and (complaint := self._outcomes.complaint()):
+            raise SnapshotFailed(complaint)

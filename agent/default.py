@@ -6,18 +6,22 @@ The agent is made when it is first needed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, SupportsIndex
 
 from ckptd.agent.agent import Agent
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS
+from ckptd.agent.link.arguments import as_step
+from ckptd.agent.outcomes import Outcomes, note
 from ckptd.agent.pending import Pending
-from ckptd.agent.recover.binding import OnReshape
+from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.threads.call_lock import CallLock
-from ckptd.shared.errors import CkptdError
+from ckptd.shared.errors import CallerError, CkptdError
 
 _default: Agent | None = None
+_without_agent = Outcomes()  # of the snapshots for which no agent could be made
 _calls = CallLock()
 
 
@@ -37,13 +41,15 @@ def default_agent(name: str = "Agent") -> Agent:
 def snapshot(
     state: Any,
     *,
-    step: int,
+    step: SupportsIndex,
     tag: str | None = None,
     persist: bool = True,
     on_busy: str = "wait",
     metrics: Mapping[str, float] | None = None,
     user_content: Any = None,
     rng: bool = True,
+    on_error: str | None = None,
+    on_failure: Callable[[Pending], object] | None = None,
 ) -> Pending:
     """Copy `state` as it is now into a slot, and return. The daemon saves the copy in the background.
 
@@ -58,30 +64,43 @@ def snapshot(
     metrics: numbers by name, stored in the manifest.
     user_content: a value that JSON can express, stored in the manifest.
     rng: also capture the random generators of Python, NumPy (if it is imported), torch and the accelerators.
+    on_error: "raise" raises an error that the caller must mend, such as a value that cannot be saved, or an invalid step, tag or setting.
+        "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
+    on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
+
+    Raises a CallerError or an InternalError, as `on_error` says.
     """
     try:
         agent = default_agent("snapshot")
     except CkptdError as error:
-        failed = Pending(step)
+        if isinstance(error, CallerError) and on_error != "log":
+            raise
+        failed = Pending(as_step(step), note=partial(note, _without_agent, on_failure))
         failed.fail(error)
         return failed
-    return agent.snapshot(state, step=step, tag=tag, persist=persist, on_busy=on_busy, metrics=metrics, user_content=user_content, rng=rng)
+    return agent.snapshot(
+        state, step=step, tag=tag, persist=persist, on_busy=on_busy, metrics=metrics, user_content=user_content, rng=rng,
+        on_error=on_error, on_failure=on_failure,
+    )  # fmt: skip
 
 
-def recover(state: Any, *, step: int | None = None, strict: bool = True, on_reshape: OnReshape | None = None) -> Recovered | None:
+def recover(
+    state: Any, *, step: int | None = None, strict: bool = True, keep: Sequence[str] = (), on_reshape: OnReshape | None = None
+) -> Recovered | None:
     """Load the newest snapshot that every rank can get into `state`, from memory or storage.
 
     Calls `Agent.recover` of this process's agent, which is made if there is none. Returns a `Recovered`, or None if the job has no
     checkpoint.
 
     step: recover this step only. Default: the newest.
-    strict: False allows keys to be missing in the state or in the checkpoint.
+    strict: False allows keys to be missing in the state or in the checkpoint, and an optimizer or scheduler of another class.
+    keep: patterns of keys, as for `fnmatch`, whose values stay as they are in `state`, like "optim.param_groups.*.lr".
     on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was saved on another number of ranks. It returns this
         rank's value. Without it, recovery raises StructureMismatch.
 
     Raises the errors of `Agent` and of `Agent.recover`.
     """
-    return default_agent("recover").recover(state, step=step, strict=strict, on_reshape=on_reshape)
+    return default_agent("recover").recover(state, step=step, strict=strict, keep=keep, on_reshape=on_reshape)
 
 
 def close(timeout: float = CLOSE_SECONDS) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 from ckptd.agent.threads.call_lock import Nested, call_around
 from ckptd.agent.threads.flag import Waiters
@@ -34,7 +35,10 @@ class Pending:
     segment: the name of its slot's segment, "" until a slot is granted.
     """
 
-    def __init__(self, step: int, attempt: int = 0, *, persist: bool = True) -> None:
+    def __init__(
+        self, step: int, attempt: int = 0, *, persist: bool = True, note: Callable[[Pending], object] = lambda pending: None
+    ) -> None:
+        """`note` is called with this Pending when its state has become "sealed" or final, on the thread that has changed the state."""
         self.step = step
         self.attempt = attempt
         self.persist = persist
@@ -44,6 +48,7 @@ class Pending:
         self._state = SnapshotState.NEW
         self._was_sealed = False
         self._over = False  # True once a memory-only snapshot can no longer become durable
+        self._note = note
         self._lock = threading.RLock()
         self._waiters = Waiters()
 
@@ -117,6 +122,8 @@ class Pending:
             self._was_sealed = self._was_sealed or after is SnapshotState.SEALED
             self._state = after
         self._waiters.notify()
+        if after in (SnapshotState.SEALED, SnapshotState.DURABLE):
+            self._note(self)
 
     def seal(self) -> None:
         """Move to "sealed" from any earlier state.
@@ -134,8 +141,9 @@ class Pending:
                 return
             self.error = error
             self._state = step(self._state, Event.FAIL)
-            log.warning("snapshot of step %d failed: %s", self.step, error)
+            log.error("snapshot of step %d failed: %s", self.step, error)
         self._waiters.notify()
+        self._note(self)
 
     def skip(self, reason: str) -> None:
         with self._lock:
@@ -143,6 +151,7 @@ class Pending:
             self._state = step(self._state, Event.REFUSE)
             log.warning("snapshot of step %d skipped: %s", self.step, reason)
         self._waiters.notify()
+        self._note(self)
 
     def supersede(self, why: str = "a newer snapshot has replaced it there") -> None:
         """Record that a memory-only snapshot can no longer become durable, because its slot is filled again or the agent closes."""

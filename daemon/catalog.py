@@ -221,6 +221,15 @@ class StoredCheckpoint:
         return (self.attempt, -1 if self.step is None else self.step, self.seq)
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A step that could not be saved, with the reason. `when`: Unix seconds."""
+
+    step: int
+    reason: str
+    when: float
+
+
 @dataclass(slots=True)
 class Job:
     """One job: its newest attempt, its ranks, its steps, and its checkpoints on storage.
@@ -234,6 +243,7 @@ class Job:
     `damaged`: tags whose manifest could not be read, with the reason. `newer`: tags whose manifest a newer ckptd has written, with the
     error. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a checkpoint. `policies`: those of the last retention, None
     before this daemon's first commit in the job. `announced`: a sentence about the deletion that the next commit will bring, or "".
+    `last_failure`: the last step that failed since this daemon started, or None.
     """
 
     name: str
@@ -251,6 +261,7 @@ class Job:
     retiring: set[str] = field(default_factory=set)
     policies: tuple[Policy, ...] | None = None
     announced: str = ""
+    last_failure: Failure | None = None
     seq: int = 0
 
     # -- steps

@@ -81,14 +81,21 @@ def status_text(status: dict[str, Any]) -> str:
     for job in status["jobs"]:
         sealed, durable = job["last_sealed"], job["last_durable"]
         rows.append((
-            job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", f"step {durable['step']}" if durable else "-",
+            job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", _saved(durable) if durable else "-",
             ", ".join(job["pending"]) or "-", str(job["ranks_connected"]),
         ))  # fmt: skip
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
+        if error := job["last_error"]:
+            lines.append(f"  LAST ERROR     {job['job']}: step {error['step']}, {_span(error['age_seconds'])} ago: {error['reason']}")
         lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]
         lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
     return "\n".join([*lines, "", *_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
+
+
+def _saved(durable: dict[str, Any]) -> str:
+    age = durable["age_seconds"]
+    return f"step {durable['step']}" + ("" if age is None else f", {_span(age)} ago")
 
 
 def title(repository: Repository, job: str, tag: str) -> str:

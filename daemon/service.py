@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
+import time
 from collections.abc import Sequence
 
 from ckptd.daemon import recovery
@@ -105,12 +107,13 @@ class Service:
         }
 
     def _job(self, job: Job) -> dict[str, object]:
-        sealed, durable = job.newest_in_memory(), job.newest_checkpoint()
+        sealed, durable, failure = job.newest_in_memory(), job.newest_checkpoint(), job.last_failure
         return {
             "job": job.name,
             "attempt": job.attempt,
             "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
-            "last_durable": _where(durable.attempt, durable.step, durable.tag) if durable else None,
+            "last_durable": _where(durable.attempt, durable.step, durable.tag) | _age(durable.created) if durable else None,
+            "last_error": {"step": failure.step, "reason": failure.reason[:MAX_TEXT]} | _age(failure.when) if failure else None,
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
             "announced": job.announced[:MAX_TEXT],
@@ -121,3 +124,8 @@ class Service:
 
 def _where(attempt: int, step: int | None, tag: str) -> dict[str, object]:
     return {"attempt": attempt, "step": step, "tag": tag}
+
+
+def _age(when: float) -> dict[str, float | None]:
+    """Return the seconds since a time in Unix seconds, at least 0, or None if the time is not known."""
+    return {"age_seconds": None if math.isnan(when) else max(0.0, round(time.time() - when, 1))}

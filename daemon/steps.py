@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ckptd.daemon import decisions as d
-from ckptd.daemon.catalog import Catalog, Job, Key, Snapshot, Step
+from ckptd.daemon.catalog import Catalog, Failure, Job, Key, Snapshot, Step
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slots
-from ckptd.shared.lifecycle import Event
+from ckptd.shared.lifecycle import Event, SnapshotState
 
 log = logging.getLogger("ckptd.steps")
 
@@ -73,6 +74,7 @@ class Steps:
 
     def _fail(self, job: Job, step: Step, code: str, reason: str) -> None:
         log.info("job %s: %s", job.name, reason)
+        job.last_failure = Failure(step.number, reason, time.time())
         if job.world_size > 1:  # a job of one rank may try the step again
             step.failure = (code, reason)
         if step.snapshot is not None:
@@ -114,7 +116,10 @@ class Steps:
 
     def tell(self, snapshot: Snapshot) -> None:
         """Notify the ranks that a snapshot is durable, or that its save has failed."""
-        self.perform(self._catalog.job(snapshot.job), [d.Tell(d.news(snapshot))])
+        job = self._catalog.job(snapshot.job)
+        if snapshot.state is SnapshotState.FAILED:
+            job.last_failure = Failure(snapshot.step, snapshot.reason, time.time())
+        self.perform(job, [d.Tell(d.news(snapshot))])
 
     def release_replaced(self, job: Job) -> None:
         """Release every snapshot that a newer sealed one has replaced. Called at the end of each save, too."""

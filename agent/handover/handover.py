@@ -184,8 +184,8 @@ class Handovers:
     attempt and step. `filled` has the snapshots whose slot is filled and held, but not sealed.
     """
 
-    def __init__(self, client: Client, world_size: int) -> None:
-        self._client, self._world_size = client, world_size
+    def __init__(self, client: Client) -> None:
+        self._client = client
         self.last_step = -1
         self.pending: dict[tuple[int, int], Pending] = {}
         self.filled: set[Pending] = set()
@@ -275,14 +275,14 @@ class Handovers:
     def pass_over(self, pending: Pending, reason: CkptdError) -> None:
         """Report to the daemon that this rank will not seal the step. The step then fails on all ranks, and no rank waits for it.
 
-        A rank that is alone reports nothing. The report is not repeated after a lost connection.
+        The report is not repeated after a lost connection.
         """
         known = self.pending.get((pending.attempt, pending.step))
         if known is pending:
             del self.pending[pending.attempt, pending.step]
         # True if an earlier call has taken this step: the snapshot of that call must not fail.
         taken = known is not pending and (known is not None or pending.step <= self.last_step)
-        if self._world_size > 1 and not taken and pending.step >= 0 and not self._client.closed:
+        if not taken and pending.step >= 0 and not self._client.closed:
             why = str(reason)[:MAX_REASON]
             self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
 

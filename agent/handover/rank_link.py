@@ -71,7 +71,7 @@ class RankLink:
         except CkptdError as error:
             begin(ranks, error)
             raise
-        self.handovers = Handovers(self.client, self.world_size)
+        self.handovers = Handovers(self.client)
         try:
             self._begin(job)
         except BaseException:

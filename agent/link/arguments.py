@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,22 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
     return Exchange(_get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group))
 
 
+def as_step(step: Any) -> int:
+    """Return a step as an int, given any integer, such as one of NumPy or a tensor with one element. Return -1 if it is no valid step."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        return -1
+    return number if 0 <= number < 10**18 else -1
+
+
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise InvalidRequest if the value of an option is none of its choices."""
+    if value not in choices:
+        *some, last = map(repr, choices)
+        raise InvalidRequest(f"{name} is {value!r}; expected {', '.join(some)} or {last}")
+
+
 def make_request(
     step: Any,
     tag: Any,
@@ -62,10 +79,9 @@ def make_request(
     retention: Sequence[Policy] | None = None,
 ) -> SnapshotRequest:
     """Return the request document of one snapshot, made from the checked options. Raises InvalidRequest, or InvalidName for the tag."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
-        raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
-    if on_busy not in ("wait", "skip"):
-        raise InvalidRequest(f"on_busy is {on_busy!r}; expected 'wait' or 'skip'")
+    if as_step(step) < 0:
+        raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
+    check_choice("on_busy", on_busy, ("wait", "skip"))
     if tag is not None:
         check_user_tag(tag)
     numbers: dict[str, float] = {}

@@ -14,8 +14,8 @@ import torch
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.slices import Index, read_slice
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint
-from ckptd.agent.state import values
 from ckptd.agent.state.merge import bare, merge
+from ckptd.agent.state.tree import filled
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
@@ -174,7 +174,7 @@ class Checkpoint:
             made = materialize(self._opened.saved, self.keys())
         except OSError as error:
             raise StorageError.of(f"read {self.tag}", error) from None
-        return values.filled(bare(merge([document["state"] for document in documents])), made.__getitem__)
+        return filled(bare(merge([document["state"] for document in documents])), made.__getitem__)
 
     def verify(self) -> int:
         """Read every byte and compare it with its checksum. Return the number of raw bytes. Raises IntegrityError, StorageError."""

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckptd.agent.read.loader import Saved
 from ckptd.agent.state.merge import bare, merge
-from ckptd.agent.state.values import TensorRef, decode, filled, tensor_names
+from ckptd.agent.state.tree import TensorRef, filled, tensor_names
+from ckptd.agent.state.values import decode
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
 from ckptd.shared.fs import read_exactly

@@ -17,11 +17,14 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ckptd.agent.dcp.planner_rounds import PlannedLoad
+from ckptd.agent.link.arguments import as_step
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory
-from ckptd.agent.recover.binding import Binding, OnReshape, mismatch
+from ckptd.agent.recover.binding import Binding
+from ckptd.agent.recover.differences import Differences
+from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.state.merge import Foreign, merge
 from ckptd.shared import messages as m
@@ -75,13 +78,11 @@ class Recovery:
         ranks: Ranks,
         job: str,
         topic: str,
-        *,
-        strict: bool,
-        on_reshape: OnReshape | None,
+        options: Options,
         planner: LoadPlanner | None = None,
     ) -> None:
         self._client, self._ranks, self._job, self._topic = client, ranks, job, topic
-        self._strict, self._on_reshape, self._planner = strict, on_reshape, planner
+        self._options, self._planner = options, planner
         self.last_step = -1
         """The highest step that any rank has captured in this attempt, or -1. Known once `run` has heard from all ranks."""
 
@@ -102,7 +103,7 @@ class Recovery:
             try:
                 damage = _damage(self._all(f"{number}/open", attempt.open))
                 if not damage:
-                    self._check_unused(self._all(f"{number}/bind", lambda: attempt.bind(state)))  # noqa: B023 (called at once)
+                    self._check_keys(self._all(f"{number}/bind", lambda: attempt.bind(state)))  # noqa: B023 (called at once)
                     said = self._all(f"{number}/load", attempt.load)
                     damage = _damage(said)
                     overwritten = overwritten or any(found["writing"] for found in said)
@@ -130,25 +131,33 @@ class Recovery:
     def _attempt(self, candidate: m.RecoveryCandidate, topic: str) -> _Attempt:
         if self._planner is not None:
             return _PlannedAttempt(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
-        return _Attempt(self._client, self._ranks, self._job, candidate, strict=self._strict, on_reshape=self._on_reshape)
+        return _Attempt(self._client, self._ranks, self._job, candidate, self._options)
 
     def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-            raise InvalidRequest(f"step is {step!r}; expected a number from 0 up")
-        found, _ = self._client.call(lambda n: m.Find(id=n, step=step), m.Found, FIND_SECONDS)
+        if step is not None and as_step(step) < 0:
+            raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
+        found, _ = self._client.call(lambda n: m.Find(id=n, step=None if step is None else as_step(step)), m.Found, FIND_SECONDS)
         failpoint("agent.recover.found")
         return {
             "candidates": [msgspec.to_builtins(c) for c in found.candidates],
             "damaged": found.damaged,
             "last_step": last_step,
-            "asked": step,
+            "asked": None if step is None else as_step(step),
         }
 
-    def _check_unused(self, said: list[dict[str, Any]]) -> None:
-        """Raise StructureMismatch if `strict` is on and a key of the checkpoint has no place on any rank."""
+    def _check_keys(self, said: list[dict[str, Any]]) -> None:
+        """Check the keys of all ranks together.
+
+        Raises InvalidRequest if a pattern in `keep` matches no key on any rank, and StructureMismatch if `strict` is on and a key of the
+        checkpoint has no place on any rank.
+        """
+        if idle := sorted(set(self._options.keep).difference(*(found["kept"] for found in said))):
+            raise InvalidRequest(
+                f"keep has {', '.join(map(repr, idle))}, which match no key of the state: use keys like 'optim.param_groups.*.lr'"
+            )
         nowhere = [key for key in said[0]["unused"] if all(key in found["unused"] for found in said)]
-        if nowhere and self._strict:
-            raise mismatch(nowhere)
+        if nowhere and self._options.strict:
+            raise Differences(unused=nowhere).error()
 
     def _all(self, topic: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Do the work, wait for the other ranks, and return the results of all ranks. An error on one rank is raised on all ranks."""
@@ -199,10 +208,15 @@ class _Attempt:
     """
 
     def __init__(
-        self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, *, strict: bool, on_reshape: OnReshape | None
+        self,
+        client: Client,
+        ranks: Ranks,
+        job: str,
+        candidate: m.RecoveryCandidate,
+        options: Options,
     ) -> None:
         self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
-        self._strict, self._on_reshape = strict, on_reshape
+        self._options = options
         self._opened: Opened | None = None
         self._documents: list[dict[str, Any]] = []
         self._fresh: dict[str, torch.Tensor] = {}
@@ -252,11 +266,11 @@ class _Attempt:
         own = self._own_document()
         foreign: Foreign = {}
         tree = merge([document["state"] for document in documents], own, foreign)
-        saved, strict, on_reshape = self._opened.saved, self._strict, self._on_reshape
-        binding = self._binding = Binding(state, tree, saved, strict=strict, on_reshape=on_reshape, foreign=foreign)
+        saved = self._opened.saved
+        binding = self._binding = Binding(state, tree, saved, self._options, foreign)
         for name in (*binding.in_place, *binding.fresh):
             saved.dtype(name)  # raises now, because in `load` other ranks could already have written to their states
-        return {"unused": self._binding.unused}
+        return {"unused": binding.unused, "kept": sorted(binding.kept)}
 
     def _own_document(self) -> int | None:
         """Return the index of this rank's values document, and take the RNG states from it. Return None on another number of ranks."""
@@ -307,6 +321,8 @@ class _Attempt:
             return tensor if tensor.device.type == device.type == "cpu" else tensor.to(device)
 
         binding.finish(resolve)
+        if binding.changed:
+            log.info("restored from the checkpoint: %s; recover(keep=...) keeps the caller's", ", ".join(binding.changed))
         if self._rng is not None:
             set_rng_state(self._rng)
         return {}
@@ -330,14 +346,14 @@ class _PlannedAttempt(_Attempt):
     """The loading of one candidate, planned by the caller's LoadPlanner."""
 
     def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, planned: PlannedLoad, topic: str) -> None:
-        super().__init__(client, ranks, job, candidate, strict=False, on_reshape=None)
+        super().__init__(client, ranks, job, candidate, Options(strict=False))
         self._planned, self._topic = planned, topic
 
     def bind(self, state: Any) -> dict[str, Any]:
         assert self._opened is not None
         self._own_document()
         self._planned.begin(state, self._opened.metadata(self._documents), self._ranks, self._topic, RANKS_SECONDS)
-        return {"unused": []}
+        return {"unused": [], "kept": []}
 
     def load(self) -> dict[str, Any]:
         assert self._opened is not None

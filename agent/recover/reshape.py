@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ckptd.agent.state.values import PerRank
+from ckptd.agent.state.tree import PerRank
 
 
 def put_into(place: Any, made: Any) -> Any:

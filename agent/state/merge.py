@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.agent.state.values import ObjectNode, Packer, PerRank, TensorRef, like
+from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef, like
+from ckptd.agent.state.values import Packer
 from ckptd.shared.errors import UnsavableValue
 
 
@@ -124,7 +125,7 @@ def own_part(tree: Any, foreign: Foreign) -> Any:
     if not foreign:
         return tree
     if isinstance(tree, ObjectNode):
-        return ObjectNode(tree.kind, own_part(tree.tree, foreign))
+        return ObjectNode(tree.kind, own_part(tree.tree, foreign), tree.cls)
     if isinstance(tree, dict):
         own = foreign.get(id(tree), Own(tree, frozenset()))
         made = type(tree)()
@@ -141,7 +142,8 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
         of_ranks = sorted(((rank, value.value) for rank, value in held if isinstance(value, PerRank)), key=lambda pair: pair[0])
         return OfRanks([value for _, value in of_ranks], next((n for n, (rank, _) in enumerate(of_ranks) if rank == own), None))
     if isinstance(first, ObjectNode):
-        return ObjectNode(first.kind, _merge([(rank, value.tree) for rank, value in held if isinstance(value, ObjectNode)], own, foreign))
+        trees = [(rank, value.tree) for rank, value in held if isinstance(value, ObjectNode)]
+        return ObjectNode(first.kind, _merge(trees, own, foreign), first.cls)
     if is_optimizer(first):
         return _merge_optimizers([(rank, value) for rank, value in held if is_optimizer(value)], own, foreign)
     if isinstance(first, dict):

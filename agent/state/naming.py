@@ -19,7 +19,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state.values import TENSORS, PerRank
+from ckptd.agent.state.tree import PerRank
+from ckptd.agent.state.values import TENSORS
 
 T = TypeVar("T")
 

@@ -19,6 +19,13 @@ def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -
     return bool(group.get("capturable") or group.get("fused"))
 
 
+def class_of(value: Any) -> str:
+    """Return the full name of an object's class. For a wrapper of an optimizer, as accelerate has one, that of the wrapped optimizer."""
+    while isinstance(value, torch.optim.Optimizer) and isinstance(inner := getattr(value, "optimizer", None), torch.optim.Optimizer):
+        value = inner
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def tell(place: torch.optim.Optimizer) -> None:
     """Make an optimizer apply the state and the settings that have been written into it.
 

@@ -13,7 +13,6 @@ import pathlib
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,13 +22,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.state.dtypes import torch_dtype
+from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.refusals import check_text, digits, said, too_deep
+from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef, inside
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, check_msgpack, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 
 Ext = msgspec.msgpack.Ext
 TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)
-ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK = range(15, 22)
+ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK, OBJECT_OF_CLASS = range(15, 23)
 
 _PLAIN = {type(None), bool, float, str, bytes}
 _TEXT = frozenset({str})
@@ -37,36 +38,6 @@ TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.Path, pathlib.PurePath)
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """The node of a decoded tree that takes the place of the tensor of this name."""
-
-    fqn: str
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectNode:
-    """The node of a decoded tree that takes the place of an object with a state_dict. `kind` is module, optimizer or stateful."""
-
-    kind: str
-    tree: Any
-
-
-@dataclass(frozen=True, slots=True)
-class PerRank:
-    """A value that belongs to one rank, made by `per_rank`. In a decoded tree it belongs to the rank that wrote the document."""
-
-    value: Any
-
-
-def per_rank(value: Any) -> Any:
-    """Mark a value in the state as this rank's own, like the position of its data loader. Each rank gets its own value back.
-
-    If the number of ranks has changed, `recover()` refuses the value by name, or passes the values of all ranks to `on_reshape=`.
-    """
-    return PerRank(value)
 
 
 def _encode(value: Any) -> bytes:
@@ -232,7 +203,10 @@ class Packer:
             return packed
         if self._expand is not None and (expanded := self._expand(value, path)) is not None:
             name, tree = expanded
-            return Ext(OBJECT, _encode([name, self.pack(tree, path)]))
+            packed = self.pack(tree, path)
+            if name == "module":
+                return Ext(OBJECT, _encode([name, packed]))
+            return Ext(OBJECT_OF_CLASS, _encode([name, packed, class_of(value)]))
         return self._torch(value, kind, path)
 
     def _torch(self, value: Any, kind: type, path: str) -> Any:
@@ -278,6 +252,9 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
         if code == OBJECT:
             kind, tree = msgspec.msgpack.decode(data, ext_hook=hook)
             return ObjectNode(kind, tree) if objects else tree
+        if code == OBJECT_OF_CLASS:
+            kind, tree, cls = msgspec.msgpack.decode(data, ext_hook=hook)
+            return ObjectNode(kind, tree, cls) if objects else tree
         if code == PER_RANK:
             return PerRank(msgspec.msgpack.decode(data, ext_hook=hook)) if objects else msgspec.msgpack.decode(data, ext_hook=hook)
         if code in _BY_ITEMS:
@@ -336,59 +313,4 @@ _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     TORCH: lambda data: torch.load(io.BytesIO(data), weights_only=True),
     BYTEARRAY: bytearray,
 }
-NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK}  # extension types whose payload is msgpack itself
-
-
-def tensor_names(tree: Any) -> list[str]:
-    """Return the names of all tensors in a decoded tree."""
-    if isinstance(tree, TensorRef):
-        return [tree.fqn]
-    if isinstance(tree, (ObjectNode, PerRank)):
-        return tensor_names(tree.tree if isinstance(tree, ObjectNode) else tree.value)
-    if isinstance(tree, dict):
-        return [name for value in tree.values() for name in tensor_names(value)]
-    if isinstance(tree, (list, tuple, set, frozenset)) or type(tree).__name__ == "deque":
-        return [name for value in tree for name in tensor_names(value)]
-    return []
-
-
-def like(container: Any, items: list[Any]) -> Any:
-    """Return a new list, tuple or deque of the same type as `container`, with these items."""
-    return deque(items, container.maxlen) if isinstance(container, deque) else type(container)(items)
-
-
-def inside(tree: Any) -> Iterable[Any] | None:
-    """Return the contents of a container in a decoded tree, or None for a value that is no container."""
-    if isinstance(tree, dict):
-        return tree.values()
-    if isinstance(tree, (ObjectNode, PerRank)):
-        return (tree.tree if isinstance(tree, ObjectNode) else tree.value,)
-    return tree if isinstance(tree, (list, tuple, set, frozenset, deque)) else None
-
-
-def _stands_in(tree: Any) -> bool:
-    """Return True if the tree contains a TensorRef, an ObjectNode or a PerRank."""
-    if isinstance(tree, (TensorRef, ObjectNode, PerRank)):
-        return True
-    if isinstance(tree, dict):
-        return any(map(_stands_in, tree.values()))
-    return isinstance(tree, (list, tuple, set, frozenset, deque)) and any(map(_stands_in, tree))
-
-
-def filled(tree: Any, resolve: Callable[[str], Any]) -> Any:
-    """Return a decoded tree with `resolve(name)` for each TensorRef, and ObjectNode and PerRank unwrapped. Containers keep their types."""
-    if isinstance(tree, TensorRef):
-        return resolve(tree.fqn)
-    if isinstance(tree, (ObjectNode, PerRank)):
-        return filled(tree.tree if isinstance(tree, ObjectNode) else tree.value, resolve)
-    if isinstance(tree, dict) and _stands_in(tree):
-        made = type(tree)()
-        made.update({key: filled(value, resolve) for key, value in tree.items()})
-        return made
-    if type(tree) is list:
-        return [filled(value, resolve) for value in tree]
-    if isinstance(tree, (tuple, set, frozenset)) and _stands_in(tree):
-        return type(tree)(filled(value, resolve) for value in tree)
-    if type(tree).__name__ == "deque" and _stands_in(tree):
-        return type(tree)((filled(value, resolve) for value in tree), tree.maxlen)
-    return tree
+NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK, OBJECT_OF_CLASS}  # extension types whose payload is msgpack itself

@@ -58,14 +58,15 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> list[FakeAgent]:
 def test_every_option_reaches_the_agent(agents: list[FakeAgent]) -> None:
     options: dict[str, Any] = {
         "step": 3, "tag": "best", "persist": False, "on_busy": "skip", "metrics": {"x": 1}, "user_content": [1], "rng": False,
+        "on_error": "log", "on_failure": None,
     }  # fmt: skip
     default.snapshot("state", **options)
-    default.recover("state", step=3, strict=False, on_reshape=print)
+    default.recover("state", step=3, strict=False, keep=["lr"], on_reshape=print)
     default.close(5.0)
     (agent,) = agents
     assert agent.calls == [
         ("snapshot", {"state": "state", **options}),
-        ("recover", {"state": "state", "step": 3, "strict": False, "on_reshape": print}),
+        ("recover", {"state": "state", "step": 3, "strict": False, "keep": ["lr"], "on_reshape": print}),
         ("close", 5.0),
     ]
 

@@ -148,7 +148,7 @@ def attempt(socket: Path, step: int, case: str) -> tuple[str, str]:
         "numbered": {"model": HERE["model"], "optimizer": optimizer.state_dict()},
         "sound": {"rate": 0.1},
     }
-    pending = agent(socket).snapshot({**cases[case], **new_each_step}, step=step)
+    pending = agent(socket).snapshot({**cases[case], **new_each_step}, step=step, on_error="log")
     try:
         pending.wait("durable", timeout=60)
     except CkptdError as error:

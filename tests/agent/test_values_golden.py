@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import torch
 
-from ckptd.agent.state.values import ObjectNode, PerRank, TensorRef, decode
+from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef
+from ckptd.agent.state.values import decode
 from tests.golden import make
 
 DOCUMENT = (make.PLACE / "values.msgpack").read_bytes()
@@ -20,7 +21,7 @@ def _codes(document: bytes) -> dict[int, list[bytes]]:
 
     def hook(code: int, data: memoryview) -> None:
         found.setdefault(code, []).append(bytes(data))
-        if code in (2, 3, 4, 5, 7, 10, 11, 14, 15, 16, 17, 20, 21):
+        if code in (2, 3, 4, 5, 7, 10, 11, 14, 15, 16, 17, 20, 21, 22):
             msgspec.msgpack.decode(bytes(data), ext_hook=hook)
 
     msgspec.msgpack.decode(document, ext_hook=hook)
@@ -72,4 +73,12 @@ def test_every_value_is_encoded_to_the_same_bytes() -> None:
     """The payloads that torch.save makes may differ between versions of torch."""
     again, golden = _codes(make.values_document()), _codes(DOCUMENT)
     assert len(again.pop(18)) == len(golden.pop(18)) == 1
+    assert len(again.pop(22)) == len(golden.pop(20)) == 1  # an object is now written with its class
     assert again == golden
+    assert make.values_with_classes() == (make.PLACE / "values-with-classes.msgpack").read_bytes()
+
+
+def test_an_object_comes_back_with_its_class() -> None:
+    document = (make.PLACE / "values-with-classes.msgpack").read_bytes()
+    assert decode(document)["state"]["object"] == ObjectNode("stateful", {"epoch": 3}, "tests.golden.make.Stateful")
+    assert decode(document, objects=False)["state"]["object"] == {"epoch": 3}

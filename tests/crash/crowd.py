@@ -35,7 +35,7 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
 from tests.support import forks, trainers
-from tests.support.daemons import Daemon, Home, home
+from tests.support.daemons import Daemon, Home, holds, home
 
 SIZE = 2000
 OPTIONS = ("--keep-last", "2", "--codec", "zstd:1", "--threads", "2")
@@ -373,7 +373,7 @@ class Crowd:
         for job in self._diaries:
             if self._wrong(job).exists():
                 self.problems.append(f"{job}: {self._wrong(job).read_text()[-1500:]}")
-        if not self.problems and not _settled(lambda: (self._descriptors(), len(self._place.segment_files())) == (self._start, 0)):
+        if not self.problems and not holds(lambda: (self._descriptors(), len(self._place.segment_files())) == (self._start, 0), 20):
             self.problems.append(
                 f"{self._descriptors() - self._start:+d} descriptors, {len(self._place.segment_files())} segments when all are gone"
             )
@@ -436,13 +436,6 @@ def older(diary: trainers.Diary) -> list[str]:
         elif word in ("sealed", "durable"):
             owed = max(owed, key)
     return problems
-
-
-def _settled(condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 20
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.05)
-    return condition()
 
 
 def run(

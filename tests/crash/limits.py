@@ -34,7 +34,7 @@ from ckptd.shared import errors
 from ckptd.shared.channel import Channel
 from tests.crash import images
 from tests.support import forks, trainers
-from tests.support.daemons import Daemon, Home, home
+from tests.support.daemons import Daemon, Home, holds, home
 
 SIZE = 4000
 STEPS = 3
@@ -72,16 +72,13 @@ def work(socket: Path, diary: trainers.Diary, job: str) -> None:
     time.sleep(600)
 
 
-def descriptors(daemon: Daemon) -> int:
-    return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-
-
-def settled(condition: Callable[[], bool]) -> bool:
-    """Wait for the condition, 30 s at most. Return whether it holds."""
-    until = time.monotonic() + SECONDS
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.02)
-    return condition()
+def descriptors(daemon: Daemon) -> list[str]:
+    """Return what each descriptor of the daemon refers to."""
+    found = []
+    for fd in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(str(fd.readlink()))
+    return sorted(found)
 
 
 class Try:
@@ -135,7 +132,7 @@ class Try:
         """Let the jobs work while clients come and go, and kill them at a random moment. The time begins once a job has heard from the
         daemon.
         """
-        settled(lambda: any(diary.read() for diary in self.diaries.values()) or daemon.process.poll() is not None)
+        holds(lambda: any(diary.read() for diary in self.diaries.values()) or daemon.process.poll() is not None, SECONDS)
         until = time.monotonic() + self.chance.uniform(0.2, 0.8)
         while time.monotonic() < until and daemon.process.poll() is None:
             self.clients(self.chance.randrange(20))
@@ -171,7 +168,7 @@ class Try:
             except CkptdError:
                 return daemon.process.poll() is not None
 
-        return settled(asked) and daemon.process.poll() is None
+        return holds(asked, SECONDS) and daemon.process.poll() is None
 
     def attach(self, job: str) -> Agent:
         """Return an agent of this job. While the daemon answers Busy, this retries. Raises CkptdError."""
@@ -206,8 +203,8 @@ class Try:
             for attempt, step in {key for word, key in diary.read() if word == "durable"}:
                 if not (self.place.root / job / f"step-{step:08d}.a{attempt:04d}" / "manifest.json").exists():
                     self.problem(f"{job}: {attempt, step} was durable, and has no manifest any more")
-        if own is not None and not settled(lambda: descriptors(daemon) <= own):
-            self.problem(f"{descriptors(daemon)} descriptors are open, {own} were at the start")
+        if own is not None and not holds(lambda: len(descriptors(daemon)) <= own, SECONDS):
+            self.problem(f"{own} descriptors were open at the start, now there are more: {', '.join(descriptors(daemon))}")
 
     def finish(self, daemon: Daemon, own: int | None, *, by_kernel: bool = False) -> Daemon:
         """Check the daemon after the shortage has ended. If it has ended, start another one. Return the daemon that runs."""
@@ -238,7 +235,7 @@ def few_from_the_start(case: Try, limit: int) -> Daemon:
     daemon = _limited(case, limit, limit)
     own = None
     if daemon.reached_ready():
-        own = descriptors(daemon)
+        own = len(descriptors(daemon))
         case.start(*case.diaries)
         case.under_way(daemon)
         case.hang_up()
@@ -252,9 +249,9 @@ def few_from_the_start(case: Try, limit: int) -> Daemon:
 def fewer_meanwhile(case: Try, limit: int) -> Daemon:
     """Lower the soft limit to `limit` while the daemon works, so that clients wait. Then raise it again."""
     daemon = _limited(case, PLENTY, PLENTY).wait_ready()
-    own, pid = descriptors(daemon), daemon.process.pid
+    own, pid = len(descriptors(daemon)), daemon.process.pid
     case.start(*case.diaries)
-    settled(lambda: any(diary.count("sealed") for diary in case.diaries.values()))
+    holds(lambda: any(diary.count("sealed") for diary in case.diaries.values()), SECONDS)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, PLENTY))
     case.clients(20)
     case.under_way(daemon)
@@ -269,7 +266,7 @@ def fewer_meanwhile(case: Try, limit: int) -> Daemon:
 def storm(case: Try, limit: int) -> Daemon:
     """Connect `STORM` clients at once, more than fit and more than the backlog holds. Each must be served or be told to retry later."""
     daemon = _limited(case, MOST, MOST).wait_ready()
-    own = descriptors(daemon)
+    own = len(descriptors(daemon))
     case.start("job-0")
     told = Counter[str]()
 
@@ -362,7 +359,7 @@ def full_at_the_start(case: Try, inodes: bool) -> Daemon:
         held.callback(lambda: shutil.rmtree(case.place.segments, ignore_errors=True))
         before = _limited(case, PLENTY, PLENTY).wait_ready()
         case.start("job-0")
-        settled(lambda: bool(case.diaries["job-0"].count("finished")))
+        holds(lambda: bool(case.diaries["job-0"].count("finished")), SECONDS)
         before.kill()
         case.kill_trainers()
         exhaust(image.where, inodes=inodes)

@@ -14,13 +14,12 @@ import stat
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 from tests.crash.lives import GAVE_UP, OPTIONS, SIZE, STEPS, examine, train
 from tests.support import forks, trainers
-from tests.support.daemons import Daemon, Home, home, running
+from tests.support.daemons import Daemon, Home, holds, home, running
 
 HEADER = 4096
 KINDS = ("cut", "remove", "replace", "another", "header")
@@ -56,13 +55,6 @@ def damage(path: Path, kind: str, chance: Random) -> None:
 
 def descriptors(daemon: Daemon) -> int:
     return len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
-
-
-def settled(condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 10
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.05)
-    return condition()
 
 
 def round_of(place: Home, daemon: Daemon, diary: trainers.Diary, kind: str, chance: Random) -> tuple[bool, str]:
@@ -123,7 +115,7 @@ def run(damages: int, seed: int, seconds: float = float("inf")) -> tuple[Counter
             trainer.join()
             words = Counter(word for word, _ in diary.read()[begun:])
             left = daemon.status()["shared_memory"]["segments"]
-            if words["durable"] < STEPS or left or not settled(lambda: descriptors(daemon) <= before):
+            if words["durable"] < STEPS or left or not holds(lambda: descriptors(daemon) <= before, 10):
                 problems.append(
                     f"without faults: {words}, {left} segments, {descriptors(daemon) - before} descriptors: {place.log_text()[-2000:]}"
                 )

@@ -114,7 +114,9 @@ def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
     (job,) = found["jobs"]
     assert job["job"] == "gpt"
     assert job["attempt"] == 1
+    assert 0 <= job["last_durable"].pop("age_seconds") < 3600
     assert job["last_durable"] == {"attempt": 1, "step": 2, "tag": "step-00000002.a0001"}
+    assert job["last_error"] is None
     assert job["pending"] == []
 
 

@@ -204,7 +204,7 @@ def values() -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from ckptd.agent.state.values import per_rank
+    from ckptd.agent.state.tree import per_rank
 
     return {
         "plain": [None, True, -1, 0.5, "text", b"bytes", 2**64 - 1, -(2**63)],
@@ -239,6 +239,14 @@ def values_document() -> bytes:
     return packer.encode_map({"state": packer.pack(values(), ""), "rng": None})
 
 
+def values_with_classes() -> bytes:
+    """Return a values document with the code that came after those of `values_document`."""
+    from ckptd.agent.state.values import Packer
+
+    packer = Packer(lambda value, path: ("stateful", {"epoch": 3}) if isinstance(value, Stateful) else None)
+    return packer.encode_map({"state": packer.pack({"object": Stateful()}, ""), "rng": None})
+
+
 def write(place: pathlib.Path, contents: Mapping[str, bytes]) -> None:
     """Write all files, or none if one of them exists already. Raises FileExistsError."""
     for name in contents:
@@ -251,7 +259,15 @@ def write(place: pathlib.Path, contents: Mapping[str, bytes]) -> None:
 
 
 def main() -> None:
-    write(PLACE, {**files(), "part-zstd.ckpt": zstd_part(), "values.msgpack": values_document()})
+    write(
+        PLACE,
+        {
+            **files(),
+            "part-zstd.ckpt": zstd_part(),
+            "values.msgpack": values_document(),
+            "values-with-classes.msgpack": values_with_classes(),
+        },
+    )
 
 
 def record_offsets(data: bytes) -> list[int]:

@@ -236,6 +236,16 @@ def running(
         daemon.close()
 
 
+def holds(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until the condition holds, at most `seconds`. Return True once it has held: it is not asked again, since it may end to hold."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def until(condition: Callable[[], Any], what: str) -> None:
     """Wait for the condition, a minute at most. The time is long because machines may be slow; it measures nothing."""
     deadline = time.monotonic() + 60

@@ -150,7 +150,7 @@ class OfAnotherKind(DefaultSavePlanner):
 def test_a_planner_that_is_wrong_fails_the_snapshot_alone(daemon: Daemon, planner: type[DefaultSavePlanner], reason: str) -> None:
     wrong = {"a": torch.zeros(4), "b": torch.zeros(4)}
     trainer = agent(daemon, planner())
-    pending = trainer.snapshot(wrong, step=1)
+    pending = trainer.snapshot(wrong, step=1, on_error="log")
     assert pending.state == "failed"
     assert isinstance(pending.error, InvalidRequest)
     assert str(pending.error).startswith(reason)

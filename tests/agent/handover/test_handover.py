@@ -75,9 +75,9 @@ class FakeSlot:
 class World:
     """One rank with two slots."""
 
-    def __init__(self, *answers: m.Reply, world_size: int = 2) -> None:
+    def __init__(self, *answers: m.Reply) -> None:
         self.daemon = Daemon(*answers)
-        self.all = Handovers(cast(Client, self.daemon), world_size)
+        self.all = Handovers(cast(Client, self.daemon))
         self.slots = {name: FakeSlot(name) for name in ("a", "b")}
         self.all.slots._slots.update(cast(Any, self.slots))
 
@@ -210,13 +210,9 @@ def test_after_a_lost_answer_any_slot_may_be_granted() -> None:
     assert {said[1][0] for said in world.daemon.said() if said[0] == "abandon"} == {"", "a", "b"}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "step", "last_step", "told"),
-    [(2, 5, 4, True), (1, 5, 4, False), (2, -1, -1, False), (2, 5, 5, False)],
-    ids=["told", "alone", "no step", "taken"],
-)
-def test_other_ranks_hear_only_of_failures_that_they_may_wait_for(world_size: int, step: int, last_step: int, told: bool) -> None:
-    world = World(world_size=world_size)
+@pytest.mark.parametrize(("step", "last_step", "told"), [(5, 4, True), (-1, -1, False), (5, 5, False)], ids=["told", "no step", "taken"])
+def test_the_daemon_hears_of_the_failure_of_a_step_that_was_not_taken(step: int, last_step: int, told: bool) -> None:
+    world = World()
     world.all.last_step = last_step
     world.all.fail(Pending(step, 1), SnapshotFailed("why"))
     assert world.daemon.said() == ([("abandon", ("", step, "why"))] if told else [])

@@ -22,7 +22,8 @@ from ckptd.agent.plan.save_plan import (
     stream,
     values_of,
 )
-from ckptd.agent.state.values import TensorRef, decode
+from ckptd.agent.state.tree import TensorRef
+from ckptd.agent.state.values import decode
 from ckptd.shared.errors import InvalidRequest, UnsavableValue
 from ckptd.shared.plan import BLOB
 

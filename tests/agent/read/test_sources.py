@@ -13,7 +13,7 @@ import pytest
 from crc32c import crc32c
 
 from ckptd.agent.read.sources import SlotSource, load_blob, newer, open_checkpoint, open_memory
-from ckptd.agent.state.values import TensorRef
+from ckptd.agent.state.tree import TensorRef
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 from ckptd.shared.plan import chunk_ranges, with_values

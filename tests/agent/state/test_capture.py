@@ -21,7 +21,8 @@ from ckptd.agent.state.capture import (
     values_document,
 )
 from ckptd.agent.state.naming import Names
-from ckptd.agent.state.values import ObjectNode, TensorRef, decode
+from ckptd.agent.state.tree import ObjectNode, TensorRef
+from ckptd.agent.state.values import decode
 from ckptd.shared.errors import IntegrityError, UnsavableValue
 
 
@@ -43,7 +44,7 @@ def test_tensors_are_taken_by_name_and_the_rest_is_encoded() -> None:
     assert found.tensors["w"] is tensor
     assert found.tensors["object.deep.0"] is inner
     assert decode(found.state) == {
-        "w": TensorRef("w"), "n": 5, "object": ObjectNode("stateful", {"deep": [TensorRef("object.deep.0"), "x"]}),
+        "w": TensorRef("w"), "n": 5, "object": ObjectNode("stateful", {"deep": [TensorRef("object.deep.0"), "x"]}, f"{__name__}.Stateful"),
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ckptd.agent.state.merge import Foreign, OfRanks, bare, merge, own_part, value_digests
-from ckptd.agent.state.values import ObjectNode, PerRank, TensorRef
+from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef
 from ckptd.shared.errors import UnsavableValue
 
 

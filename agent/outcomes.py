@@ -1,0 +1,68 @@
+"""Counts what became of an agent's snapshots, so that a run that saves nothing does not end quietly."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable
+
+from ckptd.agent.pending import Pending
+from ckptd.shared.errors import CkptdError
+
+log = logging.getLogger("ckptd.agent")
+
+
+class Outcomes:
+    """The outcomes of the snapshots of one agent. `sealed_in` is the last attempt in which one of them was sealed, or 0."""
+
+    def __init__(self) -> None:
+        self.sealed_in = 0
+        self._failed = 0
+        self._last: tuple[int, CkptdError] | None = None
+        _all.add(self)
+
+    def note(self, pending: Pending) -> None:
+        """Record that a snapshot has been sealed or has ended."""
+        if pending.state in ("sealed", "durable"):
+            self.sealed_in = pending.attempt
+        else:
+            self._failed += 1
+            self._last = (pending.step, pending.why)
+
+    def complaint(self) -> str:
+        """Return a sentence that says why nothing was saved, or "" if none has failed. A sealed snapshot counts as saved: the daemon sees
+        to it, and `close` raises if it cannot.
+        """
+        if self.sealed_in or self._last is None:
+            return ""
+        step, error = self._last
+        snapshots = "its only snapshot failed" if self._failed == 1 else f"none of its {self._failed} snapshots could be saved"
+        return f"nothing of this run was saved: {snapshots}; the last error, of step {step}: {error}"
+
+
+def note(outcomes: Outcomes, on_failure: Callable[[Pending], object] | None, pending: Pending) -> None:
+    """Count a snapshot, and call the caller's `on_failure` if it has failed or was skipped. An exception of `on_failure` is logged."""
+    outcomes.note(pending)
+    if on_failure is not None and pending.state in ("failed", "skipped"):
+        try:
+            on_failure(pending)
+        except Exception:
+            log.exception("on_failure of the snapshot of step %d", pending.step)
+
+
+_all: weakref.WeakSet[Outcomes] = weakref.WeakSet()
+
+
+def _complain() -> None:
+    """Write one line to standard error if this process ends without `close`, and the daemon has nothing to save for it either."""
+    found = list(_all)
+    complaints = [outcomes.complaint() for outcomes in found]
+    if any(complaints) and not any(outcomes.sealed_in for outcomes in found):
+        print(f"ckptd: {next(filter(None, complaints))}", file=sys.stderr)
+
+
+atexit.register(_complain)
+os.register_at_fork(after_in_child=_all.clear)

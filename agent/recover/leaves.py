@@ -1,0 +1,121 @@
+"""The parts of a comparison that every kind of destination needs: tensors to fill, tensors to make, keys to compare, and differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from ckptd.agent.plan.structure import local_part
+from ckptd.agent.read.loader import Saved
+from ckptd.agent.recover.differences import Differences
+from ckptd.agent.recover.options import Options
+from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
+from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef, filled, like, tensor_names
+
+Resolve = Callable[[str], torch.Tensor]
+KEEP = object()
+Value = Callable[[Resolve], Any]
+"""Makes the value for a place in the caller's state, or returns `KEEP` if the object in that place stays and is changed in place."""
+
+
+def keep(resolve: Resolve) -> Any:
+    """The `Value` of a place that stays as it is."""
+    return KEEP
+
+
+class Leaves:
+    """What one comparison of a state with a saved tree has found so far. Nothing is written.
+
+    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. differences: all differences. kept:
+    the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. undo: what
+    takes back everything that the comparison had to make in the state. of_ranks: binds a `per_rank` value.
+    """
+
+    def __init__(self, saved: Saved, options: Options, foreign: Foreign, of_ranks: Callable[[Any, OfRanks, str], Value]) -> None:
+        self.saved, self.options = saved, options
+        self.in_place: dict[str, torch.Tensor] = {}
+        self.fresh: dict[str, torch.device] = {}
+        self.differences = Differences()
+        self.kept: set[str] = set()
+        self.changed: list[str] = []
+        self.undo: list[Callable[[], None]] = []
+        self._foreign, self._of_ranks = foreign, of_ranks
+
+    def differ(self, *sentences: str) -> Value:
+        """Record differences. Return a value that changes nothing."""
+        self.differences.others += sentences
+        return keep
+
+    def is_kept(self, path: str) -> bool:
+        """Return True if the caller's value of this key stays."""
+        matching = {pattern for pattern in self.options.keep if fnmatchcase(path, pattern)}
+        self.kept |= matching
+        return bool(matching)
+
+    def other_kind(self, path: str, saved: Any, expected: str) -> Value:
+        """Record that the checkpoint has a value of another kind than the state."""
+        found = "a tensor" if isinstance(saved, TensorRef) else "an object" if isinstance(saved, ObjectNode) else type(saved).__name__
+        return self.differ(f"{path or 'the state'}: the checkpoint has {found}, the state {expected}")
+
+    def tensor(self, place: torch.Tensor, saved: Any, path: str) -> Value:
+        """Bind a tensor, which is filled in place."""
+        if not isinstance(saved, TensorRef):
+            return self.other_kind(path, saved, "a tensor")
+        size = tuple(self.saved.describe(saved.fqn).size)
+        if tuple(place.shape) != size:
+            self.differ(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}")
+        elif _expanded(local_part(place)):
+            self.differ(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
+        elif not isinstance(place, ShardedTensor) and place.is_meta:
+            self.differ(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
+        else:
+            self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
+        return keep
+
+    def compare(self, theirs: list[Any], ours: list[Any], path: str) -> None:
+        """Record the keys that only one side has, if `strict` is on."""
+        if not self.options.strict:
+            return
+        known, wanted = set(theirs), set(ours)
+        prefix = f"{path}." if path else ""
+        missing = [f"{prefix}{key}" for key in ours if key not in known]
+        self.differences.missing += [key for key in missing if not self.is_kept(key)]
+        self.differences.unused += [f"{prefix}{key}" for key in theirs if key not in wanted]
+
+    def make(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> Value:
+        """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it get their mark again."""
+        saved = own_part(saved, self._foreign)
+        if has_own(saved):
+            return self._with_own(saved, path, mark=mark)
+        for name in tensor_names(saved):
+            self.fresh.setdefault(name, device or torch.device("cpu"))
+        return lambda resolve: filled(saved, resolve)
+
+    def into(self, put: Callable[[Any], None], saved: Any, path: str) -> Value:
+        """Make the saved value itself, and pass it to `put`."""
+        fresh = self.make(saved, path)
+
+        def take(resolve: Resolve) -> Any:
+            put(fresh(resolve))
+            return KEEP
+
+        return take
+
+    def _with_own(self, saved: Any, path: str, *, mark: bool) -> Value:
+        if isinstance(saved, OfRanks):
+            return self._of_ranks(PerRank(None) if mark else None, saved, path)
+        if isinstance(saved, ObjectNode):
+            return self._with_own(saved.tree, path, mark=mark)
+        if isinstance(saved, dict):
+            values = {key: self.make(value, f"{path}.{key}" if path else str(key), mark=mark) for key, value in saved.items()}
+            return lambda resolve: type(saved)({key: value(resolve) for key, value in values.items()})
+        items = [self.make(value, f"{path}.{n}" if path else str(n), mark=mark) for n, value in enumerate(saved)]
+        return lambda resolve: like(saved, [item(resolve) for item in items])
+
+
+def _expanded(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,77 @@
+"""Compares an optimizer or a scheduler with the saved one, so that one kind is not loaded into another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckptd.agent.state.optimizers import class_of
+from ckptd.agent.state.tree import TensorRef
+
+_DECIDE_STATE = ("amsgrad", "centered", "momentum")
+"""The settings that decide which state an optimizer of torch keeps for a parameter, by whether they are true or not 0."""
+
+
+def class_difference(place: Any, saved: str, path: str) -> list[str]:
+    """Return a sentence if the saved object was of another class. Classes of the same name are the same, whatever module has them.
+
+    `saved` is the full name of the saved object's class, or "" if it is not known. Any object but an optimizer and a scheduler may have
+    another class, since its own load_state_dict decides what it accepts.
+    """
+    own = class_of(place)
+    kind = "optimizer" if isinstance(place, torch.optim.Optimizer) else "scheduler"
+    if not saved or _short(saved) == _short(own) or not isinstance(place, (torch.optim.Optimizer, LRScheduler)):
+        return []
+    return [f"{path or 'the state'}: the checkpoint has the {kind} {_short(saved)} ({saved}), the state {_short(own)} ({own})"]
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def settings_differences(own: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], path: str) -> list[str]:
+    """Return a sentence for each setting with which the saved optimizer kept other state for its parameters than the caller's does.
+
+    `own` and `saved` have the settings of each parameter group of the caller's optimizer.
+    """
+    return [
+        f"{path}.param_groups.{number}.{name}: the checkpoint has {theirs[name]!r}, the state {mine[name]!r}; the two keep different state"
+        for number, (mine, theirs) in enumerate(zip(own, saved, strict=True))
+        for name in _DECIDE_STATE
+        if name in mine and name in theirs and bool(mine[name]) != bool(theirs[name])
+    ]
+
+
+def state_difference(own: Mapping[str, Any], saved: Mapping[str, Any], path: str) -> list[str]:
+    """Return a sentence if each of two states of one parameter has a key that the other lacks."""
+    if own.keys() <= saved.keys() or saved.keys() <= own.keys():
+        return []
+    return [f"{path}: the checkpoint has {', '.join(sorted(saved))}, the state {', '.join(sorted(own))}"]
+
+
+def group_differences(own: Sequence[Sequence[Any]], saved: Sequence[Sequence[Any]], path: str) -> list[str]:
+    """Return a sentence if parameters of one saved group lie in several groups of the caller's optimizer.
+
+    `own` and `saved` have the names of the parameters in each group.
+    """
+    group_of = {name: number for number, names in enumerate(own) for name in names}
+    for number, names in enumerate(saved):
+        if len(apart := {group_of[name] for name in names if name in group_of}) > 1:
+            return [
+                f"{path}.param_groups: the checkpoint has the parameters of its group {number} together, the state has them in groups "
+                f"{', '.join(map(str, sorted(apart)))} ({len(saved)} groups in the checkpoint, {len(own)} in the state)"
+            ]
+    return []
+
+
+def changed_settings(own: Mapping[str, Any], saved: Mapping[str, Any], path: str) -> list[str]:
+    """Return a phrase for each plain setting of a parameter group that the recovery changes."""
+    return [
+        f"{path}.{name} {value!r} (was {own[name]!r})"
+        for name, value in saved.items()
+        if name != "params" and name in own and not isinstance(value, TensorRef) and not isinstance(own[name], torch.Tensor)
+        and own[name] != value
+    ]  # fmt: skip

@@ -1,0 +1,27 @@
+"""Tests that an error about differences names all of them, and groups keys that differ in their numbers only."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.agent.recover.differences import Differences, grouped
+
+LAYERS = [f"layers.{number}.{name}" for number in range(3) for name in ("weight", "bias")]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (Differences(missing=["a"]), "key a is in the state and not in the checkpoint"),
+        (Differences(unused=["a", "b"]), "2 keys (a, b) are in the checkpoint and not in the state"),
+        (Differences(["x"], [], ["other", "other"]), "other; key x is in the state and not in the checkpoint"),
+        (Differences(missing=LAYERS), "6 keys (layers.*.weight (3 of them), layers.*.bias (3 of them)) are in the state and "
+                                      "not in the checkpoint"),
+    ],
+)  # fmt: skip
+def test_one_error_names_all_differences(found: Differences, words: str) -> None:
+    assert str(found.error()) == f"{words}; nothing was written"
+
+
+def test_only_whole_numbers_between_dots_are_grouped() -> None:
+    assert grouped(["fc1.weight", "fc2.weight", "0.x", "1.x", "a.7"]) == ["fc1.weight", "fc2.weight", "*.x (2 of them)", "a.7"]

@@ -1,0 +1,42 @@
+"""States that were saved, held in memory, so that a test can compare and recover them without a checkpoint."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from ckptd.agent.read.loader import Saved
+from ckptd.agent.recover.binding import Binding
+from ckptd.agent.recover.options import Options
+from ckptd.agent.state.capture import capture
+from ckptd.agent.state.dtypes import dtype_name
+from ckptd.agent.state.merge import Foreign, merge
+from ckptd.agent.state.values import decode
+
+
+class Checkpoint:
+    """States that were saved, one for each rank, with their tensors in memory."""
+
+    def __init__(self, *states: Any) -> None:
+        captured = [capture(state, rank=rank) for rank, state in enumerate(states)]
+        self.trees = [decode(one.state) for one in captured]
+        self.tensors = {name: tensor.detach().clone() for one in captured for name, tensor in one.tensors.items()}
+
+    def describe(self, name: str) -> Any:
+        return SimpleNamespace(size=tuple(self.tensors[name].shape), dtype=dtype_name(self.tensors[name].dtype))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def bind(self, state: Any, own: int | None = 0, **options: Any) -> Binding:
+        foreign: Foreign = {}
+        tree = merge(self.trees, own, foreign)
+        return Binding(state, tree, cast(Saved, self), Options(**options), foreign)
+
+    def recover(self, state: Any, own: int | None = 0, **options: Any) -> None:
+        binding = self.bind(state, own, **options)
+        for name, place in binding.in_place.items():
+            place.copy_(self.tensors[name])
+        binding.finish(lambda name: self.tensors[name].to(binding.fresh[name]) if name in binding.fresh else binding.in_place[name])
