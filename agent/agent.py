@@ -30,6 +30,7 @@ from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
 from ckptd.agent.link.arguments import as_step, check_choice, make_request, ranks_of
 from ckptd.agent.link.attempt import begin
+from ckptd.agent.link.script import DEFAULT
 from ckptd.agent.outcomes import Outcomes, note
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
@@ -40,9 +41,10 @@ from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared.errors import CallerError, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
+from ckptd.shared.errors import CallerError, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, NotFound, SnapshotFailed
 from ckptd.shared.retention import Policy, checked
 from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.locate import open_root
 
 log = logging.getLogger("ckptd.agent")
 
@@ -60,7 +62,8 @@ class Agent:
     job, the socket or the root. Making one begins the next attempt of the job. Every rank makes its agent and calls `snapshot`, `recover`
     and `close`, in the same order on all ranks. A forked child cannot use its parent's agent.
 
-    job: name of the training run. Default: CKPTD_JOB, or "default" if the daemon is a private one.
+    job: name of the training run. Default: CKPTD_JOB. With a private daemon an unnamed job is named after the main script: "train" for
+        train.py, and "default" in an interactive session.
     socket: path of the daemon's Unix socket. Default: CKPTD_SOCKET, then /run/ckptd/USER.sock, then $XDG_RUNTIME_DIR/ckptd.sock. If no
         daemon is found there, a private daemon is started.
     root: directory of the checkpoints. Default: CKPTD_ROOT. A private daemon needs one. A daemon with another root is not used.
@@ -328,7 +331,8 @@ class Agent:
         on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was saved on another number of ranks. `values` lists
             the value of each of those ranks, in their order. It returns this rank's value. Without it, recovery raises StructureMismatch.
 
-        Raises StructureMismatch if state and checkpoint differ, NotFound if no checkpoint has the given `step`, and RecoveryFailed if
+        Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint has the given `step`, or if an unnamed job
+        has no checkpoint while job "default", whose name earlier versions gave to it, has some. Raises RecoveryFailed if
         checkpoints exist and none could be loaded. Raises NewerFormat if a newer ckptd wrote the checkpoint, StorageError if storage could
         not be read, and DaemonUnreachable. Raises SnapshotFailed if another rank does not reach the same point within 600 s. An error on
         one rank is raised on all ranks. Raises InvalidRequest for an invalid `step`, for a `step` that differs between ranks, and after
@@ -346,6 +350,8 @@ class Agent:
             options = Options(strict, tuple(keep), on_reshape)
             recovery = Recovery(link.client, link.ranks, link.job, topic, options, planner=self._load_planner)
             recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
+            if recovered is None and link.unnamed and link.job != DEFAULT:
+                _check_default(link.root, link.job)
             if recovered is not None and recovered.step < recovery.last_step:
                 link.begin_next()
             try:
@@ -372,3 +378,12 @@ class Agent:
         self._link.close(timeout)
         if not again and (complaint := self._outcomes.complaint()):
             raise SnapshotFailed(complaint)
+
+
+def _check_default(root: str, job: str) -> None:
+    """Raise NotFound if the root has checkpoints of job "default", which an unnamed job may have saved with an earlier version."""
+    if open_root(root).read_newest(DEFAULT) is not None:
+        raise NotFound(
+            f"job {job!r}, named after the main script, has no checkpoint, but {root} has checkpoints of job {DEFAULT!r}: set "
+            f"CKPTD_JOB={DEFAULT} to recover those, or CKPTD_JOB={job} to begin without them"
+        )

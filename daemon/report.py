@@ -219,13 +219,14 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
-    writer = ", ".join(f"{name} {version}" for name, version in manifest.writer.items())
+    writer = ", ".join(f"{name} {version}" for name, version in manifest.writer.items() if name not in ("script", "host", "user"))
+    origin = f" by {manifest.origin}" if manifest.origin else ""
     lines = [
         title,
         f"  step           {step} of attempt {manifest.attempt} (the job's checkpoint number {manifest.seq})",
         f"  created        {manifest.created}",
         f"  size           {_size(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of {_size(raw)}",
-        f"  saved by       {ranks}, {writer}",
+        f"  saved by       {ranks}{origin}, {writer}",
         f"  tensors        {len(tensors)}",
     ]
     if manifest.metrics:

@@ -199,7 +199,7 @@ def check_losses(reference: Run, interrupted: Run) -> int:
 
 def check_checkpoints(reference: Run, interrupted: Run) -> int:
     """Compare everything in the last checkpoints: model, optimizer, scheduler, losses. Return the number of tensors and values."""
-    with Checkpoint.open(reference.root / "default") as a, Checkpoint.open(interrupted.root / "default") as b:
+    with Checkpoint.open(reference.root / TRAINER.stem) as a, Checkpoint.open(interrupted.root / TRAINER.stem) as b:
         if (a.step, b.step) != (reference.steps, reference.steps):
             raise DemoFailed(f"the last checkpoints are of steps {a.step} and {b.step}, not {reference.steps}")
         expected, found = leaves(a.load()), leaves(b.load())

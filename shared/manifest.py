@@ -17,7 +17,7 @@ import msgspec
 from ckptd.shared.bounds import MAX_DEPTH_READ, check_json, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.names import parse_part_file
-from ckptd.shared.plan import Described, Plan, Size, Writer
+from ckptd.shared.plan import Described, Plan, Size, Writer, origin
 from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 from ckptd.shared.snapshot_request import SnapshotRequest
 
@@ -157,6 +157,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             if parsed is None or parsed[0] != part.rank:
                 raise IntegrityError(f"manifest names {part.file!r}, which is not the name of a part of rank {part.rank}")
         return manifest
+
+    @property
+    def origin(self) -> str:
+        """Who has saved the checkpoint, in words, or "" if it does not say."""
+        return origin(self.writer)
 
     @property
     def created_at(self) -> float:

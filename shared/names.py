@@ -163,6 +163,14 @@ def host() -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()).lstrip("._-")[:128] or "localhost"
 
 
+def user() -> str:
+    """Return the name of this process's user, or its uid if it has no name, as in some containers."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
 def control(host: str) -> str:
     """Return the prefix of the objects below a root that belong to the daemon of this host."""
     return f"{CONTROL}/{host}"
@@ -219,11 +227,7 @@ def default_sockets() -> list[Path]:
 
     The first is that of the system service for this user, in /run/ckptd. The second is in $XDG_RUNTIME_DIR, if that can be used.
     """
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a container may run with a uid that has no name
-        user = str(os.getuid())
-    places = [Path("/run/ckptd") / f"{user}.sock"]
+    places = [Path("/run/ckptd") / f"{user()}.sock"]
     if (runtime := _runtime_directory()) is not None:
         places.append(runtime / "ckptd.sock")
     return places

@@ -51,9 +51,16 @@ Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Numbers = Annotated[list[Size], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 Device = Annotated[str, msgspec.Meta(max_length=64)]
 Writer = Annotated[dict[str, Annotated[str, msgspec.Meta(max_length=1024)]], msgspec.Meta(max_length=64)]
-"""The versions of the programs that wrote a document, by the name of the program."""
+"""The versions of the programs that wrote a document, by the name of the program, and who ran them: `script`, `host` and `user`."""
 MAX_TEXT = 16384  # characters in the name of an item or alias
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
+
+
+def origin(writer: Writer) -> str:
+    """Return who has written a document, like "train.py on node1 as alice", or "" for a document of a version that did not say."""
+    if "host" not in writer:
+        return ""
+    return f"{writer.get('script') or 'an interactive session'} on {writer['host']} as {writer.get('user', '')}"
 
 
 def element_size(dtype: str) -> int:

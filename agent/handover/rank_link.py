@@ -39,7 +39,8 @@ class RankLink:
     """The link of one rank, in one attempt of a job, to its daemon. Making it begins or joins an attempt.
 
     `calls` lets in one public call at a time. `attempt` is the attempt that this rank is in. `saving` has the saves through DCP that are
-    not over yet. `structure_changed` is called, on any thread, when the ranks must plan again.
+    not over yet. `structure_changed` is called, on any thread, when the ranks must plan again. `unnamed` is True if neither the caller nor
+    the environment names the job.
 
     Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, StorageError and other errors of the daemon, and SnapshotFailed if a
     rank does not come. `begin` in `attempt.py` says which errors are raised on all ranks.
@@ -55,6 +56,7 @@ class RankLink:
         structure_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.ranks = ranks
+        self.unnamed = not (job or os.environ.get("CKPTD_JOB"))
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.calls = CallLock(self._tidy)
         self.attempt = 0

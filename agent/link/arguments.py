@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from ckptd.agent.link.rounds import Alone, Exchange, Ranks
+from ckptd.agent.link.script import script_job
 from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.names import check_name, check_user_tag
@@ -22,7 +23,7 @@ from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 
 
 def job_name(job: str | None, *, private: bool) -> str:
-    """Return `job`, or else CKPTD_JOB, or else "default" if the daemon is a private one.
+    """Return `job`, or else CKPTD_JOB, or else the name of the main script if the daemon is a private one.
 
     Raises InvalidName if the name cannot be a job's, and InvalidRequest if there is no name.
     """
@@ -30,7 +31,7 @@ def job_name(job: str | None, *, private: bool) -> str:
     if name:
         return check_name("job", name)
     if private:
-        return "default"
+        return script_job()
     raise InvalidRequest("this daemon serves several jobs: name this job with CKPTD_JOB or Agent(job=...)")
 
 

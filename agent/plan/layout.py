@@ -14,6 +14,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -24,10 +25,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from ckptd.agent.link.script import script
 from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.capture import check_tensor
 from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
-from ckptd.shared import __version__
+from ckptd.shared import __version__, names
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import (
     ELEMENT_SIZES,
@@ -246,12 +248,19 @@ def layout_of(rows: list[Row], aliases: list[Alias], *, metadata: dict[str, Any]
         aliases=aliases,
         metadata=metadata,
         global_plan=global_plan,
-        writer={"ckptd": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        writer=_writer(),
     )
     document = plan.encode()
     if len(items) > MAX_ITEMS or len(aliases) > MAX_ITEMS:
         raise UnsavableValue(f"the state has {max(len(items), len(aliases)):,d} tensors on this rank; ckptd saves up to {MAX_ITEMS:,d}")
     return Layout(plan, document, signature(document))
+
+
+@cache
+def _writer() -> dict[str, str]:
+    """Return the versions of the programs that write a plan, and who runs them."""
+    versions = {"ckptd": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    return versions | {"script": script()[:1024], "host": names.host(), "user": names.user()}
 
 
 def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:

@@ -71,8 +71,8 @@ class Opened:
     While it is open, the checkpoint cannot be deleted. `close` ends that; otherwise it ends when the object is garbage-collected.
 
     tag: the name of the checkpoint's directory. sources: one for each rank, in their order. saved: their contents. held: the leases, open
-    parts and slots that `close` closes. manifest: None for a snapshot in memory. plain: the values that `metadata` has found, by DCP's
-    names for them.
+    parts and slots that `close` closes. created: Unix seconds by the trainer's clock, NaN if unknown. manifest: None for a snapshot in
+    memory. plain: the values that `metadata` has found, by DCP's names for them.
     """
 
     tag: str
@@ -81,6 +81,7 @@ class Opened:
     metrics: dict[str, float]
     user_content: Any
     held: list[Closable]
+    created: float
     manifest: Manifest | None = None
     plain: dict[str, Any] = field(default_factory=dict)
 
@@ -176,7 +177,7 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
         raise
     request = sources[0].request
     content = msgspec.json.decode(request.user_content)
-    return Opened(tag, sources, saved, dict(request.metrics), content, list(descriptors))
+    return Opened(tag, sources, saved, dict(request.metrics), content, list(descriptors), request.created)
 
 
 def open_checkpoint(repository: Repository, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
@@ -216,7 +217,7 @@ def _opened(repository: Repository, job: str, tag: str, manifest: Manifest) -> O
         while held:
             held.pop().close()
         raise
-    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, held, manifest)
+    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, held, manifest.created_at, manifest)
 
 
 def newer(error: NewerFormat, where: str, how: str) -> NewerFormat:

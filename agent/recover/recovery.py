@@ -7,9 +7,11 @@ the first byte is written. If damage is found later, the next candidate is tried
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -39,6 +41,7 @@ from ckptd.shared.errors import (
     StorageError,
 )
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.plan import origin
 from ckptd.shared.storage.locate import open_root
 
 log = logging.getLogger("ckptd.agent")
@@ -52,7 +55,8 @@ class Recovered:
     """The snapshot that a recovery has brought back.
 
     step: -1 if it was saved without one. tag: the name of its directory. source: "memory" or "storage". seconds: how long the recovery
-    took. passed_over: one text for each newer checkpoint that was damaged, with the reason.
+    took. passed_over: one text for each newer checkpoint that was damaged, with the reason. origin: who saved it and when, like
+    "train.py on node1 as alice, 2026-11-22 17:08 UTC"; "" if an earlier version saved it.
     """
 
     step: int
@@ -63,6 +67,20 @@ class Recovered:
     user_content: Any
     seconds: float
     passed_over: list[str] = field(default_factory=list)
+    origin: str = ""
+    _rng: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+
+    def restore_rng(self) -> bool:
+        """Set the random generators again as they were when the snapshot was taken. Return False if none were saved for this rank.
+
+        `recover` has set them already. Call this after code that draws from them before training goes on, like the shuffling of a data
+        loader.
+        """
+        if self._rng is None:
+            log.warning("no random generators were saved for this rank: they are left as they are")
+            return False
+        set_rng_state(self._rng)
+        return True
 
 
 class Recovery:
@@ -116,9 +134,9 @@ class Recovery:
                 passed_over.append(f"{where}: {damage}")
                 continue
             failpoint("agent.recover.loaded")
-            seconds = time.monotonic() - begun
-            log.info("recovered %s in %.2f s", where, seconds)
-            return attempt.recovered(seconds, passed_over)
+            recovered = attempt.recovered(time.monotonic() - begun, passed_over)
+            log.info("recovered %s in %.2f s%s", where, recovered.seconds, f"; saved by {recovered.origin}" if recovered.origin else "")
+            return recovered
         if passed_over:
             after = "; the state is partly overwritten: rebuild it before training" if overwritten else "; the state is unchanged"
             raise RecoveryFailed(
@@ -339,7 +357,14 @@ class _Attempt:
         return Recovered(
             step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt, tag=candidate.tag, source=candidate.source,
             metrics=opened.metrics, user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
+            origin=_origin(opened), _rng=self._rng,
         )  # fmt: skip
+
+
+def _origin(opened: Opened) -> str:
+    who = origin(opened.sources[0].plan.writer)
+    when = "" if math.isnan(opened.created) else f", {datetime.fromtimestamp(opened.created, UTC):%Y-%m-%d %H:%M} UTC"
+    return who and who + when
 
 
 class _PlannedAttempt(_Attempt):

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.shared import errors, failpoints
+from ckptd.agent.link.script import script
+from ckptd.shared import errors, failpoints, names
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running, until
 
@@ -55,6 +56,30 @@ def test_steps_increase_within_an_attempt_and_each_agent_begins_one(daemon: Daem
     assert sorted(path.name for path in (daemon.home.root / "job").iterdir()) == [
         "newest", "step-00000005.a0001", "step-00000006.a0001", "step-00000006.a0002",
     ]  # fmt: skip
+
+
+def test_a_recovery_says_who_has_saved_and_can_set_the_random_generators_again(
+    agent: Agent, daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(5)
+    agent.snapshot({"x": torch.ones(1)}, step=1).wait("durable", timeout=60)
+    drawn = torch.rand(3).tolist()
+    with caplog.at_level("INFO", "ckptd.agent"):
+        recovered = agent.recover({"x": torch.zeros(1)})
+    assert recovered is not None
+    who = f"{script() or 'an interactive session'} on {names.host()} as {names.user()}, 20"
+    assert recovered.origin.startswith(who)
+    assert f"; saved by {who}" in caplog.text
+    assert torch.rand(3).tolist() == drawn
+    assert recovered.restore_rng()
+    assert torch.rand(3).tolist() == drawn
+    agent.snapshot({"x": torch.ones(1)}, step=2, rng=False)
+    other = agent.recover({"x": torch.zeros(1)})
+    assert other is not None
+    assert not other.restore_rng()
+    assert "no random generators were saved for this rank" in caplog.text
+    with Checkpoint.open(daemon.home.root / "job", "step-00000001.a0001") as checkpoint:
+        assert checkpoint.manifest.origin in who
 
 
 def test_a_newer_attempt_fences_the_older(daemon: Daemon) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ckptd.agent.link.arguments import job_name, make_request, ranks_of
 from ckptd.agent.link.rounds import Alone, Exchange
+from ckptd.agent.link.script import script_job
 from ckptd.shared.errors import InvalidName, InvalidRequest
 from ckptd.shared.retention import LatestN
 from ckptd.shared.snapshot_request import MAX_REQUEST
@@ -17,7 +18,7 @@ from ckptd.shared.snapshot_request import MAX_REQUEST
 
 def test_the_name_of_a_job_is_the_argument_or_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CKPTD_JOB", raising=False)
-    assert (job_name("gpt", private=False), job_name(None, private=True)) == ("gpt", "default")
+    assert (job_name("gpt", private=False), job_name(None, private=True)) == ("gpt", script_job())
     with pytest.raises(InvalidRequest, match="^this daemon serves several jobs: name this job with CKPTD_JOB or Agent"):
         job_name(None, private=False)
     monkeypatch.setenv("CKPTD_JOB", "bert")

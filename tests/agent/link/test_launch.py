@@ -20,6 +20,7 @@ import torch
 from ckptd.agent import Agent, Checkpoint, close, recover, snapshot
 from ckptd.agent.link import launch
 from ckptd.agent.link.launch import Place, find_place
+from ckptd.agent.link.script import script_job
 from ckptd.daemon.report import daemon_status
 from ckptd.shared import errors, names
 from ckptd.shared import messages as m
@@ -69,7 +70,7 @@ def test_snapshot_and_recover_need_only_a_root(private: Home) -> None:
     until_gone(pid)
     assert not names.private_socket(private.root).exists()
     assert private.segment_files() == []
-    with Checkpoint.open(private.root / "default") as checkpoint:
+    with Checkpoint.open(private.root / script_job()) as checkpoint:
         assert checkpoint.step == 1
     recovered = recover(state)
     assert recovered is not None
@@ -97,6 +98,26 @@ def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(priv
     pending.wait("durable", timeout=60)
     assert daemon_pid(private) != pid
     agent.close()
+
+
+def test_a_job_that_was_called_default_is_not_begun_anew_under_another_name(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptd.agent.link.arguments.script_job", lambda: "train")
+    state = {"w": torch.ones(10)}
+    agent = Agent("default")
+    agent.snapshot(state, step=1).wait("durable", timeout=60)
+    agent.close()
+    with pytest.raises(
+        errors.NotFound, match=r"^job 'train', named after the main script, has no checkpoint, but .*: set CKPTD_JOB=default "
+    ):
+        recover(state)
+    close()
+    monkeypatch.setenv("CKPTD_JOB", "train")
+    assert recover(state) is None
+    close()
+    monkeypatch.setenv("CKPTD_JOB", "default")
+    assert (found := recover(state)) is not None
+    assert found.step == 1
+    close()
 
 
 def test_two_agents_share_one_private_daemon(private: Home) -> None:
