@@ -128,7 +128,7 @@ def take(steps: Sequence[int], pause: float = 0.0, tag: str | None = None, chang
         state = state_of(step)
         if change:
             state["more"] = torch.ones(5) if change == "tensor" else lambda: None
-        pending = HERE["pendings"][step] = HERE["agent"].snapshot(state, step=step, tag=tag)
+        pending = HERE["pendings"][step] = HERE["agent"].snapshot(state, step=step, tag=tag, on_error="log")
         state["weight"].to_local().zero_()  # changes after the call must not reach the snapshot
         state["bias"].zero_()
         found.append(pending.state)
