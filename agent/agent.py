@@ -31,7 +31,7 @@ from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
 from ckptd.agent.link.arguments import as_step, check_choice, make_request, ranks_of
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.script import DEFAULT
-from ckptd.agent.outcomes import Outcomes, note
+from ckptd.agent.outcomes import MISTAKES, Outcomes, note
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout
@@ -41,7 +41,7 @@ from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared.errors import CallerError, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, NotFound, SnapshotFailed
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, NotFound, SnapshotFailed
 from ckptd.shared.retention import Policy, checked
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
@@ -189,8 +189,8 @@ class Agent:
             "raise" raises it. "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
         on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
 
-        Raises UnsavableValue, InvalidRequest, InvalidName, QuotaExceeded and any other CallerError, and InternalError for an exception in
-        a state_dict(), all as `on_error` says. An error that one rank has while the ranks plan is raised on all ranks.
+        Raises UnsavableValue, InvalidRequest, InvalidName, AlreadyExists for a tag that is taken, and InternalError for an exception in a
+        state_dict(), all as `on_error` says. An error that one rank has while the ranks plan is raised on all ranks.
         """
         begun = time.perf_counter()
         link = self._link
@@ -213,7 +213,7 @@ class Agent:
         except TimeoutError:
             link.handovers.fail(pending, SnapshotFailed("another save of this process is waiting for a slot"))
         pending.stall = time.perf_counter() - begun
-        if isinstance(pending.error, (CallerError, InternalError)) and (
+        if isinstance(pending.error, MISTAKES) and (
             on_error == "raise" or (on_error != "log" and self._outcomes.sealed_in != link.attempt)
         ):
             raise pending.error
@@ -347,7 +347,7 @@ class Agent:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
             topic = f"recover/{link.attempt}"
-            options = Options(strict, tuple(keep), on_reshape)
+            options = Options(strict, (keep,) if isinstance(keep, str) else tuple(keep), on_reshape)
             recovery = Recovery(link.client, link.ranks, link.job, topic, options, planner=self._load_planner)
             recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
             if recovered is None and link.unnamed and link.job != DEFAULT:

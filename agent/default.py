@@ -13,12 +13,12 @@ from typing import Any, SupportsIndex
 from ckptd.agent.agent import Agent
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS
 from ckptd.agent.link.arguments import as_step
-from ckptd.agent.outcomes import Outcomes, note
+from ckptd.agent.outcomes import MISTAKES, Outcomes, note
 from ckptd.agent.pending import Pending
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.threads.call_lock import CallLock
-from ckptd.shared.errors import CallerError, CkptdError
+from ckptd.shared.errors import CkptdError
 
 _default: Agent | None = None
 _without_agent = Outcomes()  # of the snapshots for which no agent could be made
@@ -68,12 +68,12 @@ def snapshot(
         "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
     on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
 
-    Raises a CallerError or an InternalError, as `on_error` says.
+    Raises the same errors as `Agent.snapshot`, and InvalidRequest or InvalidName for an invalid setting, as `on_error` says.
     """
     try:
         agent = default_agent("snapshot")
     except CkptdError as error:
-        if isinstance(error, CallerError) and on_error != "log":
+        if isinstance(error, MISTAKES) and on_error != "log":
             raise
         failed = Pending(as_step(step), note=partial(note, _without_agent, on_failure))
         failed.fail(error)

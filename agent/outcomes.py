@@ -10,9 +10,13 @@ import weakref
 from collections.abc import Callable
 
 from ckptd.agent.pending import Pending
-from ckptd.shared.errors import CkptdError
+from ckptd.shared.errors import AlreadyExists, CkptdError, InternalError, InvalidName, InvalidRequest, UnsavableValue
 
 log = logging.getLogger("ckptd.agent")
+
+
+MISTAKES = (UnsavableValue, InvalidRequest, InvalidName, AlreadyExists, InternalError)
+"""The errors that the caller must mend. Others may end by themselves: after a restart, older slots may still take the quota for a while."""
 
 
 class Outcomes:

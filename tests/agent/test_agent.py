@@ -309,7 +309,7 @@ def test_a_tag_that_is_taken_fails_the_snapshot(agent: Agent, daemon: Daemon) ->
 def test_a_state_larger_than_the_quota_fails_with_both_sizes(place: Home) -> None:
     with running(place, "--shm-quota", "8M"):
         agent = Agent("job", socket=place.socket)
-        pending = agent.snapshot({"x": torch.ones(5_000_000)}, step=1, on_error="log")
+        pending = agent.snapshot({"x": torch.ones(5_000_000)}, step=1)
         with pytest.raises(
             errors.QuotaExceeded, match=r"a slot of 20\.\d MB does not fit: 0\.0 MB of the quota of 8\.0 MB are taken; raise shm_quota"
         ):
