@@ -95,7 +95,7 @@ class Snapshot:
     def move(self, event: Event) -> None:
         """Change the state as `lifecycle` says. Raises IllegalStep, and changes nothing, if the event cannot follow the state."""
         after = lifecycle.step(self.state, event)
-        log.info("snapshot %s/%s: %s -> %s", self.job, self.tag, self.state.value, after.value)
+        log.debug("snapshot %s/%s: %s -> %s", self.job, self.tag, self.state.value, after.value)
         self.state = after
 
     def __repr__(self) -> str:

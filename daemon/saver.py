@@ -163,8 +163,14 @@ class Saver:
             documents.append((seal.part, sealed.plan, sealed.request))
         snapshot.move(Event.WROTE)
         await self.commit(job, snapshot, documents)
-        self.persist_seconds += time.monotonic() - begun
+        seconds = time.monotonic() - begun
+        self.persist_seconds += seconds
         self.counters["persisted"] += 1
+        raw, stored = sum(entry.raw_bytes for entry, _, _ in documents), sum(entry.bytes for entry, _, _ in documents)
+        log.info(
+            "saved %s/%s: %.1f MB as %.1f MB (%.0f %%) in %.2f s, %.0f MB/s",
+            snapshot.job, snapshot.tag, raw / 1e6, stored / 1e6, 100 * stored / max(raw, 1), seconds, raw / 1e6 / max(seconds, 1e-6),
+        )  # fmt: skip
 
     async def _write_part(self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot) -> PartEntry:
         """Write the part of one rank to a file with a fresh name, and return its entry in the manifest.

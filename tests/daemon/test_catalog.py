@@ -65,7 +65,7 @@ def test_a_complete_snapshot_is_in_memory_until_its_release(state: SnapshotState
 
 def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     made = snapshot(5, SnapshotState.FILLING)
-    with caplog.at_level(logging.INFO, "ckptd.catalog"):
+    with caplog.at_level(logging.DEBUG, "ckptd.catalog"):
         made.move(Event.SEAL)
         made.move(Event.WRITE)
     assert made.state is SnapshotState.WRITING

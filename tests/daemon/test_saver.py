@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,6 +48,14 @@ def test_a_save_syncs_and_journals_in_order(world: World) -> None:
     manifest = world.storage.read_manifest("gpt", world.snapshot.tag)
     assert [part.file for part in manifest.parts] == [world.journal.records[0].file]  # type: ignore[attr-defined]
     assert world.counters["persisted"] == 1
+
+
+def test_a_save_is_logged_in_one_line(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        world.run()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "INFO" and world.snapshot.tag in record.getMessage()]
+    words = rf"saved gpt/{world.snapshot.tag}: \d+\.\d MB as \d+\.\d MB \(\d+ %\) in \d+\.\d\d s, \d+ MB/s"
+    assert re.fullmatch(words, line), line
 
 
 def test_a_damaged_slot_is_not_saved(world: World) -> None:
