@@ -9,9 +9,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 NOBODY = 65534
+_AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 
 _HOLD = """
 import fcntl, os, struct, sys
@@ -35,12 +37,12 @@ KINDS = ("flock-ex", "flock-sh", "ofd-read")
 def holding(kind: str, *paths: Path) -> Iterator[int]:
     """Context manager. Run a process that holds a lock of this kind on each path. Yield its pid.
 
-    The process runs as the user `nobody` if the tests run as root and `setpriv` is installed. Otherwise it has the user of the tests, but
+    The process runs as the user `nobody` if `is_another_user()`. Otherwise it has the user of the tests, but
     opens the files for reading only.
     """
     command = [sys.executable, "-I", "-S", "-c", _HOLD, kind, *map(str, paths)]
     if is_another_user():
-        command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
+        command = [*_AS_NOBODY, *command]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -53,9 +55,12 @@ def holding(kind: str, *paths: Path) -> Iterator[int]:
         process.wait(60)
 
 
+@cache
 def is_another_user() -> bool:
-    """Return True if `holding` runs its process as another user."""
-    return os.getuid() == 0 and shutil.which("setpriv") is not None
+    """Return True if `holding` runs as another user: the tests run as root, and the user `nobody` can run this Python."""
+    if os.geteuid() or not shutil.which("setpriv"):
+        return False
+    return subprocess.run([*_AS_NOBODY, sys.executable, "-I", "-S", "-c", ""], capture_output=True, check=False).returncode == 0
 
 
 @contextmanager
