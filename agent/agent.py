@@ -31,7 +31,7 @@ from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
 from ckptd.agent.link.arguments import as_step, check_choice, make_request, ranks_of
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.script import DEFAULT
-from ckptd.agent.outcomes import MISTAKES, Outcomes, note
+from ckptd.agent.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
 from ckptd.agent.plan.layout import Layout
@@ -194,7 +194,7 @@ class Agent:
         """
         begun = time.perf_counter()
         link = self._link
-        pending = Pending(as_step(step), self.attempt, persist=bool(persist), note=partial(note, self._outcomes, on_failure))
+        pending = Pending(as_step(step), self.attempt, persist=bool(persist), note=partial(self._outcomes.note, on_failure=on_failure))
         try:
             with link.calls("snapshot", link.stall_budget):
                 handover = link.handovers.open(pending, tag)

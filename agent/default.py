@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 from ckptd.agent.agent import Agent
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS
 from ckptd.agent.link.arguments import as_step
-from ckptd.agent.outcomes import MISTAKES, Outcomes, note
+from ckptd.agent.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
@@ -75,7 +75,7 @@ def snapshot(
     except CkptdError as error:
         if isinstance(error, MISTAKES) and on_error != "log":
             raise
-        failed = Pending(as_step(step), note=partial(note, _without_agent, on_failure))
+        failed = Pending(as_step(step), note=partial(_without_agent.note, on_failure=on_failure))
         failed.fail(error)
         return failed
     return agent.snapshot(

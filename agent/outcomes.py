@@ -28,13 +28,18 @@ class Outcomes:
         self._last: tuple[int, CkptdError] | None = None
         _all.add(self)
 
-    def note(self, pending: Pending) -> None:
-        """Record that a snapshot has been sealed or has ended."""
+    def note(self, pending: Pending, on_failure: Callable[[Pending], object] | None = None) -> None:
+        """Record that a snapshot was sealed or has ended. Call `on_failure` if it has failed or was skipped, and log its exceptions."""
         if pending.state in ("sealed", "durable"):
             self.sealed_in = pending.attempt
-        else:
-            self._failed += 1
-            self._last = (pending.step, pending.why)
+            return
+        self._failed += 1
+        self._last = (pending.step, pending.why)
+        if on_failure is not None:
+            try:
+                on_failure(pending)
+            except Exception:
+                log.exception("on_failure of the snapshot of step %d", pending.step)
 
     def complaint(self) -> str:
         """Return a sentence that says why nothing was saved, or "" if none has failed. A sealed snapshot counts as saved: the daemon sees
@@ -45,16 +50,6 @@ class Outcomes:
         step, error = self._last
         snapshots = "its only snapshot failed" if self._failed == 1 else f"none of its {self._failed} snapshots could be saved"
         return f"nothing of this run was saved: {snapshots}; the last error, of step {step}: {error}"
-
-
-def note(outcomes: Outcomes, on_failure: Callable[[Pending], object] | None, pending: Pending) -> None:
-    """Count a snapshot, and call the caller's `on_failure` if it has failed or was skipped. An exception of `on_failure` is logged."""
-    outcomes.note(pending)
-    if on_failure is not None and pending.state in ("failed", "skipped"):
-        try:
-            on_failure(pending)
-        except Exception:
-            log.exception("on_failure of the snapshot of step %d", pending.step)
 
 
 _all: weakref.WeakSet[Outcomes] = weakref.WeakSet()

@@ -160,7 +160,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def origin(self) -> str:
-        """Who has saved the checkpoint, in words, or "" if it does not say."""
+        """The script, host and user that saved the checkpoint, in words, or "" if it does not say."""
         return origin(self.writer)
 
     @property

@@ -60,7 +60,8 @@ def origin(writer: Writer) -> str:
     """Return who has written a document, like "train.py on node1 as alice", or "" for a document of a version that did not say."""
     if "host" not in writer:
         return ""
-    return f"{writer.get('script') or 'an interactive session'} on {writer['host']} as {writer.get('user', '')}"
+    said = f"{writer.get('script') or 'an interactive session'} on {writer['host']} as {writer.get('user', '')}"
+    return said if said.isprintable() else ascii(said)  # it comes from a file, and goes into a log
 
 
 def element_size(dtype: str) -> int:

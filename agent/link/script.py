@@ -16,13 +16,17 @@ def script() -> str:
     Return "" in an interactive session.
     """
     main = sys.modules.get("__main__")
-    if (spec := getattr(main, "__spec__", None)) is not None:
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
         return str(spec.name).removesuffix(".__main__")
-    file = getattr(main, "__file__", None)
-    return Path(file).name if file else ""
+    if not file:
+        return ""
+    return Path(file).name if spec is None else Path(file).parent.name  # of `python DIRECTORY`
 
 
 def script_job() -> str:
     """Return the name of an unnamed job: that of the main script, without its suffix and with "-" for what a name may not contain."""
-    name = script().removesuffix(".py").rpartition(".")[2]
+    found = script()
+    file = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    name = found.removesuffix(".py") if Path(file).name == found else found.rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:128] or DEFAULT

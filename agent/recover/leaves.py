@@ -23,16 +23,16 @@ Value = Callable[[Resolve], Any]
 
 
 def keep(resolve: Resolve) -> Any:
-    """The `Value` of a place that stays as it is."""
+    """Return `KEEP`: the `Value` of a place that stays as it is."""
     return KEEP
 
 
 class Leaves:
-    """What one comparison of a state with a saved tree has found so far. Nothing is written.
+    """The findings of one comparison of a state with a saved tree. Nothing is written.
 
     in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. differences: all differences. kept:
-    the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. undo: what
-    takes back everything that the comparison had to make in the state. of_ranks: binds a `per_rank` value.
+    the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. undo: the
+    calls that take back everything that the comparison had to make in the state. of_ranks: binds a `per_rank` value.
     """
 
     def __init__(self, saved: Saved, options: Options, foreign: Foreign, of_ranks: Callable[[Any, OfRanks, str], Value]) -> None:

@@ -1,4 +1,4 @@
-"""What the caller of a recovery allows and wants."""
+"""Holds the options of a recovery, as the caller of `recover` gives them."""
 
 from __future__ import annotations
 

@@ -152,15 +152,16 @@ class Recovery:
         return _Attempt(self._client, self._ranks, self._job, candidate, self._options)
 
     def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
-        if step is not None and as_step(step) < 0:
+        asked = None if step is None else as_step(step)
+        if asked == -1:
             raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
-        found, _ = self._client.call(lambda n: m.Find(id=n, step=None if step is None else as_step(step)), m.Found, FIND_SECONDS)
+        found, _ = self._client.call(lambda n: m.Find(id=n, step=asked), m.Found, FIND_SECONDS)
         failpoint("agent.recover.found")
         return {
             "candidates": [msgspec.to_builtins(c) for c in found.candidates],
             "damaged": found.damaged,
             "last_step": last_step,
-            "asked": None if step is None else as_step(step),
+            "asked": asked,
         }
 
     def _check_keys(self, said: list[dict[str, Any]]) -> None:
@@ -225,14 +226,7 @@ class _Attempt:
     because FSDP1 makes the ranks wait for each other in `bind` and `finish`. The ranks exchange the dicts that these calls return.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        ranks: Ranks,
-        job: str,
-        candidate: m.RecoveryCandidate,
-        options: Options,
-    ) -> None:
+    def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, options: Options) -> None:
         self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
         self._options = options
         self._opened: Opened | None = None

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, default, snapshot
-from ckptd.agent.outcomes import Outcomes, note
+from ckptd.agent.outcomes import Outcomes
 from ckptd.agent.pending import Pending
 from ckptd.shared.errors import CallerError, InvalidName, InvalidRequest, SnapshotFailed, UnsavableValue
 from ckptd.shared.lifecycle import Event
@@ -170,7 +170,7 @@ def test_a_missing_setting_is_raised_by_the_first_snapshot(place: Home, monkeypa
 
 
 def ended(outcomes: Outcomes, step: int, *events: Event, error: str = "") -> None:
-    pending = Pending(step, 3, note=lambda pending: note(outcomes, None, pending))
+    pending = Pending(step, 3, note=outcomes.note)
     for event in events:
         pending.move(event)
     if error:

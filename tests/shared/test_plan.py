@@ -29,6 +29,7 @@ from ckptd.shared.plan import (
     element_size,
     is_dense,
     most_chunks,
+    origin,
     signature,
     with_values,
 )
@@ -370,3 +371,11 @@ def test_element_size_of_a_name(name: str, size: int) -> None:
 def test_a_dtype_that_is_not_listed_lies_in_the_region_of_its_size() -> None:
     with pytest.raises(IntegrityError, match="outside its region"):
         Plan.decode(make([item(dtype="novel64/8")]).encode())
+
+
+def test_the_origin_says_who_wrote_a_document_without_what_a_terminal_obeys() -> None:
+    who = {"script": "train.py", "host": "node1", "user": "alice"}
+    assert origin(who) == "train.py on node1 as alice"
+    assert origin({**who, "script": ""}) == "an interactive session on node1 as alice"
+    assert origin({"ckptd": "0.1.0"}) == ""
+    assert origin({**who, "user": "a\n\x1b[2J"}) == r"'train.py on node1 as a\n\x1b[2J'"

@@ -20,6 +20,8 @@ from ckptd.agent.link.script import script, script_job
         ("/venv/bin/litgpt", None, "litgpt", "litgpt"),
         ("/x/my train(2).py", None, "my train(2).py", "my-train-2-"),
         ("/x/.py", None, ".py", "default"),
+        ("/x/train.v2.py", None, "train.v2.py", "train.v2"),
+        ("/x/gpt/__main__.py", "__main__", "gpt", "gpt"),
         ("/x/gpt/train.py", "gpt.train", "gpt.train", "train"),
         ("/x/gpt/__main__.py", "gpt.__main__", "gpt", "gpt"),
         (None, None, "", "default"),
