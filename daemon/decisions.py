@@ -131,13 +131,17 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
     return fail(step, SnapshotFailed(f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"))
 
 
-def passed_over(step: Step, rank: int, reason: str, code: str) -> list[Action]:
-    """Fail a step that a rank cannot save, unless this rank has sealed it. A reason that begins with a rank came from another rank."""
+def passed_over(job: Job, step: Step, rank: int, reason: str, code: str) -> list[Action]:
+    """Fail a step that a rank cannot save, unless this rank has sealed it. A reason that begins with a rank came from another rank.
+
+    The rank of a job of one is not notified: it may already be trying the step again, and the new try must not fail.
+    """
     if not step.incomplete or step.sealed_by(rank):
         return []
     why = reason if _NAMES_A_RANK.match(reason) else f"rank {rank}: {reason}"
     error = from_wire(code, why)
-    return fail(step, error if isinstance(error, (CallerError, MachineError, SnapshotFailed)) else SnapshotFailed(why))
+    actions = fail(step, error if isinstance(error, (CallerError, MachineError, SnapshotFailed)) else SnapshotFailed(why))
+    return actions if job.world_size > 1 else [action for action in actions if not isinstance(action, Tell)]
 
 
 def left(job: Job, attempt: int, rank: int, how: str) -> list[Action]:

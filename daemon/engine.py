@@ -220,7 +220,7 @@ class Engine:
     def pass_over(self, owner: Owner, number: int, reason: str, code: str) -> None:
         """Fail a step on all ranks, because this rank cannot save it. A `reason` that came from another rank names that rank already."""
         job = self._current(owner)
-        self._steps.perform(job, d.passed_over(job.step((owner.attempt, number)), owner.rank, reason, code))
+        self._steps.perform(job, d.passed_over(job, job.step((owner.attempt, number)), owner.rank, reason, code))
 
     def abandon(self, owner: Owner, segment: str, number: int | None, reason: str = "", code: str = "") -> None:
         """Take back a granted slot that will not be sealed, and fail its step. Does nothing if the slot is no longer granted for the step.

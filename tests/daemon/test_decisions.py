@@ -142,7 +142,7 @@ def test_a_timeout_names_the_ranks_that_are_late(before: Step, late: str) -> Non
     ],
 )
 def test_a_rank_that_passes_over_a_step_gives_the_reason(reason: str, code: str, expected: tuple[str, str]) -> None:
-    assert told(d.passed_over(step(sealed=(0,)), 1, reason, code)) == [("failed", *expected)]
+    assert told(d.passed_over(job(), step(sealed=(0,)), 1, reason, code)) == [("failed", *expected)]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,12 @@ def test_a_rank_that_passes_over_a_step_gives_the_reason(reason: str, code: str,
     ],
 )
 def test_a_rank_that_has_sealed_a_step_cannot_pass_over_it(before: Step, actions: list[str]) -> None:
-    assert kinds(d.passed_over(before, 0, "x", "")) == actions
+    assert kinds(d.passed_over(job(), before, 0, "x", "")) == actions
+
+
+def test_a_rank_that_is_alone_is_not_told_of_its_own_failure_since_it_may_be_trying_again() -> None:
+    actions = d.passed_over(job(size=1), step(timer=False), 0, "x", "")
+    assert kinds(actions) == ["Fail", "Release", "Settle"]
 
 
 def test_the_steps_of_a_rank_that_left_fail_and_first_those_with_slots() -> None:
