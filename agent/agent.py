@@ -75,13 +75,16 @@ class Agent:
         initialized.
     retention: one policy, such as `LatestN(5)`, or several; a checkpoint is kept if any of them keeps it. Default: the daemon's settings.
         The policies are saved with every snapshot, and hold until a newer snapshot brings others.
+    takeover: True begins the attempt although another run of the job is alive on this node. That run can then no longer save. False waits
+        up to 10 s for its end, and then raises JobRunning. Workers of one torchrun are one run. Default: CKPTD_TAKEOVER, which is 0 or 1.
 
     Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
     group, and for ranks that differ in node, daemon, root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if
     it belongs to another user, VersionMismatch if it has no protocol version in common with this process, and Busy if it is stopping or has
-    too many jobs or clients. Raises StorageError if the attempt cannot be claimed on storage, Fenced if another attempt of the job begins
-    at the same time, and SnapshotFailed if another rank does not make its agent within 120 s. If one rank cannot find its daemon or the
-    name of its job, or has an invalid `retention`, or if rank 0 cannot claim the attempt, that error is raised on all ranks.
+    too many jobs or clients. Raises JobRunning if another run of the job is alive. Raises StorageError if the attempt cannot be claimed on
+    storage, Fenced if another attempt of the job begins at the same time, and SnapshotFailed if another rank does not make its agent within
+    120 s. If one rank cannot find its daemon or the name of its job, or has an invalid `retention`, or if rank 0 cannot claim the attempt,
+    that error is raised on all ranks.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Agent:
         load_planner: LoadPlanner | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
         retention: Policy | Iterable[Policy] | None = None,
+        takeover: bool | None = None,
     ) -> None:
         ranks = ranks_of(process_group)
         try:
@@ -102,7 +106,7 @@ class Agent:
             refusal = InvalidRequest(str(error))
             begin(ranks, refusal)  # raises it on all ranks: the others are waiting for this one
             raise refusal from None
-        self._link = RankLink(ranks, job, socket=socket, root=root, structure_changed=self._structure_changed)
+        self._link = RankLink(ranks, job, socket=socket, root=root, takeover=takeover, structure_changed=self._structure_changed)
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()

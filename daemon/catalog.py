@@ -238,7 +238,8 @@ class Job:
 
     `steps`: one record for each step; use `step` to make one. `sealed`: the newest snapshot that all ranks have sealed, whether or not it
     still exists. `stuck`: the incomplete snapshot that a rank has waited for in vain; the next ranks do not wait for it again. `moved` is
-    set when a slot becomes free or the ranks stop waiting for a step. `begin_lock`: held while an attempt begins.
+    set when a slot becomes free, when the ranks stop waiting for a step, and when a rank leaves. `begin_lock`: held while an attempt
+    begins.
 
     `damaged`: tags whose manifest could not be read, with the reason. `newer`: tags whose manifest a newer ckptd has written, with the
     error. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a checkpoint. `policies`: those of the last retention, None

@@ -21,6 +21,7 @@ from typing import Any
 
 from ckptd.daemon import limits
 from ckptd.daemon.config import Config
+from ckptd.daemon.peers import SO_PEERPIDFD
 from ckptd.shared import owners
 from ckptd.shared.errors import Forbidden
 from ckptd.shared.state_directory import nearest_existing
@@ -29,7 +30,6 @@ from ckptd.shared.storage import posix_probe
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
 VOLATILE = {TMPFS: "a tmpfs, which a reboot empties", 0x794C7630: "an overlay, which usually ends with its container"}
-SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 LEAST_FREE = 1 << 30  # bytes; a root with less free space gets a warning
 LEAST_INODES = 10_000
 

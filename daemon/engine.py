@@ -8,6 +8,7 @@ PROTOCOL.md says what a failed request may have changed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 
@@ -17,17 +18,19 @@ from ckptd.daemon.admission import Admission
 from ckptd.daemon.catalog import Catalog, Job, Snapshot
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.journal import Journal
-from ckptd.daemon.ranks import Owner
+from ckptd.daemon.ranks import UNKNOWN, Owner, Process, processes
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, Fenced, InvalidRequest, NotFound, SnapshotFailed
+from ckptd.shared.errors import Busy, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.messages import Progress
 from ckptd.shared.segment import SlotState
+
+log = logging.getLogger("ckptd.engine")
 
 RECORD_SECONDS = 2.0
 """Seconds that a new attempt waits for its journal record. A trainer must reach its snapshots in memory even while the disk hangs."""
@@ -59,10 +62,23 @@ class Engine:
 
     # -- ranks begin
 
-    async def begin(self, job_name: str, rank: int, world_size: int, attempt: int, notify: Callable[[Progress], None]) -> Owner:
+    async def begin(
+        self,
+        job_name: str,
+        rank: int,
+        world_size: int,
+        attempt: int,
+        notify: Callable[[Progress], None],
+        process: Process = UNKNOWN,
+        wait: float | None = None,
+    ) -> Owner:
         """Begin the next attempt, if `attempt` is 0, or resume the given one. Return the rank's owner.
 
-        Raises Fenced if the attempt is over or unknown here, InvalidName, InvalidRequest, Busy, StorageError.
+        process: the process of the rank. wait: seconds to wait for the end of another run of the job before the next attempt begins, or
+        None to begin it at once.
+
+        Raises Fenced if the attempt is over or unknown here, JobRunning if another run is alive after `wait`, InvalidName, InvalidRequest,
+        Busy, StorageError.
         """
         names.check_name("job", job_name)
         if rank >= world_size:
@@ -71,8 +87,11 @@ class Engine:
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
         job = self.catalog.job(job_name)
+        if attempt == 0 and wait is not None:
+            await self._wait_for_end(job, process, wait)
         async with job.begin_lock:
             if attempt == 0:
+                self._check_alone(job, process, takeover=wait is None)
                 attempt = await self._begin_next(job, world_size)
             elif attempt > job.attempt:
                 raise Fenced(
@@ -86,12 +105,37 @@ class Engine:
                     f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, but this rank says {world_size}: "
                     "start all ranks with the same world size"
                 )
-        owner = Owner(job_name, attempt, rank, world_size, notify)
+        owner = Owner(job_name, attempt, rank, world_size, notify, process)
         job.ranks.join(owner)
         for slot in self.slots.of(*owner.identity):  # abandoned while the daemon was down
             if job.step_in(slot.name) is not None and slot.refresh().state is SlotState.FREE:
                 self.abandon(owner, slot.name, None)
         return owner
+
+    @staticmethod
+    async def _wait_for_end(job: Job, process: Process, seconds: float) -> None:
+        """Wait until no other run of the job is alive, but not longer than `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                while job.ranks.others(process):
+                    job.moved.clear()
+                    await job.moved.wait()
+        except TimeoutError:
+            pass  # the caller checks again
+
+    @staticmethod
+    def _check_alone(job: Job, process: Process, *, takeover: bool) -> None:
+        """Raise JobRunning if another run of the job is alive. With `takeover`, only log that."""
+        others = job.ranks.others(process)
+        if not others:
+            return
+        running = f"job {job.name!r} is running already, in {processes(others)}"
+        if not takeover:
+            raise JobRunning(
+                f"{running}: stop that run, or give this one another job name (CKPTD_JOB), or take over with takeover=True "
+                "(CKPTD_TAKEOVER=1), after which that run can no longer save"
+            )
+        log.warning("%s; pid %d takes over, and that run can no longer save", running, process.pid)
 
     async def _begin_next(self, job: Job, world_size: int) -> int:
         """Begin the next attempt of the job, and end the older ones. Return its number."""

@@ -5,10 +5,30 @@ A rank owns slots from its first request to the end of its process, so it outliv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.shared.messages import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The process of a rank. Each field has its default if it is not known, as after a restart of the daemon until the rank reconnects.
+
+    `started`: when it started, in Unix seconds. `run`: an id that the workers of one launch share, even after they were started again.
+    """
+
+    pid: int = 0
+    started: float = 0.0
+    run: str = ""
+
+    def belongs_with(self, other: Process) -> bool:
+        """Return True if the two are the same process, or workers of one launch."""
+        return self.pid == other.pid > 0 or self.run == other.run != ""
+
+
+UNKNOWN = Process()
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +40,7 @@ class Owner:
     rank: int
     world_size: int
     notify: Callable[[Progress], None] | None = None
+    process: Process = UNKNOWN
 
     @property
     def identity(self) -> tuple[str, int, int]:
@@ -72,9 +93,25 @@ class Ranks:
         """Return True if this owner has not left and no later connection of its rank has replaced it."""
         return self.owners.get(owner.rank) is owner
 
+    def others(self, process: Process) -> list[Owner]:
+        """Return the owners if they belong to another run than `process`, in the order of their ranks, and otherwise no owner."""
+        here = [self.owners[rank] for rank in sorted(self.owners)]
+        return [] if any(owner.process.belongs_with(process) for owner in here) else here
+
     def tell(self, message: Progress) -> None:
         """Send a message to every connected rank, those of earlier attempts too."""
         self.former = [owner for owner in self.former if owner.notify is not None]
         for owner in [*self.owners.values(), *self.former]:
             if owner.notify is not None:
                 owner.notify(message)
+
+
+def processes(owners: Sequence[Owner]) -> str:
+    """Return a phrase that names the processes of the owners, and since when the oldest of them runs."""
+    pids = sorted({owner.process.pid for owner in owners} - {0})
+    if not pids:
+        return "a process that this daemon cannot see, or that has not reconnected since the daemon started"
+    shown = ", ".join(map(str, pids[:4])) + (f" and {len(pids) - 4} more" if len(pids) > 4 else "")
+    started = min((owner.process.started for owner in owners if owner.process.started), default=0.0)
+    since = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(started)) if started else ""
+    return f"{'process' if len(pids) == 1 else 'processes'} {shown}{since}"

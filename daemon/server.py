@@ -18,24 +18,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from ckptd.daemon import limits
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
-from ckptd.daemon.ranks import Owner
+from ckptd.daemon.peers import NOTHING_LEFT, Peer
+from ckptd.daemon.ranks import Owner, Process
 from ckptd.daemon.slots import Slot
 from ckptd.daemon.tasks import watched
 from ckptd.shared import messages as m
 from ckptd.shared import session as s
 from ckptd.shared.errors import Busy, CkptdError, Forbidden, InternalError, ProtocolError, StorageError, VersionMismatch
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.owners import peer_of
 
 log = logging.getLogger("ckptd.server")
 
 HELLO_SECONDS = 10.0  # in which the first request must come
 MAX_UNREAD = 4 << 20  # bytes of replies that a client may leave unread
 ACCEPT_SECONDS = 0.5  # between two tries to accept while descriptors or memory have run out, unless a connection closes before
-_NOTHING_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _THIS_CLIENT_ONLY = frozenset({errno.ECONNABORTED, errno.EINTR})
-SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
-_NONE_LEFT = -2  # stands for the pidfd if no descriptor was left for it
 
 Reply = tuple[m.Message, Sequence[int]]  # a message, and the descriptors that go with it: they are closed once they are sent
 
@@ -71,7 +68,7 @@ class Server:
             try:
                 client, _ = await asyncio.get_running_loop().sock_accept(listener)
             except OSError as error:
-                if error.errno in _NOTHING_LEFT:
+                if error.errno in NOTHING_LEFT:
                     await self._pause(error)
                 elif error.errno not in _THIS_CLIENT_ONLY:
                     raise
@@ -145,9 +142,7 @@ class Connection:
         self._seals: set[asyncio.Task[None]] = set()  # Seals under way: Find, Fetch, Persist and Detach wait for them
         self._owner: Owner | None = None
         self.task: asyncio.Task[None] | None = None
-        pid, self._uid = peer_of(client)
-        self.peer = f"pid {pid}"
-        self._pidfd = _peer_pidfd(client, pid)
+        self.peer = Peer(client)
 
     @property
     def new(self) -> bool:
@@ -158,9 +153,9 @@ class Connection:
         return f"<Connection {self.peer} {self._session!r}>"
 
     def refusal(self) -> CkptdError | None:
-        if self._uid not in (os.geteuid(), 0):
-            return Forbidden(f"this daemon serves uid {os.geteuid()}, not uid {self._uid}; run one of your own")
-        if self._pidfd == _NONE_LEFT:
+        if self.peer.uid not in (os.geteuid(), 0):
+            return Forbidden(f"this daemon serves uid {os.geteuid()}, not uid {self.peer.uid}; run one of your own")
+        if self.peer.lacks_descriptor:
             return Busy("the daemon has no file descriptor left, and needs one to notice this client's death: try again later")
         return None
 
@@ -246,9 +241,12 @@ class Connection:
                 return m.Forgotten(re=request.id, refused=await self._server.forget(request.job, request.tags)), ()
             case m.Begin():
                 before = self._owner
-                pidfd = os.dup(self._pidfd) if self._pidfd >= 0 else -1  # before the attempt begins, because this may fail
+                pidfd = self.peer.watch()  # before the attempt begins, because this may fail
+                process = Process(self.peer.pid, self.peer.started(), request.run)
                 try:
-                    self._owner = await engine.begin(request.job, request.rank, request.world_size, request.attempt, self._notify)
+                    self._owner = await engine.begin(
+                        request.job, request.rank, request.world_size, request.attempt, self._notify, process, request.wait
+                    )
                 except BaseException:
                     if pidfd >= 0:
                         os.close(pidfd)
@@ -368,9 +366,7 @@ class Connection:
         for _, descriptors in self._out:
             _close_all(descriptors)
         self._out.clear()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        self.peer.close()
         if self._owner is not None and self._owner.notify == self._notify:
             self._owner.notify = None
             self._server.orphans.connection_lost(self._owner)
@@ -385,15 +381,3 @@ def _held(slot: Slot) -> m.HeldSegment:
 def _close_all(descriptors: Sequence[int]) -> None:
     for fd in descriptors:
         os.close(fd)
-
-
-def _peer_pidfd(client: socket.socket, pid: int) -> int:
-    """Return a pidfd of the peer, -1 if the peer is dead or the kernel is older than 5.3, or `_NONE_LEFT` if descriptors have run out."""
-    try:
-        return client.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:
-        pass
-    try:
-        return os.pidfd_open(pid)
-    except OSError as error:
-        return _NONE_LEFT if error.errno in _NOTHING_LEFT else -1

@@ -111,6 +111,7 @@ class Steps:
         for slot in self._slots.of(*owner.identity):
             if job.step_in(slot.name) is None:
                 self._slots.release(slot)
+        job.moved.set()
 
     # -- what the saver reports
 

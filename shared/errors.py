@@ -7,6 +7,7 @@
     │   ├── UnsavableValue        (also TypeError) a value that could not be restored; names its key
     │   ├── StructureMismatch     (also ValueError) state and checkpoint differ; names the key
     │   ├── AlreadyExists         the tag is taken
+    │   ├── JobRunning            another run of the job is alive, and was not to be taken over
     │   ├── NotFound              the checkpoint, job, segment or tensor does not exist
     │   ├── QuotaExceeded         more shared memory is needed than the daemon may give
     │   ├── InvalidConfig         (also ValueError) a setting that is not allowed
@@ -66,6 +67,10 @@ class StructureMismatch(CallerError, ValueError):
 
 class AlreadyExists(CallerError):
     code = "exists"
+
+
+class JobRunning(CallerError):
+    code = "job-running"
 
 
 class NotFound(CallerError):
@@ -196,7 +201,7 @@ class InternalError(ServiceError):
 _ON_THE_WIRE: dict[str, type[CkptdError]] = {
     cls.code: cls
     for cls in (
-        InvalidRequest, AlreadyExists, NotFound, QuotaExceeded, StorageError, SharedMemoryFull, IntegrityError,
+        InvalidRequest, AlreadyExists, JobRunning, NotFound, QuotaExceeded, StorageError, SharedMemoryFull, IntegrityError,
         ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError, NewerFormat, SnapshotFailed, StructureChanged,
         UnsavableValue, StructureMismatch, DaemonUnreachable, RecoveryFailed,
     )

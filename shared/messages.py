@@ -60,10 +60,17 @@ class StatusReport(Reply, frozen=True, kw_only=True, tag="status-report"):
 
 
 class Begin(Request, frozen=True, kw_only=True, tag="begin"):
+    """A request that begins an attempt, or joins or resumes one. `run` identifies the launch to which this process belongs, or is "".
+
+    `wait`: seconds to wait for the end of another run of the job before the request is refused, or None to end that run's saving at once.
+    """
+
     job: Name
     rank: Rank
     world_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
     attempt: AttemptNumber = 0
+    run: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    wait: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
 
 
 class HeldSegment(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ckptd.agent.handover.handover import Handover, Handovers
-from ckptd.agent.link.arguments import job_name
+from ckptd.agent.link.arguments import job_name, launch_id, may_take_over
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
@@ -40,10 +40,11 @@ class RankLink:
 
     `calls` lets in one public call at a time. `attempt` is the attempt that this rank is in. `saving` has the saves through DCP that are
     not over yet. `structure_changed` is called, on any thread, when the ranks must plan again. `unnamed` is True if neither the caller nor
-    the environment names the job.
+    the environment names the job. `takeover` says whether to begin although another run of the job is alive; None leaves that to
+    CKPTD_TAKEOVER.
 
-    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, StorageError and other errors of the daemon, and SnapshotFailed if a
-    rank does not come. `begin` in `attempt.py` says which errors are raised on all ranks.
+    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning, StorageError and other errors of the daemon, and
+    SnapshotFailed if a rank does not come. `begin` in `attempt.py` says which errors are raised on all ranks.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RankLink:
         *,
         socket: str | os.PathLike[str] | None = None,
         root: str | os.PathLike[str] | None = None,
+        takeover: bool | None = True,
         structure_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.ranks = ranks
@@ -68,6 +70,7 @@ class RankLink:
         self._nested: deque[Pending] = deque()  # snapshots refused inside another call, for `_tidy` to report to the other ranks
         self._pid = os.getpid()
         try:
+            may = may_take_over(takeover)
             self.place = find_place(socket, root)
             self.client = Client(self.place, resume=self._resume, news=self._news, lost=self._lost, late=self._late)
         except CkptdError as error:
@@ -75,7 +78,7 @@ class RankLink:
             raise
         self.handovers = Handovers(self.client)
         try:
-            self._begin(job)
+            self._begin(job, may)
         except BaseException:
             self.client.close()
             raise
@@ -111,23 +114,24 @@ class RankLink:
 
     # -- attempts
 
-    def _begin(self, job: str | None) -> None:
+    def _begin(self, job: str | None, takeover: bool) -> None:
         """Begin the next attempt together with the other ranks. Steps start over, and the slots of the previous attempt are gone."""
         try:
             self.job = job_name(job, private=self.client.welcome.private)
         except CkptdError as error:
             begin(self.ranks, error)
             raise
-        attempt = begin(self.ranks, None, self.client, self.job)
+        attempt = begin(self.ranks, None, self.client, self.job, takeover=takeover)
         self.handovers.last_step, self.attempt = -1, attempt
         self.ranks.scope = self.job
         failpoint("agent.begun")
 
     def begin_next(self) -> None:
         """Begin the next attempt. The daemon takes the slots of the current attempt back, and finishes the saves that it still owes."""
-        self.interrupted = True
+        # After an interruption the daemon may have restarted, and then it takes this process for another run until it has begun again.
+        takeover, self.interrupted = self.interrupted, True
         self.handovers.wait_for_threads()
-        self._begin(self.job)
+        self._begin(self.job, takeover)
         self.handovers.start_attempt()
         self._structure_changed()
         self.interrupted = False
@@ -225,7 +229,9 @@ class RankLink:
         if not self.attempt or self.interrupted:
             return  # the call that begins the next attempt sends its own Begin
         began, _ = self.client.call(
-            lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt), m.Began, CALL_SECONDS
+            lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt, run=launch_id()),
+            m.Began,
+            CALL_SECONDS,
         )
         self.handovers.resume({segment.segment for segment in began.held})
 

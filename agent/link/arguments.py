@@ -35,6 +35,25 @@ def job_name(job: str | None, *, private: bool) -> str:
     raise InvalidRequest("this daemon serves several jobs: name this job with CKPTD_JOB or Agent(job=...)")
 
 
+def may_take_over(takeover: bool | None) -> bool:
+    """Return `takeover`, or else whether CKPTD_TAKEOVER is 1. Raises InvalidRequest if that is neither 0 nor 1."""
+    if takeover is not None:
+        return bool(takeover)
+    setting = os.environ.get("CKPTD_TAKEOVER", "")
+    if setting not in ("", "0", "1"):
+        raise InvalidRequest(f"CKPTD_TAKEOVER is {setting!r}; expected 0 or 1")
+    return setting == "1"
+
+
+def launch_id() -> str:
+    """Return an id that all workers of one torchrun share, even after it has restarted them. Return "" if torchrun does not run this.
+
+    torchrun calls a run "none" unless it is given an id; the process number of torchrun then tells two of them apart.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return f"{run}/{os.getppid()}" if run == "none" else run[:256]
+
+
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
     """Return the `Ranks` of the process group, through which this rank agrees with the other ranks.
 

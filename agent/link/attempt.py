@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
+from ckptd.agent.link.arguments import launch_id
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.shared import messages as m
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest
+from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, JobRunning
 from ckptd.shared.segment import this_boot
+
+log = logging.getLogger("ckptd.agent")
 
 BEGIN_SECONDS = 120.0  # how long one rank waits for another: processes start, import and read data at their own pace
 
 
-def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, job: str = "") -> int:
+WAIT_SECONDS = 10.0
+"""How long a run waits for the end of another run of its job, such as the killed one that it replaces."""
+
+
+def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, job: str = "", *, takeover: bool = False) -> int:
     """Begin an attempt together with the other ranks of the job, and return its number.
 
+    With `takeover`, another run of the job that is alive can no longer save. Without it, this one is refused after `WAIT_SECONDS`.
+
     A rank that cannot begin passes its `error` and no `client`. That error is raised on all ranks, and so are the errors of the claim by
-    rank 0: InvalidRequest if the ranks do not share node, daemon, root and job, and the errors of the daemon. Raises SnapshotFailed if a
-    rank does not come within `BEGIN_SECONDS`. After the claim the other ranks begin the attempt at the daemon, and an error there is raised
-    on that rank only.
+    rank 0: InvalidRequest if the ranks do not share node, daemon, root and job, JobRunning, and other errors of the daemon. Raises
+    SnapshotFailed if a rank does not come within `BEGIN_SECONDS`. After the claim the other ranks begin the attempt at the daemon, and an
+    error there is raised on that rank only.
     """
 
     def claim(said: list[bytes]) -> list[bytes]:
@@ -28,7 +39,7 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
         for rank, place in enumerate(places):
             _check_same(places[0], place, rank)
         assert client is not None
-        return [msgspec.msgpack.encode(_begin(client, job, ranks, 0))] * len(said)
+        return [msgspec.msgpack.encode(_claim(client, job, ranks, takeover))] * len(said)
 
     mine: bytes | CkptdError
     if client is None:
@@ -37,7 +48,7 @@ def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, 
         mine = msgspec.msgpack.encode(_Place(this_boot(), names.host(), client.welcome.instance, client.welcome.root, job))
     attempt: int = msgspec.msgpack.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS))
     assert client is not None
-    return attempt if ranks.rank == 0 else _begin(client, job, ranks, attempt)
+    return attempt if ranks.rank == 0 else _begin(client, job, ranks, attempt, None)
 
 
 class _Place(msgspec.Struct, frozen=True, array_like=True):
@@ -72,9 +83,22 @@ def _check_same(first: _Place, other: _Place, rank: int) -> None:
         raise InvalidRequest(f"rank {rank} uses the job name {other.job!r}, rank 0 uses {first.job!r}: use the same job name on all ranks")
 
 
-def _begin(client: Client, job: str, ranks: Ranks, attempt: int) -> int:
+def _claim(client: Client, job: str, ranks: Ranks, takeover: bool) -> int:
+    """Begin the next attempt. If another run of the job is alive and `takeover` is False, wait for its end, and say so."""
+    if takeover:
+        return _begin(client, job, ranks, 0, None)
+    try:
+        return _begin(client, job, ranks, 0, 0.0)
+    except JobRunning as error:
+        log.warning("waiting %g s for the end of another run: %s", WAIT_SECONDS, error)
+    return _begin(client, job, ranks, 0, WAIT_SECONDS)
+
+
+def _begin(client: Client, job: str, ranks: Ranks, attempt: int, wait: float | None) -> int:
     began, _ = client.call(
-        lambda n: m.Begin(id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt), m.Began, CALL_SECONDS
+        lambda n: m.Begin(id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt, run=launch_id(), wait=wait),
+        m.Began,
+        CALL_SECONDS + (wait or 0.0),
     )
     return began.attempt
 

@@ -13,6 +13,7 @@ import pytest
 
 from ckptd.daemon import doctor, limits
 from ckptd.daemon.doctor import FAILED, OK, WARNING, Check
+from ckptd.daemon.peers import SO_PEERPIDFD
 from tests.crash.images import Image, Unavailable
 from tests.daemon.test_cli import ckptd
 
@@ -130,7 +131,7 @@ def test_the_kernel_and_the_event_loop_are_checked() -> None:
     one, other = socket.socketpair()
     with one, other:
         try:
-            os.close(one.getsockopt(socket.SOL_SOCKET, doctor.SO_PEERPIDFD))
+            os.close(one.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
             there = True
         except OSError:
             there = False

@@ -14,7 +14,8 @@ import pytest
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Snapshot
 from ckptd.daemon.engine import MOST_JOBS
-from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, Fenced, InvalidRequest, NotFound, SnapshotFailed, StorageError
+from ckptd.daemon.ranks import Process
+from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed, StorageError
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.segment import SlotState
 from tests.support.core import MEMORY_TTL, RANK_TIMEOUT, Client, ConnectedRanks
@@ -83,6 +84,55 @@ def refused(ranks: ConnectedRanks, work: Callable[[], Any]) -> CkptdError:
 def test_what_a_rank_cannot_begin(ranks: ConnectedRanks, rank: int, size: int, attempt: int, error: type[CkptdError], text: str) -> None:
     found = refused(ranks, lambda: ranks.core.engine.begin("gpt", rank, size, attempt, lambda message: None))
     assert (type(found), str(found).startswith(text)) == (error, True)
+
+
+def other_run(ranks: ConnectedRanks, pid: int, wait: float | None, run: str = "") -> Any:
+    """Begin the next attempt from a process, with `wait` seconds for the end of the run that is alive."""
+    return ranks.core.engine.begin("gpt", 0, 2, 0, lambda message: None, Process(pid, run=run), wait)
+
+
+def test_another_run_is_refused_while_the_ranks_of_a_job_are_alive(ranks: ConnectedRanks) -> None:
+    for rank, client in enumerate(ranks.clients):
+        ranks.owner(client).process = Process(10 + rank, run="launch")
+    found = refused(ranks, lambda: other_run(ranks, 20, 0.0))
+    assert isinstance(found, JobRunning)
+    assert str(found).startswith("job 'gpt' is running already, in processes 10, 11: stop that run, or give this one another job name")
+    assert ranks.job.attempt == 1
+    assert ranks.core.run(other_run(ranks, 20, 0.0, "launch")).attempt == 2  # torchrun has started its workers again
+
+
+def test_taking_over_is_logged(ranks: ConnectedRanks, caplog: pytest.LogCaptureFixture) -> None:
+    logging.disable(logging.NOTSET)
+    for rank, client in enumerate(ranks.clients):
+        ranks.owner(client).process = Process(10 + rank)
+    assert ranks.core.run(other_run(ranks, 20, None)).attempt == 2
+    assert caplog.messages == ["job 'gpt' is running already, in processes 10, 11; pid 20 takes over, and that run can no longer save"]
+
+
+def test_another_run_begins_as_soon_as_the_last_rank_has_left(ranks: ConnectedRanks) -> None:
+    async def meet() -> int:
+        waiting = asyncio.ensure_future(other_run(ranks, 20, 3600.0))
+        for client in ranks.clients:
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            ranks.core.engine.detach(ranks.owner(client))
+        owner = await waiting
+        return int(owner.attempt)
+
+    assert ranks.core.run(meet()) == 2
+
+
+def test_of_two_runs_that_wait_one_is_refused(ranks: ConnectedRanks) -> None:
+    async def meet() -> list[Any]:
+        waiting = [asyncio.ensure_future(other_run(ranks, pid, 3600.0)) for pid in (20, 30)]
+        await asyncio.sleep(0)
+        for client in ranks.clients:
+            ranks.core.engine.detach(ranks.owner(client))
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    first, second = ranks.core.run(meet())
+    assert (first.attempt, type(second)) == (2, JobRunning)
+    assert "in process 20: stop that run" in str(second)
 
 
 def test_a_new_attempt_ends_the_older_one(ranks: ConnectedRanks) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ckptd.daemon.ranks import Owner, Ranks
+import pytest
+
+from ckptd.daemon.ranks import UNKNOWN, Owner, Process, Ranks, processes
 from ckptd.shared.messages import Progress
 
 NEWS = Progress(re=0, attempt=1, step=5, state="durable")
@@ -66,3 +68,42 @@ def test_connected_ranks_are_told_those_of_earlier_attempts_too() -> None:
     former.notify = None
     ranks.tell(NEWS)
     assert (len(heard), ranks.former) == (3, [])
+
+
+def run_of(*pids: int, launch: str = "") -> Ranks:
+    ranks = Ranks()
+    for rank, pid in enumerate(pids):
+        ranks.join(Owner("gpt", 1, rank, len(pids), process=Process(pid, 1000.0 - pid, launch) if pid else UNKNOWN))
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "process", "others"),
+    [
+        (run_of(), Process(7), 0),
+        (run_of(7), Process(7), 0),
+        (run_of(8), Process(7), 1),
+        (run_of(7, 8), Process(8), 0),
+        (run_of(8, 9), Process(7), 2),  # no launch is not the same launch
+        (run_of(8, 9, launch="a"), Process(7, run="a"), 0),
+        (run_of(8, 9, launch="a"), Process(7, run="b"), 2),
+        (run_of(0), UNKNOWN, 1),  # two processes that are not known are not the same process
+        (run_of(0), Process(7), 1),
+    ],
+)
+def test_the_ranks_of_another_run_share_neither_process_nor_launch(ranks: Ranks, process: Process, others: int) -> None:
+    assert [owner.rank for owner in ranks.others(process)] == list(range(others))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (run_of(7), "process 7 since 1970-01-01 00:16:33 UTC"),
+        (run_of(9, 7), "processes 7, 9 since 1970-01-01 00:16:31 UTC"),
+        (run_of(1, 2, 3, 4, 5, 6), "processes 1, 2, 3, 4 and 2 more since 1970-01-01 00:16:34 UTC"),
+        (run_of(0), "a process that this daemon cannot see, or that has not reconnected since the daemon started"),
+        (Ranks(owners={0: Owner("gpt", 1, 0, 1, process=Process(7))}), "process 7"),
+    ],
+)
+def test_the_processes_of_a_run_are_named_with_their_start(ranks: Ranks, said: str) -> None:
+    assert processes(list(ranks.owners.values())) == said

@@ -75,7 +75,15 @@ class World:
     # -- watching what the core does
 
     def _watch_core(self) -> None:
-        fail, end_owner = self.core.steps._fail, self.core.custody.end_owner
+        fail, end_owner, pass_over = self.core.steps._fail, self.core.custody.end_owner, self.core.engine.pass_over
+        reporting = [False]
+
+        def passing_over(owner: Owner, number: int, reason: str, code: str) -> None:
+            reporting[0] = True
+            try:
+                pass_over(owner, number, reason, code)
+            finally:
+                reporting[0] = False
 
         def ending(owner: Owner) -> Coroutine[Any, Any, Job | None]:
             for client in self.clients:
@@ -85,7 +93,8 @@ class World:
 
         def failing(job: Job, step: Step, code: str, reason: str) -> None:
             self.counts["steps failed"] += 1
-            for client in self.clients:
+            known = job.world_size == 1 and reporting[0]  # the only rank has reported the failure itself
+            for client in [] if known else self.clients:
                 if client.connected and client.owner is not None and client.owner.job == job.name:
                     self.expected[client][step.key] += 1
                     if job.world_size > 1 and self.expected[client][step.key] > 1:
@@ -94,6 +103,7 @@ class World:
 
         self.core.steps._fail = failing  # type: ignore[method-assign]
         self.core.custody.end_owner = ending  # type: ignore[method-assign]
+        self.core.engine.pass_over = passing_over  # type: ignore[method-assign]
 
     def moving(self, snapshot: Snapshot, event: Event) -> None:
         """Check that a snapshot may be released now. Called before each move of a snapshot."""

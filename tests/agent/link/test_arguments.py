@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
 import pytest
 import torch.distributed as dist
 
-from ckptd.agent.link.arguments import job_name, make_request, ranks_of
+from ckptd.agent.link.arguments import job_name, launch_id, make_request, may_take_over, ranks_of
 from ckptd.agent.link.rounds import Alone, Exchange
 from ckptd.agent.link.script import script_job
 from ckptd.shared.errors import InvalidName, InvalidRequest
@@ -25,6 +26,36 @@ def test_the_name_of_a_job_is_the_argument_or_the_environments(monkeypatch: pyte
     assert (job_name(None, private=False), job_name(None, private=True), job_name("gpt", private=True)) == ("bert", "bert", "gpt")
     with pytest.raises(InvalidName):
         job_name("../gpt", private=False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "setting", "may"),
+    [(None, None, False), (None, "", False), (None, "0", False), (None, "1", True), (False, "1", False), (True, "0", True)],
+)
+def test_a_run_takes_over_if_the_argument_or_else_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch, argument: bool | None, setting: str | None, may: bool
+) -> None:
+    monkeypatch.delenv("CKPTD_TAKEOVER", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("CKPTD_TAKEOVER", setting)
+    assert may_take_over(argument) is may
+
+
+def test_a_wrong_setting_for_taking_over_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_TAKEOVER", "yes")
+    with pytest.raises(InvalidRequest, match="^CKPTD_TAKEOVER is 'yes'; expected 0 or 1$"):
+        may_take_over(None)
+    assert may_take_over(True)
+
+
+@pytest.mark.parametrize(
+    ("run", "launch"), [(None, ""), ("", ""), ("gpt-7", "gpt-7"), ("none", f"none/{os.getppid()}"), ("x" * 999, "x" * 256)]
+)
+def test_a_launch_is_the_run_of_torchrun_or_torchrun_itself(monkeypatch: pytest.MonkeyPatch, run: str | None, launch: str) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if run is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    assert launch_id() == launch
 
 
 def test_without_a_process_group_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
