@@ -36,7 +36,7 @@ class CallLock:
     `tidy`, if given, runs after a call has entered and again before it leaves.
 
     Ctrl-C can come between any two instructions, so a call may end without leaving the lock. Therefore the lock remembers the frame of the
-    call that is in. A call whose frame is no longer on its thread's stack is over, and the next call takes the lock from it.
+    call that is in. A call whose frame has ended is over, and the next call takes the lock from it.
     """
 
     def __init__(self, tidy: Callable[[], None] = lambda: None) -> None:
@@ -106,12 +106,19 @@ class _Call:
         self.frame = None
 
     def over(self) -> bool:
-        """Return True if the function that entered is no longer on its thread's stack."""
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None:
-            if frame is self.frame:
-                return False
-            frame = frame.f_back
+        """Return True if the function that entered has ended. Its local variables are then gone.
+
+        Only a frame that has ended can be cleared. The stack of another thread must not be looked for with `sys._current_frames()`: before
+        Python 3.12 that can collect garbage while it keeps every thread from starting or ending, and a finalizer that lets another thread
+        run then stops the process for good.
+        """
+        frame = self.frame
+        if frame is None:
+            return True
+        try:
+            frame.clear()
+        except RuntimeError:
+            return False
         return True
 
 

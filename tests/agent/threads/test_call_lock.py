@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -115,3 +117,51 @@ def test_a_forked_child_is_in_no_call_of_its_parent() -> None:
         if child == 0:
             os._exit(call_around() != "")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+STOPPED = """
+import gc, os, sys, threading
+from ckptd.agent.threads.call_lock import CallLock
+
+class Finalized:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        os.stat("/")  # lets another thread run
+
+def hold():
+    with lock("snapshot"):
+        entered.set()
+        done.wait()
+
+def look():
+    while not done.is_set():
+        Finalized()
+        assert not call.over()
+
+lock, entered, done = CallLock(), threading.Event(), threading.Event()
+threads = [threading.Thread(target=hold)]
+threads[0].start()
+entered.wait()
+call = lock._running
+gc.freeze()
+gc.set_threshold(10)
+sys.setswitchinterval(1e-5)
+threads += [threading.Thread(target=look) for _ in range(2)]
+threads[1].start()
+threads[2].start()
+for _ in range(200):
+    short = threading.Thread(target=int)
+    short.start()
+    short.join()
+done.set()
+for thread in threads:
+    thread.join()
+print(call.over())
+"""
+
+
+def test_threads_that_start_while_a_waiting_call_looks_for_another_do_not_stop_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=90)
+    assert (ended.stdout, ended.stderr) == ("True\n", "")
