@@ -168,6 +168,7 @@ class Agent:
         rng: bool = True,
         on_error: str | None = None,
         on_failure: Callable[[Pending], object] | None = None,
+        unsavable: str = "refuse",
     ) -> Pending:
         """Copy `state` as it is now into a slot, and return. The daemon saves the copy in the background.
 
@@ -192,6 +193,8 @@ class Agent:
         on_error: what to do with an error that the caller must mend, such as a value that cannot be saved, or an invalid step or tag.
             "raise" raises it. "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
         on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
+        unsavable: what to do with a value that cannot be saved. "refuse" fails the snapshot with UnsavableValue. "skip" leaves the value
+            out, logs its key, and adds it to `Pending.unsaved`; recover() then leaves this value of the state as it is.
 
         Raises UnsavableValue, InvalidRequest, InvalidName, AlreadyExists for a tag that is taken, and InternalError for an exception in a
         state_dict(), all as `on_error` says. An error that one rank has while the ranks plan is raised on all ranks.
@@ -205,6 +208,8 @@ class Agent:
                 try:
                     request = make_request(step, tag, persist, on_busy, metrics, user_content, self._retention)
                     check_choice("on_error", on_error, ("raise", "log", None))
+                    check_choice("unsavable", unsavable, ("refuse", "skip"))
+                    pending.unsaved = {} if unsavable == "skip" else None
                     self._snapshot(handover, state, request, on_busy, rng)
                 except CkptdError as error:
                     link.handovers.fail(pending, error)
@@ -248,7 +253,8 @@ class Agent:
         link, encoded = self._link, request.encode()
         if self._kept_plan.valid and link.handovers.slots.fit(0):
             handover.request(deadline)  # early: the structure rarely changes, and the daemon answers while it is compared
-        captured = capture(state, rank=self.rank, habits=self._habits)
+        captured = capture(state, rank=self.rank, habits=self._habits, unsaved=handover.pending.unsaved)
+        self._outcomes.note_unsaved(handover.pending.unsaved or {})
         found = self._kept_plan.reuse(captured)
 
         def needed(layout: Layout) -> int:

@@ -50,6 +50,7 @@ def snapshot(
     rng: bool = True,
     on_error: str | None = None,
     on_failure: Callable[[Pending], object] | None = None,
+    unsavable: str = "refuse",
 ) -> Pending:
     """Copy `state` as it is now into a slot, and return. The daemon saves the copy in the background.
 
@@ -67,6 +68,7 @@ def snapshot(
     on_error: "raise" raises an error that the caller must mend, such as a value that cannot be saved, or an invalid step, tag or setting.
         "log" returns it in the Pending. Default: "raise" until a snapshot of the attempt is sealed, then "log".
     on_failure: called with the Pending if the snapshot fails or is skipped, now or later, on the thread that learns of it.
+    unsavable: "refuse" fails a snapshot with a value that cannot be saved. "skip" leaves the value out, and logs its key.
 
     Raises the same errors as `Agent.snapshot`, and InvalidRequest or InvalidName for an invalid setting, as `on_error` says.
     """
@@ -80,7 +82,7 @@ def snapshot(
         return failed
     return agent.snapshot(
         state, step=step, tag=tag, persist=persist, on_busy=on_busy, metrics=metrics, user_content=user_content, rng=rng,
-        on_error=on_error, on_failure=on_failure,
+        on_error=on_error, on_failure=on_failure, unsavable=unsavable,
     )  # fmt: skip
 
 

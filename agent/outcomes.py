@@ -26,6 +26,7 @@ class Outcomes:
         self.sealed_in = 0
         self._failed = 0
         self._last: tuple[int, CkptdError] | None = None
+        self._unsaved: dict[str, str] = {}
         _all.add(self)
 
     def note(self, pending: Pending, on_failure: Callable[[Pending], object] | None = None) -> None:
@@ -40,6 +41,12 @@ class Outcomes:
                 on_failure(pending)
             except Exception:
                 log.exception("on_failure of the snapshot of step %d", pending.step)
+
+    def note_unsaved(self, unsaved: dict[str, str]) -> None:
+        """Log the keys that a snapshot leaves out, with the reasons, unless the last snapshot left out the same."""
+        if unsaved and unsaved.keys() != self._unsaved.keys():
+            log.warning("left out of the snapshots: %s", "; ".join(unsaved.values()))
+        self._unsaved = unsaved
 
     def complaint(self) -> str:
         """Return a sentence that says why nothing was saved, or "" if none has failed. A sealed snapshot counts as saved: the daemon sees

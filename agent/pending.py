@@ -33,6 +33,7 @@ class Pending:
     stall: seconds for which the call of `snapshot` held the training; 0.0 until that call returns.
     error: the reason if the snapshot failed, was skipped, or was kept in memory only and can no longer become durable; otherwise None.
     segment: the name of its slot's segment, "" until a slot is granted.
+    unsaved: with unsavable="skip", the reason for each key that was left out of the snapshot, otherwise None.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Pending:
         self.stall = 0.0
         self.error: CkptdError | None = None
         self.segment = ""
+        self.unsaved: dict[str, str] | None = None
         self._state = SnapshotState.NEW
         self._was_sealed = False
         self._over = False  # True once a memory-only snapshot can no longer become durable

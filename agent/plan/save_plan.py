@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.layout import Key, Layout, Row, check_item, layout_of, memory
-from ckptd.agent.state.capture import check_tensor
 from ckptd.agent.state.dtypes import copyable, dtype_name, dtype_of
+from ckptd.agent.state.refusals import check_tensor
 from ckptd.agent.state.tree import TensorRef
 from ckptd.agent.state.values import Packer
 from ckptd.shared.coverage import check_all

@@ -17,7 +17,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state.capture import check_tensor
+from ckptd.agent.state.refusals import check_tensor
 from ckptd.shared.plan import Item, Plan
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})

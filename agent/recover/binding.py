@@ -6,6 +6,8 @@ tensors to make, and the work for the end. `Binding.finish` then does that work 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,15 +17,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.read.loader import Saved
+from ckptd.agent.recover.differences import grouped
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
 from ckptd.agent.recover.optimizer_binding import Optimizers
 from ckptd.agent.recover.optimizer_check import class_difference
 from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.reshape import put_into
 from ckptd.agent.state.capture import expand_object
+from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names, canonical, flattens, parameter_names, unwrapped
-from ckptd.agent.state.tree import ObjectNode, PerRank
+from ckptd.agent.state.records import kind_of
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, Unsaved
 from ckptd.agent.state.values import Packer
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
@@ -33,14 +38,13 @@ class Binding:
     """A saved tree that fits the caller's state. Load its tensors, then call `finish`, or call `discard`. Raises StructureMismatch.
 
     in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. unused: the keys of the checkpoint
-    that have no place in the state; empty unless `options.strict`. kept: the patterns in `options.keep` that match a key. changed: a phrase
-    for each setting of an optimizer that gets another value.
+    that have no place in the state; empty unless `options.strict`. kept: the patterns in `options.keep` that match a key.
     """
 
     def __init__(self, state: Any, tree: Any, saved: Saved, options: Options, foreign: Foreign | None = None) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
-        self._optimizers = Optimizers(leaves, parameter_names(state), self._dict)
-        self.in_place, self.fresh, self.kept, self.changed = leaves.in_place, leaves.fresh, leaves.kept, leaves.changed
+        self._optimizers = Optimizers(leaves, parameter_names(state), self._bind)
+        self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")
         self.unused, leaves.differences.unused = leaves.differences.unused, []  # other ranks may have a place for these keys
         if leaves.differences:
@@ -54,6 +58,25 @@ class Binding:
             undo()
         self._leaves.undo.clear()
 
+    def remarks(self) -> Iterator[tuple[int, str]]:
+        """Yield a level of the log and a sentence for each thing that the caller should know about what is brought back."""
+        leaves = self._leaves
+        if leaves.changed:
+            yield logging.INFO, f"restored from the checkpoint: {', '.join(leaves.changed)}; recover(keep=...) keeps the caller's"
+        if leaves.unsaved:
+            yield (
+                logging.WARNING,
+                f"not in the checkpoint, since they could not be saved, and left as they are: {', '.join(leaves.unsaved)}",
+            )
+        if leaves.as_dicts:
+            yield (
+                logging.WARNING,
+                (
+                    f"objects under {', '.join(grouped(leaves.as_dicts))} came back as dicts of their fields: the state has no such object "
+                    "for the fields"
+                ),
+            )
+
     def finish(self, resolve: Resolve) -> None:
         """Write everything but the tensors in place. `resolve` returns the loaded tensor of a name in `fresh`."""
         with torch.no_grad():
@@ -64,6 +87,9 @@ class Binding:
     def _bind(self, place: Any, saved: Any, path: str) -> Value:
         if self._leaves.is_kept(path):
             return keep
+        if isinstance(saved, Unsaved):
+            self._leaves.unsaved.append(path)
+            return keep
         if isinstance(saved, OfRanks):
             return self._of_ranks(place, saved, path)
         if isinstance(place, PerRank):
@@ -73,10 +99,13 @@ class Binding:
         if isinstance(place, torch.optim.Optimizer):
             return self._optimizers.bind(place, saved, path)
         if isinstance(place, torch.Tensor):
-            return self._leaves.tensor(place, saved, path)
+            kind = kind_of_tensor(place)
+            return self._record(place, kind, saved, path) if kind else self._leaves.tensor(place, saved, path)
         if type(place) is not dict and (expanded := expand_object(place, Names())) is not None:
             return self._stateful(place, expanded[1], saved, path)
-        if isinstance(saved, ObjectNode):
+        if kind := kind_of(place):
+            return self._record(place, kind, saved, path)
+        if isinstance(saved, ObjectNode) and saved.kind not in RECORDS:
             saved = saved.tree
         if isinstance(place, dict):
             return self._dict(place, saved, path)
@@ -124,7 +153,7 @@ class Binding:
     def _list(self, place: list[Any], saved: Any, path: str) -> Value:
         if not isinstance(saved, list):
             return self._leaves.other_kind(path, saved, "a list")
-        if not any(isinstance(item, _COMPARED) or expand_object(item, Names()) is not None for item in place):
+        if not any(isinstance(item, Unsaved) for item in saved) and not any(map(_is_compared, place)):
             return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)  # plain values, like a history: any length fits
         if len(place) != len(saved):
             return self._leaves.differ(f"{path}: the checkpoint has a list of {len(saved)}, the state one of {len(place)}")
@@ -148,6 +177,30 @@ class Binding:
             return tuple(item if new is KEEP else new for item, new in zip(place, made, strict=True))
 
         return make
+
+    def _record(self, place: Any, name: str, saved: Any, path: str) -> Value:
+        """Bind an object that is saved as its fields. It keeps its identity, unless it cannot be changed."""
+        kind, leaves = RECORDS[name], self._leaves
+        if not isinstance(saved, ObjectNode) or saved.kind != name:
+            return leaves.other_kind(path, saved, f"a {name}")
+        if why := kind.differs(place, saved.tree):
+            return leaves.differ(f"{path}: {why}")
+        own = {} if kind.whole else kind.fields(place)
+        if not own:
+            fresh = leaves.make(saved.tree, path, place.device if isinstance(place, torch.Tensor) else None)
+        else:
+            leaves.compare(list(saved.tree), list(own), path)
+            values = {key: self._bind(own[key], saved.tree[key], f"{path}.{key}" if path else key) for key in own if key in saved.tree}
+
+            def fresh(resolve: Resolve) -> Any:
+                made = {key: value(resolve) for key, value in values.items()}
+                return own | {key: value for key, value in made.items() if value is not KEEP}
+
+        def put(resolve: Resolve) -> Any:
+            made = kind.restore(place, fresh(resolve))
+            return KEEP if made is place else made
+
+        return put
 
     def _stateful(self, place: Any, template: Any, saved: Any, path: str) -> Value:
         """Bind an object with load_state_dict. It loads its whole saved state, each tensor placed and sharded like its own of that name."""
@@ -194,6 +247,11 @@ class Binding:
             return KEEP
 
         return put
+
+
+def _is_compared(item: Any) -> bool:
+    """Return True if an item of a list is compared with the saved one, and brought back in place."""
+    return isinstance(item, _COMPARED) or bool(kind_of(item)) or expand_object(item, Names()) is not None
 
 
 def _marked(value: Value) -> Value:

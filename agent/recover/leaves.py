@@ -14,7 +14,8 @@ from ckptd.agent.read.loader import Saved
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
-from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef, filled, like, tensor_names
+from ckptd.agent.state.records import as_dict
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names
 
 Resolve = Callable[[str], torch.Tensor]
 KEEP = object()
@@ -31,7 +32,8 @@ class Leaves:
     """The findings of one comparison of a state with a saved tree. Nothing is written.
 
     in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. differences: all differences. kept:
-    the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. undo: the
+    the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. unsaved:
+    the keys of values that the checkpoint leaves out. as_dicts: the keys under which records come back as dicts of their fields. undo: the
     calls that take back everything that the comparison had to make in the state. of_ranks: binds a `per_rank` value.
     """
 
@@ -42,6 +44,8 @@ class Leaves:
         self.differences = Differences()
         self.kept: set[str] = set()
         self.changed: list[str] = []
+        self.unsaved: list[str] = []
+        self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
         self._foreign, self._of_ranks = foreign, of_ranks
 
@@ -58,7 +62,9 @@ class Leaves:
 
     def other_kind(self, path: str, saved: Any, expected: str) -> Value:
         """Record that the checkpoint has a value of another kind than the state."""
-        found = "a tensor" if isinstance(saved, TensorRef) else "an object" if isinstance(saved, ObjectNode) else type(saved).__name__
+        found = "a tensor" if isinstance(saved, TensorRef) else type(saved).__name__
+        if isinstance(saved, ObjectNode):
+            found = f"a {saved.kind}" if saved.kind in RECORDS else "an object"
         return self.differ(f"{path or 'the state'}: the checkpoint has {found}, the state {expected}")
 
     def tensor(self, place: torch.Tensor, saved: Any, path: str) -> Value:
@@ -89,6 +95,8 @@ class Leaves:
     def make(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> Value:
         """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it get their mark again."""
         saved = own_part(saved, self._foreign)
+        if any_node(saved, lambda node: isinstance(node, ObjectNode) and node.kind in RECORDS and RECORDS[node.kind].alone is as_dict):
+            self.as_dicts.append(path)
         if has_own(saved):
             return self._with_own(saved, path, mark=mark)
         for name in tensor_names(saved):
@@ -109,10 +117,17 @@ class Leaves:
         if isinstance(saved, OfRanks):
             return self._of_ranks(PerRank(None) if mark else None, saved, path)
         if isinstance(saved, ObjectNode):
-            return self._with_own(saved.tree, path, mark=mark)
+            value = self._with_own(saved.tree, path, mark=mark)
+            return lambda resolve: filled(ObjectNode(saved.kind, value(resolve), saved.cls), resolve)
         if isinstance(saved, dict):
             values = {key: self.make(value, f"{path}.{key}" if path else str(key), mark=mark) for key, value in saved.items()}
-            return lambda resolve: type(saved)({key: value(resolve) for key, value in values.items()})
+
+            def fill(resolve: Resolve) -> Any:
+                made = empty_like(saved)
+                made.update({key: value(resolve) for key, value in values.items()})
+                return made
+
+            return fill
         items = [self.make(value, f"{path}.{n}" if path else str(n), mark=mark) for n, value in enumerate(saved)]
         return lambda resolve: like(saved, [item(resolve) for item in items])
 

@@ -23,10 +23,10 @@ from ckptd.agent.state.tree import ObjectNode, TensorRef, filled
 
 
 class Optimizers:
-    """Binds the optimizers of a state. `names` has the names of its parameters. `bind_dict` binds a dict of the state."""
+    """Binds the optimizers of a state. `names` has the names of its parameters. `bind` binds any value of the state."""
 
-    def __init__(self, leaves: Leaves, names: Names, bind_dict: Callable[[dict[Any, Any], Any, str], Value]) -> None:
-        self._leaves, self._names, self._bind_dict = leaves, names, bind_dict
+    def __init__(self, leaves: Leaves, names: Names, bind: Callable[[Any, Any, str], Value]) -> None:
+        self._leaves, self._names, self._bind = leaves, names, bind
 
     def bind(self, place: torch.optim.Optimizer, saved: Any, path: str) -> Value:
         leaves = self._leaves
@@ -112,7 +112,7 @@ class Optimizers:
             {name: value for name, value in found.items() if not leaves.is_kept(f"{path}.param_groups.{number}.{name}")}
             for number, found in enumerate(settings)
         ]
-        state = self._bind_dict(own["state"], tree["state"], f"{path}.state")  # type: ignore[arg-type]
+        state = self._bind(own["state"], tree["state"], f"{path}.state")
 
         def put(resolve: Resolve) -> Any:
             state(resolve)
@@ -143,6 +143,9 @@ class Optimizers:
                 if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
                     values[name] = self._like(parameter, saved, dtype)
                     continue
+            elif isinstance(own, torch.Tensor):  # a tensor that is saved in parts, such as a quantized one
+                values[name] = self._bind(own, saved, f"{path}.{name}")
+                continue
             on_cpu = name == "step" and not steps_on_device(place, parameter)
             values[name] = leaves.make(saved, f"{path}.{name}", torch.device("cpu") if on_cpu else parameter.device)
         return values

@@ -333,8 +333,8 @@ class _Attempt:
             return tensor if tensor.device.type == device.type == "cpu" else tensor.to(device)
 
         binding.finish(resolve)
-        if binding.changed:
-            log.info("restored from the checkpoint: %s; recover(keep=...) keeps the caller's", ", ".join(binding.changed))
+        for level, remark in binding.remarks():
+            log.log(level, "%s", remark)
         if self._rng is not None:
             set_rng_state(self._rng)
         return {}

@@ -16,15 +16,13 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.state.naming import KeptNames, Names, canonical_keys, find, flattens, modules_of, parameter_keys, unwrapped
-from ckptd.agent.state.values import NESTED, Known, Packer
+from ckptd.agent.state.values import NESTED, Known, LenientPacker, Packer
 from ckptd.shared.bounds import check_msgpack
 from ckptd.shared.errors import IntegrityError, UnsavableValue
-from ckptd.shared.plan import MAX_DIMENSIONS
 
 _ITEM_OVERHEAD = 512  # bytes that one more tensor takes in plan and metadata, rounded up
 _PYTHON_RNG = struct.Struct("<625I")
@@ -48,14 +46,15 @@ class Habits:
     """Has one key, `bytes`: an encoded state of at most this length is accepted without another `check_msgpack`."""
 
 
-def capture(state: Any, *, rank: int = 0, habits: Habits | None = None) -> Captured:
+def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved: dict[str, str] | None = None) -> Captured:
     """Return the tensors of a state by name, and the rest of the state encoded.
 
-    `habits`, if given, is used and updated. Raises UnsavableValue for a value that could not be restored. The error names the key, unless
+    `habits`, if given, is used and updated. If `unsaved` is given, a value that could not be restored is left out, and `unsaved` gets the
+    reason under its key. Otherwise raises UnsavableValue for a value that could not be restored. The error names the key, unless
     the cause lies inside a state_dict or in the size of the whole state.
     """
     try:
-        captured = _capture(state, rank, habits or Habits())
+        captured = _capture(state, rank, habits or Habits(), unsaved)
     except (RecursionError, ValueError) as error:
         if isinstance(error, ValueError) and "integer string" not in str(error):
             raise
@@ -75,14 +74,14 @@ def capture(state: Any, *, rank: int = 0, habits: Habits | None = None) -> Captu
     return captured
 
 
-def _capture(state: Any, rank: int, habits: Habits) -> Captured:
+def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | None) -> Captured:
     trees = {id(module): module_state(module) for module in modules_of(state)}
     names = habits.names.of(state, list(trees.values()))
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
         return ("module", trees[id(value)]) if id(value) in trees else expand_object(value, names)
 
-    packer = Packer(expand, rank, habits.dicts)
+    packer = Packer(expand, rank, habits.dicts) if unsaved is None else LenientPacker(expand, rank, unsaved)
     return Captured(packer.encode(state), packer.tensors)
 
 
@@ -196,44 +195,3 @@ def set_rng_state(state: dict[str, Any]) -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         for device, saved in zip(range(torch.accelerator.device_count()), state["devices"], strict=False):
             module.set_rng_state(torch.frombuffer(bytearray(saved), dtype=torch.uint8), device)
-
-
-def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a form whose memory holds its values. A sharded tensor is checked and returned as it is.
-
-    A conjugate or negative view is resolved into a new tensor. Raises UnsavableValue for a tensor that is sparse, nested, quantized, on the
-    meta device or of an unknown class, or that has more than MAX_DIMENSIONS dimensions. Raises UnsavableValue as well for a DTensor with a
-    partial placement, since each rank holds only a summand.
-    """
-    if isinstance(tensor, DTensor):
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise UnsavableValue(
-                f"{name}: a DTensor with placements {tensor.placements} holds partial results, not values; redistribute() it first"
-            )
-        check_tensor(name, tensor._local_tensor)
-        return tensor
-    if isinstance(tensor, ShardedTensor):
-        for shard in tensor.local_shards():
-            check_tensor(name, shard.tensor.detach())
-        return tensor
-    if tensor.dim() > MAX_DIMENSIONS:
-        raise UnsavableValue(f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved; reshape() it to at most {MAX_DIMENSIONS}")
-    kind = type(tensor)
-    problem = None
-    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        problem = f"a tensor of type {kind.__module__}.{kind.__qualname__}"
-    elif tensor.is_meta:
-        problem = "a tensor on the meta device, which has no values"
-    elif tensor.layout is not torch.strided or tensor.is_nested:
-        problem = f"a tensor of layout {tensor.layout}"
-    elif tensor.is_quantized:
-        problem = f"a quantized tensor ({tensor.dtype})"
-    if problem is not None:
-        raise UnsavableValue(f"{name}: {problem} cannot be saved; give a strided torch.Tensor (its values, scales or indices as tensors)")
-    try:
-        return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-    except RuntimeError:
-        raise UnsavableValue(
-            f"{name}: a conjugate or negative view of dtype {tensor.dtype} cannot be saved, since torch cannot compute its values; "
-            "save the tensor that it is a view of"
-        ) from None

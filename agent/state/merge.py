@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef, like
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, empty_like, like
 from ckptd.agent.state.values import Packer
 from ckptd.shared.errors import UnsavableValue
 
@@ -33,17 +33,17 @@ class OfRanks:
 def value_digests(tree: Any) -> dict[str, bytes]:
     """Return a digest of 8 bytes for every plain value that must be equal on all ranks that hold it, by key.
 
-    Tensors and `per_rank` values have no digest. The contents of a dict have digests of their own; the digest of the dict itself does not
-    depend on its keys. The same holds for a list that contains tensors or containers; its own digest depends on its length. The settings of
-    a parameter group have a digest under the name of each parameter in the group. Raises UnsavableValue for an optimizer that numbers its
-    parameters, because the numbers of different ranks would be mixed up.
+    Tensors, `per_rank` values and values that were left out have no digest. The contents of a dict have digests of their own; the digest of
+    the dict itself does not depend on its keys. The same holds for a list that contains tensors or containers; its own digest depends on
+    its length. The settings of a parameter group have a digest under the name of each parameter in the group. Raises UnsavableValue for an
+    optimizer that numbers its parameters, because the numbers of different ranks would be mixed up.
     """
     return {key: hashlib.blake2b(Packer().encode(value), digest_size=8).digest() for key, value in _shared(tree, "")}
 
 
 def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
     prefix = f"{path}." if path else ""
-    if isinstance(tree, (TensorRef, PerRank)):
+    if isinstance(tree, (TensorRef, PerRank, Unsaved)):
         return
     if isinstance(tree, ObjectNode):
         yield from _shared(tree.tree, path)
@@ -128,7 +128,7 @@ def own_part(tree: Any, foreign: Foreign) -> Any:
         return ObjectNode(tree.kind, own_part(tree.tree, foreign), tree.cls)
     if isinstance(tree, dict):
         own = foreign.get(id(tree), Own(tree, frozenset()))
-        made = type(tree)()
+        made = empty_like(tree)
         made.update({key: own_part(value, foreign) for key, value in tree.items() if key not in own.others})
         if own.groups is not None:
             made["param_groups"] = own.groups
@@ -147,7 +147,7 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
     if is_optimizer(first):
         return _merge_optimizers([(rank, value) for rank, value in held if is_optimizer(value)], own, foreign)
     if isinstance(first, dict):
-        made = type(first)()
+        made = empty_like(first)
         keys = {key: None for _, value in held if isinstance(value, dict) for key in value}
         for key in keys:
             made[key] = _merge([(rank, value[key]) for rank, value in held if isinstance(value, dict) and key in value], own, foreign)
@@ -163,16 +163,16 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
 def bare(tree: Any) -> Any:
     """Return a merged tree as plain containers.
 
-    An object becomes its state dict. A `per_rank` value becomes the list of the values of all ranks, or the value itself if only one rank
-    saved it.
+    An object with a state_dict becomes its state dict. A record stays; `filled` replaces it. A `per_rank` value becomes the list of the
+    values of all ranks, or the value itself if only one rank saved it.
     """
     if isinstance(tree, ObjectNode):
-        return bare(tree.tree)
+        return ObjectNode(tree.kind, bare(tree.tree), tree.cls) if tree.kind in RECORDS else bare(tree.tree)
     if isinstance(tree, OfRanks):
         values = [bare(value) for value in tree.values]
         return values[0] if len(values) == 1 else values
     if isinstance(tree, dict):
-        made = type(tree)()
+        made = empty_like(tree)
         made.update({key: bare(value) for key, value in tree.items()})
         return made
     return like(tree, [bare(item) for item in tree]) if type(tree) in (list, tuple, deque) else tree

@@ -19,6 +19,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from ckptd.agent.state.records import KINDS, WITH_ATTRIBUTES, kind_of
 from ckptd.agent.state.tree import PerRank
 from ckptd.agent.state.values import TENSORS
 
@@ -112,7 +113,7 @@ def modules_of(state: Any) -> list[torch.nn.Module]:
 
 
 def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Yield (key, object) for each object of `kind` in the dicts, lists, tuples and `per_rank` values of a state."""
+    """Yield (key, object) for each object of `kind` in the dicts, lists, tuples, records and `per_rank` values of a state."""
     if isinstance(state, PerRank):
         state = state.value
     if isinstance(state, kind):
@@ -125,6 +126,8 @@ def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
         for number, value in enumerate(state):
             if not isinstance(value, torch.Tensor):
                 yield from find(value, f"{path}.{number}" if path else str(number), kind)
+    elif (record := kind_of(state)) in WITH_ATTRIBUTES and not callable(getattr(state, "state_dict", None)):
+        yield from find(KINDS[record].fields(state), path, kind)
 
 
 def parameter_keys(optimizer: torch.optim.Optimizer, names: Names) -> list[Any]:

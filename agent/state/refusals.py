@@ -1,4 +1,4 @@
-"""Refuses plain values that cannot be saved, with an error that names the key and says what to save instead."""
+"""Refuses values that cannot be saved, with an error that names the key and says what to save instead."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
 from ckptd.shared.bounds import MAX_DEPTH
 from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.plan import MAX_DIMENSIONS
 
 
 def check_text(text: str, path: str) -> None:
@@ -57,3 +62,44 @@ def said(how: Callable[[Any], str], value: Any) -> str:
         return how(value)
     except ValueError:
         return type(value).__name__
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in a form whose memory holds its values. A sharded tensor is checked and returned as it is.
+
+    A conjugate or negative view is resolved into a new tensor. Raises UnsavableValue for a tensor that is quantized, on the meta device or
+    of an unknown class, for a sparse or nested one, which is saved by its parts, and for one of more than MAX_DIMENSIONS dimensions. Raises
+    UnsavableValue as well for a DTensor with a partial placement, since each rank holds only a summand.
+    """
+    if isinstance(tensor, DTensor):
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise UnsavableValue(
+                f"{name}: a DTensor with placements {tensor.placements} holds partial results, not values; redistribute() it first"
+            )
+        check_tensor(name, tensor._local_tensor)
+        return tensor
+    if isinstance(tensor, ShardedTensor):
+        for shard in tensor.local_shards():
+            check_tensor(name, shard.tensor.detach())
+        return tensor
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise UnsavableValue(f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved; reshape() it to at most {MAX_DIMENSIONS}")
+    kind = type(tensor)
+    problem = None
+    if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        problem = f"a tensor of type {kind.__module__}.{kind.__qualname__}"
+    elif tensor.is_meta:
+        problem = "a tensor on the meta device, which has no values"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        problem = f"a tensor of layout {tensor.layout}"
+    elif tensor.is_quantized:
+        problem = f"a quantized tensor ({tensor.dtype})"
+    if problem is not None:
+        raise UnsavableValue(f"{name}: {problem} cannot be saved; give a strided torch.Tensor (its values, scales or indices as tensors)")
+    try:
+        return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+    except RuntimeError:
+        raise UnsavableValue(
+            f"{name}: a conjugate or negative view of dtype {tensor.dtype} cannot be saved, since torch cannot compute its values; "
+            "save the tensor that it is a view of"
+        ) from None

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from ckptd.agent.state.components import TENSOR_KINDS
+from ckptd.agent.state.records import KINDS
+from ckptd.shared.errors import CkptdError, IntegrityError
+
+RECORDS = KINDS | TENSOR_KINDS
+"""The kinds of objects that are saved as their fields, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +24,10 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class ObjectNode:
-    """The node of a decoded tree that takes the place of an object with a state_dict.
+    """The node of a decoded tree that takes the place of an object with a state_dict, or of a record.
 
-    kind: module, optimizer or stateful. cls: the full name of the object's class, "" if it was not saved.
+    kind: module, optimizer or stateful, or the kind of a record, a key of `RECORDS`. cls: the full name of the object's class, "" if it was
+    not saved.
     """
 
     kind: str
@@ -32,6 +40,16 @@ class PerRank:
     """A value that belongs to one rank, made by `per_rank`. In a decoded tree it belongs to the rank that wrote the document."""
 
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """The node of a decoded tree that takes the place of a value that could not be saved and was left out. `cls`: the name of its class."""
+
+    cls: str
+
+    def __repr__(self) -> str:
+        return f"<not saved: a {self.cls}>"
 
 
 def per_rank(value: Any) -> Any:
@@ -55,6 +73,11 @@ def tensor_names(tree: Any) -> list[str]:
     return []
 
 
+def empty_like(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a new empty dict of the same type as `tree`."""
+    return defaultdict(tree.default_factory) if isinstance(tree, defaultdict) else type(tree)()
+
+
 def like(container: Any, items: list[Any]) -> Any:
     """Return a new list, tuple or deque of the same type as `container`, with these items."""
     return deque(items, container.maxlen) if isinstance(container, deque) else type(container)(items)
@@ -69,29 +92,48 @@ def inside(tree: Any) -> Iterable[Any] | None:
     return tree if isinstance(tree, (list, tuple, set, frozenset, deque)) else None
 
 
+def any_node(tree: Any, condition: Callable[[Any], bool]) -> bool:
+    """Return True if the condition holds for a node of a decoded tree."""
+    return condition(tree) or any(any_node(item, condition) for item in inside(tree) or ())
+
+
 def _stands_in(tree: Any) -> bool:
     """Return True if the tree contains a TensorRef, an ObjectNode or a PerRank."""
-    if isinstance(tree, (TensorRef, ObjectNode, PerRank)):
-        return True
-    if isinstance(tree, dict):
-        return any(map(_stands_in, tree.values()))
-    return isinstance(tree, (list, tuple, set, frozenset, deque)) and any(map(_stands_in, tree))
+    return any_node(tree, lambda node: isinstance(node, (TensorRef, ObjectNode, PerRank)))
 
 
-def filled(tree: Any, resolve: Callable[[str], Any]) -> Any:
-    """Return a decoded tree with `resolve(name)` for each TensorRef, and ObjectNode and PerRank unwrapped. Containers keep their types."""
+def filled(tree: Any, resolve: Callable[[str], Any], *, records: bool = True) -> Any:
+    """Return a decoded tree with `resolve(name)` for each TensorRef, and ObjectNode and PerRank unwrapped. Containers keep their types.
+
+    A record is made again if that needs no class of the caller's. A dict of its fields takes the place of any other record, and of all
+    records if `records` is False.
+    """
     if isinstance(tree, TensorRef):
         return resolve(tree.fqn)
-    if isinstance(tree, (ObjectNode, PerRank)):
-        return filled(tree.tree if isinstance(tree, ObjectNode) else tree.value, resolve)
+    if isinstance(tree, ObjectNode):
+        inner = filled(tree.tree, resolve, records=records)
+        return _made(tree.kind, inner, tree.cls) if records else inner
+    if isinstance(tree, PerRank):
+        return filled(tree.value, resolve, records=records)
     if isinstance(tree, dict) and _stands_in(tree):
-        made = type(tree)()
-        made.update({key: filled(value, resolve) for key, value in tree.items()})
+        made = empty_like(tree)
+        made.update({key: filled(value, resolve, records=records) for key, value in tree.items()})
         return made
     if type(tree) is list:
-        return [filled(value, resolve) for value in tree]
+        return [filled(value, resolve, records=records) for value in tree]
     if isinstance(tree, (tuple, set, frozenset)) and _stands_in(tree):
-        return type(tree)(filled(value, resolve) for value in tree)
+        return type(tree)(filled(value, resolve, records=records) for value in tree)
     if type(tree).__name__ == "deque" and _stands_in(tree):
-        return type(tree)((filled(value, resolve) for value in tree), tree.maxlen)
+        return type(tree)((filled(value, resolve, records=records) for value in tree), tree.maxlen)
     return tree
+
+
+def _made(kind: str, tree: Any, cls: str) -> Any:
+    if kind not in RECORDS:
+        return tree
+    try:
+        return RECORDS[kind].alone(tree, cls)
+    except CkptdError:
+        raise
+    except Exception as error:  # the fields come from a file
+        raise IntegrityError(f"a value of kind {kind} cannot be made from its fields: {error}") from None

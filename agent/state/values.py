@@ -11,7 +11,7 @@ import enum
 import io
 import pathlib
 import sys
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
@@ -21,19 +21,27 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptd.agent.state import standard
+from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.dtypes import torch_dtype
 from ckptd.agent.state.optimizers import class_of
-from ckptd.agent.state.refusals import check_text, digits, said, too_deep
-from ckptd.agent.state.tree import ObjectNode, PerRank, TensorRef, inside
+from ckptd.agent.state.records import kind_of
+from ckptd.agent.state.refusals import check_tensor, check_text, digits, said, too_deep
+from ckptd.agent.state.standard import parts_of
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, inside
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, check_msgpack, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 
 Ext = msgspec.msgpack.Ext
 TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)
-ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK, OBJECT_OF_CLASS = range(15, 23)
+ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK, OBJECT_OF_CLASS, STANDARD, RECORD, DEFAULT_DICT, UNSAVED = range(15, 27)
 
 _PLAIN = {type(None), bool, float, str, bytes}
 _TEXT = frozenset({str})
+_FACTORIES: dict[str, type] = {
+    cls.__name__: cls for cls in (int, float, bool, str, bytes, list, tuple, set, dict, Counter, OrderedDict, deque)
+}
+"""The factories of a defaultdict that a file may name."""
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     cls.__name__: cls for cls in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.Path, pathlib.PurePath)
@@ -102,6 +110,8 @@ class Packer:
             self._above.pop()
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
+        if kind := kind_of_tensor(value):
+            return self._record(kind, value, path)
         name = path or "tensor"
         if name in self.tensors:  # two keys give one name: {"a.b": ...} beside {"a": {"b": ...}}, or 0 beside "0"
             number = 2
@@ -133,9 +143,11 @@ class Packer:
         keys = list(map(list, dicts))
         tensors = list(chain.from_iterable(map(dict.values, dicts[1:] or dicts)))
         known = self._known.get(path)
+        if not TENSORS.issuperset(map(type, tensors)):
+            return None
         if known is None or known[0] != keys:
             names = self._names(dicts, path)
-            if names is None:
+            if names is None or any(map(kind_of_tensor, tensors)):
                 return None
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()
@@ -143,7 +155,7 @@ class Packer:
             packed = [{key: next(references) for key in one} for one in dicts[1:] or dicts]
             whole = dict(zip(dicts[0], packed, strict=True)) if dicts[1:] else packed[0]
             known = self._known[path] = keys, names, msgspec.Raw(_encode(whole))
-        if not TENSORS.issuperset(map(type, tensors)) or not self.tensors.keys().isdisjoint(known[1]):
+        if not self.tensors.keys().isdisjoint(known[1]):
             return None
         self.tensors.update(zip(known[1], tensors, strict=True))
         return known[2]
@@ -182,6 +194,9 @@ class Packer:
             return Ext(ORDERED_DICT, self._pairs(value, path))
         if kind is Counter:
             return Ext(COUNTER, self._pairs(value, path))
+        if kind is defaultdict:
+            factory = next((name for name, cls in _FACTORIES.items() if cls is value.default_factory), "")
+            return Ext(DEFAULT_DICT, _encode([factory, msgspec.Raw(self._pairs(value, path))]))
         if kind is deque:
             return Ext(DEQUE, _encode([[self.pack(item, f"{path}.{n}") for n, item in enumerate(value)], value.maxlen]))
         if kind is set or kind is frozenset:
@@ -207,7 +222,14 @@ class Packer:
             if name == "module":
                 return Ext(OBJECT, _encode([name, packed]))
             return Ext(OBJECT_OF_CLASS, _encode([name, packed, class_of(value)]))
+        if record := kind_of(value):
+            return self._record(record, value, path)
+        if (parts := parts_of(value)) is not None:
+            return Ext(STANDARD, _encode(parts))
         return self._torch(value, kind, path)
+
+    def _record(self, kind: str, value: Any, path: str) -> Any:
+        return Ext(RECORD, _encode([kind, class_of(value), self.pack(RECORDS[kind].fields(value), path)]))
 
     def _torch(self, value: Any, kind: type, path: str) -> Any:
         """Encode with torch.save, as the last resort. A value that `weights_only` would not load is refused now, not at the recovery."""
@@ -221,6 +243,27 @@ class Packer:
                 "pickled code; save its state_dict() or plain values instead"
             ) from None
         return Ext(TORCH, buffer.getvalue())
+
+
+class LenientPacker(Packer):
+    """A Packer that leaves out what cannot be saved, instead of raising. `unsaved` is filled with the reason for each such key."""
+
+    def __init__(self, expand: Callable[[Any, str], tuple[str, Any] | None], rank: int, unsaved: dict[str, str]) -> None:
+        super().__init__(expand, rank)
+        self._unsaved = unsaved
+
+    def pack(self, value: Any, path: str) -> Any:
+        try:
+            if isinstance(value, torch.Tensor) and not kind_of_tensor(value):
+                check_tensor(path, value)
+            return super().pack(value, path)
+        except UnsavableValue as error:
+            self._unsaved[path] = str(error)
+            return Ext(UNSAVED, class_of(value).encode())
+
+    def _only_tensors(self, dicts: list[dict[Any, Any]], path: str) -> Any:
+        """Return None: each tensor is checked."""
+        return None
 
 
 def _pack_numpy(value: Any) -> Any:
@@ -255,6 +298,9 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
         if code == OBJECT_OF_CLASS:
             kind, tree, cls = msgspec.msgpack.decode(data, ext_hook=hook)
             return ObjectNode(kind, tree, cls) if objects else tree
+        if code == RECORD:
+            kind, cls, tree = msgspec.msgpack.decode(data, ext_hook=hook)
+            return _record_node(kind, cls, tree) if objects else tree
         if code == PER_RANK:
             return PerRank(msgspec.msgpack.decode(data, ext_hook=hook)) if objects else msgspec.msgpack.decode(data, ext_hook=hook)
         if code in _BY_ITEMS:
@@ -273,6 +319,20 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
     if deeper_than(found, MAX_DEPTH_READ, inside):
         raise IntegrityError(f"values document is nested more than {MAX_DEPTH_READ} levels deep")
     return found
+
+
+def _record_node(kind: str, cls: str, fields: Any) -> ObjectNode:
+    if kind not in RECORDS:
+        raise NewerFormat(f"a value has the unknown kind {kind!r}: it was written by a newer ckptd; upgrade this one")
+    if not isinstance(fields, dict) or not set(RECORDS[kind].required) <= fields.keys():
+        raise IntegrityError(f"values document: a value of kind {kind} lacks its fields")
+    return ObjectNode(kind, fields, cls)
+
+
+def _default_dict(factory: str, pairs: Any) -> defaultdict[Any, Any]:
+    made: defaultdict[Any, Any] = defaultdict(_FACTORIES.get(factory))
+    made.update({key: value for key, value in pairs})  # noqa: C416 (a list of lists, not of pairs)
+    return made
 
 
 def _enum(parts: Any) -> enum.Enum:
@@ -303,6 +363,8 @@ _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     ORDERED_DICT: lambda pairs: OrderedDict((key, value) for key, value in pairs),
     COUNTER: lambda pairs: Counter({key: value for key, value in pairs}),  # noqa: C416
     DEQUE: lambda parts: deque(parts[0], parts[1]),
+    DEFAULT_DICT: lambda parts: _default_dict(*parts),
+    STANDARD: standard.make,
 }
 _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     BIG_INT: lambda data: int(data),
@@ -312,5 +374,6 @@ _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     DEVICE: lambda data: torch.device(data.decode()),
     TORCH: lambda data: torch.load(io.BytesIO(data), weights_only=True),
     BYTEARRAY: bytearray,
+    UNSAVED: lambda data: Unsaved(data.decode()),
 }
-NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK, OBJECT_OF_CLASS}  # extension types whose payload is msgpack itself
+NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK, OBJECT_OF_CLASS, RECORD}  # extension types whose payload is msgpack itself

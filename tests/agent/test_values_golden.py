@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 from typing import Any
 
 import msgspec
@@ -82,3 +84,18 @@ def test_an_object_comes_back_with_its_class() -> None:
     document = (make.PLACE / "values-with-classes.msgpack").read_bytes()
     assert decode(document)["state"]["object"] == ObjectNode("stateful", {"epoch": 3}, "tests.golden.make.Stateful")
     assert decode(document, objects=False)["state"]["object"] == {"epoch": 3}
+
+
+def test_records_come_back_as_their_fields_and_what_was_left_out_is_named() -> None:
+    document = (make.PLACE / "values-with-records.msgpack").read_bytes()
+    assert make.values_with_records() == document
+    found = decode(document)["state"]
+    assert found.pop("point") == ObjectNode("namedtuple", {"x": 1, "y": 2}, "tests.golden.make.Point")
+    assert repr(found.pop("function")) == "<not saved: a builtins.function>"
+    assert found["default"].default_factory is int
+    assert found == {
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone(datetime.timedelta(hours=1))),
+        "decimal": decimal.Decimal("1.50"),
+        "range": range(0, 2**70, 3),
+        "default": {"a": 1},
+    }

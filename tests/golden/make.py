@@ -7,13 +7,15 @@ here, so that a test can compare every field.
 from __future__ import annotations
 
 import collections
+import datetime
+import decimal
 import hashlib
 import http
 import pathlib
 import struct
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from crc32c import crc32c
@@ -247,6 +249,32 @@ def values_with_classes() -> bytes:
     return packer.encode_map({"state": packer.pack({"object": Stateful()}, ""), "rng": None})
 
 
+LATER_VALUES = ("values-with-classes.msgpack", "values-with-records.msgpack")
+"""The golden documents of the codes that came after those of `values_document`."""
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+def values_with_records() -> bytes:
+    """Return a values document with the codes that came after that of `values_with_classes`."""
+    from ckptd.agent.state.values import LenientPacker
+
+    zone = datetime.timezone(datetime.timedelta(hours=1))
+    state = {
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, zone),
+        "decimal": decimal.Decimal("1.50"),
+        "range": range(0, 2**70, 3),
+        "point": Point(1, 2),
+        "default": collections.defaultdict(int, {"a": 1}),
+        "function": values_with_records,
+    }
+    packer = LenientPacker(lambda value, path: None, 0, {})
+    return packer.encode_map({"state": packer.pack(state, ""), "rng": None})
+
+
 def write(place: pathlib.Path, contents: Mapping[str, bytes]) -> None:
     """Write all files, or none if one of them exists already. Raises FileExistsError."""
     for name in contents:
@@ -266,6 +294,7 @@ def main() -> None:
             "part-zstd.ckpt": zstd_part(),
             "values.msgpack": values_document(),
             "values-with-classes.msgpack": values_with_classes(),
+            "values-with-records.msgpack": values_with_records(),
         },
     )
 

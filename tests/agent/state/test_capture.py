@@ -13,7 +13,6 @@ from ckptd.agent.state import capture as capture_module
 from ckptd.agent.state.capture import (
     Habits,
     capture,
-    check_tensor,
     expand_object,
     optimizer_bytes_to_come,
     rng_state,
@@ -21,6 +20,7 @@ from ckptd.agent.state.capture import (
     values_document,
 )
 from ckptd.agent.state.naming import Names
+from ckptd.agent.state.refusals import check_tensor
 from ckptd.agent.state.tree import ObjectNode, TensorRef
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import IntegrityError, UnsavableValue

@@ -1,0 +1,70 @@
+"""Tests that plain values of the standard library come back equal, with their zones and folds."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+import zoneinfo
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from ckptd.agent.state.standard import make, parts_of
+from ckptd.agent.state.values import Packer, decode
+from ckptd.shared.errors import IntegrityError, UnsavableValue
+
+ZURICH, EAST = zoneinfo.ZoneInfo("Europe/Zurich"), dt.timezone(dt.timedelta(hours=-5, microseconds=3), "east")
+VALUES = [
+    dt.datetime(2026, 10, 25, 2, 30, 1, 7, ZURICH, fold=1),
+    dt.datetime(1, 1, 1, tzinfo=EAST),
+    dt.datetime(9999, 12, 31, 23, 59, 59, 999999, dt.UTC),
+    dt.datetime(2026, 1, 2),
+    dt.date(2026, 2, 28),
+    dt.time(1, 2, 3, 4, ZURICH),
+    dt.time(23, 59, fold=1),
+    dt.timedelta(days=-1, seconds=3, microseconds=5),
+    dt.UTC,
+    EAST,
+    ZURICH,
+    Decimal("1.50"),
+    Decimal("-Infinity"),
+    Fraction(-2, 3),
+    uuid.UUID(int=5),
+    range(0, 10**30, -7),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_every_value_comes_back(value: Any) -> None:
+    found = decode(Packer().encode({"value": value}))["value"]
+    assert (type(found), repr(found)) == (type(value), repr(value))
+    assert getattr(found, "fold", 0) == getattr(value, "fold", 0)
+
+
+def test_a_time_in_a_zone_of_another_class_is_refused() -> None:
+    class Moon(dt.tzinfo):
+        def utcoffset(self, when: dt.datetime | None) -> dt.timedelta:
+            return dt.timedelta(0)
+
+        dst = utcoffset
+
+        def tzname(self, when: dt.datetime | None) -> str:
+            return "moon"
+
+    assert parts_of(dt.datetime(2026, 1, 1, tzinfo=Moon())) is None
+    with pytest.raises(UnsavableValue, match=r"^when: a value of type datetime.datetime could not be brought back"):
+        Packer().encode({"when": dt.datetime(2026, 1, 1, tzinfo=Moon())})
+    assert parts_of("text") is None
+
+
+@pytest.mark.parametrize("parts", [["exec", "1"], [], ["date", 1], ["range", "a", "1", "1"], ["ZoneInfo", "../../etc/passwd"]])
+def test_parts_that_make_no_value_are_damage(parts: list[Any]) -> None:
+    import msgspec
+
+    document = msgspec.msgpack.encode({"value": msgspec.msgpack.Ext(23, msgspec.msgpack.encode(parts))})
+    with pytest.raises(IntegrityError, match="values document cannot be read"):
+        decode(document)
+    with pytest.raises(Exception, match=".*"):
+        make(parts)
