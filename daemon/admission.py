@@ -58,16 +58,22 @@ class Admission:
         return made
 
     async def _create(self, header: SegmentHeader, node: int, job: Job, before: list[Slot], make_room: Callable[[], bool]) -> Slot:
-        """Make one segment. If it does not fit, first release the rank's free segments and call `make_room`."""
+        """Make one segment. If it does not fit, release the rank's free segments, call `make_room`, and as a last resort use the disk."""
         try:
             return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
-        except (QuotaExceeded, SharedMemoryFull):
-            free = [slot for slot in before if not slot.released and job.step_in(slot.name) is None]
-            for slot in free:
-                self._slots.release(slot)
-            if not make_room() and not free:
-                raise
-        return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
+        except (QuotaExceeded, SharedMemoryFull) as error:
+            reason = error
+        free = [slot for slot in before if not slot.released and job.step_in(slot.name) is None]
+        for slot in free:
+            self._slots.release(slot)
+        if make_room() or free:
+            try:
+                return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
+            except (QuotaExceeded, SharedMemoryFull) as error:
+                reason = error
+        if not self._slots.may_overflow(reason):
+            raise reason
+        return self._slots.add(await self._run(lambda: self._slots.create_on_disk(header)))
 
     # -- grants
 

@@ -102,6 +102,7 @@ def main() -> None:
 @click.option("--files-per-rank", type=int, help="Files that a rank's part of a checkpoint is spread over. Default: 1.")
 @click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
 @click.option("--log-level", help="debug, info, warning or error. Default: info.")
+@click.option("--overflow/--no-overflow", default=None, help="Put slots that do not fit into shared memory on the disk, or refuse them.")
 @click.option("--strict-journal", is_flag=True, default=None, help="Refuse to start on a corrupt journal instead of rebuilding it.")
 @click.option("--private", is_flag=True, default=None, hidden=True)
 @click.option("--ready-fd", type=int, default=-1, hidden=True)

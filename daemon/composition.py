@@ -31,6 +31,7 @@ from ckptd.shared import names
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.segment import SegmentHeader
+from ckptd.shared.state_directory import state_directory
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 
@@ -76,7 +77,8 @@ async def opened(
         held.callback(calls.close)
         journal_thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-journal")
         held.callback(journal_thread.shutdown, wait=False)
-        slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota)
+        overflow = state_directory(config.state_dir, config.root) / "segments" if config.overflow else None
+        slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota, overflow)
         held.callback(slots.close)
         with journal_directory(fs, config.state_dir, config.root, repository) as directory:
             journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal, on_broken=failed)

@@ -44,6 +44,8 @@ class Config:
     """Directory for the slots, in a tmpfs. A container with a small /dev/shm needs another one."""
     shm_quota: int = 0
     """Bytes that all slots together may take; 0 means nine tenths of the tmpfs."""
+    overflow: bool = True
+    """Whether slots that do not fit into shm_dir go to files in state_dir, on the local disk. A shm_quota that is set is never exceeded."""
     memory_ttl: float = 900.0
     """Seconds for which the snapshots of a dead trainer stay in memory once they are durable."""
     keep_last: int = 10

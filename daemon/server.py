@@ -309,7 +309,7 @@ class Connection:
         except BaseException:
             _close_all(opened)
             raise
-        return m.Segments(re=request_id, segments=[_held(slot) for slot in slots]), opened
+        return m.Segments(re=request_id, segments=[_held(slot) for slot in slots], remark=self._server.engine.slots.remark(slots)), opened
 
     def _notify(self, message: m.Progress) -> None:
         """Send the message, or keep it until the rank has begun. An error here would keep the caller from freeing slots."""

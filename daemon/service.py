@@ -92,6 +92,7 @@ class Service:
             "jobs_not_shown": max(0, len(jobs) - MAX_JOBS),
             "shared_memory": {
                 "used_bytes": parts.slots.used,
+                "on_disk_bytes": parts.slots.on_disk,
                 "quota_bytes": parts.slots.quota,
                 "segments": len(parts.slots.slots),
                 "directory": str(parts.slots.path),

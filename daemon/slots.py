@@ -10,21 +10,20 @@ import errno
 import fcntl
 import logging
 import os
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from ckptd.daemon.segment_directory import SegmentDirectory
 from ckptd.shared import names
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.errors import Busy, IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import READ, FileSystem
 from ckptd.shared.numa import UNKNOWN, near
-from ckptd.shared.owners import make_own_directory
 from ckptd.shared.segment import SegmentHeader, read_header, this_boot, write_header
 
 log = logging.getLogger("ckptd.slots")
@@ -34,12 +33,13 @@ log = logging.getLogger("ckptd.slots")
 class Slot:
     """A segment, and the daemon's own descriptor of its file.
 
-    `header` is the header as it was last read, and `nbytes` the length of the file. `pins` is the number of readers that keep the
-    descriptor open. `released` is True after `Slots.release`. `outgrown` is True once the rank has a larger slot instead; the
-    segment is then unlinked as soon as no step is in it.
+    `directory` is where the file lies. `header` is the header as it was last read, and `nbytes` the length of the file. `pins` is the
+    number of readers that keep the descriptor open. `released` is True after `Slots.release`. `outgrown` is True once the rank has a larger
+    slot instead; the segment is then unlinked as soon as no step is in it.
     """
 
     name: str
+    directory: SegmentDirectory
     descriptor: Descriptor
     header: SegmentHeader
     nbytes: int
@@ -102,22 +102,61 @@ class Slot:
 
 
 class Slots:
-    """All segments of one root. Their files lie in one directory of the tmpfs `shm_dir`, which is made with mode 0700.
+    """All segments of one root. Their files lie in one directory of the tmpfs `shm_dir`, which is locked for one daemon of the machine.
 
-    If another user has taken the name `directory`, a directory beside it with a random suffix is used. The directory is locked for one
-    daemon of the machine. The lock in the root is not enough: a daemon under another host name has another lock there, and would remove
-    the segments of this daemon.
+    The lock in the root is not enough: a daemon under another host name has another lock there, and would remove the segments of this
+    daemon. A segment that does not fit into the tmpfs may go to the directory `overflow` on the local disk, if that is given.
 
-    `path` is the directory, and `slots` maps the name of each segment to its slot. `used` and `quota` are in bytes. An argument
-    `quota` of 0 stands for nine tenths of the tmpfs.
+    `path` is the directory in the tmpfs, and `slots` maps the name of each segment to its slot. `used` and `quota` are in bytes, and count
+    the tmpfs only. An argument `quota` of 0 stands for nine tenths of the tmpfs.
     """
 
-    def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int) -> None:
+    def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int, overflow: Path | None = None) -> None:
         self._fs = fs
-        self.path, self._directory = _claim_directory(fs, shm_dir / directory)
+        self._memory = SegmentDirectory(fs, shm_dir / directory)
+        self._overflow = overflow
+        self._disk = SegmentDirectory(fs, overflow, on_disk=True) if overflow is not None and overflow.exists() else None
+        self._limited = quota > 0
         self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
         self.slots: dict[str, Slot] = {}  # used on the event loop only
         self.used = 0  # bytes
+
+    @property
+    def path(self) -> Path:
+        return self._memory.path
+
+    @property
+    def on_disk(self) -> int:
+        """The bytes of the segments that did not fit into the tmpfs."""
+        return sum(slot.nbytes for slot in self.slots.values() if slot.directory.on_disk)
+
+    def remark(self, slots: Sequence[Slot]) -> str:
+        """Return a sentence for the owner of new slots that are on the disk, or "" if none of them is."""
+        if not any(slot.directory.on_disk for slot in slots):
+            return ""
+        return (
+            f"the slots do not fit into {self.path.parent}, and are files in {self._overflow} now, which are slower: make the tmpfs larger "
+            "(docker: --shm-size), or set shm_dir to another one"
+        )
+
+    def may_overflow(self, error: QuotaExceeded | SharedMemoryFull) -> bool:
+        """Return True if the segment that has met this error may go to the disk instead. A quota that was set is never exceeded."""
+        return self._overflow is not None and (isinstance(error, SharedMemoryFull) or not self._limited)
+
+    def create_on_disk(self, header: SegmentHeader) -> Slot:
+        """Make a new segment on the local disk, and return its slot. Any thread may call this; the caller then calls `add`.
+
+        Raises SharedMemoryFull or StorageError. After an error no file is left.
+        """
+        assert self._overflow is not None
+        if self._disk is None:
+            try:
+                self._overflow.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StorageError.of(f"make {self._overflow.parent}", error) from None
+            self._disk = SegmentDirectory(self._fs, self._overflow, on_disk=True)
+            log.warning("slots that do not fit into %s go to files in %s, which are slower", self.path.parent, self._overflow)
+        return self._create(header, UNKNOWN, self._disk)
 
     def create(self, header: SegmentHeader, node: int = UNKNOWN) -> Slot:
         """Make a new segment near to the NUMA node `node`, and return its slot. Any thread may call this; the caller then calls `add`.
@@ -130,12 +169,15 @@ class Slots:
                 f"a slot of {_size(size)} does not fit: {_size(self.used)} of the quota of {_size(self.quota)} are taken; "
                 "raise shm_quota, take fewer slots, or save less"
             )
-        name = names.new_segment_file()
+        return self._create(header, node, self._memory)
+
+    def _create(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
+        size, name = header.file_length, names.new_segment_file()
         failpoint("slot.creating")
         try:
-            fd = self._fs.create(name, self._directory, mode=0o600)
+            fd = self._fs.create(name, directory.fd, mode=0o600)
         except OSError as error:
-            raise self._failure(error, size) from None
+            raise self._failure(error, size, directory) from None
         try:
             with near(node):
                 self._fs.allocate(fd, size)
@@ -143,25 +185,27 @@ class Slots:
             failpoint("slot.created")
         except BaseException as error:
             os.close(fd)
-            self._fs.unlink(name, self._directory)
+            self._fs.unlink(name, directory.fd)
             if not isinstance(error, OSError):
                 raise
-            raise self._failure(error, size) from None
-        return Slot(name, Descriptor(fd), header, size)
+            raise self._failure(error, size, directory) from None
+        return Slot(name, directory, Descriptor(fd), header, size)
 
-    def _failure(self, error: OSError, size: int) -> SharedMemoryFull | StorageError:
+    def _failure(self, error: OSError, size: int, directory: SegmentDirectory) -> SharedMemoryFull | StorageError:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-            return StorageError.of(f"make a segment in {self.path}", error)
-        free = psutil.disk_usage(str(self.path)).free
+            return StorageError.of(f"make a segment in {directory.path}", error)
+        free = _size(psutil.disk_usage(str(directory.path)).free)
+        also = f", and {free} in {directory.path} on the disk" if directory.on_disk else ""
+        free = _size(psutil.disk_usage(str(self.path)).free)
         return SharedMemoryFull(
-            f"no room for a slot of {_size(size)} in {self.path.parent}: {_size(free)} are free; "
+            f"no room for a slot of {_size(size)} in {self.path.parent}: {free} are free{also}; "
             "make it larger (docker: --shm-size) or set shm_dir to another tmpfs"
         )
 
     def add(self, slot: Slot) -> Slot:
         """Register a slot, count its bytes as used, and return it."""
         self.slots[slot.name] = slot
-        self.used += slot.nbytes
+        self.used += 0 if slot.directory.on_disk else slot.nbytes
         return slot
 
     def open_again(self, slot: Slot, *, write: bool) -> int:
@@ -173,15 +217,15 @@ class Slots:
         if slot.descriptor.closed:
             raise slot.gone()
         try:
-            fd = os.open(slot.name, READ | (os.O_RDWR if write else 0), dir_fd=self._directory)
+            fd = os.open(slot.name, READ | (os.O_RDWR if write else 0), dir_fd=slot.directory.fd)
         except OSError as problem:
             error = StorageError.of(f"open the segment {slot.name}", problem)
             if error.is_of_the_machine:
                 raise error from None
-            raise NotFound(f"segment {slot.name} has been removed from {self.path}: that copy in memory is lost") from None
+            raise NotFound(f"segment {slot.name} has been removed from {slot.directory.path}: that copy in memory is lost") from None
         if os.fstat(fd).st_ino != os.fstat(slot.fd).st_ino:
             os.close(fd)
-            raise NotFound(f"segment {slot.name} has been replaced in {self.path}: that copy in memory is lost")
+            raise NotFound(f"segment {slot.name} has been replaced in {slot.directory.path}: that copy in memory is lost")
         return fd
 
     def get(self, name: str) -> Slot:
@@ -206,9 +250,9 @@ class Slots:
         slot.released = True
         failpoint("slot.releasing")
         if self.slots.pop(slot.name, None) is not None:
-            self.used -= slot.nbytes
+            self.used -= 0 if slot.directory.on_disk else slot.nbytes
         try:
-            self._fs.unlink(slot.name, self._directory)
+            self._fs.unlink(slot.name, slot.directory.fd)
         except FileNotFoundError:
             pass
         except IsADirectoryError:
@@ -242,11 +286,19 @@ class Slots:
         Segments that are incomplete, damaged or from another boot are removed. Other files, segments of a newer ckptd and segments that
         cannot be opened are left alone. Raises StorageError if a segment cannot be opened because a resource has run out.
         """
-        for name in os.listdir(self._directory):
+        for directory in self._directories():
+            self._adopt(directory)
+        return list(self.slots.values())
+
+    def _directories(self) -> list[SegmentDirectory]:
+        return [self._memory] if self._disk is None else [self._memory, self._disk]
+
+    def _adopt(self, directory: SegmentDirectory) -> None:
+        for name in os.listdir(directory.fd):
             if not names.is_segment_file(name):
                 continue
             try:
-                fd = os.open(name, READ | os.O_RDWR, dir_fd=self._directory)
+                fd = os.open(name, READ | os.O_RDWR, dir_fd=directory.fd)
             except OSError as problem:
                 error = StorageError.of(f"open the segment {name}", problem)
                 if error.is_of_the_machine:  # a recovery would not find a snapshot that is sealed in it
@@ -268,74 +320,17 @@ class Slots:
             except (IntegrityError, InvalidName, OSError) as error:
                 log.warning("segment %s removed: %s", name, error)
                 os.close(fd)
-                self._fs.unlink(name, self._directory)
+                self._fs.unlink(name, directory.fd)
                 continue
-            self.add(Slot(name, Descriptor(fd), header, size))
-        return list(self.slots.values())
+            self.add(Slot(name, directory, Descriptor(fd), header, size))
 
     def close(self) -> None:
-        """Close the descriptors. The files stay for the next daemon; the directory is removed if it is empty."""
+        """Close the descriptors. The files stay for the next daemon; the directories are removed if they are empty."""
         for slot in self.slots.values():
             slot.descriptor.close()
-        if not self.slots:
-            try:
-                os.rmdir(self.path)
-            except OSError:
-                pass
+        for directory in self._directories():
+            directory.close()
         self.slots.clear()
-        os.close(self._directory)
-
-
-def _claim_directory(fs: FileSystem, plain: Path) -> tuple[Path, int]:
-    """Return the directory for segments, and the descriptor that holds its lock. Make the directory if it is missing.
-
-    Raises Busy if another daemon holds the lock, and StorageError if the directory cannot be made or other users may enter it.
-    """
-    try:
-        status = os.lstat(plain)
-    except OSError:
-        pass
-    else:
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and status.st_mode & 0o077:
-            raise StorageError(  # no other directory is used instead, because this one may hold segments
-                f"{plain} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:o}; "
-                "expected mode 700, so that no other user can enter it: remove it"
-            )
-    while True:
-        try:
-            path = make_own_directory(plain)
-            directory = fs.open_directory(str(path))
-        except FileNotFoundError as error:
-            if not plain.parent.is_dir():
-                raise StorageError.of(f"make {plain}", error) from None
-            continue  # the previous daemon has just removed it
-        except OSError as error:
-            raise StorageError.of(f"make {plain}", error) from None
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(directory)
-            raise Busy(
-                f"another ckptd on this machine, perhaps in a container with another host name, uses {path} for a root "
-                "with the same path: use that daemon, stop it first, or set shm_dir to another tmpfs"
-            ) from None
-        except OSError as error:
-            os.close(directory)
-            raise StorageError.of(f"lock {path}", error) from None
-        if _is_at(path, directory):
-            break
-        os.close(directory)
-    if path != plain:
-        log.warning("another user has taken the name %s: segments go to %s", plain, path)
-    return path, directory
-
-
-def _is_at(path: Path, directory: int) -> bool:
-    """Return True if `path` is still the directory that was opened: the previous daemon may have removed it before it was locked."""
-    try:
-        return os.path.samestat(os.lstat(path), os.fstat(directory))
-    except FileNotFoundError:
-        return False
 
 
 def _size(nbytes: int) -> str:

@@ -92,9 +92,13 @@ class Allocate(Request, frozen=True, kw_only=True, tag="allocate"):
 
 
 class Segments(Reply, frozen=True, kw_only=True, tag="segments"):
-    """The reply to Allocate. Two descriptors come with each segment, in this order: one to map, and one to hold the trainer's flock on."""
+    """The reply to Allocate. Two descriptors come with each segment, in this order: one to map, and one to hold the trainer's flock on.
+
+    `remark` is a sentence that the agent logs, or "".
+    """
 
     segments: list[HeldSegment]
+    remark: str = ""
 
 
 class Replan(Request, frozen=True, kw_only=True, tag="plan"):

@@ -79,7 +79,8 @@ def test_the_planners_example_runs_on_one_and_two_ranks(where: str, ranks: int, 
     place = TRAINER.parents[1]
     result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=place)
     assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]  # printed by torch 2.8
+    # torch 2.8 prints lines of its own, and those of two ranks may run together
+    lines = [line for line in result.stdout.splitlines() if "[Gloo]" not in line and "connected peer ranks" not in line]
     said = [line.partition(":")[0] for line in lines]
     assert said == ["renamed", "half", "balanced", "notes", "one tensor", "meta"]
     written = {path.parent.name.partition(".")[0] for path in base.glob("*/manifest.json")}

@@ -201,6 +201,8 @@ class Preparation:
             lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._client.welcome.slots, node=home_node()),
             m.Segments, ALLOCATE_SECONDS,
         )  # fmt: skip
+        if reply.remark:
+            log.warning("%s", reply.remark)
         before = list(self._slots.values())
         made = self._made
         try:

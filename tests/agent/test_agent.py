@@ -340,13 +340,36 @@ def small_tmpfs(tmp_path: Path) -> Any:
 
 
 def test_full_shared_memory_fails_the_snapshot_and_leaves_nothing(place: Home, small_tmpfs: Path) -> None:
-    with running(place, "--shm-dir", str(small_tmpfs), "--shm-quota", "1G"):
+    with running(place, "--shm-dir", str(small_tmpfs), "--shm-quota", "1G", "--no-overflow"):
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(4_000_000)}, step=1)
         with pytest.raises(errors.SharedMemoryFull, match=r"no room for a slot of 16\.\d MB in .*small: .* are free; make it larger"):
             pending.wait()
         assert agent.snapshot({"x": torch.ones(10)}, step=2).wait("durable", timeout=60).state == "durable"
         agent.close()
+
+
+@pytest.mark.parametrize("quota", ["0", "1G"])
+def test_slots_that_do_not_fit_into_shared_memory_go_to_the_disk_and_outlive_the_daemon(
+    place: Home, small_tmpfs: Path, caplog: pytest.LogCaptureFixture, quota: str
+) -> None:
+    options = ["--shm-dir", str(small_tmpfs), "--shm-quota", quota]
+    with running(place, *options) as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"x": torch.ones(100)}, step=1).wait("sealed", timeout=60)
+        assert caplog.text == ""
+        agent.snapshot({"x": torch.ones(4_000_000)}, step=2, persist=False).wait("sealed", timeout=60)
+        assert caplog.text.count(f"the slots do not fit into {small_tmpfs}, and are files in {place.state}") == 1
+        assert daemon.status()["shared_memory"]["on_disk_bytes"] > 16_000_000
+        daemon.kill()
+    with running(place, *options) as daemon:
+        state = {"x": torch.zeros(4_000_000)}
+        recovered = agent.recover(state)
+        assert recovered is not None
+        assert (recovered.step, recovered.source, state["x"].sum().item()) == (2, "memory", 4_000_000)
+        agent.close()
+        until(lambda: daemon.status()["shared_memory"]["segments"] == 0, "end of the slots")
+    assert not list(place.state.rglob("*.seg"))
 
 
 def test_saves_resume_once_a_full_disk_has_been_freed(place: Home, small_tmpfs: Path) -> None:

@@ -214,7 +214,7 @@ def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Pat
 
 
 def begin_another(socket: Path) -> None:
-    Agent("gpt", socket=socket).close()
+    Agent("gpt", socket=socket, takeover=True).close()
 
 
 def test_saves_continue_after_another_process_has_saved_to_the_job(daemon: Daemon, gpt: Path) -> None:

@@ -17,7 +17,7 @@ from ckptd.daemon.decisions import Free
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
-from ckptd.shared.errors import Fenced, NotFound
+from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.plan import MIN_CHUNK
 
@@ -85,6 +85,31 @@ def test_slots_that_are_replaced_are_released_once_they_are_free(tmp_path: Path)
     assert set(rank.slots.slots) == {slot.name for slot in second}
     assert all(slot.released for slot in first)
     assert rank.job.steps == {}
+    rank.slots.close()
+
+
+def test_a_segment_goes_to_the_disk_only_after_room_was_made_in_vain(tmp_path: Path) -> None:
+    rank, room = Rank(tmp_path), []
+    rank.slots.close()
+    rank.slots = rank.admission._slots = Slots(PosixFileSystem(), tmp_path, "ckptd-test", 0, tmp_path / "disk")
+
+    def allocate(frees: bool) -> list[bool]:
+        def make_room() -> bool:
+            room.append(len(rank.slots.slots))
+            if frees:
+                rank.slots.quota = 1 << 30
+            return frees
+
+        made = asyncio.run(rank.admission.allocate(rank.owner, rank.job, 1000, 2, -1, make_room))
+        return [slot.directory.on_disk for slot in made]
+
+    rank.slots.quota = 0
+    assert allocate(frees=False) == [True, True]
+    assert room == [0, 1]
+    assert allocate(frees=True) == [False, False]
+    rank.slots._overflow, rank.slots.quota = None, 0
+    with pytest.raises(QuotaExceeded):
+        allocate(frees=False)
     rank.slots.close()
 
 

@@ -435,7 +435,7 @@ def test_a_pin_set_after_the_death_of_the_daemon_stops_its_deletion(place: Home)
     with running(place, "--keep-last", "1", forked=True):
         assert steps(place) == [1, 2]
         assert ckptd("pin", place.root / "gpt" / tag(1), "--remove").returncode == 0
-        train(place, [3, 4])  # two checkpoints are beyond the policy; the daemon does not delete several at its first commit
+        train(place, [3, 4], takeover=True)  # two checkpoints are beyond the policy; the daemon does not delete several at its first commit
         until(lambda: not (place.root / "gpt" / tag(1)).exists(), "retention")
 
 

@@ -136,7 +136,7 @@ def test_ranks_that_fit_reconnect_after_a_restart_and_fit_in_a_new_run(place: Ho
     limit = limits.DescriptorPlan(2).needed(3)
     for run in (1, 2):
         daemon = limited(place, limit, limit).wait_ready()
-        agents = [Agent(f"job-{rank}", socket=place.socket) for rank in range(3)]
+        agents = [Agent(f"job-{rank}", socket=place.socket, takeover=True) for rank in range(3)]  # this process holds the locks of run 1
         for rank, agent in enumerate(agents):
             state = {"x": torch.zeros(3)}
             recovered = agent.recover(state)

@@ -155,6 +155,9 @@ class Segments:
     def of(self, job: str, attempt: int, rank: int) -> list[Segment]:
         return [slot for slot in self.slots.values() if slot.owner == (job, attempt, rank)]
 
+    def may_overflow(self, error: CkptdError) -> bool:
+        return False
+
     def get(self, name: str) -> Segment:
         if name not in self.slots:
             raise NotFound(f"there is no segment {name!r}")
