@@ -24,6 +24,7 @@ from ckptd.daemon.service import Service
 from ckptd.daemon.vitals import Vitals, rss_bytes
 from ckptd.shared import __version__
 from ckptd.shared import messages as m
+from ckptd.shared.errors import StorageError
 from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.session import MAX_VERSION
 
@@ -51,7 +52,7 @@ class App:
         async with opened(self._config, self._fs, failed=self._end, changed=self._changed, locked=self._handle_signals) as parts:
             listener, ours = listen(self._config.socket)
             try:
-                self._serving = Serving(parts, self._stop, self._started, self._ready_fd)
+                self._serving = Serving(parts, self._stop, self._started, self._ready_fd, self._lost_root)
                 await self._serving.run(listener, lambda: self._fatal is None)
             finally:
                 listener.close()
@@ -78,18 +79,27 @@ class App:
             self._fatal = error
             self._stop.set()
 
+    def _lost_root(self) -> None:
+        """End, because nothing can be saved and another daemon may serve the place. The next daemon finds what is in memory."""
+        self._end(
+            StorageError(
+                f"the root {self._config.root} has been deleted, moved or replaced; the next daemon saves to the root that is there then, "
+                "and begins with the snapshots that are in memory"
+            )
+        )
+
     def _changed(self) -> None:
         if self._serving is not None:
             self._serving.consider_leaving()
 
 
 class Serving:
-    """A daemon that has recovered, while clients may use it. `stop` is set to end it."""
+    """A daemon that has recovered, while clients may use it. `stop` is set to end it. `lost_root` is called if the root is gone."""
 
-    def __init__(self, parts: Parts, stop: asyncio.Event, started: float, ready_fd: int) -> None:
+    def __init__(self, parts: Parts, stop: asyncio.Event, started: float, ready_fd: int, lost_root: Callable[[], None]) -> None:
         self._parts, self._stop, self._ready_fd = parts, stop, ready_fd
         self._instance = secrets.token_hex(16)
-        self._service, self._vitals = Service(parts), Vitals(parts, started)
+        self._service, self._vitals = Service(parts), Vitals(parts, started, lost_root)
         self.ready = False
         self._idle: asyncio.TimerHandle | None = None
         self._server = Server(

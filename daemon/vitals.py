@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -15,6 +16,8 @@ log = logging.getLogger("ckptd")
 
 _PERIOD_SECONDS = 1.0
 """Between two measurements where systemd asks for no other period."""
+_TIMES_LOST = 2
+"""A root counts as lost if it is missing in so many measurements in a row, since it may be replaced in two steps."""
 _STUCK_SECONDS = 120.0
 """After this time without a written chunk, while a save is under way, the log says so."""
 
@@ -26,9 +29,10 @@ class Vitals:
     is gone or does not answer.
     """
 
-    def __init__(self, parts: Parts, started: float) -> None:
-        """started: the time at which the daemon started, on the monotonic clock."""
-        self._parts, self._started = parts, started
+    def __init__(self, parts: Parts, started: float, lost_root: Callable[[], None] = lambda: None) -> None:
+        """started: the time at which the daemon started, on the monotonic clock. `lost_root` is called if the root is no longer there."""
+        self._parts, self._started, self._lost_root = parts, started, lost_root
+        self._seen_lost = 0
         self.lag = 0.0
         self.disk_free: int | None = None
         self._measuring: float | None = None  # the time at which the measurement of the disk that is under way began
@@ -62,13 +66,18 @@ class Vitals:
                 self.disk_free = None
             return
         self._measuring = time.monotonic()
-        call = asyncio.get_running_loop().run_in_executor(self._parts.calls.pool, self._parts.repository.storage.free)
+        storage = self._parts.repository.storage
+        call = asyncio.get_running_loop().run_in_executor(self._parts.calls.pool, lambda: (storage.free(), storage.is_lost()))
         call.add_done_callback(self._measured)
 
-    def _measured(self, call: asyncio.Future[int | None]) -> None:
+    def _measured(self, call: asyncio.Future[tuple[int | None, bool]]) -> None:
         self._measuring = None
-        if not call.cancelled():
-            self.disk_free = call.result()
+        if call.cancelled():
+            return
+        self.disk_free, lost = call.result()
+        self._seen_lost = self._seen_lost + 1 if lost else 0
+        if self._seen_lost == _TIMES_LOST:
+            self._lost_root()
 
 
 def rss_bytes() -> int | None:

@@ -138,6 +138,9 @@ class MemoryStorage:
     def refusal(self, prefix: str) -> str:
         return ""
 
+    def is_lost(self) -> bool:
+        return False
+
     def free(self) -> int | None:
         return None
 

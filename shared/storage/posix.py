@@ -34,6 +34,7 @@ class PosixStorage:
         self.fs = fs or PosixFileSystem()
         self._durable: set[str] = set()  # prefixes that this process knows to be durable
         self._claims_lock = threading.Lock()
+        self._lock: tuple[Path, os.stat_result] | None = None  # the lock file of `serve`, and its status
         self._unsynced_claims: set[str] = set()  # claims that this process has created and failed to sync: `claim` may be repeated for them
 
     def where(self, name: str = "") -> str:
@@ -304,7 +305,20 @@ class PosixStorage:
         except OSError as error:
             raise StorageError.of(f"use {self.root} as the root for checkpoints", error) from None
         with self.directory(names.control(host)) as directory:
-            return posix_root.lock(directory, self.root)
+            lock = posix_root.lock(directory, self.root)
+        self._lock = (self.root / names.control(host) / names.LOCK, os.fstat(lock.fileno()))
+        return lock
+
+    def is_lost(self) -> bool:
+        if self._lock is None:
+            return False
+        path, status = self._lock
+        try:
+            return not os.path.samestat(os.stat(path, follow_symlinks=False), status)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
 
     def take_journal(self, host: str, target: Path) -> None:
         prefix = f"{names.control(host)}/{names.JOURNAL}"

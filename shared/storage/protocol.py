@@ -123,6 +123,12 @@ class Storage(Protocol):
         Raises Busy if another daemon of this host serves the root, and StorageError if the root cannot be used or another user owns it.
         """
 
+    def is_lost(self) -> bool:
+        """Return True if the root that `serve` has locked is no longer at its place: it was deleted, moved or replaced.
+
+        Return False if that cannot be told, for example while a mount does not answer, and before `serve`.
+        """
+
     def take_journal(self, host: str, target: Path) -> None:
         """Move the journal that an earlier version of ckptd kept in the root to the local directory `target`, if there is one."""
 

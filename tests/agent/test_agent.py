@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -477,3 +478,22 @@ def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> Non
     script = f"from ckptd.agent import Agent; Agent('job', socket={str(daemon.home.socket)!r})"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
     assert threading.active_count() >= 1
+
+
+def test_a_daemon_whose_root_was_deleted_says_so_and_ends_and_the_next_one_begins_a_new_root(place: Home) -> None:
+    with running(place) as daemon:
+        agent = Agent("job", socket=place.socket)
+        for step in (1, 2):
+            agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait("durable", timeout=60)
+        shutil.rmtree(place.root)
+        assert daemon.died() == 1
+        assert f"the root {place.root} has been deleted, moved or replaced; the next daemon saves to the root" in place.log_text()
+    with running(place):
+        state = {"x": torch.zeros(3)}
+        recovered = agent.recover(state)
+        assert recovered is not None
+        assert (recovered.step, recovered.source, state["x"].tolist()) == (2, "memory", [2.0] * 3)
+        agent.snapshot(state, step=3).wait("durable", timeout=60)
+        agent.close()
+    with Checkpoint.open(place.root / "job") as checkpoint:
+        assert checkpoint.step == 3

@@ -143,3 +143,20 @@ def test_memory_is_measured_unless_no_descriptor_is_left(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(psutil.Process, "memory_info", run_out)
     assert rss_bytes() is None
+
+
+def test_a_root_is_lost_if_it_is_missing_in_two_measurements_in_a_row(parts: Any) -> None:
+    seen = [True, False, True, False, *[True] * 3]
+    lost: list[int] = []
+
+    class Storage:
+        def free(self) -> int:
+            return 1
+
+        def is_lost(self) -> bool:
+            return seen.pop(0) if seen else True
+
+    parts.repository = SimpleNamespace(storage=Storage())
+    found = Vitals(parts, time.monotonic(), lambda: lost.append(len(seen)))
+    watched(found, lambda: not seen)
+    assert lost == [1]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +20,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import Busy, NotFound
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import write_checkpoint
 from tests.support.forks import context
@@ -132,3 +136,32 @@ def test_a_deleter_that_may_not_write_the_manifest_is_told_what_to_do(storage: R
         f"checkpoint gpt/{TAG} cannot be deleted by uid {NOBODY}: its manifest belongs to uid 0 and may not be written; delete it as uid 0"
     )
     process.join()
+
+
+# -- a root that is lost
+
+
+def test_a_root_is_lost_once_it_was_deleted_moved_or_replaced(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path / "root")
+    assert not storage.is_lost()
+    held = storage.serve("here")
+    assert not storage.is_lost()
+    (tmp_path / "root").rename(tmp_path / "elsewhere")
+    assert storage.is_lost()
+    other = PosixStorage(tmp_path / "root").serve("here")
+    assert storage.is_lost()
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "elsewhere").rename(tmp_path / "root")
+    assert not storage.is_lost()
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "root").touch()
+    assert storage.is_lost()
+    held.close()
+    other.close()
+
+
+def test_a_root_that_does_not_answer_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = PosixStorage(tmp_path / "root")
+    storage.serve("here").close()
+    monkeypatch.setattr(os, "stat", Mock(side_effect=OSError(errno.ESTALE, "stale")))
+    assert not storage.is_lost()
