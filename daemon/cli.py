@@ -1,4 +1,4 @@
-"""Defines the `ckptd` command line: run, status, doctor, ls, show, verify, forget, pin.
+"""Defines the `ckptd` command line: run, status, ps, stop, doctor, ls, show, verify, forget, pin.
 
 Commands print text for people, and JSON for programs with `--json`.
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from ckptd.daemon import report
+from ckptd.daemon import neighbours, report
 from ckptd.shared import __version__, names
 from ckptd.shared import errors as e
 from ckptd.shared.retention import parse
@@ -72,6 +72,7 @@ def main() -> None:
     \b
     Start the daemon of this node:     ckptd run --root /ckpts
     See what it is doing:              ckptd status
+    List all daemons; stop one:        ckptd ps; ckptd stop /ckpts
     List what has been saved:          ckptd ls /ckpts
     Look at one checkpoint:            ckptd show /ckpts/JOB
     Check every byte of a job:         ckptd verify /ckpts/JOB
@@ -116,10 +117,9 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     from ckptd.daemon import config as settings
 
     given = {key: value for key, value in flags.items() if value not in (None, ())}
-    environment = {key: value for key, value in os.environ.items() if key != "CKPTD_CONFIG"}
-    if "socket" not in given and "CKPTD_SOCKET" not in environment and not (file and "socket" in settings.read_file(file)):
+    if "socket" not in given and "CKPTD_SOCKET" not in os.environ and not (file and "socket" in settings.read_file(file)):
         given["socket"] = str(_default_socket())
-    config = settings.load(given, environment, file)
+    config = settings.load(given, os.environ, file)
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
         datefmt="%Y-%m-%dT%H:%M:%S",
@@ -194,15 +194,41 @@ def _default_socket() -> Path:
 
 
 @main.command()
+@click.argument("root", type=click.Path(path_type=Path), required=False)
 @_socket
 @_json
 @_speaks
-def status(socket: Path | None, as_json: bool) -> None:
-    """Tell what the daemon is doing. Exit code 0 only if it is ready."""
-    found = report.daemon_status(socket)
+def status(root: Path | None, socket: Path | None, as_json: bool) -> None:
+    """Tell what the daemon is doing: the one that serves ROOT, or else the one at --socket. Exit code 0 only if it is ready."""
+    found = neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
+    assert found is not None
     click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
     if not found["ready"]:
         sys.exit(1)
+
+
+@main.command()
+@_json
+@_speaks
+def ps(as_json: bool) -> None:
+    """List all daemons of this user on this node, private ones too."""
+    rows = [neighbour.row() for neighbour in neighbours.find_all()]
+    click.echo(json.dumps(rows, indent=1) if as_json else report.daemons_text(rows))
+
+
+@main.command()
+@click.argument("root", type=click.Path(path_type=Path), required=False)
+@click.option("--timeout", default=600.0, help="Seconds to wait until the daemon has saved what it owes. Default: 600.")
+@_json
+@_speaks
+def stop(root: Path | None, timeout: float, as_json: bool) -> None:
+    """Stop the daemon that serves ROOT, or the only daemon of this user. It first saves the newest snapshots in memory.
+
+    A running trainer waits for the next daemon. A trainer with a private daemon starts the next one itself.
+    """
+    found = neighbours.only_one() if root is None else neighbours.of_root(root)
+    neighbours.stop(found, timeout)
+    click.echo(json.dumps({"pid": found.pid, "stopped": True}) if as_json else f"stopped pid {found.pid}")
 
 
 @main.command()
@@ -243,7 +269,7 @@ def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
 
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is the root of the daemon at --socket.
     """
-    rows = report.listing(path if path is not None else Path(report.daemon_status(socket)["root"]))
+    rows = report.listing(path if path is not None else Path(neighbours.daemon_status(socket)["root"]))
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
 
 
@@ -267,7 +293,7 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
 @_json
 @_speaks
 def verify(path: Path, as_json: bool) -> None:
-    """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB), against its checksums.
+    """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB) or of a root (DIR), against its checksums.
 
     PATH may also be a checkpoint outside every root. Nothing is changed. The exit code is 13 if anything is damaged.
     """

@@ -6,7 +6,6 @@ Only the values are checked here. Paths and disks are checked where they are use
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 import tomllib
@@ -20,6 +19,7 @@ from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
+from ckptd.shared.settings import NOT_OF_THE_DAEMON, PREFIX, nearest
 from ckptd.shared.state_directory import default_state_dir
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -118,8 +118,6 @@ class Config:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-_AGENTS_OWN = {"job", "failpoints", "python"}
-"""Names of `CKPTD_` variables that are not settings of the daemon, in lower case and without the prefix."""
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None) -> Config:
@@ -131,8 +129,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     if file is not None:
         values |= {key: _convert(key, value, f"{file}: ") for key, value in read_file(file).items()}
     for variable, text in environ.items():
-        key = variable.removeprefix("CKPTD_").lower()
-        if variable.startswith("CKPTD_") and key not in _AGENTS_OWN:
+        key = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and key not in NOT_OF_THE_DAEMON:
             values[key] = _convert(key, text, f"{variable}: ")
     values |= {key: _convert(key, value, f"--{key.replace('_', '-')}: ") for key, value in flags.items()}
     if "root" not in values:
@@ -158,8 +156,8 @@ def read_file(file: Path) -> dict[str, Any]:
 def _convert(key: str, value: Any, where: str) -> Any:
     field = FIELDS.get(key)
     if field is None:
-        near = difflib.get_close_matches(key, FIELDS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; the settings are {', '.join(sorted(FIELDS))}"
+        near = nearest(key, FIELDS)
+        hint = f"; did you mean {near!r}?" if near else f"; the settings are {', '.join(sorted(FIELDS))}"
         raise InvalidConfig(f"{where}there is no setting {key!r}{hint}")
     if key == "root" and isinstance(value, (str, os.PathLike)) and names.url_scheme(_text(value)):
         raise InvalidConfig(

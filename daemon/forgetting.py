@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptd.daemon import config as settings
-from ckptd.daemon import report
+from ckptd.daemon import neighbours, report
 from ckptd.daemon.catalog import StoredCheckpoint
 from ckptd.daemon.composition import opened
 from ckptd.daemon.config import Config
@@ -141,10 +141,9 @@ def _settings(root: Path) -> Config:
     Retention keeps everything, because the flags that the daemon of this root was started with are unknown. The socket has a name of its
     own, because no client may connect.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "CKPTD_CONFIG"}
     file = os.environ.get("CKPTD_CONFIG")
     flags = {"root": str(root), "socket": f"{names.private_socket(root)}.{os.getpid()}", "keep_last": 0, "keep": ()}
-    return settings.load(flags, environment, Path(file) if file else None)
+    return settings.load(flags, os.environ, Path(file) if file else None)
 
 
 def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
@@ -154,7 +153,7 @@ def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
     """
     for place in [socket] if socket is not None else [*names.private_sockets(root), *names.default_sockets()]:
         try:
-            channel = Channel(place, report.TIMEOUT, later=_SECONDS)
+            channel = Channel(place, neighbours.TIMEOUT, later=_SECONDS)
         except (DaemonUnreachable, Forbidden) as error:
             if socket is not None:
                 raise

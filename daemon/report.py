@@ -1,4 +1,4 @@
-"""Gathers the data that the `ckptd` commands print, and formats it as text. Reads storage and the daemon's socket, and changes nothing."""
+"""Gathers the data that the `ckptd` commands print, and formats it as text. Reads storage, and changes nothing."""
 
 from __future__ import annotations
 
@@ -10,55 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptd.shared import messages as m
 from ckptd.shared import names
-from ckptd.shared.channel import Channel
 from ckptd.shared.coverage import Shards
-from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, IntegrityError, NotFound, StorageError, from_wire
+from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
-from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_root, tags_of
+from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_root, meant, tags_of
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
-TIMEOUT = 10.0
 SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipped", "failed": "failed"}
-
-
-def daemon_status(socket: Path | None) -> dict[str, Any]:
-    """Return the status of the daemon at `socket`, or else at the first of the usual places where a socket of this user or root exists.
-
-    Raises DaemonUnreachable if no daemon answers there, Forbidden if there are only sockets of other users.
-    """
-    channel = _connect(socket)
-    try:
-        channel.send(m.Status(id=channel.new_id()))
-        reply = channel.receive()[0]
-    finally:
-        channel.close()
-    if isinstance(reply, m.Error):
-        raise from_wire(reply.code, reply.message)
-    assert isinstance(reply, m.StatusReport)
-    status: dict[str, Any] = json.loads(reply.report)
-    return status
-
-
-def _connect(socket: Path | None) -> Channel:
-    if socket is not None:
-        return Channel(socket, TIMEOUT, later=TIMEOUT)
-    usual = names.default_sockets()
-    if root := os.environ.get("CKPTD_ROOT"):
-        usual = [*names.private_sockets(Path(os.path.abspath(root))), *usual]
-    problem: Forbidden | DaemonUnreachable | None = None
-    for place in [place for place in usual if place.exists()]:
-        try:
-            return Channel(place, TIMEOUT, later=TIMEOUT)
-        except (Forbidden, DaemonUnreachable) as error:  # another user's daemon or a dead one: the next place may have ours
-            problem = problem or error
-    tried = " and ".join(map(str, usual))
-    raise problem or DaemonUnreachable(
-        f"no daemon at {tried}: start one with `ckptd run --root DIR`, or name its socket with --socket PATH"
-    )
 
 
 def status_text(status: dict[str, Any]) -> str:
@@ -92,6 +53,22 @@ def status_text(status: dict[str, Any]) -> str:
         lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]
         lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
     return "\n".join([*lines, "", *_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
+
+
+def daemons_text(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return f"no daemon of uid {os.geteuid()} runs on this node"
+    table = [("PID", "ROOT", "KIND", "UP", "JOBS", "CLIENTS", "SOCKET")]
+    for row in rows:
+        if row["problem"]:
+            table.append((str(row["pid"]), "-", "-", "-", "-", "-", f"{row['socket']}: {row['problem']}"))
+            continue
+        table.append((
+            str(row["pid"]), row["root"], "private" if row["private"] else "own", _span(row["uptime_seconds"]),
+            ", ".join(row["jobs"][:4]) + (f" and {len(row['jobs']) - 4} more" if len(row["jobs"]) > 4 else "") or "-", str(row["clients"]),
+            row["socket"],
+        ))  # fmt: skip
+    return "\n".join(_table(table))
 
 
 def _saved(durable: dict[str, Any]) -> str:
@@ -145,7 +122,7 @@ def listing(path: Path) -> list[dict[str, Any]]:
         for tag, manifest in sorted(found, key=lambda f: f[1].order if isinstance(f[1], Manifest) else (-1, -1, -1)):
             rows.append(_row(job, tag, manifest, newest=tag == newest, pinned=tag in pinned))
     if not rows and not whole and repository.read_newest(jobs[0]) is None and not tags_of(repository, jobs[0]):
-        raise NotFound(f"{path} holds no checkpoints, and is not a root of ckptd")
+        raise NotFound(f"{path} holds no checkpoints, and is not a root of ckptd{meant(path)}")
     return rows
 
 
@@ -250,11 +227,15 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises NotFound if there is no checkpoint, Busy if a checkpoint is being deleted.
     """
-    repository, job, tag = find_job_or_checkpoint(path)
-    tags = [tag] if tag is not None else [name for name, _ in manifests(repository, job)]
-    if not tags:
-        raise NotFound(f"{path} holds no checkpoint")
-    for name in tags:
+    if is_root(path):
+        repository = existing_root(path)
+        wanted = [(job, name) for job in repository.jobs() for name, _ in manifests(repository, job)]
+    else:
+        repository, only, tag = find_job_or_checkpoint(path)
+        wanted = [(only, tag)] if tag is not None else [(only, name) for name, _ in manifests(repository, only)]
+    if not wanted:
+        raise NotFound(f"{path} holds no checkpoint{meant(path)}")
+    for job, name in wanted:
         begun = time.monotonic()
         called = title(repository, job, name)
         directory = repository.path.name if isinstance(repository, StandaloneCheckpoint) else name
@@ -271,7 +252,7 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
                 lease.close()
             result["ok"] = True
         except NotFound:
-            if tag is not None:
+            if len(wanted) == 1:
                 raise
             continue  # deleted after it was listed
         except Busy:  # a deleter holds the lock, which is not damage

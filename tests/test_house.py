@@ -135,7 +135,7 @@ def test_the_search_finds_a_cycle() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
     assert edges("shared")["ckptd.shared.part"] >= {"ckptd.shared.codec", "ckptd.shared.errors", "ckptd.shared.plan"}
-    assert edges("daemon")["ckptd.daemon.cli"] == {"ckptd.daemon.report"}
+    assert edges("daemon")["ckptd.daemon.cli"] == {"ckptd.daemon.neighbours", "ckptd.daemon.report"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -299,7 +299,6 @@ FROM_OUTSIDE = {
     "daemon/deleter.py": "its test takes the deleter out of the saver that owns it",
     "daemon/forgetting.py": "its test runs the commands `forget` and `pin`",
     "daemon/server.py": "its test talks to a daemon over real connections",
-    "shared/storage/posix.py": "its test leases and deletes checkpoints of a repository",
     "shared/storage/posix_root.py": "its test serves roots as a daemon does",
 }
 """Modules whose tests do not import them, each with the reason."""

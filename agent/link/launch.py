@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.shared import names, owners
+from ckptd.shared import names, owners, settings
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
 from ckptd.shared.state_directory import configured_state_dir, state_directory
@@ -26,6 +26,7 @@ log = logging.getLogger("ckptd.agent")
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 30.0
+_warned: set[str] = set()
 _started: list[subprocess.Popen[bytes]] = []  # private daemons, kept to reap those that exit before this process does
 
 
@@ -67,6 +68,7 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
     Raises DaemonUnreachable if a named socket does not exist, or if no daemon runs and no root is known. Raises InvalidRequest if the root
     is a URL.
     """
+    _warn_of_unknown_variables()
     named = socket or os.environ.get("CKPTD_SOCKET")
     where = root or os.environ.get("CKPTD_ROOT")
     if where and names.url_scheme(where):
@@ -89,6 +91,14 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
             "to a directory, for which a private daemon is then started"
         )
     return Place(names.private_socket(absolute), absolute, private=True)
+
+
+def _warn_of_unknown_variables() -> None:
+    """Log the `CKPTD_*` variables that mean nothing, each once. They may be misspelled, or meant for another version of ckptd."""
+    for variable, near in settings.unknown(os.environ).items():
+        if variable not in _warned:
+            _warned.add(variable)
+            log.warning("%s is not a setting of ckptd, and is ignored%s", variable, f": did you mean {near}?" if near else "")
 
 
 def _serves(socket: Path, root: Path | None) -> bool:
@@ -171,9 +181,11 @@ def start_private(root: Path) -> None:
         "--ready-fd",
         str(told),
     ]
+    strange = settings.unknown(os.environ)
     try:
         daemon = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, pass_fds=[told], start_new_session=True, cwd="/"
+            command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, pass_fds=[told], start_new_session=True, cwd="/",
+            env={name: value for name, value in os.environ.items() if name not in strange},
         )  # fmt: skip
     except OSError as error:
         os.close(ready)

@@ -6,7 +6,9 @@ anywhere that holds one checkpoint by itself.
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptd.shared import names
@@ -93,6 +95,8 @@ def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
         if _lies_in_a_root(path):
             return existing_root(path.parent.parent), path.parent.name, path.name
         return StandaloneCheckpoint(path), StandaloneCheckpoint.job, StandaloneCheckpoint.tag
+    if is_root(path):
+        raise NotFound(f"{path} is a root, which holds jobs, and not a job{meant(path)}")
     if path.is_dir():
         return existing_root(path.parent), path.name, None
     repository, job = existing_root(path.parent.parent), path.parent.name
@@ -108,8 +112,32 @@ def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
 def existing_root(root: Path) -> Repository:
     """Return the checkpoints below a root. Raises NotFound if it is not a directory."""
     if not root.is_dir():
-        raise NotFound(f"{root} does not exist, or is not a directory")
+        raise NotFound(f"{root} does not exist, or is not a directory{meant(root)}")
     return open_root(root)
+
+
+def meant(path: Path) -> str:
+    """Return ": did you mean PATH?" with a path near the given one that holds checkpoints, or "" if there is none."""
+    try:
+        found = next(_near(Path(os.path.abspath(path))), None)
+    except OSError:
+        found = None
+    return "" if found is None else f": did you mean {found}?"
+
+
+def _near(path: Path) -> Iterator[Path]:
+    """Yield jobs in a root, roots in a directory, names spelled alike, and the checkpoint, job or root that a path leads out of."""
+    if is_root(path):
+        repository = open_root(path)
+        yield from (path / job for job in repository.jobs() if tags_of(repository, job))
+    if path.is_dir():
+        yield from (path / name for name in sorted(os.listdir(path)) if is_root(path / name))
+    there = next(above for above in path.parents if above.is_dir())
+    wanted = path.relative_to(there).parts[0]
+    for name in difflib.get_close_matches(wanted, os.listdir(there)):
+        if name != wanted and (is_root(there / name) or is_root(there)):
+            yield there / name
+    yield from (above for above in path.parents if has_checkpoint(above) or is_root(above.parent) or is_root(above))
 
 
 def tags_of(repository: Repository, job: str) -> list[str]:

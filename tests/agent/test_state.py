@@ -442,7 +442,6 @@ def test_moved_storage_is_found_again(agent: Agent, daemon: Daemon) -> None:
     [
         ({"a": {"b": [1, object()]}}, "a.b.1"),
         ({"f": lambda: 0}, "f"),
-        ({"q": torch.ones(2).to_sparse()}, "q"),
         ({"m": torch.ones(2, device="meta")}, "m"),
         ({"o": np.array([object()])}, "o"),
         ({"u": {"x": "\ud800"}}, "u.x"),

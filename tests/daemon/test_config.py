@@ -113,7 +113,7 @@ def test_root_and_socket_must_be_set(missing: str, words: str) -> None:
         load({key: value for key, value in ROOT.items() if key != missing}, {}, None)
 
 
-@pytest.mark.parametrize("variable", ["CKPTD_JOB", "CKPTD_FAILPOINTS", "CKPTD_PYTHON"])
+@pytest.mark.parametrize("variable", ["CKPTD_JOB", "CKPTD_FAILPOINTS", "CKPTD_PYTHON", "CKPTD_TAKEOVER", "CKPTD_CONFIG"])
 def test_variables_of_the_agent_are_not_settings(variable: str) -> None:
     assert load(ROOT, {variable: "whatever"}, None) == load(ROOT, {}, None)
 

@@ -19,7 +19,7 @@ from typing import Any
 from ckptd.daemon import cli
 from ckptd.daemon.composition import Parts, opened
 from ckptd.daemon.config import Config
-from ckptd.daemon.report import daemon_status
+from ckptd.daemon.neighbours import daemon_status
 from ckptd.shared import failpoints as points
 from ckptd.shared import names
 from ckptd.shared.fs import FileSystem, PosixFileSystem

@@ -21,7 +21,7 @@ from ckptd.agent import Agent, Checkpoint, close, recover, snapshot
 from ckptd.agent.link import launch
 from ckptd.agent.link.launch import Place, find_place
 from ckptd.agent.link.script import script_job
-from ckptd.daemon.report import daemon_status
+from ckptd.daemon.neighbours import daemon_status
 from ckptd.shared import errors, names
 from ckptd.shared import messages as m
 from ckptd.shared.state_directory import configured_state_dir, state_directory
@@ -518,3 +518,14 @@ def test_a_socket_directory_that_cannot_be_made_is_an_error(bare: Path, monkeypa
     monkeypatch.setattr(names, "private_socket", lambda root: blocked / "s")
     with pytest.raises(errors.DaemonUnreachable, match=f"^other users have taken all names tried, such as {blocked}: "):
         launch.start_private(bare)
+
+
+def test_misspelled_variables_are_named_and_not_passed_to_a_private_daemon(
+    private: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "_warned", set())
+    monkeypatch.setenv("CKPTD_SHM_QUOTTA", "1G")
+    monkeypatch.setenv("CKPTD_TAKEOVER", "1")
+    assert recover({"w": torch.ones(3)}) is None
+    assert caplog.text.count("CKPTD_SHM_QUOTTA is not a setting of ckptd, and is ignored: did you mean CKPTD_SHM_QUOTA?") == 1
+    assert "TAKEOVER" not in caplog.text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptd.shared.errors import NotFound
-from ckptd.shared.storage.locate import attempts_of, find_checkpoint, find_job_or_checkpoint, job_and_tag
+from ckptd.shared.storage.locate import attempts_of, find_checkpoint, find_job_or_checkpoint, job_and_tag, meant
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from tests.shared.samples import TAG, write_checkpoint
 from tests.support.forged import forge
@@ -81,3 +81,23 @@ def test_the_command_line_finds_jobs_and_checkpoints_with_and_without_the_attemp
     assert isinstance(repository, StandaloneCheckpoint)
     with pytest.raises(NotFound, match="no checkpoint 'step-00009999' of job 'gpt'"):
         find_job_or_checkpoint(job / "step-00009999")
+
+
+def test_a_path_near_to_checkpoints_is_answered_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    root = tmp_path / "ckpts"
+    write_checkpoint(root)
+    (root / ".ckptd").mkdir(exist_ok=True)
+    tag = root / "gpt" / TAG
+    for path, near in (
+        (root, root / "gpt"),
+        (tmp_path, root),
+        (tag / "part.ckpt", tag),
+        (root / "gtp", root / "gpt"),
+        (tmp_path / "ckpt", root),
+        (tmp_path / "ckpst" / "gpt", root),
+    ):
+        assert meant(path) == f": did you mean {near}?", path
+    (tmp_path / "empty").mkdir()
+    assert meant(tmp_path / "empty" / "nothing") == ""
+    with pytest.raises(NotFound, match=f"^{root} is a root, which holds jobs, and not a job: did you mean {root}/gpt\\?$"):
+        find_job_or_checkpoint(root)

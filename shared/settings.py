@@ -1,0 +1,33 @@
+"""The names of the `CKPTD_*` variables: the settings of a daemon, and those that only a training process reads."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+PREFIX = "CKPTD_"
+SETTINGS = frozenset({
+    "root", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow", "memory_ttl", "keep_last", "keep", "stall_budget",
+    "storage_timeout", "rank_timeout", "threads", "memory_budget", "chunk_size", "files_per_rank", "bytes_per_file", "max_connections",
+    "strict_journal", "private", "idle_timeout", "log_level",
+})  # fmt: skip
+"""The settings of a daemon."""
+NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "failpoints", "python", "config"})
+"""What the other variables say: they are for the training process, the tests and the command line."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the name that is spelled most like the given one, or "" if none is alike."""
+    return next(iter(difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.5)), "")
+
+
+def unknown(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the `CKPTD_*` variables that mean nothing, each with the variable that is spelled most like it, or ""."""
+    known = SETTINGS | NOT_OF_THE_DAEMON
+    found = {}
+    for variable in sorted(environ):
+        name = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and name not in known:
+            near = nearest(name, known)
+            found[variable] = near and f"{PREFIX}{near.upper()}"
+    return found
