@@ -174,7 +174,7 @@ class Serving:
 
     def status(self) -> dict[str, object]:
         """Return what `ckptd status --json` prints. Sizes are bytes, times are seconds."""
-        config, server, vitals, report = self._parts.config, self._server, self._vitals, self._service.report()
+        config, server, vitals, report = self._parts.config, self._server, self._vitals, self._service.report(self._vitals.disk_free)
         counters = report.pop("counters")
         assert isinstance(counters, dict)
         return {

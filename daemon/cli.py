@@ -95,6 +95,7 @@ def main() -> None:
 @click.option(
     "--keep", multiple=True, metavar="POLICY", help="A policy for what else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeatable."
 )
+@click.option("--make-room", is_flag=True, default=None, help="Let a save on a full disk delete the job's oldest checkpoints early.")
 @click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
 @click.option("--shm-dir", help="A tmpfs for the slots. Default: /dev/shm.")
 @click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")

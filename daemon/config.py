@@ -50,6 +50,8 @@ class Config:
     """Seconds for which the snapshots of a dead trainer stay in memory once they are durable."""
     keep_last: int = 10
     """How many of a job's newest checkpoints are kept; 0 keeps all. Retention neither counts nor deletes those with a user's own tag."""
+    make_room: bool = False
+    """Whether a save that finds the disk full deletes the job's oldest checkpoints early, never the newest, and tries again."""
     keep: tuple[Policy, ...] = ()
     """More retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`, for jobs that have none of their own."""
     stall_budget: float = 10.0

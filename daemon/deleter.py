@@ -20,7 +20,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import NO_ROOM
-from ckptd.shared.retention import Policy
+from ckptd.shared.retention import LatestN, Policy
 from ckptd.shared.storage.repository import Repository
 
 log = logging.getLogger("ckptd.deleter")
@@ -90,6 +90,20 @@ class Deleter:
                 raise
             except (OSError, StorageError) as error:
                 self._failed(job, error)
+
+    async def make_room(self, job: Job) -> bool:
+        """Delete the oldest checkpoint that retention may delete, whether a policy keeps it or not. Return False if there is none.
+
+        Raises OSError, StorageError, JournalBroken.
+        """
+        pinned = await self._calls.run(lambda: self._repository.pins(job.name))
+        for old in [] if job.newer else to_retire(job.live_checkpoints(), [LatestN(1)], pinned, insisted=True):
+            why = await self.retire(job, old)
+            if not why:
+                log.warning("job %s: %s was deleted early, to make room on the full disk", job.name, old.tag)
+                return True
+            log.info("%s", why)
+        return False
 
     async def point_newest(self, job: Job) -> bool:
         """Make `newest` name the newest checkpoint, if there is one. Return False if that failed; the failure is logged and counted."""

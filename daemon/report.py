@@ -46,6 +46,8 @@ def status_text(status: dict[str, Any]) -> str:
             job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", _saved(durable) if durable else "-",
             ", ".join(job["pending"]) or "-", str(job["ranks_connected"]),
         ))  # fmt: skip
+        if job["room_for"] is not None and job["room_for"] < 10:
+            lines.append(f"  LITTLE ROOM    {job['job']}: the root has room for {job['room_for']} more of its checkpoints")
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
         if error := job["last_error"]:

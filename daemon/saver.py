@@ -28,6 +28,7 @@ from ckptd.daemon.tasks import watched
 from ckptd.shared import codec, names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.plan import Plan
@@ -36,6 +37,9 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
 
 log = logging.getLogger("ckptd.saver")
+
+_FEW = 5
+"""The log warns if fewer checkpoints than this still fit under the root."""
 
 
 class Saver:
@@ -73,6 +77,7 @@ class Saver:
         self.counters = counters
         self.deleter = Deleter(config.retention, journal, repository, calls, self._locks, counters)
         self.persist_seconds = 0.0
+        self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
 
     @property
     def busy(self) -> bool:
@@ -171,11 +176,30 @@ class Saver:
             "saved %s/%s: %.1f MB as %.1f MB (%.0f %%) in %.2f s, %.0f MB/s",
             snapshot.job, snapshot.tag, raw / 1e6, stored / 1e6, 100 * stored / max(raw, 1), seconds, raw / 1e6 / max(seconds, 1e-6),
         )  # fmt: skip
+        await self._warn_of_little_room(job, stored)
+
+    async def _warn_of_little_room(self, job: Job, stored: int) -> None:
+        """Log a warning if only few more checkpoints of this size fit under the root, each time their number has changed."""
+        free = await self._calls.run(self._repository.storage.free)
+        fit = _FEW if free is None else min(_FEW, free // max(stored, 1))
+        if fit < self._fit.get(job.name, _FEW):
+            then = (
+                "then the oldest ones are deleted early"
+                if self._config.make_room
+                else (
+                    "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, with which a full disk deletes the oldest ones early"
+                )
+            )
+            log.warning(
+                "job %s: the root has room for %d more of its checkpoints (%.1f MB free): %s", job.name, fit, (free or 0) / 1e6, then
+            )
+        self._fit[job.name] = fit
 
     async def _write_part(self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot) -> PartEntry:
         """Write the part of one rank to a file with a fresh name, and return its entry in the manifest.
 
-        After an I/O error (EIO) try once more with another file: a file whose sync has failed is never trusted again. Raises IntegrityError
+        After an I/O error (EIO) try once more with another file: a file whose sync has failed is never trusted again. With the setting
+        `make_room`, a full disk is tried again after each older checkpoint that could be deleted. Raises IntegrityError
         if the slot or its checksums are damaged, OSError, StorageError.
         """
         checks = read_check(sealed.fd, sealed.header)
@@ -193,6 +217,8 @@ class Saver:
                 create_file = self._repository.part_files(snapshot.job, snapshot.tag)
                 entry = await self._pipeline.write_part(sealed, checks, self._codec, create_file, snapshot.tag, nonce)
             except OSError as error:
+                if error.errno in NO_ROOM and self._config.make_room and await self.deleter.make_room(self._catalog.job(snapshot.job)):
+                    continue
                 if tried == 2 or error.errno != errno.EIO:
                     raise
                 log.warning("snapshot %s/%s: %s; retrying once with a new file", snapshot.job, snapshot.tag, error.strerror)

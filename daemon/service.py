@@ -83,12 +83,15 @@ class Service:
                 refused[tag] = why
         return refused
 
-    def report(self) -> dict[str, object]:
-        """Return the part of `ckptd status --json` that is about jobs, shared memory and counters. Sizes are bytes, times are seconds."""
+    def report(self, disk_free: int | None) -> dict[str, object]:
+        """Return the part of `ckptd status --json` that is about jobs, shared memory and counters. Sizes are bytes, times are seconds.
+
+        disk_free: the free bytes under the root, or None if they are not known.
+        """
         parts = self._parts
         jobs = sorted(parts.catalog.jobs.values(), key=lambda job: job.name)
         return {
-            "jobs": [self._job(job) for job in jobs[:MAX_JOBS]],
+            "jobs": [self._job(job, disk_free) for job in jobs[:MAX_JOBS]],
             "jobs_not_shown": max(0, len(jobs) - MAX_JOBS),
             "shared_memory": {
                 "used_bytes": parts.slots.used,
@@ -107,13 +110,14 @@ class Service:
             },
         }
 
-    def _job(self, job: Job) -> dict[str, object]:
+    def _job(self, job: Job, disk_free: int | None) -> dict[str, object]:
         sealed, durable, failure = job.newest_in_memory(), job.newest_checkpoint(), job.last_failure
         return {
             "job": job.name,
             "attempt": job.attempt,
             "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
             "last_durable": _where(durable.attempt, durable.step, durable.tag) | _age(durable.created) if durable else None,
+            "room_for": disk_free // max(1, durable.nbytes) if durable and disk_free is not None else None,
             "last_error": {"step": failure.step, "reason": failure.reason[:MAX_TEXT]} | _age(failure.when) if failure else None,
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),

@@ -30,9 +30,8 @@ from ckptd.shared import names
 TRAINER = Path(__file__).with_name("train_gpt.py")
 SETTINGS = {
     "CKPTD_KEEP_LAST": "3",  # the default of ten checkpoints, of 120 MB each, would be too much for a demo
-    "OMP_WAIT_POLICY": "passive",  # with spinning threads a step took 1.8 to 3.4 s on two busy cores, instead of 0.7 to 0.9 s
-    "MKL_DYNAMIC": "FALSE",  # otherwise matrix products may use fewer threads on a busy machine, and round the last bit differently
-    "MKL_CBWR": "AUTO,STRICT",  # nor may buffer alignment matter (oneMKL, "Getting Reproducible Results with Conditional NR")
+    "OMP_NUM_THREADS": "1",  # with several threads, losses differed in their last bits on a busy machine, before anything was killed
+    "MKL_CBWR": "AUTO,STRICT",  # buffer alignment may not matter either (oneMKL, "Getting Reproducible Results with Conditional NR")
 }
 NOT_FOR_THE_TRAINER = ("CKPTD_ROOT", "CKPTD_SOCKET", "CKPTD_JOB", "CKPTD_CONFIG")
 RECOVERED = re.compile(r"recovered step (\d+) of attempt (\d+) from (\w+) in ([\d.]+) s(?: on rank \d+)?")  # ranks may share a line

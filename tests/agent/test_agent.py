@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -393,6 +392,36 @@ def test_saves_resume_once_a_full_disk_has_been_freed(place: Home, small_tmpfs: 
         assert daemon.status()["counters"]["failed"] == 1
 
 
+@pytest.mark.parametrize("make_room", [True, False])
+def test_a_full_disk_deletes_old_checkpoints_early_only_if_it_may(place: Home, small_tmpfs: Path, make_room: bool) -> None:
+    place.root.symlink_to(small_tmpfs)
+    fit = small_free(small_tmpfs) // 3_000_000
+    with running(place, "--codec", "raw", *(["--make-room"] if make_room else [])) as daemon:
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"x": torch.ones(700_000)}, step=1, tag="best").wait("durable", timeout=60)
+        pendings = []
+        for step in range(2, fit + 4):
+            pendings.append(agent.snapshot({"x": torch.full((700_000,), float(step))}, step=step))
+            until(lambda pending=pendings[-1]: pending.done, "end of the save")  # type: ignore[misc]
+        assert "job job: the root has room for 0 more of its checkpoints" in place.log_text()
+        until(lambda: daemon.status()["jobs"][0]["room_for"] < 2, "measurement of the disk")
+        (shown,) = daemon.status()["jobs"]
+        if make_room:
+            assert [pending.state for pending in pendings] == ["durable"] * len(pendings)
+            assert "job job: step-00000002.a0001 was deleted early, to make room on the full disk" in place.log_text()
+        else:
+            assert [pending.state for pending in pendings[-2:]] == ["failed", "failed"]
+            assert shown["last_error"]["reason"].startswith("cannot save job/step-")
+        kept = sorted(path.parent.name for path in (place.root / "job").glob("*/manifest.json"))
+        assert "best.a0001" in kept
+        newest = [pending.step for pending in pendings if pending.state == "durable"][-1]
+        state = {"x": torch.zeros(700_000)}
+        recovered = agent.recover(state, step=newest)
+        assert recovered is not None
+        assert state["x"][0] == newest
+        agent.close() if make_room else agent._link.let_go()
+
+
 def small_free(path: Path) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
@@ -485,7 +514,7 @@ def test_a_daemon_whose_root_was_deleted_says_so_and_ends_and_the_next_one_begin
         agent = Agent("job", socket=place.socket)
         for step in (1, 2):
             agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait("durable", timeout=60)
-        shutil.rmtree(place.root)
+        place.root.rename(place.path / "gone")  # a deletion file by file could meet a file that the daemon is making
         assert daemon.died() == 1
         assert f"the root {place.root} has been deleted, moved or replaced; the next daemon saves to the root" in place.log_text()
     with running(place):

@@ -34,7 +34,8 @@ def test_defaults() -> None:
     assert dataclasses.asdict(config) | {"threads": 0} == {
         "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "state_dir": default_state_dir(),
         "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0, "overflow": True,
-        "memory_ttl": 900.0, "keep_last": 10, "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0,
+        "memory_ttl": 900.0, "keep_last": 10, "make_room": False,
+            "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0,
         "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
         "files_per_rank": 1, "bytes_per_file": 0,
         "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_level": "info",
@@ -68,6 +69,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "slots": ("5", "5", 5),
     "shm_dir": ('"/mnt/shm"', "/mnt/shm", Path("/mnt/shm")),
     "shm_quota": ('"24G"', "24G", 24 * 10**9),
+    "make_room": ("true", "1", True),
     "overflow": ("false", "0", False),
     "memory_ttl": ("2.5", "2.5", 2.5),
     "keep_last": ("7", "7", 7),
