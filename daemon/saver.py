@@ -183,13 +183,9 @@ class Saver:
         free = await self._calls.run(self._repository.storage.free)
         fit = _FEW if free is None else min(_FEW, free // max(stored, 1))
         if fit < self._fit.get(job.name, _FEW):
-            then = (
-                "then the oldest ones are deleted early"
-                if self._config.make_room
-                else (
-                    "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, with which a full disk deletes the oldest ones early"
-                )
-            )
+            then = "the oldest ones are then deleted early"
+            if not self._config.make_room:
+                then = "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, which then deletes the oldest ones early"
             log.warning(
                 "job %s: the root has room for %d more of its checkpoints (%.1f MB free): %s", job.name, fit, (free or 0) / 1e6, then
             )
