@@ -120,9 +120,9 @@ def _subclass_differs(place: Any, fields: Fields) -> str:
 
 
 def _into_subclass(place: Any, fields: Fields) -> Any:
-    """Put the components in place. Most are filled already."""
+    """Put the components in place that were made anew, as a sparse one is. The others are filled already."""
     for name in place.__tensor_flatten__()[0]:
-        if getattr(place, name) is not fields[name] and not torch.is_same_size(getattr(place, name), fields[name]):
+        if kind_of_tensor(fields[name]) and fields[name] is not getattr(place, name):
             setattr(place, name, fields[name])
     return place
 

@@ -71,6 +71,15 @@ def test_a_wrapper_keeps_its_identity_and_its_components_too() -> None:
     assert kind.differs(other, fields) == "the checkpoint has a Scaled of settings {'bits': 2}, the state one of {'bits': 4}"
 
 
+def test_a_component_that_was_made_anew_is_put_into_the_wrapper() -> None:
+    place, scale = Scaled(coo() * 0, torch.zeros(1), 2), torch.zeros(1)
+    made = coo()
+    restored = TENSOR_KINDS["subclass"].restore(place, {"data_part": made, "scale": scale})
+    assert restored is place
+    assert place.data_part is made
+    assert place.scale is not scale  # it was filled in place
+
+
 @pytest.mark.parametrize("name", ["os.system", "torch.Tensor", "nowhere.Scaled", "", "tests.support.wrapped.NotATensor"])
 def test_a_wrapper_is_made_only_of_a_class_that_is_imported_and_wraps_tensors(name: str) -> None:
     fields = TENSOR_KINDS["subclass"].fields(Scaled(torch.zeros(3), torch.zeros(1), 2))
