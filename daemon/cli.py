@@ -1,4 +1,4 @@
-"""Defines the `ckptd` command line: run, status, ps, stop, doctor, ls, show, verify, forget, pin.
+"""Defines the `ckptd` command line: run, status, ps, stop, gc, doctor, ls, show, verify, forget, pin.
 
 Commands print text for people, and JSON for programs with `--json`.
 
@@ -230,6 +230,28 @@ def stop(root: Path | None, timeout: float, as_json: bool) -> None:
     found = neighbours.only_one() if root is None else neighbours.of_root(root)
     neighbours.stop(found, timeout)
     click.echo(json.dumps({"pid": found.pid, "stopped": True}) if as_json else f"stopped pid {found.pid}")
+
+
+@main.command()
+@click.option("--delete", is_flag=True, help="Delete what is listed, with the snapshots that are sealed in it.")
+@click.option("--shm-dir", type=click.Path(path_type=Path), default="/dev/shm", envvar="CKPTD_SHM_DIR", help="Default: /dev/shm.")
+@_json
+@_speaks
+def gc(delete: bool, shm_dir: Path, as_json: bool) -> None:
+    """List what dead daemons have left in shared memory, and their sockets, with owner and size. What is in use is left out.
+
+    The next daemon of a root saves the snapshots that are sealed there. Delete them only if no daemon will serve that root again.
+    """
+    from ckptd.daemon import leftovers
+
+    rows = [
+        {
+            "path": str(found.path), "owner": found.owner, "bytes": found.nbytes, "holds": list(found.holds),
+            "deleted": delete and found.nbytes is not None and leftovers.delete(found),
+        }
+        for found in list(leftovers.find(shm_dir))
+    ]  # fmt: skip
+    click.echo(json.dumps(rows, indent=1) if as_json else report.leftovers_text(rows, delete=delete))
 
 
 @main.command()

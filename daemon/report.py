@@ -73,6 +73,17 @@ def daemons_text(rows: list[dict[str, Any]]) -> str:
     return "\n".join(_table(table))
 
 
+def leftovers_text(rows: list[dict[str, Any]], *, delete: bool) -> str:
+    if not rows:
+        return "nothing is left of dead daemons"
+    table = [("PATH", "OWNER", "SIZE", "SEALED IN IT", "")]
+    for row in rows:
+        size = "-" if row["bytes"] is None else _size(row["bytes"])
+        table.append((row["path"], row["owner"], size, ", ".join(row["holds"]) or "-", "deleted" if row["deleted"] else ""))
+    own = sum(row["bytes"] or 0 for row in rows)
+    return "\n".join([*_table(table), *([] if delete else [f"{_size(own)} can be freed with --delete"])])
+
+
 def _saved(durable: dict[str, Any]) -> str:
     age = durable["age_seconds"]
     return f"step {durable['step']}" + ("" if age is None else f", {_span(age)} ago")

@@ -222,6 +222,14 @@ def private_sockets(root: Path) -> list[Path]:
     return [first, *(path for path in others if path != first)]
 
 
+def private_socket_files() -> list[Path]:
+    """Return the sockets of this user's private daemons that exist, whether a daemon listens on them or not."""
+    runtime = _runtime_directory()
+    directories = [*([runtime] if runtime is not None else []), *own_directories(_plain_socket_directory())]
+    found = [path for directory in directories for path in sorted(directory.glob("ckptd-*.sock"))]
+    return [path for path in found if path.is_socket() and not path.is_symlink()]
+
+
 def default_sockets() -> list[Path]:
     """Return the paths of the sockets that an agent tries when none is named.
 

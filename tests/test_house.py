@@ -225,6 +225,7 @@ TOUCH_FILES = {
     "daemon/app.py": "removes its socket",
     "daemon/journal_directory.py": "the journal, on the local disk",
     "daemon/journal_place.py": "the directory of the journal, on the local disk",
+    "daemon/leftovers.py": "segments and sockets that dead daemons have left",
     "daemon/limits.py": "/proc",
     "daemon/listener.py": "the socket",
     "daemon/segment_directory.py": "the directories of segments",
