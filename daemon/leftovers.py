@@ -45,8 +45,9 @@ def find(shm_dir: Path) -> Iterator[Leftover]:
                 yield Leftover(path, _user(path.stat().st_uid), None)
             elif (found := _directory(path)) is not None:
                 yield found
-    for path in names.private_socket_files():
-        if not _listens(path):
+    sockets = (path for directory in names.private_socket_directories() for path in sorted(directory.glob("ckptd-*.sock")))
+    for path in sockets:
+        if path.is_socket() and not path.is_symlink() and not _listens(path):
             yield Leftover(path, names.user(), 0)
 
 

@@ -222,12 +222,10 @@ def private_sockets(root: Path) -> list[Path]:
     return [first, *(path for path in others if path != first)]
 
 
-def private_socket_files() -> list[Path]:
-    """Return the sockets of this user's private daemons that exist, whether a daemon listens on them or not."""
+def private_socket_directories() -> list[Path]:
+    """Return the directories where private daemons of this user may listen. Each exists and belongs to this user."""
     runtime = _runtime_directory()
-    directories = [*([runtime] if runtime is not None else []), *own_directories(_plain_socket_directory())]
-    found = [path for directory in directories for path in sorted(directory.glob("ckptd-*.sock"))]
-    return [path for path in found if path.is_socket() and not path.is_symlink()]
+    return [*([runtime] if runtime is not None else []), *own_directories(_plain_socket_directory())]
 
 
 def default_sockets() -> list[Path]:
