@@ -120,6 +120,7 @@ class Saver:
                 self._settled(job)
                 async with self._locks[snapshot.job]:
                     await self.deleter.retain(job)
+                await self._warn_of_little_room(job)
         except JournalBroken:
             pass
         except Exception as error:
@@ -176,12 +177,11 @@ class Saver:
             "saved %s/%s: %.1f MB as %.1f MB (%.0f %%) in %.2f s, %.0f MB/s",
             snapshot.job, snapshot.tag, raw / 1e6, stored / 1e6, 100 * stored / max(raw, 1), seconds, raw / 1e6 / max(seconds, 1e-6),
         )  # fmt: skip
-        await self._warn_of_little_room(job, stored)
 
-    async def _warn_of_little_room(self, job: Job, stored: int) -> None:
-        """Log a warning if only few more checkpoints of this size fit under the root, each time their number has changed."""
-        free = await self._calls.run(self._repository.storage.free)
-        fit = _FEW if free is None else min(_FEW, free // max(stored, 1))
+    async def _warn_of_little_room(self, job: Job) -> None:
+        """Log a warning if only few more checkpoints like the newest fit under the root, each time their number has become smaller."""
+        free, newest = await self._calls.run(self._repository.storage.free), job.newest_checkpoint()
+        fit = _FEW if free is None or newest is None else min(_FEW, free // max(newest.nbytes, 1))
         if fit < self._fit.get(job.name, _FEW):
             then = "the oldest ones are then deleted early"
             if not self._config.make_room:

@@ -27,9 +27,11 @@ from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names, canonical, flattens, parameter_names, unwrapped
+from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import kind_of
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, Unsaved
 from ckptd.agent.state.values import Packer
+from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 
@@ -219,7 +221,17 @@ class Binding:
                 sharded[name] = leaves.in_place[name] = own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())
 
         def put(resolve: Resolve) -> Any:
-            place.load_state_dict(fresh(lambda name: sharded[name] if name in sharded else resolve(name)))
+            state = fresh(lambda name: sharded[name] if name in sharded else resolve(name))
+            try:
+                place.load_state_dict(state)
+            except CkptdError:
+                raise
+            except Exception as error:  # of the caller's object
+                raise RecoveryFailed(
+                    f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the state is partly overwritten: "
+                    f"rebuild it, and leave this object as it is with recover(keep=[{path!r}]), or make it ready for its state first",
+                    overwritten=True,
+                ) from error
             return KEEP
 
         return put

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.state.naming import KeptNames, Names, canonical_keys, find, flattens, modules_of, parameter_keys, unwrapped
+from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.values import NESTED, Known, LenientPacker, Packer
 from ckptd.shared.bounds import check_msgpack
-from ckptd.shared.errors import IntegrityError, UnsavableValue
+from ckptd.shared.errors import CkptdError, IntegrityError, UnsavableValue
 
 _ITEM_OVERHEAD = 512  # bytes that one more tensor takes in plan and metadata, rounded up
 _PYTHON_RNG = struct.Struct("<625I")
@@ -79,7 +80,16 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
     names = habits.names.of(state, list(trees.values()))
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
-        return ("module", trees[id(value)]) if id(value) in trees else expand_object(value, names)
+        if id(value) in trees:
+            return "module", trees[id(value)]
+        try:
+            return expand_object(value, names)
+        except (CkptdError, RecursionError):
+            raise
+        except Exception as error:  # of the caller's object
+            raise UnsavableValue(
+                f"{path or 'the state'}: the state_dict() of {class_of(value)} raised {error!r}: call it when it works, or leave it out"
+            ) from error
 
     packer = Packer(expand, rank, habits.dicts) if unsaved is None else LenientPacker(expand, rank, unsaved)
     return Captured(packer.encode(state), packer.tensors)

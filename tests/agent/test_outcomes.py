@@ -15,7 +15,7 @@ import torch
 from ckptd.agent import Agent, default, snapshot
 from ckptd.agent.outcomes import Outcomes
 from ckptd.agent.pending import Pending
-from ckptd.shared.errors import CallerError, InvalidName, InvalidRequest, SnapshotFailed, UnsavableValue
+from ckptd.shared.errors import CallerError, InvalidName, InvalidRequest, RecoveryFailed, SnapshotFailed, UnsavableValue
 from ckptd.shared.lifecycle import Event
 from tests.support.daemons import Daemon, Home
 
@@ -189,3 +189,45 @@ def test_the_sentence_about_failures_names_their_number_and_the_last_reason() ->
     ended(outcomes, 9, Event.GRANT, Event.STAGE, Event.SEAL)
     assert outcomes.sealed_in == 3
     assert outcomes.complaint() == ""
+
+
+# -- objects that fail
+
+
+class Loader:
+    """An object with a state, which fails when `broken` says so."""
+
+    broken = ""
+
+    def state_dict(self) -> dict[str, int]:
+        if self.broken == "saving":
+            raise RuntimeError("it was never iterated")
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.broken == "loading":
+            raise KeyError("position")
+
+
+def test_an_object_whose_state_dict_raises_is_named_by_its_key(job: Run) -> None:
+    loader = Loader()
+    loader.broken = "saving"
+    sentence = r"^data\.loader: the state_dict\(\) of .*Loader raised RuntimeError\('it was never iterated'\): call it when it works"
+    with pytest.raises(UnsavableValue, match=sentence):
+        job.take({"data": {"loader": loader}}, 1)
+    assert set(job.take({"data": {"loader": loader}}, 1, unsavable="skip").unsaved or {}) == {"data.loader"}
+    job.agent.close()
+
+
+def test_an_object_whose_load_state_dict_raises_is_named_with_a_remedy(job: Run) -> None:
+    job.take({"x": torch.ones(3), "loader": Loader()}, 1).wait("durable", timeout=60)
+    loader = Loader()
+    loader.broken = "loading"
+    state = {"x": torch.zeros(3), "loader": loader}
+    sentence = r"^loader: load_state_dict\(\) of .*Loader raised KeyError\('position'\); .*keep=\['loader'\]"
+    with pytest.raises(RecoveryFailed, match=sentence) as caught:
+        job.agent.recover(state)
+    assert caught.value.overwritten
+    assert job.agent.recover(state, keep=["loader"]) is not None
+    assert state["x"].tolist() == [1.0] * 3  # type: ignore[attr-defined]
+    job.agent.close()

@@ -94,7 +94,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def begin(socket: Path, job: str) -> int:
     """Make the agent for the following commands. Return its attempt."""
-    agent = HERE["agent"] = Agent(job, socket=socket)
+    agent = HERE["agent"] = Agent(job, socket=socket, takeover=True)  # some tests leave the ranks of the attempt before alive
     HERE["pendings"] = {}
     agent.prepare(state_of(1))
     agent._link.handovers.wait_for_threads()  # so that no later snapshot spends its stall budget on new slots

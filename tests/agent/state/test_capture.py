@@ -105,13 +105,14 @@ def test_what_has_no_end_is_refused(state: Any, words: str) -> None:
     assert str(caught.value).startswith(words)
 
 
-def test_an_error_of_a_state_dict_is_raised_as_it_is() -> None:
+def test_an_error_of_a_state_dict_is_told_with_its_key() -> None:
     class Failing(Stateful):
         def state_dict(self) -> Any:
             raise ValueError("not yet")
 
-    with pytest.raises(ValueError, match="^not yet$"):
+    with pytest.raises(UnsavableValue, match=r"^a: the state_dict\(\) of .*Failing raised ValueError\('not yet'\): ") as caught:
         capture({"a": Failing(None)})
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_a_state_that_a_reader_would_refuse_is_refused_and_checked_again_when_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
