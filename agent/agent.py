@@ -196,8 +196,8 @@ class Agent:
         unsavable: what to do with a value that cannot be saved. "refuse" fails the snapshot with UnsavableValue. "skip" leaves the value
             out, logs its key, and adds it to `Pending.unsaved`; recover() then leaves this value of the state as it is.
 
-        Raises UnsavableValue, also for an exception in a state_dict(), InvalidRequest, InvalidName, and AlreadyExists for a tag that is taken,
-        all as `on_error` says. An error that one rank has while the ranks plan is raised on all ranks.
+        Raises UnsavableValue, also for an exception in a state_dict(), InvalidRequest, InvalidName, and AlreadyExists for a tag that is
+        taken, all as `on_error` says. An error that one rank has while the ranks plan is raised on all ranks.
         """
         begun = time.perf_counter()
         link = self._link
