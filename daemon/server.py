@@ -304,8 +304,8 @@ class Connection:
         opened: list[int] = []
         failpoint("slot.passing")
         try:
-            for slot in slots:
-                opened += [self._server.engine.slots.open_again(slot, write=True), self._server.engine.slots.open_again(slot, write=True)]
+            for slot in [slot for slot in slots for _ in range(2)]:
+                opened.append(self._server.engine.slots.open_again(slot, write=True))  # one by one, since any of them may fail
         except BaseException:
             _close_all(opened)
             raise

@@ -8,7 +8,8 @@ import socket
 import struct
 import sys
 import time
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import psutil
@@ -16,6 +17,8 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
+from ckptd.daemon.server import Connection
+from ckptd.daemon.slots import Slot
 from ckptd.shared import errors, frames
 from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
@@ -328,3 +331,20 @@ def test_another_user_is_refused(daemon: Daemon) -> None:
     with open(told, "rb") as words:
         assert words.read() == b"forbidden"
     still_serves(daemon)
+
+
+def test_a_slot_that_cannot_be_passed_on_leaves_no_descriptor_open() -> None:
+    opened: list[int] = []
+
+    def open_again(slot: object, *, write: bool) -> int:
+        if len(opened) == 3:
+            raise errors.StorageError("Too many open files")
+        opened.append(os.open("/dev/null", os.O_RDONLY))
+        return opened[-1]
+
+    connection = SimpleNamespace(_server=SimpleNamespace(engine=SimpleNamespace(slots=SimpleNamespace(open_again=open_again))))
+    with pytest.raises(errors.StorageError):
+        Connection._pass_on(cast(Connection, connection), 1, cast(list[Slot], ["a", "b"]))
+    for fd in opened:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
