@@ -299,7 +299,6 @@ FROM_OUTSIDE = {
     "agent/recover/optimizer_binding.py": "its test binds optimizers as parts of a state",
     "daemon/deleter.py": "its test takes the deleter out of the saver that owns it",
     "daemon/forgetting.py": "its test runs the commands `forget` and `pin`",
-    "daemon/server.py": "its test talks to a daemon over real connections",
     "shared/storage/posix_root.py": "its test serves roots as a daemon does",
 }
 """Modules whose tests do not import them, each with the reason."""
