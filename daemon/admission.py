@@ -26,15 +26,15 @@ class Admission:
 
     # -- segments
 
-    async def allocate(self, owner: Owner, job: Job, capacity: int, count: int, node: int, make_room: Callable[[], bool]) -> list[Slot]:
+    async def allocate(self, owner: Owner, job: Job, capacity: int, count: int, node: int, free_older: Callable[[], bool]) -> list[Slot]:
         """Make new segments for a rank and unlink its present ones; those that are in a step are unlinked once they are free.
 
-        `make_room` is called once for each segment that does not fit. Raises QuotaExceeded, SharedMemoryFull, Fenced.
+        `free_older` is called once for each segment that does not fit. Raises QuotaExceeded, SharedMemoryFull, Fenced.
         """
         async with self._allocating:
-            return await self._allocate(owner, job, capacity, count, node, make_room)
+            return await self._allocate(owner, job, capacity, count, node, free_older)
 
-    async def _allocate(self, owner: Owner, job: Job, capacity: int, count: int, node: int, make_room: Callable[[], bool]) -> list[Slot]:
+    async def _allocate(self, owner: Owner, job: Job, capacity: int, count: int, node: int, free_older: Callable[[], bool]) -> list[Slot]:
         before = self._slots.of(*owner.identity)
         made: list[Slot] = []
         try:
@@ -43,7 +43,7 @@ class Admission:
                     job=owner.job, attempt=owner.attempt, rank=owner.rank, world_size=owner.world_size, slot=number,
                     capacity=capacity, chunk_size=self._chunk_size,
                 )  # fmt: skip
-                made.append(await self._create(header, node, job, before, make_room))
+                made.append(await self._create(header, node, job, before, free_older))
                 if not job.ranks.is_here(owner):
                     raise Fenced(f"attempt {owner.attempt} of job {owner.job!r} ended while its slots were being made")
         except BaseException:
@@ -57,8 +57,8 @@ class Admission:
         job.moved.set()
         return made
 
-    async def _create(self, header: SegmentHeader, node: int, job: Job, before: list[Slot], make_room: Callable[[], bool]) -> Slot:
-        """Make one segment. If it does not fit, release the rank's free segments, call `make_room`, and as a last resort use the disk."""
+    async def _create(self, header: SegmentHeader, node: int, job: Job, before: list[Slot], free_older: Callable[[], bool]) -> Slot:
+        """Make one segment. If it does not fit, release the rank's free segments, call `free_older`, and as a last resort use the disk."""
         try:
             return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
         except (QuotaExceeded, SharedMemoryFull) as error:
@@ -66,7 +66,7 @@ class Admission:
         free = [slot for slot in before if not slot.released and job.step_in(slot.name) is None]
         for slot in free:
             self._slots.release(slot)
-        if make_room() or free:
+        if free_older() or free:
             try:
                 return self._slots.add(await self._run(lambda: self._slots.create(header, node)))
             except (QuotaExceeded, SharedMemoryFull) as error:

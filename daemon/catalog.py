@@ -305,6 +305,11 @@ class Job:
     def newest_checkpoint(self) -> StoredCheckpoint | None:
         return max(self.live_checkpoints(), key=lambda c: c.order, default=None)
 
+    def room_for(self, free: int | None) -> int | None:
+        """Return how many more checkpoints as large as the newest fit into `free` bytes, or None if either is not known."""
+        newest = self.newest_checkpoint()
+        return None if free is None or newest is None else free // max(newest.nbytes, 1)
+
     def live_checkpoints(self) -> list[StoredCheckpoint]:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]
 

@@ -45,13 +45,13 @@ class Config:
     shm_quota: int = 0
     """Bytes that all slots together may take; 0 means nine tenths of the tmpfs."""
     overflow: bool = True
-    """Whether slots that do not fit into shm_dir go to files in state_dir, on the local disk. A shm_quota that is set is never exceeded."""
+    """Put slots that do not fit into shm_dir into files in state_dir, on the local disk. A shm_quota that is set is never exceeded."""
     memory_ttl: float = 900.0
     """Seconds for which the snapshots of a dead trainer stay in memory once they are durable."""
     keep_last: int = 10
     """How many of a job's newest checkpoints are kept; 0 keeps all. Retention neither counts nor deletes those with a user's own tag."""
     make_room: bool = False
-    """Whether a save that finds the disk full deletes the job's oldest checkpoints early, never the newest, and tries again."""
+    """Let a save on a full disk delete the job's oldest checkpoints early, never the newest, and try again."""
     keep: tuple[Policy, ...] = ()
     """More retention policies, like `EveryNSteps(1000)` or `BestN('loss', 3)`, for jobs that have none of their own."""
     stall_budget: float = 10.0

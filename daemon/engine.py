@@ -18,7 +18,7 @@ from ckptd.daemon.admission import Admission
 from ckptd.daemon.catalog import Catalog, Job, Snapshot
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.journal import Journal
-from ckptd.daemon.ranks import UNKNOWN, Owner, Process, processes
+from ckptd.daemon.ranks import NOT_KNOWN, Owner, Process, processes
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
@@ -69,7 +69,7 @@ class Engine:
         world_size: int,
         attempt: int,
         notify: Callable[[Progress], None],
-        process: Process = UNKNOWN,
+        process: Process = NOT_KNOWN,
         wait: float | None = None,
     ) -> Owner:
         """Begin the next attempt, if `attempt` is 0, or resume the given one. Return the rank's owner.
@@ -184,9 +184,9 @@ class Engine:
                 if list(step.slots) == [slot.name]:
                     step.snapshot = None  # no rank has another slot for it
                 self._steps.perform(job, [d.Free(step.key, slot.name)])
-        return await self._admission.allocate(owner, job, capacity, count, node, lambda: self._make_room(job))
+        return await self._admission.allocate(owner, job, capacity, count, node, lambda: self._free_older(job))
 
-    def _make_room(self, job: Job) -> bool:
+    def _free_older(self, job: Job) -> bool:
         """Free the durable snapshots of older attempts. Return True if there were any."""
         actions = d.durable(job, before=job.attempt)
         self._steps.perform(job, actions)

@@ -28,7 +28,7 @@ class Process:
         return self.pid == other.pid > 0 or self.run == other.run != ""
 
 
-UNKNOWN = Process()
+NOT_KNOWN = Process()
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Owner:
     rank: int
     world_size: int
     notify: Callable[[Progress], None] | None = None
-    process: Process = UNKNOWN
+    process: Process = NOT_KNOWN
 
     @property
     def identity(self) -> tuple[str, int, int]:

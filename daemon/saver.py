@@ -180,8 +180,9 @@ class Saver:
 
     async def _warn_of_little_room(self, job: Job) -> None:
         """Log a warning if only few more checkpoints like the newest fit under the root, each time their number has become smaller."""
-        free, newest = await self._calls.run(self._repository.storage.free), job.newest_checkpoint()
-        fit = _FEW if free is None or newest is None else min(_FEW, free // max(newest.nbytes, 1))
+        free = await self._calls.run(self._repository.storage.free)
+        room = job.room_for(free)
+        fit = _FEW if room is None else min(_FEW, room)
         if fit < self._fit.get(job.name, _FEW):
             then = "the oldest ones are then deleted early"
             if not self._config.make_room:
@@ -195,15 +196,14 @@ class Saver:
         """Write the part of one rank to a file with a fresh name, and return its entry in the manifest.
 
         After an I/O error (EIO) try once more with another file: a file whose sync has failed is never trusted again. With the setting
-        `make_room`, a full disk is tried again after each older checkpoint that could be deleted. Raises IntegrityError
-        if the slot or its checksums are damaged, OSError, StorageError.
+        `make_room`, a full disk is tried again after each older checkpoint that could be deleted. Raises IntegrityError if the slot or its
+        checksums are damaged, OSError, StorageError.
         """
         checks = read_check(sealed.fd, sealed.header)
         if checks is None or len(checks) != len(sealed.ranges):
             raise IntegrityError(f"{snapshot.job} step {snapshot.step}: its checksums in memory are missing")
-        tried = 0
+        rewritten = False
         while True:
-            tried += 1
             nonce = names.new_nonce()
             file = names.part_file(seal.rank, nonce)
             common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": seal.rank, "tag": snapshot.tag}
@@ -215,8 +215,9 @@ class Saver:
             except OSError as error:
                 if error.errno in NO_ROOM and self._config.make_room and await self.deleter.make_room(self._catalog.job(snapshot.job)):
                     continue
-                if tried == 2 or error.errno != errno.EIO:
+                if rewritten or error.errno != errno.EIO:
                     raise
+                rewritten = True
                 log.warning("snapshot %s/%s: %s; retrying once with a new file", snapshot.job, snapshot.tag, error.strerror)
                 self.counters["rewrites"] += 1
                 continue

@@ -241,8 +241,8 @@ class Connection:
                 return m.Forgotten(re=request.id, refused=await self._server.forget(request.job, request.tags)), ()
             case m.Begin():
                 before = self._owner
-                pidfd = self.peer.watch()  # before the attempt begins, because this may fail
                 process = Process(self.peer.pid, self.peer.started(), request.run)
+                pidfd = self.peer.watch()  # before the attempt begins, because this may fail
                 try:
                     self._owner = await engine.begin(
                         request.job, request.rank, request.world_size, request.attempt, self._notify, process, request.wait

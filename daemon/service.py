@@ -117,7 +117,7 @@ class Service:
             "attempt": job.attempt,
             "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
             "last_durable": _where(durable.attempt, durable.step, durable.tag) | _age(durable.created) if durable else None,
-            "room_for": disk_free // max(1, durable.nbytes) if durable and disk_free is not None else None,
+            "room_for": job.room_for(disk_free),
             "last_error": {"step": failure.step, "reason": failure.reason[:MAX_TEXT]} | _age(failure.when) if failure else None,
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),

@@ -107,8 +107,9 @@ class Slots:
     The lock in the root is not enough: a daemon under another host name has another lock there, and would remove the segments of this
     daemon. A segment that does not fit into the tmpfs may go to the directory `overflow` on the local disk, if that is given.
 
-    `path` is the directory in the tmpfs, and `slots` maps the name of each segment to its slot. `used` and `quota` are in bytes, and count
-    the tmpfs only. An argument `quota` of 0 stands for nine tenths of the tmpfs.
+    `path` is the directory in the tmpfs, and `slots` maps the name of each segment to its slot. `used`, `on_disk` and `quota` are in bytes:
+    of the segments in the tmpfs, of those on the disk, and of all together. An argument `quota` of 0 stands for nine tenths of the tmpfs,
+    and then only the tmpfs counts.
     """
 
     def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int, overflow: Path | None = None) -> None:
@@ -119,16 +120,11 @@ class Slots:
         self._limited = quota > 0
         self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
         self.slots: dict[str, Slot] = {}  # used on the event loop only
-        self.used = 0  # bytes
+        self.used = self.on_disk = 0  # bytes
 
     @property
     def path(self) -> Path:
         return self._memory.path
-
-    @property
-    def on_disk(self) -> int:
-        """The bytes of the segments that did not fit into the tmpfs."""
-        return sum(slot.nbytes for slot in self.slots.values() if slot.directory.on_disk)
 
     def remark(self, slots: Sequence[Slot]) -> str:
         """Return a sentence for the owner of new slots that are on the disk, or "" if none of them is."""
@@ -143,12 +139,28 @@ class Slots:
         """Return True if the segment that has met this error may go to the disk instead. A quota that was set is never exceeded."""
         return self._overflow is not None and (isinstance(error, SharedMemoryFull) or not self._limited)
 
+    def _check_quota(self, size: int, taken: int) -> None:
+        """Raise QuotaExceeded if `size` more bytes do not fit into the quota, of which some are taken."""
+        if taken + size > self.quota:
+            raise QuotaExceeded(
+                f"a slot of {_size(size)} does not fit: {_size(taken)} of the quota of {_size(self.quota)} are taken; "
+                "raise shm_quota, take fewer slots, or save less"
+            )
+
+    def _count(self, slot: Slot, sign: int) -> None:
+        if slot.directory.on_disk:
+            self.on_disk += sign * slot.nbytes
+        else:
+            self.used += sign * slot.nbytes
+
     def create_on_disk(self, header: SegmentHeader) -> Slot:
         """Make a new segment on the local disk, and return its slot. Any thread may call this; the caller then calls `add`.
 
-        Raises SharedMemoryFull or StorageError. After an error no file is left.
+        Raises QuotaExceeded, SharedMemoryFull or StorageError. After an error no file is left.
         """
         assert self._overflow is not None
+        if self._limited:
+            self._check_quota(header.file_length, self.used + self.on_disk)
         if self._disk is None:
             try:
                 self._overflow.parent.mkdir(parents=True, exist_ok=True)
@@ -163,12 +175,7 @@ class Slots:
 
         Raises QuotaExceeded, SharedMemoryFull or StorageError, or OSError if the file cannot be made. After an error no file is left.
         """
-        size = header.file_length
-        if self.used + size > self.quota:
-            raise QuotaExceeded(
-                f"a slot of {_size(size)} does not fit: {_size(self.used)} of the quota of {_size(self.quota)} are taken; "
-                "raise shm_quota, take fewer slots, or save less"
-            )
+        self._check_quota(header.file_length, self.used + (self.on_disk if self._limited else 0))
         return self._create(header, node, self._memory)
 
     def _create(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
@@ -194,18 +201,17 @@ class Slots:
     def _failure(self, error: OSError, size: int, directory: SegmentDirectory) -> SharedMemoryFull | StorageError:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             return StorageError.of(f"make a segment in {directory.path}", error)
-        free = _size(psutil.disk_usage(str(directory.path)).free)
-        also = f", and {free} in {directory.path} on the disk" if directory.on_disk else ""
-        free = _size(psutil.disk_usage(str(self.path)).free)
+        free = [_size(psutil.disk_usage(str(each.path)).free) for each in (self._memory, directory)]
+        also = f", and {free[1]} in {directory.path} on the disk" if directory.on_disk else ""
         return SharedMemoryFull(
-            f"no room for a slot of {_size(size)} in {self.path.parent}: {free} are free{also}; "
+            f"no room for a slot of {_size(size)} in {self.path.parent}: {free[0]} are free{also}; "
             "make it larger (docker: --shm-size) or set shm_dir to another tmpfs"
         )
 
     def add(self, slot: Slot) -> Slot:
         """Register a slot, count its bytes as used, and return it."""
         self.slots[slot.name] = slot
-        self.used += 0 if slot.directory.on_disk else slot.nbytes
+        self._count(slot, 1)
         return slot
 
     def open_again(self, slot: Slot, *, write: bool) -> int:
@@ -250,7 +256,7 @@ class Slots:
         slot.released = True
         failpoint("slot.releasing")
         if self.slots.pop(slot.name, None) is not None:
-            self.used -= 0 if slot.directory.on_disk else slot.nbytes
+            self._count(slot, -1)
         try:
             self._fs.unlink(slot.name, slot.directory.fd)
         except FileNotFoundError:

@@ -14,7 +14,7 @@ SETTINGS = frozenset({
 })  # fmt: skip
 """The settings of a daemon."""
 NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "failpoints", "python", "config"})
-"""What the other variables say: they are for the training process, the tests and the command line."""
+"""The other variables, which the training process, the tests and the command line read."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -203,7 +203,7 @@ def _begin(target: Target, rank: int, world_size: int, attempt: int | None) -> R
     if before is not None:
         _leave(before)
     root = target.root if target.socket is None else None
-    made = _own[key] = RankLink(Told(rank, world_size, attempt), target.job, socket=target.socket, root=root)
+    made = _own[key] = RankLink(Told(rank, world_size, attempt), target.job, socket=target.socket, root=root, takeover=True)
     return made
 
 

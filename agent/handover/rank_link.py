@@ -54,7 +54,7 @@ class RankLink:
         *,
         socket: str | os.PathLike[str] | None = None,
         root: str | os.PathLike[str] | None = None,
-        takeover: bool | None = True,
+        takeover: bool | None = None,
         structure_changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.ranks = ranks

@@ -17,10 +17,7 @@ from ckptd.shared.segment import this_boot
 log = logging.getLogger("ckptd.agent")
 
 BEGIN_SECONDS = 120.0  # how long one rank waits for another: processes start, import and read data at their own pace
-
-
-WAIT_SECONDS = 10.0
-"""How long a run waits for the end of another run of its job, such as the killed one that it replaces."""
+WAIT_SECONDS = 10.0  # how long a run waits for the end of another run of its job, such as a killed one that it replaces
 
 
 def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, job: str = "", *, takeover: bool = False) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state.naming import KeptNames, Names, canonical_keys, find, flattens, modules_of, parameter_keys, unwrapped
+from ckptd.agent.state.naming import KeptNames, Names, canonical_keys, find, flattens, is_stateful, modules_of, parameter_keys, unwrapped
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.values import NESTED, Known, LenientPacker, Packer
 from ckptd.shared.bounds import check_msgpack
@@ -111,7 +111,7 @@ def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:
     if isinstance(value, torch.optim.Optimizer):
         root = names.flattened_by(value)
         return "optimizer", optimizer_state(value, names) if root is None else flattened_optimizer_state(value, root)
-    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+    if is_stateful(value):
         return "stateful", value.state_dict()
     return None
 

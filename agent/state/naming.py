@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state.records import KINDS, WITH_ATTRIBUTES, kind_of
+from ckptd.agent.state.records import KINDS, WITH_FIELDS, kind_of
 from ckptd.agent.state.tree import PerRank
 from ckptd.agent.state.values import TENSORS
 
@@ -112,6 +112,12 @@ def modules_of(state: Any) -> list[torch.nn.Module]:
     return [module for _, module in find(state, "", torch.nn.Module)]
 
 
+def is_stateful(value: Any) -> bool:
+    """Return True if an object has both `state_dict` and `load_state_dict`."""
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
 def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
     """Yield (key, object) for each object of `kind` in the dicts, lists, tuples, records and `per_rank` values of a state."""
     if isinstance(state, PerRank):
@@ -122,12 +128,12 @@ def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
         for key, value in state.items() if not TENSORS.issuperset(map(type, state.values())) else ():
             if not isinstance(value, torch.Tensor):
                 yield from find(value, f"{path}.{key}" if path else str(key), kind)
+    elif (record := kind_of(state)) in WITH_FIELDS and not is_stateful(state):
+        yield from find(KINDS[record].fields(state), path, kind)
     elif isinstance(state, (list, tuple)):
         for number, value in enumerate(state):
             if not isinstance(value, torch.Tensor):
                 yield from find(value, f"{path}.{number}" if path else str(number), kind)
-    elif (record := kind_of(state)) in WITH_ATTRIBUTES and not callable(getattr(state, "state_dict", None)):
-        yield from find(KINDS[record].fields(state), path, kind)
 
 
 def parameter_keys(optimizer: torch.optim.Optimizer, names: Names) -> list[Any]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 Fields = dict[str, Any]
-WITH_ATTRIBUTES = frozenset({"dataclass", "namespace", "simple-namespace", "chain-map"})
+WITH_FIELDS = frozenset({"dataclass", "namedtuple", "namespace", "simple-namespace", "chain-map"})
 """The kinds of records that may hold modules and optimizers."""
 
 
@@ -36,7 +36,7 @@ def _no_differences(place: Any, fields: Fields) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of record.
+    """A kind of record, as the functions that take such objects apart and bring their fields back.
 
     `fields` takes a record apart. `restore` brings fields back into a record, and returns it, or a new one if it cannot be changed. `alone`
     makes a record from its fields and the name of its class. If `whole` is True, the fields are made anew, and not brought back one by one.

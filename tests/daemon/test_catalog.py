@@ -79,6 +79,13 @@ def test_moves_follow_the_table_and_are_logged(caplog: pytest.LogCaptureFixture)
 # -- steps
 
 
+def test_the_room_for_more_checkpoints_follows_from_the_newest() -> None:
+    job = Job("gpt")
+    assert job.room_for(100) is None
+    job.commit(checkpoint(5))
+    assert (job.room_for(105), job.room_for(9), job.room_for(None)) == (10, 0, None)
+
+
 def test_a_segment_is_in_one_step() -> None:
     made = Job("gpt")
     first = made.occupy("a", 0, (1, 5))

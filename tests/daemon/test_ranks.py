@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.daemon.ranks import UNKNOWN, Owner, Process, Ranks, processes
+from ckptd.daemon.ranks import NOT_KNOWN, Owner, Process, Ranks, processes
 from ckptd.shared.messages import Progress
 
 NEWS = Progress(re=0, attempt=1, step=5, state="durable")
@@ -73,7 +73,7 @@ def test_connected_ranks_are_told_those_of_earlier_attempts_too() -> None:
 def run_of(*pids: int, launch: str = "") -> Ranks:
     ranks = Ranks()
     for rank, pid in enumerate(pids):
-        ranks.join(Owner("gpt", 1, rank, len(pids), process=Process(pid, 1000.0 - pid, launch) if pid else UNKNOWN))
+        ranks.join(Owner("gpt", 1, rank, len(pids), process=Process(pid, 1000.0 - pid, launch) if pid else NOT_KNOWN))
     return ranks
 
 
@@ -87,7 +87,7 @@ def run_of(*pids: int, launch: str = "") -> Ranks:
         (run_of(8, 9), Process(7), 2),  # no launch is not the same launch
         (run_of(8, 9, launch="a"), Process(7, run="a"), 0),
         (run_of(8, 9, launch="a"), Process(7, run="b"), 2),
-        (run_of(0), UNKNOWN, 1),  # two processes that are not known are not the same process
+        (run_of(0), NOT_KNOWN, 1),  # two processes that are not known are not the same process
         (run_of(0), Process(7), 1),
     ],
 )

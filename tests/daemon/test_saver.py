@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -157,6 +159,26 @@ def test_a_part_that_cannot_be_written_fails_the_snapshot(world: World, count: i
     world.run()
     failed(world, words)
     assert isinstance(world.journal.records[-1], r.Dropped)
+
+
+def test_an_io_error_after_room_was_made_is_tried_once_more_only(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = [errno.ENOSPC, errno.ENOSPC, errno.EIO, errno.EIO, errno.EIO]
+    made: list[Job] = []
+
+    async def write_part(*_: Any) -> None:
+        number = faults.pop(0)
+        raise OSError(number, os.strerror(number))
+
+    async def make_room(job: Job) -> bool:
+        made.append(job)
+        return True
+
+    monkeypatch.setattr(world.saver, "_config", dataclasses.replace(world.saver._config, make_room=True))
+    monkeypatch.setattr(world.pipeline, "write_part", write_part)
+    monkeypatch.setattr(world.saver.deleter, "make_room", make_room)
+    world.run()
+    failed(world, "Input/output error")
+    assert (made, faults) == ([world.job, world.job], [errno.EIO])
 
 
 def test_a_failed_save_is_reported_although_its_files_cannot_be_swept(world: World) -> None:

@@ -672,6 +672,13 @@ def test_a_quota_that_is_set_is_never_exceeded(shm: Shm) -> None:
     plain, limited = shm.open(), overflowing(Shm(shm.path / "a"), 10**9)
     assert (plain.may_overflow(quota), plain.may_overflow(full)) == (False, False)
     assert (limited.may_overflow(quota), limited.may_overflow(full)) == (False, True)
+    limited.quota = 2 * SIZE
+    made = [limited.add(limited.create_on_disk(header())), limited.add(limited.create(header()))]
+    for create in (limited.create, limited.create_on_disk):
+        with pytest.raises(QuotaExceeded, match="are taken; raise shm_quota"):
+            create(header())
+    limited.release(made[0])
+    limited.release(limited.add(limited.create(header())))
     limited.close()
     (shm.path / "b").mkdir()
     free = overflowing(Shm(shm.path / "b"))

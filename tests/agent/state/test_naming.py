@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import ChainMap
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import nn
 
 from ckptd.agent import per_rank
 from ckptd.agent.state import naming
-from ckptd.agent.state.capture import module_state
+from ckptd.agent.state.capture import capture, module_state
 from ckptd.agent.state.naming import (
     KeptNames,
     Names,
@@ -56,6 +59,36 @@ def test_objects_are_found_by_their_keys() -> None:
     assert list(find(one, "", nn.Linear)) == [("", one)]
     assert modules_of([one, [two]]) == [one, two]
     assert list(find({1: [one]}, "", nn.Linear)) == [("1.0", one)]
+
+
+class Pair(NamedTuple):
+    x: nn.Module
+    y: nn.Module
+
+
+@dataclass
+class Training:
+    model: nn.Module
+    pair: Pair
+
+
+class Loader(SimpleNamespace):
+    """An object with a state of its own, which nobody looks into."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def test_objects_in_fields_are_found_by_the_names_of_the_fields() -> None:
+    one, two, three = nn.Linear(1, 1), nn.Linear(1, 1), nn.BatchNorm1d(1)
+    state = {"t": Training(one, Pair(two, three)), "n": SimpleNamespace(inner=one), "c": ChainMap({"a": two})}
+    found = [("t.model", one), ("t.pair.x", two), ("n.inner", one), ("c.maps.0.a", two)]
+    assert list(find(state, "", nn.Linear)) == found
+    assert buffer_names(state) == [f"t.pair.y.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")]
+    assert set(buffer_names(state)) <= capture(state).tensors.keys()
+    assert list(find(Loader(inner=one), "", nn.Linear)) == []
 
 
 def test_buffers_are_named_with_the_key_of_their_module() -> None:
