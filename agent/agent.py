@@ -199,9 +199,9 @@ class Agent:
         Raises UnsavableValue, also for an exception in a state_dict(), InvalidRequest, InvalidName, and AlreadyExists for a tag that is
         taken, all as `on_error` says. An error that one rank has while the ranks plan is raised on all ranks.
         """
-        begun = time.perf_counter()
         link = self._link
         pending = Pending(as_step(step), self.attempt, persist=bool(persist), note=partial(self._outcomes.note, on_failure=on_failure))
+        pending.begun = time.perf_counter()
         try:
             with link.calls("snapshot", link.stall_budget):
                 handover = link.handovers.open(pending, tag)
@@ -221,7 +221,7 @@ class Agent:
             link.refuse(pending, error)
         except TimeoutError:
             link.handovers.fail(pending, SnapshotFailed("another save of this process is waiting for a slot"))
-        pending.stall = time.perf_counter() - begun
+        pending.stall = pending.held
         if isinstance(pending.error, MISTAKES) and (
             on_error == "raise" or (on_error != "log" and self._outcomes.sealed_in != link.attempt)
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from ckptd.agent.threads.call_lock import Nested, call_around
@@ -44,6 +45,7 @@ class Pending:
         self.attempt = attempt
         self.persist = persist
         self.stall = 0.0
+        self.begun: float | None = None
         self.error: CkptdError | None = None
         self.segment = ""
         self.unsaved: dict[str, str] | None = None
@@ -106,6 +108,11 @@ class Pending:
     @property
     def why(self) -> CkptdError:
         return self.error or SnapshotFailed(f"step {self.step} is {self.state}")
+
+    @property
+    def held(self) -> float:
+        """Seconds for which the call of `snapshot` has held the training so far; 0.0 if `dcp.save` takes it instead."""
+        return self.stall or (0.0 if self.begun is None else time.perf_counter() - self.begun)
 
     @property
     def granted(self) -> bool:

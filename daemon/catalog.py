@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptd.daemon.ranks import Ranks
+from ckptd.daemon.save_progress import SaveProgress
 from ckptd.shared import lifecycle, names
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
@@ -30,7 +31,8 @@ _REMEMBERED = 64  # the last steps of a job that failed or were skipped, so that
 class RankSeal:
     """One rank's share of a snapshot: the slot that holds it, and the part, which is None until it is durable.
 
-    `generation`: that of the slot at the seal. `checked`: True once the slot's checksums have been computed.
+    `generation`: that of the slot at the seal. `checked`: True once the slot's checksums have been computed. `training_held`:
+    seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class RankSeal:
     global_plan: bytes = b""
     persist: bool = True
     checked: bool = False
+    training_held: float = 0.0
     part: PartEntry | None = None
 
 
@@ -62,6 +65,8 @@ class Snapshot:
     reason: str = ""
     code: str = ""
     holds: int = 0
+    progress: SaveProgress | None = None
+    """How far the save has come; None before the save writes its first part."""
     unwanted: bool = False
     """True once a rank has detached: the slots are then free as soon as the snapshot is durable."""
 

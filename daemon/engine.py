@@ -238,7 +238,7 @@ class Engine:
 
     # -- seals
 
-    async def seal(self, owner: Owner, segment: str, attempt: int, number: int) -> bool:
+    async def seal(self, owner: Owner, segment: str, attempt: int, number: int, training_held: float = 0.0) -> bool:
         """Record a seal. Return True if the snapshot is durable already. Idempotent.
 
         Raises NotFound, InvalidRequest, Fenced, IntegrityError, and the reason if the step cannot be saved.
@@ -257,6 +257,7 @@ class Engine:
             if header.state is not SlotState.SEALED or header.step != number:
                 raise InvalidRequest(f"segment {segment[:8]} does not hold a sealed snapshot of step {number}")
             snapshot = await self._seals.record(slot)
+        snapshot.seals[owner.rank].training_held = training_held
         if snapshot.state is SnapshotState.FAILED:
             self._steps.tell(snapshot)
         return job.is_durable(attempt, number)

@@ -128,9 +128,18 @@ class Pipeline:
         return await self._memory.each(slot.ranges, work)
 
     async def write_part(
-        self, slot: SealedSlot, checks: list[int], codec: Codec, create_file: Callable[[str, int], Sink], tag: str, nonce: bytes
+        self,
+        slot: SealedSlot,
+        checks: list[int],
+        codec: Codec,
+        create_file: Callable[[str, int], Sink],
+        tag: str,
+        nonce: bytes,
+        written: Callable[[int], None] = lambda length: None,
     ) -> PartEntry:
         """Write one part durably, and return its entry for the manifest. `create_file` creates a file from its name and expected size.
+
+        `written` is called with the raw bytes of each chunk that has been written, on the event loop.
 
         After a failure the files are removed. Raises IntegrityError if a chunk in memory no longer has its checksum in `checks`, OSError if
         the part cannot be written.
@@ -148,14 +157,14 @@ class Pipeline:
             chunk = slot.ranges[number]
             with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
                 slot.pread(chunk, raw[: chunk.length])
-                written = writer.chunk(chunk, raw, stored)
-            if written.raw_crc != checks[number]:
+                result = writer.chunk(chunk, raw, stored)
+            if result.raw_crc != checks[number]:
                 raise IntegrityError(f"chunk {number} of {header.job} step {header.step} has changed in memory since it was sealed")
-            return written
+            return result
 
         try:
             await self._writers.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request)))
-            chunks = await self._writers.each(slot.ranges, work)
+            chunks = await self._writers.each(slot.ranges, work, written)
             entry = await self._writers.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
         except BaseException:
             await self._writers.run(writer.discard)

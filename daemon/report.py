@@ -44,7 +44,7 @@ def status_text(status: dict[str, Any]) -> str:
         sealed, durable = job["last_sealed"], job["last_durable"]
         rows.append((
             job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", _saved(durable) if durable else "-",
-            ", ".join(job["pending"]) or "-", str(job["ranks_connected"]),
+            _saving(job), str(job["ranks_connected"]),
         ))  # fmt: skip
         if job["room_for"] is not None and job["room_for"] < 10:
             lines.append(f"  LITTLE ROOM    {job['job']}: the root has room for {job['room_for']} more of its checkpoints")
@@ -87,6 +87,18 @@ def leftovers_text(rows: list[dict[str, Any]], *, delete: bool) -> str:
 def _saved(durable: dict[str, Any]) -> str:
     age = durable["age_seconds"]
     return f"step {durable['step']}" + ("" if age is None else f", {_span(age)} ago")
+
+
+def _saving(job: dict[str, Any]) -> str:
+    progress = {saving["tag"]: saving for saving in job["saving"]}
+    return ", ".join(tag + (f" ({_progress(progress[tag])})" if tag in progress else "") for tag in job["pending"]) or "-"
+
+
+def _progress(saving: dict[str, Any]) -> str:
+    share = f"{100 * saving['done_bytes'] // max(saving['total_bytes'], 1)} %"
+    if saving["seconds_left"] is None:
+        return share
+    return f"{share}, {saving['bytes_per_second'] / 1e6:.0f} MB/s, {_span(saving['seconds_left'])} left"
 
 
 def title(repository: Repository, job: str, tag: str) -> str:

@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot, StoredCheckpoint
@@ -22,6 +23,7 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.deleter import Deleter
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.save_progress import SaveProgress
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.tasks import watched
@@ -89,7 +91,7 @@ class Saver:
         if task is None or task.done():
             hold = ExitStack()
             hold.enter_context(snapshot.held())  # now, and not when the task first runs: a newer seal could release the slots in between
-            task = self._tasks[snapshot] = watched(self._run(snapshot, hold), f"saving {snapshot.job}/{snapshot.tag}")
+            task = self._tasks[snapshot] = watched(self._run(snapshot, hold, time.monotonic()), f"saving {snapshot.job}/{snapshot.tag}")
             task.add_done_callback(lambda done: self._done(snapshot, hold, done))
         return task
 
@@ -108,14 +110,15 @@ class Saver:
         while self._tasks:
             await asyncio.wait(list(self._tasks.values()))
 
-    async def _run(self, snapshot: Snapshot, hold: ExitStack) -> None:
+    async def _run(self, snapshot: Snapshot, hold: ExitStack, sealed: float) -> None:
+        """Check and save a snapshot whose last rank sealed it at the time `sealed` of the monotonic clock."""
         job = self._catalog.job(snapshot.job)
         try:
             with hold:
                 await self.check(snapshot)
                 if snapshot.persist and not job.is_durable(*snapshot.key):
                     async with self._locks[snapshot.job]:
-                        await self._save(job, snapshot)
+                        await self._save(job, snapshot, sealed)
             if snapshot.state is SnapshotState.DURABLE:
                 self._settled(job)
                 async with self._locks[snapshot.job]:
@@ -153,10 +156,12 @@ class Saver:
         seal.checked = True
         failpoint("seal.checked")
 
-    async def _save(self, job: Job, snapshot: Snapshot) -> None:
+    async def _save(self, job: Job, snapshot: Snapshot, sealed_at: float) -> None:
         begun = time.monotonic()
         await self._claimed(job, snapshot.attempt)
         snapshot.move(Event.WRITE)
+        used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
+        snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
         documents: list[tuple[PartEntry, Plan, SnapshotRequest]] = []
         for _, seal in sorted(snapshot.seals.items()):
             slot = self._slots.get(seal.segment)
@@ -173,9 +178,12 @@ class Saver:
         self.persist_seconds += seconds
         self.counters["persisted"] += 1
         raw, stored = sum(entry.raw_bytes for entry, _, _ in documents), sum(entry.bytes for entry, _, _ in documents)
+        held = max(seal.training_held for seal in snapshot.seals.values())
         log.info(
-            "saved %s/%s: %.1f MB as %.1f MB (%.0f %%) in %.2f s, %.0f MB/s",
-            snapshot.job, snapshot.tag, raw / 1e6, stored / 1e6, 100 * stored / max(raw, 1), seconds, raw / 1e6 / max(seconds, 1e-6),
+            "saved %s/%s: %.1f MB as %.1f MB (%.0f %%)%s, durable after %.2f s, %.0f MB/s",
+            snapshot.job, snapshot.tag, raw / 1e6, stored / 1e6, 100 * stored / max(raw, 1),
+            f", training held {held:.3f} s" if held else "",
+            time.monotonic() - sealed_at, raw / 1e6 / max(seconds, 1e-6),
         )  # fmt: skip
 
     async def _warn_of_little_room(self, job: Job) -> None:
@@ -202,8 +210,10 @@ class Saver:
         checks = read_check(sealed.fd, sealed.header)
         if checks is None or len(checks) != len(sealed.ranges):
             raise IntegrityError(f"{snapshot.job} step {snapshot.step}: its checksums in memory are missing")
-        rewritten = False
+        rewritten, progress = False, snapshot.progress
+        assert progress is not None
         while True:
+            progress.begin_part(seal.rank)
             nonce = names.new_nonce()
             file = names.part_file(seal.rank, nonce)
             common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": seal.rank, "tag": snapshot.tag}
@@ -211,7 +221,9 @@ class Saver:
             failpoint("persist.intended")
             try:
                 create_file = self._repository.part_files(snapshot.job, snapshot.tag)
-                entry = await self._pipeline.write_part(sealed, checks, self._codec, create_file, snapshot.tag, nonce)
+                entry = await self._pipeline.write_part(
+                    sealed, checks, self._codec, create_file, snapshot.tag, nonce, partial(progress.add, seal.rank)
+                )
             except OSError as error:
                 if error.errno in NO_ROOM and self._config.make_room and await self.deleter.make_room(self._catalog.job(snapshot.job)):
                     continue

@@ -274,7 +274,8 @@ class Connection:
                     return m.Refused(re=request.id, reason=slot), ()
                 return m.Granted(re=request.id, segment=slot.name, step=request.step), ()
             case m.Seal():
-                return m.Sealed(re=request.id, durable=await engine.seal(owner, request.segment, request.attempt, request.step)), ()
+                durable = await engine.seal(owner, request.segment, request.attempt, request.step, request.held)
+                return m.Sealed(re=request.id, durable=durable), ()
             case m.Abandon():
                 if request.segment:
                     engine.abandon(owner, request.segment, request.step, request.reason, request.code)

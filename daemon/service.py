@@ -14,6 +14,7 @@ from ckptd.daemon.composition import Parts
 from ckptd.daemon.journal import JournalBroken
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError
+from ckptd.shared.lifecycle import SnapshotState
 
 log = logging.getLogger("ckptd")
 
@@ -119,6 +120,11 @@ class Service:
             "last_durable": _where(durable.attempt, durable.step, durable.tag) | _age(durable.created) if durable else None,
             "room_for": job.room_for(disk_free),
             "last_error": {"step": failure.step, "reason": failure.reason[:MAX_TEXT]} | _age(failure.when) if failure else None,
+            "saving": [
+                {"tag": s.tag, **s.progress.report(time.monotonic())}
+                for s in job.snapshots
+                if s.state is SnapshotState.WRITING and s.progress is not None
+            ],
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
             "announced": job.announced[:MAX_TEXT],

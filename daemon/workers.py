@@ -39,11 +39,13 @@ class Workers:
         """Run a call on one of the threads, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
-    async def each(self, ranges: Sequence[ChunkRange], work: Callable[[int, Buffers], T]) -> list[T]:
+    async def each(
+        self, ranges: Sequence[ChunkRange], work: Callable[[int, Buffers], T], done: Callable[[int], None] = lambda length: None
+    ) -> list[T]:
         """Call `work` with the number and the buffers of each chunk, on all threads at once. Return the results in the order of the chunks.
 
-        After a failure no other chunk is begun, and the error is raised once all threads have stopped. Raises IntegrityError if a chunk
-        has no result.
+        `done` is called with the length of each chunk that is finished, on the event loop. After a failure no other chunk is begun, and the
+        error is raised once all threads have stopped. Raises IntegrityError if a chunk has no result.
         """
         results: dict[int, T] = {}
         numbers, size = iter(range(len(ranges))), align(max((chunk.length for chunk in ranges), default=0))
@@ -58,6 +60,7 @@ class Workers:
                     try:
                         results[number] = await self.run(lambda n=number, b=buffers: work(n, b))  # type: ignore[misc]
                         self.chunks_done += 1
+                        done(ranges[number].length)
                     except BaseException:
                         failed = True
                         raise

@@ -124,9 +124,12 @@ class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
 
 
 class Seal(Request, frozen=True, kw_only=True, tag="seal"):
+    """A request that reports a sealed slot. `held`: seconds for which the snapshot held the training, or 0.0 if not known."""
+
     segment: Name
     attempt: AttemptNumber
     step: Step
+    held: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):

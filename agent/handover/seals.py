@@ -20,8 +20,9 @@ class Seals:
 
     def hand_over(self, pending: Pending) -> None:
         """Report a seal to the daemon, without waiting for the save. If the connection is lost, `hand_over_again` reports it later."""
+        held = round(pending.held, 6)
         self._client.post(
-            lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step),
+            lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step, held=held),
             lambda reply: self._answered(pending, reply),
         )
 

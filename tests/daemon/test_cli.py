@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -118,6 +119,19 @@ def test_status_reports_jobs_memory_and_counters(full: Daemon) -> None:
     assert job["last_durable"] == {"attempt": 1, "step": 2, "tag": "step-00000002.a0001"}
     assert job["last_error"] is None
     assert job["pending"] == []
+
+
+def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
+    with running(place, "--codec", "zstd:19", environment={"CKPTD_CHUNK_SIZE": "256Ki"}) as daemon:
+        agent = Agent("gpt", socket=place.socket)
+        agent.snapshot({"w": torch.randn(10 << 20)}, step=1)
+        until(lambda: (daemon.status()["jobs"][0]["saving"] or [{"done_bytes": 0}])[0]["done_bytes"], "the first chunk")
+        text = ckptd("status", "--socket", place.socket).stdout
+        (saving,) = daemon.status()["jobs"][0]["saving"]
+        agent._link.let_go()
+    assert re.search(r"  step-00000001\.a0001 \(\d+ %, \d+ MB/s, (\d+ min|\d+ s) left\)", text), text
+    assert saving["tag"] == "step-00000001.a0001"
+    assert 0 < saving["done_bytes"] < saving["total_bytes"] == pytest.approx(40 << 20, rel=0.01)
 
 
 def test_ls_and_show_list_and_describe_checkpoints(full: Daemon) -> None:

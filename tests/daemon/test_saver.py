@@ -17,6 +17,7 @@ import pytest
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Job, RankSeal
+from ckptd.daemon.pipeline import SealedSlot
 from ckptd.daemon.recovery import scan_job
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, StorageError
@@ -56,8 +57,40 @@ def test_a_save_is_logged_in_one_line(world: World, caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         world.run()
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "INFO" and world.snapshot.tag in record.getMessage()]
-    words = rf"saved gpt/{world.snapshot.tag}: \d+\.\d MB as \d+\.\d MB \(\d+ %\) in \d+\.\d\d s, \d+ MB/s"
+    words = rf"saved gpt/{world.snapshot.tag}: \d+\.\d MB as \d+\.\d MB \(\d+ %\), durable after \d+\.\d\d s, \d+ MB/s"
     assert re.fullmatch(words, line), line
+
+
+def test_the_log_says_how_long_the_slowest_rank_was_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(tmp_path, world_size=2)
+    world.snapshot.seals[0].training_held, world.snapshot.seals[1].training_held = 0.25, 1.5
+    with caplog.at_level("INFO"):
+        world.run()
+    assert " %), training held 1.500 s, durable after" in caplog.text
+    world.close()
+
+
+def test_the_progress_of_a_save_counts_every_byte_and_starts_again_with_the_part(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.fs.faults["create"] = 1, errno.EIO
+    seen: list[tuple[float | int | None, ...]] = []
+    before = world.pipeline.write_part
+
+    async def write_part(*arguments: Any) -> Any:
+        progress = world.snapshot.progress
+        assert progress is not None
+        progress.add(0, 7)  # of a try that may fail
+        seen.append(tuple(progress.report(progress.begun + 1).values()))
+        return await before(*arguments)
+
+    monkeypatch.setattr(world.pipeline, "write_part", write_part)
+    world.run()
+    assert world.told == [SnapshotState.DURABLE]
+    values = world.held[0].header.values
+    total = values.offset + values.length
+    assert seen == [(7, total, 7, round((total - 7) / 7, 1))] * 2
+    assert world.snapshot.progress is not None
+    chunks = SealedSlot.read(world.held[0].fd, world.held[0].header).ranges
+    assert world.snapshot.progress.report(0.0)["done_bytes"] == 7 + sum(chunk.length for chunk in chunks)
 
 
 def test_a_damaged_slot_is_not_saved(world: World) -> None:
