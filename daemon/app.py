@@ -184,6 +184,7 @@ class Serving:
             "root": str(config.root),
             "socket": str(config.socket),
             "private": config.private,
+            "log_file": str(config.log_file) if config.log_file else None,
             "uptime_seconds": round(vitals.uptime, 3),
             "rss_bytes": rss_bytes(),
             "event_loop_lag_seconds": round(vitals.lag, 6),

@@ -103,6 +103,7 @@ def main() -> None:
 @click.option("--threads", type=int, help="Worker threads. Default: one for each CPU, 8 at most.")
 @click.option("--files-per-rank", type=int, help="Files that a rank's part of a checkpoint is spread over. Default: 1.")
 @click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
+@click.option("--log-file", help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")
 @click.option("--log-level", help="debug, info, warning or error. Default: info.")
 @click.option("--overflow/--no-overflow", default=None, help="Put slots that do not fit into shared memory on the disk, or refuse them.")
 @click.option("--strict-journal", is_flag=True, default=None, help="Refuse to start on a corrupt journal instead of rebuilding it.")
@@ -116,14 +117,15 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
     """
     from ckptd.daemon import config as settings
+    from ckptd.daemon.rotating_log import RotatingLog
 
     given = {key: value for key, value in flags.items() if value not in (None, ())}
     if "socket" not in given and "CKPTD_SOCKET" not in os.environ and not (file and "socket" in settings.read_file(file)):
         given["socket"] = str(_default_socket())
     config = settings.load(given, os.environ, file)
     logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
+        level=config.log_level.upper(), handlers=[RotatingLog(config.log_file) if config.log_file else logging.StreamHandler()],
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S",
     )  # fmt: skip
     faulthandler.enable()  # SIGSEGV or SIGABRT then leaves a traceback of every thread in the log
     _give_way()

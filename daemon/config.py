@@ -78,6 +78,8 @@ class Config:
     """True if an agent has started the daemon for itself: the daemon ends when nothing is left to do."""
     idle_timeout: float = 10.0
     """Seconds without clients, slots and work after which a private daemon ends."""
+    log_file: Path | None = None
+    """File for the log, as an absolute path, or None for standard error. At 10 MiB it becomes `FILE.1`, and a new one begins."""
     log_level: str = "info"
     """Lowest level of the messages in the log: `debug`, `info`, `warning` or `error`."""
 
@@ -141,8 +143,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     if "socket" not in values:
         raise InvalidConfig("no socket: name one with --socket PATH, CKPTD_SOCKET or socket = in the config file")
     values["socket"] = Path(os.path.abspath(values["socket"]))
-    if "state_dir" in values:
-        values["state_dir"] = Path(os.path.abspath(values["state_dir"]))
+    for key in {"state_dir", "log_file"} & values.keys():
+        values[key] = Path(os.path.abspath(values[key]))
     return Config(**values)
 
 
@@ -167,7 +169,7 @@ def _convert(key: str, value: Any, where: str) -> Any:
             "mount the storage and name the directory where it is mounted"
         )
     try:
-        if field.type == "Path":
+        if field.type in ("Path", "Path | None"):
             return Path(os.path.expanduser(_text(value)))
         if field.type == "bool":
             return value if isinstance(value, bool) else {"true": True, "1": True, "false": False, "0": False}[_text(value).lower()]

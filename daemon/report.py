@@ -32,6 +32,7 @@ def status_text(status: dict[str, Any]) -> str:
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {_span(status['uptime_seconds'])})",
         f"  root           {status['root']} ({free})",
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
+        *([f"  log            {status['log_file']}"] if status.get("log_file") else []),
         f"  shared memory  {_size(memory['used_bytes'])} of {_size(memory['quota_bytes'])} in {memory['segments']} segments"
         + (f", and {_size(memory['on_disk_bytes'])} on disk, because they do not fit" if memory.get("on_disk_bytes") else ""),
         f"  descriptors    {files['used']} of {files['limit']} open ({clients})",

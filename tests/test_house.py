@@ -231,6 +231,7 @@ TOUCH_FILES = {
     "daemon/segment_directory.py": "the directories of segments",
     "daemon/slots.py": "segments in shared memory, or on the local disk",
     "shared/fs.py": "is the seam to the operating system",
+    "shared/log_file.py": "the log of a daemon",
     "shared/numa.py": "/sys",
     "shared/owners.py": "checks owners of any path",
 }
@@ -286,6 +287,7 @@ WITHOUT_A_TEST = {
     "daemon/composition.py": "puts the parts together: tests/daemon/test_recovery.py starts them in its own process",
     "daemon/journal_directory.py": "tests/daemon/test_journal.py uses it under a file system that fails",
     "daemon/service.py": "tests/daemon/test_server.py and test_forgetting.py ask it through a daemon",
+    "shared/log_file.py": "tests/agent/link/test_launch.py and tests/daemon/test_rotating_log.py open files of every kind through it",
     "shared/storage/memory.py": "tests/shared/storage/test_conformance.py runs over it",
     "shared/storage/posix_probe.py": "tests/daemon/test_doctor.py shows its results",
     "shared/storage/posix_streams.py": "tests/shared/storage/test_conformance.py runs over it",

@@ -6,11 +6,9 @@ job's cgroup or container, like every process in it.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
-import stat
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from pathlib import Path
 from ckptd.shared import names, owners, settings
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
+from ckptd.shared.log_file import open_log
 from ckptd.shared.state_directory import configured_state_dir, state_directory
 
 log = logging.getLogger("ckptd.agent")
@@ -160,7 +159,7 @@ def start_private(root: Path) -> None:
     log_file = state_directory(configured_state_dir(), root) / "daemon.log"
     try:
         _make_own(log_file.parent)
-        log_fd = _open_log(log_file)
+        log_fd = open_log(log_file)
     except OSError as error:
         raise DaemonUnreachable(
             f"cannot start a private daemon: its log cannot be written: {error.strerror or error}; CKPTD_STATE_DIR can name a directory of "
@@ -178,6 +177,8 @@ def start_private(root: Path) -> None:
         str(root),
         "--socket",
         str(socket),
+        "--log-file",
+        str(log_file),
         "--ready-fd",
         str(told),
     ]
@@ -230,23 +231,3 @@ def _make_own(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if (reason := owners.stranger(directory)) and os.geteuid() != 0:
         raise PermissionError(f"{reason}: use a directory of your own")
-
-
-def _open_log(log_file: Path) -> int:
-    """Return an open descriptor of the private daemon's log.
-
-    Raises OSError if the log cannot be opened or belongs to another user: that user could read the log, or make the daemon write elsewhere.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        fd = os.open(log_file, flags, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link, or a FIFO without a reader
-            raise OSError(f"{log_file} is not a regular file: remove it") from None
-        raise
-    status = os.fstat(fd)
-    strange = not owners.is_trusted(status.st_uid) and not owners.owns_new_files(log_file.parent, None, status.st_uid)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or strange:
-        os.close(fd)
-        raise OSError(f"{log_file} is not a regular file of uid {os.geteuid()} without other hard links: remove it")
-    return fd

@@ -38,7 +38,7 @@ def test_defaults() -> None:
             "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0,
         "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
         "files_per_rank": 1, "bytes_per_file": 0,
-        "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_level": "info",
+        "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_file": None, "log_level": "info",
     }  # fmt: skip
 
 
@@ -86,6 +86,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "strict_journal": ("true", "true", True),
     "private": ("true", "1", True),
     "idle_timeout": ("1.5", "1.5", 1.5),
+    "log_file": ('"/var/log/ckptd.log"', "/var/log/ckptd.log", Path("/var/log/ckptd.log")),
     "log_level": ('"debug"', "debug", "debug"),
 }
 
@@ -98,14 +99,15 @@ def test_every_setting_may_stand_in_the_file_and_in_the_environment(name: str, f
     assert getattr(load(given, {}, file), name) == value
     assert getattr(load(given, {f"CKPTD_{name.upper()}": text}, None), name) == value
     assert getattr(load({**given, name: text}, {}, None), name) == value
-    assert type(getattr(load(given, {}, file), name)) is type(getattr(make(), name))
+    assert type(getattr(load(given, {}, file), name)) is type(value)
 
 
 def test_relative_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/ada")
-    config = load({"root": "sub/../ckpts", "socket": "s", "state_dir": "state"}, {}, None)
-    assert (config.root, config.socket, config.state_dir) == (tmp_path / "ckpts", tmp_path / "s", tmp_path / "state")
+    config = load({"root": "sub/../ckpts", "socket": "s", "state_dir": "state", "log_file": "log"}, {}, None)
+    assert (config.root, config.socket) == (tmp_path / "ckpts", tmp_path / "s")
+    assert (config.state_dir, config.log_file) == (tmp_path / "state", tmp_path / "log")
     assert load({"root": "~/ckpts", "socket": "/s"}, {}, None).root == Path("/home/ada/ckpts")
 
 

@@ -77,7 +77,8 @@ def test_snapshot_and_recover_need_only_a_root(private: Home) -> None:
     assert recovered.source == "storage"
 
 
-def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(private: Home) -> None:
+def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTD_JOB", "gpt")  # the script below and this test would be named after different main scripts
     script = (
         "import torch, os; from ckptd.agent import snapshot\n"
         "snapshot({'w': torch.ones(5)}, step=3, persist=False).wait('sealed'); os.kill(os.getpid(), 9)"
