@@ -105,7 +105,7 @@ class Serving:
         self._server = Server(
             parts.engine, parts.orphans, max_connections=parts.config.max_connections, descriptors=self._descriptors(),
             welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._service.find, forget=self._service.forget,
-            changed=self.consider_leaving,
+            remark=lambda slots: self._service.remark(slots, self._vitals.disk_free), changed=self.consider_leaving,
         )  # fmt: skip
 
     def _descriptors(self) -> limits.DescriptorPlan:

@@ -192,13 +192,17 @@ class Saver:
         room = job.room_for(free)
         fit = _FEW if room is None else min(_FEW, room)
         if fit < self._fit.get(job.name, _FEW):
-            then = "the oldest ones are then deleted early"
-            if not self._config.make_room:
-                then = "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, which then deletes the oldest ones early"
-            log.warning(
-                "job %s: the root has room for %d more of its checkpoints (%.1f MB free): %s", job.name, fit, (free or 0) / 1e6, then
-            )
+            log.warning("%s", self.little_room(job, fit, free))
         self._fit[job.name] = fit
+
+    def little_room(self, job: Job, fit: int, free: int | None) -> str:
+        """Return a warning that only `fit` more checkpoints fit into the `free` bytes under the root, or "" if that is enough."""
+        if fit >= _FEW:
+            return ""
+        then = "the oldest ones are then deleted early"
+        if not self._config.make_room:
+            then = "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, which then deletes the oldest ones early"
+        return f"job {job.name}: the root has room for {fit} more of its checkpoints ({(free or 0) / 1e6:.1f} MB free): {then}"
 
     async def _write_part(self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot) -> PartEntry:
         """Write the part of one rank to a file with a fresh name, and return its entry in the manifest.

@@ -38,7 +38,10 @@ Reply = tuple[m.Message, Sequence[int]]  # a message, and the descriptors that g
 
 
 class Server:
-    """The server of one daemon. The callables answer Hello, Status, Find and Forget; `changed` is called when a client comes or goes."""
+    """The server of one daemon. The callables answer Hello, Status, Find and Forget.
+
+    `remark` returns the sentence that goes with new slots, or "". `changed` is called when a client comes or goes.
+    """
 
     def __init__(
         self,
@@ -51,10 +54,11 @@ class Server:
         status: Callable[[], str],
         find: Callable[[str, int | None], Awaitable[m.Found]],
         forget: Callable[[str, Sequence[str]], Awaitable[dict[str, str]]],
+        remark: Callable[[Sequence[Slot]], str],
         changed: Callable[[], None],
     ) -> None:
         self.engine, self.orphans = engine, orphans
-        self.welcome, self.status, self.find, self.forget, self.changed = welcome, status, find, forget, changed
+        self.welcome, self.status, self.find, self.forget, self.remark, self.changed = welcome, status, find, forget, remark, changed
         self._max, self.descriptors = max_connections, descriptors
         self.connections: set[Connection] = set()
         self.refused = self.pauses = 0
@@ -310,7 +314,7 @@ class Connection:
         except BaseException:
             _close_all(opened)
             raise
-        return m.Segments(re=request_id, segments=[_held(slot) for slot in slots], remark=self._server.engine.slots.remark(slots)), opened
+        return m.Segments(re=request_id, segments=[_held(slot) for slot in slots], remark=self._server.remark(slots)), opened
 
     def _notify(self, message: m.Progress) -> None:
         """Send the message, or keep it until the rank has begun. An error here would keep the caller from freeing slots."""

@@ -12,6 +12,7 @@ from ckptd.daemon import recovery
 from ckptd.daemon.catalog import Job
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.journal import JournalBroken
+from ckptd.daemon.slots import Slot
 from ckptd.shared import messages as m
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError
 from ckptd.shared.lifecycle import SnapshotState
@@ -83,6 +84,20 @@ class Service:
             if why:
                 refused[tag] = why
         return refused
+
+    def remark(self, slots: Sequence[Slot], disk_free: int | None) -> str:
+        """Return a warning for the owner of new slots, or "": the slots are on the disk, or few checkpoints fit under the root.
+
+        Only rank 0 is told of the root. Before the first checkpoint of a job, its size is that of the slots of all ranks.
+        """
+        parts, told = self._parts, [self._parts.slots.remark(slots)]
+        if slots and (header := slots[0].header).rank == 0 and disk_free is not None:
+            job = parts.catalog.job(header.job)
+            fit = job.room_for(disk_free)
+            told.append(
+                parts.saver.little_room(job, disk_free // max(1, header.capacity * header.world_size) if fit is None else fit, disk_free)
+            )
+        return "; ".join(filter(None, told))
 
     def report(self, disk_free: int | None) -> dict[str, object]:
         """Return the part of `ckptd status --json` that is about jobs, shared memory and counters. Sizes are bytes, times are seconds.

@@ -393,12 +393,18 @@ def test_saves_resume_once_a_full_disk_has_been_freed(place: Home, small_tmpfs: 
 
 
 @pytest.mark.parametrize("make_room", [True, False])
-def test_a_full_disk_deletes_old_checkpoints_early_only_if_it_may(place: Home, small_tmpfs: Path, make_room: bool) -> None:
+def test_a_full_disk_deletes_old_checkpoints_early_only_if_it_may(
+    place: Home, small_tmpfs: Path, make_room: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     place.root.symlink_to(small_tmpfs)
     fit = small_free(small_tmpfs) // 3_000_000
     with running(place, "--codec", "raw", *(["--make-room"] if make_room else [])) as daemon:
         agent = Agent("job", socket=place.socket)
         agent.snapshot({"x": torch.ones(700_000)}, step=1, tag="best").wait("durable", timeout=60)
+        then = "the oldest ones are then deleted early" if make_room else "delete some (`ckptd forget`), keep fewer"
+        assert re.search(
+            rf"job job: the root has room for {fit} more of its checkpoints \(\d+\.\d MB free\): {re.escape(then)}", caplog.text
+        )
         pendings = []
         for step in range(2, fit + 4):
             pendings.append(agent.snapshot({"x": torch.full((700_000,), float(step))}, step=step))
