@@ -228,9 +228,9 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A step that could not be saved, with the reason. `when`: Unix seconds."""
+    """A step that could not be saved, with the reason. `step`: None if the step itself was wrong. `when`: Unix seconds."""
 
-    step: int
+    step: int | None
     reason: str
     when: float
 

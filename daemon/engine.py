@@ -262,6 +262,12 @@ class Engine:
             self._steps.tell(snapshot)
         return job.is_durable(attempt, number)
 
+    def refused(self, owner: Owner, reason: str) -> None:
+        """Count a snapshot that this rank has refused for its step. Ranks make the same calls, so only that of rank 0 counts."""
+        job = self._current(owner)
+        if owner.rank == 0:
+            self._steps.count_failure(job, None, reason)
+
     def pass_over(self, owner: Owner, number: int, reason: str, code: str) -> None:
         """Fail a step on all ranks, because this rank cannot save it. A `reason` that came from another rank names that rank already."""
         job = self._current(owner)

@@ -52,10 +52,14 @@ def status_text(status: dict[str, Any]) -> str:
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
         if error := job["last_error"]:
-            lines.append(f"  LAST ERROR     {job['job']}: step {error['step']}, {_span(error['age_seconds'])} ago: {error['reason']}")
+            lines.append(f"  LAST ERROR     {job['job']}: {_step(error['step'])}{_span(error['age_seconds'])} ago: {error['reason']}")
         lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]
         lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
     return "\n".join([*lines, "", *_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
+
+
+def _step(step: int | None) -> str:
+    return "" if step is None else f"step {step}, "
 
 
 def daemons_text(rows: list[dict[str, Any]]) -> str:

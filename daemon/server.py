@@ -285,6 +285,8 @@ class Connection:
                     engine.abandon(owner, request.segment, request.step, request.reason, request.code)
                 elif request.step is not None:
                     engine.pass_over(owner, request.step, request.reason, request.code)
+                else:
+                    engine.refused(owner, request.reason)
             case m.Persist():
                 await engine.persist(owner)
             case m.Find():

@@ -73,14 +73,12 @@ class Steps:
             self.counters["sealed"] += 1
 
     def _fail(self, job: Job, step: Step, code: str, reason: str) -> None:
-        log.info("job %s: %s", job.name, reason)
-        job.last_failure = Failure(step.number, reason, time.time())
+        self.count_failure(job, step.number, reason)
         if job.world_size > 1:  # a job of one rank may try the step again
             step.failure = (code, reason)
         if step.snapshot is not None:
             step.snapshot.reason, step.snapshot.code = reason, code
             step.snapshot.move(Event.FAIL)
-        self.counters["failed"] += 1
 
     def _free(self, job: Job, step: Step, segment: str) -> None:
         """Free a segment for its owner, or unlink it if its owner is gone or has a larger one."""
@@ -112,6 +110,12 @@ class Steps:
             if job.step_in(slot.name) is None:
                 self._slots.release(slot)
         job.moved.set()
+
+    def count_failure(self, job: Job, step: int | None, reason: str) -> None:
+        """Log and count a snapshot that failed before all ranks had sealed it. `step` is None if the step itself was wrong."""
+        log.info("job %s: %s", job.name, reason)
+        job.last_failure = Failure(step, reason, time.time())
+        self.counters["failed"] += 1
 
     # -- what the saver reports
 

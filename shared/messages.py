@@ -143,7 +143,8 @@ class Abandon(Request, frozen=True, kw_only=True, tag="abandon"):
 
     With `segment`, that slot will not be sealed, and the step fails on all ranks unless this rank has another slot for it. If `step` is
     given and the slot is no longer granted for it, nothing happens. Without `segment`, the rank cannot take `step`, which then fails on all
-    ranks unless this rank has sealed it. `reason` and `code` describe the error that the ranks get.
+    ranks unless this rank has sealed it. With neither, a snapshot whose step was wrong is only counted. `reason` and `code` describe the
+    error that the ranks get.
     """
 
     segment: Name = ""

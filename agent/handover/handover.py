@@ -275,16 +275,18 @@ class Handovers:
     def pass_over(self, pending: Pending, reason: CkptdError) -> None:
         """Report to the daemon that this rank will not seal the step. The step then fails on all ranks, and no rank waits for it.
 
-        The report is not repeated after a lost connection.
+        If the step is negative, or an earlier call has taken it, the daemon only counts the failure. The report is not repeated after a
+        lost connection.
         """
         known = self.pending.get((pending.attempt, pending.step))
         if known is pending:
             del self.pending[pending.attempt, pending.step]
         # True if an earlier call has taken this step: the snapshot of that call must not fail.
         taken = known is not pending and (known is not None or pending.step <= self.last_step)
-        if not taken and pending.step >= 0 and not self._client.closed:
-            why = str(reason)[:MAX_REASON]
-            self._client.post(lambda n: m.Abandon(id=n, step=pending.step, reason=why, code=reason.code), lambda _: None)
+        refused = taken or pending.step < 0
+        if not self._client.closed and not (refused and pending.segment):  # with a slot, the daemon knows of the step
+            step, why = None if refused else pending.step, str(reason)[:MAX_REASON]
+            self._client.post(lambda n: m.Abandon(id=n, step=step, reason=why, code=reason.code), lambda _: None)
 
     def wait_until_sealed(self, deadline: float) -> bool:
         """Wait until no filled slot is unsealed, and return True. Return False at the deadline."""

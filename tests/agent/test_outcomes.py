@@ -15,6 +15,7 @@ import torch
 from ckptd.agent import Agent, default, snapshot
 from ckptd.agent.outcomes import Outcomes
 from ckptd.agent.pending import Pending
+from ckptd.daemon.report import status_text
 from ckptd.shared.errors import CallerError, InvalidName, InvalidRequest, RecoveryFailed, SnapshotFailed, UnsavableValue
 from ckptd.shared.lifecycle import Event
 from tests.support.daemons import Daemon, Home
@@ -110,6 +111,19 @@ def test_status_counts_the_failures_of_an_agent_that_is_alone_and_shows_the_last
     (shown,) = daemon.status()["jobs"]
     assert 0 <= shown["last_durable"]["age_seconds"] < 600
     assert shown["last_error"]["step"] == 3
+    job.agent.close()
+
+
+def test_status_counts_the_steps_that_are_refused(daemon: Daemon, job: Run) -> None:
+    job.take(GOOD, 4).wait("durable", timeout=60)
+    for count, step in ((1, 4), (2, -3)):
+        assert isinstance(job.take(GOOD, step, on_error="log").error, InvalidRequest)
+        status = daemon.status()
+        assert status["counters"]["failed"] == count
+        assert status["jobs"][0]["last_error"]["step"] is None
+        assert str(step) in status["jobs"][0]["last_error"]["reason"]
+    assert "  LAST ERROR     job: 0 s ago: step" in status_text(status)
+    assert job.take(GOOD, 5).wait("durable", timeout=60).state == "durable"
     job.agent.close()
 
 

@@ -210,12 +210,21 @@ def test_after_a_lost_answer_any_slot_may_be_granted() -> None:
     assert {said[1][0] for said in world.daemon.said() if said[0] == "abandon"} == {"", "a", "b"}
 
 
-@pytest.mark.parametrize(("step", "last_step", "told"), [(5, 4, True), (-1, -1, False), (5, 5, False)], ids=["told", "no step", "taken"])
-def test_the_daemon_hears_of_the_failure_of_a_step_that_was_not_taken(step: int, last_step: int, told: bool) -> None:
+@pytest.mark.parametrize(("step", "last_step", "told"), [(5, 4, 5), (-1, -1, None), (5, 5, None)], ids=["free", "negative", "taken"])
+def test_the_daemon_hears_of_a_failure_but_only_a_step_that_is_free_can_fail(step: int, last_step: int, told: int | None) -> None:
     world = World()
     world.all.last_step = last_step
     world.all.fail(Pending(step, 1), SnapshotFailed("why"))
-    assert world.daemon.said() == ([("abandon", ("", step, "why"))] if told else [])
+    assert world.daemon.said() == [("abandon", ("", told, "why"))]
+
+
+def test_a_snapshot_that_fails_after_its_step_was_taken_is_not_reported_again() -> None:
+    world = World()
+    world.all.last_step = 5
+    pending = Pending(5, 1)
+    pending.segment = "a"
+    world.all.fail(pending, SnapshotFailed("why"))
+    assert world.daemon.said() == []
 
 
 def test_a_second_call_for_a_step_does_not_fail_the_first() -> None:
@@ -223,7 +232,7 @@ def test_a_second_call_for_a_step_does_not_fail_the_first() -> None:
     first = world.filled(1)
     world.all.fail(Pending(1, 1), SnapshotFailed("step 1 does not follow step 1"))
     assert world.all.pending[1, 1] is first.pending
-    assert world.daemon.said() == [("acquire", 1)]
+    assert world.daemon.said() == [("acquire", 1), ("abandon", ("", None, "step 1 does not follow step 1"))]
 
 
 def test_a_memory_only_snapshot_is_superseded_in_its_slot() -> None:
