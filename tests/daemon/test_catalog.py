@@ -32,7 +32,7 @@ def snapshot(
 
 
 def checkpoint(step: int | None, attempt: int = 1, seq: int = 1, tag: str | None = None) -> StoredCheckpoint:
-    return StoredCheckpoint("gpt", tag or f"step-{step or 0:08d}.a{attempt:04d}", attempt, step, seq, 10, ("x",), tag is not None)
+    return StoredCheckpoint("gpt", tag or f"step-{step or 0:08d}.a{attempt:04d}", attempt, step, seq, 10, ("x",), tag is not None, 100.0)
 
 
 def job(*snapshots: Snapshot) -> Job:
@@ -160,11 +160,11 @@ def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
         for rank in (0, 1)
     ]
     manifest = Manifest(
-        job="gpt", attempt=2, step=1000, tag="best.a0002", seq=7, world_size=2, created="", parts=parts, metadata={}, metrics={},
+        job="gpt", attempt=2, step=1000, tag="best.a0002", seq=7, world_size=2, created="1970-01-01T00:01:40+00:00", parts=parts, metadata={}, metrics={},
         user_content=None, writer={},
     )  # fmt: skip
     made = StoredCheckpoint.of(manifest, user_tag=True)
-    assert made == StoredCheckpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True)
+    assert made == StoredCheckpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True, 100.0)
     assert made.order == (2, 1000, 7) == manifest.order
     assert checkpoint(None, seq=4).order == (1, -1, 4)
 

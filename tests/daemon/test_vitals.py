@@ -74,10 +74,14 @@ def test_a_loop_that_is_held_up_is_seen(parts: Any) -> None:
 
 
 def test_a_root_that_is_gone_has_no_free_space(parts: Any, tmp_path: Path) -> None:
-    found = Vitals(parts, time.monotonic())
-    watched(found, lambda: found.disk_free is not None)
-    (tmp_path / "root").rmdir()
-    watched(found, lambda: found.disk_free is None)
+    parts.config.storage_timeout = 60.0
+    found, root = Vitals(parts, time.monotonic()), tmp_path / "root"
+
+    def remove() -> None:
+        if found.disk_free is not None and root.exists():
+            root.rmdir()
+
+    watched(found, lambda: found.disk_free is None and not root.exists(), remove)
 
 
 def test_a_disk_that_hangs_is_measured_once_and_counts_as_gone(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +92,11 @@ def test_a_disk_that_hangs_is_measured_once_and_counts_as_gone(parts: Any, monke
         go.wait(60)
         return 7
 
-    watched(found, lambda: found.disk_free is not None)
-    monkeypatch.setattr(parts.repository.storage, "free", hang)
-
     async def watch() -> None:
         task = asyncio.ensure_future(found.watch())
+        while found.disk_free is None:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(parts.repository.storage, "free", hang)
         while found.disk_free is not None or not asked:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)
