@@ -161,8 +161,7 @@ def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
     ]
     manifest = Manifest(
         job="gpt", attempt=2, step=1000, tag="best.a0002", seq=7, world_size=2, created="1970-01-01T00:01:40+00:00", parts=parts,
-            metadata={}, metrics={},
-        user_content=None, writer={},
+        metadata={}, metrics={}, user_content=None, writer={},
     )  # fmt: skip
     made = StoredCheckpoint.of(manifest, user_tag=True)
     assert made == StoredCheckpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True, 100.0)
