@@ -102,26 +102,36 @@ class Optimizers:
         leaves = self._leaves
         leaves.make(tree["param_groups"], f"{path}.param_groups")  # settings may be tensors, like a learning rate
         if not tree["state"]:
-            return leaves.into(lambda groups: without_state(place, groups), tree["param_groups"], f"{path}.param_groups")
+            return leaves.into(
+                lambda groups: without_state(place, self._without_kept(groups, path)), tree["param_groups"], f"{path}.param_groups"
+            )
         if not place.state:
             leaves.undo.append(place.state.clear)  # DCP makes the optimizer take a fake step, which creates its state
         own = get_optimizer_state_dict(root, place)
         groups: list[dict[str, Any]] = own["param_groups"]  # type: ignore[assignment]
         settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
-        kept = [
-            {name: value for name, value in found.items() if not leaves.is_kept(f"{path}.param_groups.{number}.{name}")}
-            for number, found in enumerate(settings)
-        ]
+        if leaves.options.strict:
+            leaves.differences.others += settings_differences(groups, settings, path)
+        restored = self._without_kept(settings, path)
+        for number, (group, found) in enumerate(zip(groups, restored, strict=True)):
+            leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
         state = self._bind(own["state"], tree["state"], f"{path}.state")
 
         def put(resolve: Resolve) -> Any:
             state(resolve)
-            for group, found in zip(groups, kept, strict=True):
+            for group, found in zip(groups, restored, strict=True):
                 group.update(filled(found, resolve))
             set_optimizer_state_dict(root, place, own)
             return KEEP
 
         return put
+
+    def _without_kept(self, groups: list[dict[str, Any]], path: str) -> list[dict[str, Any]]:
+        """Return the settings of each group without those that the caller keeps."""
+        return [
+            {name: value for name, value in group.items() if not self._leaves.is_kept(f"{path}.param_groups.{number}.{name}")}
+            for number, group in enumerate(groups)
+        ]
 
     def _optimizer_entry(self, place: torch.optim.Optimizer, parameter: torch.Tensor, entry: Any, path: str) -> dict[str, Value]:
         """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them."""

@@ -638,6 +638,34 @@ def test_metrics_and_content_that_json_cannot_hold_are_refused_at_once(agent: Ag
     assert pending.wait("durable", timeout=60).state == "durable"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_the_settings_of_an_optimizer_over_fsdp1_are_compared(
+    daemon: Daemon, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(**settings: Any) -> dict[str, Any]:
+        model = FullyShardedDataParallel(
+            torch.nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=False, sharding_strategy=ShardingStrategy.NO_SHARD
+        )
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False, **settings)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        agent = Agent("fsdp1", socket=daemon.home.socket)
+        agent.snapshot(made(amsgrad=True, lr=0.125), step=1).wait("durable", timeout=60)
+        with pytest.raises(errors.StructureMismatch, match=r"optim\.param_groups\.0\.amsgrad: the checkpoint has True, the state False"):
+            agent.recover(made(lr=0.5))
+        with caplog.at_level("INFO", "ckptd.agent"):
+            assert agent.recover(made(amsgrad=True, lr=0.5, betas=(0.5, 0.5)), keep=["optim.param_groups.*.betas"]) is not None
+        assert "optim.param_groups.0.lr 0.125 (was 0.5)" in caplog.text
+        assert "betas" not in caplog.text
+        agent.close()
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # FSDP1 warns about its own deprecation
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("warm", [False, True])
