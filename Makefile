@@ -11,7 +11,7 @@ COVERED := */daemon/journal*.py,*/daemon/records.py,*/daemon/recovery.py,*/daemo
 COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/test_records.py tests/daemon/test_recovery.py tests/daemon/test_saver.py \
 	tests/shared/test_session.py
 
-.PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust coverage coverage-all bench clean
+.PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust coverage coverage-all bench man clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -74,6 +74,10 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.snapshot
 	$(RUN) -m benchmarks.steady
 	$(RUN) -m benchmarks.single_tensor
+
+# Writes the manual pages from the commands.
+man: $(INSTALLED)
+	$(RUN) -m tests.support.manual
 
 clean:
 	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

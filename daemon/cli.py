@@ -64,28 +64,32 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for pro
 _socket = click.option("--socket", type=click.Path(path_type=Path), envvar="CKPTD_SOCKET", help="The daemon's Unix socket.")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_EXAMPLES = """\b
+Start the daemon of this node:     ckptd run --root /ckpts
+See what it is doing:              ckptd status
+List all daemons; stop one:        ckptd ps; ckptd stop /ckpts
+List what has been saved:          ckptd ls /ckpts
+Look at one checkpoint:            ckptd show /ckpts/JOB
+Check every byte of a job:         ckptd verify /ckpts/JOB
+Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
+Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
+Check that this node is fit:       ckptd doctor --root /ckpts
+"""
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]}, short_help="Save the state of PyTorch training jobs.", epilog=_EXAMPLES
+)
 @click.version_option(__version__, prog_name="ckptd")
 def main() -> None:
     """ckptd saves the state of PyTorch training jobs without stopping them, and brings it back after any crash.
-
-    \b
-    Start the daemon of this node:     ckptd run --root /ckpts
-    See what it is doing:              ckptd status
-    List all daemons; stop one:        ckptd ps; ckptd stop /ckpts
-    List what has been saved:          ckptd ls /ckpts
-    Look at one checkpoint:            ckptd show /ckpts/JOB
-    Check every byte of a job:         ckptd verify /ckpts/JOB
-    Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
-    Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
-    Check that this node is fit:       ckptd doctor --root /ckpts
 
     In the training script: `from ckptd.agent import recover, snapshot`. Without a running daemon, set CKPTD_ROOT and
     the trainer starts a private one.
     """
 
 
-@main.command()
+@main.command(short_help="Run the daemon of this node.")
 @click.option("--root", help="Directory for the checkpoints of all jobs; made if missing.")
 @click.option("--socket", help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.")
 @click.option("--state-dir", help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.")
@@ -196,7 +200,7 @@ def _default_socket() -> Path:
     )
 
 
-@main.command()
+@main.command(short_help="Tell what a daemon is doing.")
 @click.argument("root", type=click.Path(path_type=Path), required=False)
 @_socket
 @_json
@@ -210,7 +214,7 @@ def status(root: Path | None, socket: Path | None, as_json: bool) -> None:
         sys.exit(1)
 
 
-@main.command()
+@main.command(short_help="List your daemons on this node.")
 @_json
 @_speaks
 def ps(as_json: bool) -> None:
@@ -219,7 +223,7 @@ def ps(as_json: bool) -> None:
     click.echo(json.dumps(rows, indent=1) if as_json else report.daemons_text(rows))
 
 
-@main.command()
+@main.command(short_help="Stop a daemon, after it has saved what it owes.")
 @click.argument("root", type=click.Path(path_type=Path), required=False)
 @click.option("--timeout", default=600.0, help="Seconds to wait until the daemon has saved what it owes. Default: 600.")
 @_json
@@ -234,7 +238,7 @@ def stop(root: Path | None, timeout: float, as_json: bool) -> None:
     click.echo(json.dumps({"pid": found.pid, "stopped": True}) if as_json else f"stopped pid {found.pid}")
 
 
-@main.command()
+@main.command(short_help="List or delete what dead daemons have left.")
 @click.option("--delete", is_flag=True, help="Delete what is listed, with the snapshots that are sealed in it.")
 @click.option("--shm-dir", type=click.Path(path_type=Path), default="/dev/shm", envvar="CKPTD_SHM_DIR", help="Default: /dev/shm.")
 @_json
@@ -256,7 +260,7 @@ def gc(delete: bool, shm_dir: Path, as_json: bool) -> None:
     click.echo(json.dumps(rows, indent=1) if as_json else report.leftovers_text(rows, delete=delete))
 
 
-@main.command()
+@main.command(short_help="Check that this node is fit for a daemon.")
 @click.option("--root", envvar="CKPTD_ROOT", help="Directory for the checkpoints; without it only the node is checked.")
 @click.option("--socket", envvar="CKPTD_SOCKET", help="Unix socket that the daemon is to listen on. Default: as for run.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with the daemon's settings.")
@@ -284,7 +288,7 @@ def doctor(root: str | None, socket: str | None, file: Path | None, as_json: boo
         sys.exit(1)
 
 
-@main.command()
+@main.command(short_help="List the checkpoints under a root.")
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 @_socket
 @_json
@@ -298,7 +302,7 @@ def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
 
 
-@main.command()
+@main.command(short_help="Describe one checkpoint.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--keys", is_flag=True, help="List every tensor with its shape and dtype.")
 @_json
@@ -313,7 +317,7 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
     click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, title, keys=keys))
 
 
-@main.command()
+@main.command(short_help="Check every byte of checkpoints.")
 @click.argument("path", type=click.Path(path_type=Path))
 @_json
 @_speaks
@@ -333,7 +337,7 @@ def verify(path: Path, as_json: bool) -> None:
         sys.exit(13)
 
 
-@main.command()
+@main.command(short_help="Delete checkpoints.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--keep", multiple=True, metavar="POLICY", help="For a job: what to keep, like LatestN(5) or BestN('loss',3). Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
@@ -366,7 +370,7 @@ def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None
         sys.exit(11)
 
 
-@main.command()
+@main.command(short_help="Keep a checkpoint from being deleted.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--remove", is_flag=True, help="Remove the pin.")
 @_json

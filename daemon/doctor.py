@@ -22,6 +22,7 @@ from typing import Any
 from ckptd.daemon import limits
 from ckptd.daemon.config import Config
 from ckptd.daemon.peers import SO_PEERPIDFD
+from ckptd.daemon.units import size_text
 from ckptd.shared import owners
 from ckptd.shared.errors import Forbidden
 from ckptd.shared.state_directory import nearest_existing
@@ -82,8 +83,8 @@ def check_locked_memory(limit: int) -> Check:
         return Check("locked memory", OK, "no limit (RLIMIT_MEMLOCK)", values)
     return Check(
         "locked memory", WARNING,
-        f"at most {_size(limit)} (RLIMIT_MEMLOCK): a trainer with GPUs locks its slots; start it with LimitMEMLOCK=infinity or `ulimit -l "
-        "unlimited` if it warns that slots could not be page-locked", values,
+        f"at most {size_text(limit)} (RLIMIT_MEMLOCK): a trainer with GPUs locks its slots; start it with LimitMEMLOCK=infinity or "
+        "`ulimit -l unlimited` if it warns that slots could not be page-locked", values,
     )  # fmt: skip
 
 
@@ -100,9 +101,8 @@ def check_shared_memory(path: Path, slots: int, quota: int) -> Check:
         return Check(name, FAILED, f"{path} cannot be used: {error.strerror}; set shm_dir to a tmpfs")
     largest = min(free, quota or total * 9 // 10) // slots
     values = {"path": str(path), "total_bytes": total, "free_bytes": free, "largest_state_bytes": largest, "slots": slots}
-    text = (
-        f"{path} has {_size(free)} free of {_size(total)}: with {slots} slots one state of {_size(largest)} fits, all local ranks together"
-    )
+    fits = f"with {slots} slots one state of {size_text(largest)} fits, all local ranks together"
+    text = f"{path} has {size_text(free)} free of {size_text(total)}: {fits}"
     if not writable:
         return Check(name, FAILED, f"{path} cannot be written by this user; set shm_dir to another tmpfs", values)
     if (kind := _file_system(path)) != TMPFS:
@@ -135,7 +135,7 @@ def check_root(root: Path) -> Iterator[Check]:
     values |= {"uid": found.uid, "mode": f"{found.mode:o}"}
     few = found.free < LEAST_FREE or (found.inodes is not None and found.inodes < LEAST_INODES)
     count = "no limit of" if found.inodes is None else f"{found.inodes:,d}"
-    yield Check("root", WARNING if few else OK, f"{called} can be written; {_size(found.free)} and {count} inodes are free", values)
+    yield Check("root", WARNING if few else OK, f"{called} can be written; {size_text(found.free)} and {count} inodes are free", values)
     yield _check_owner(place, found)
     for name, level, advice in (
         ("O_DIRECT", WARNING, "checkpoints are written through the page cache instead"),
@@ -229,7 +229,3 @@ def text(checks: list[Check]) -> str:
     return "\n".join(
         f"{check.level if check.level == OK else check.level.upper():8} {check.name:{width}}  {check.message}" for check in checks
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckptd.daemon.units import size_text, span_text
 from ckptd.shared import names
 from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
@@ -26,15 +27,15 @@ def status_text(status: dict[str, Any]) -> str:
     memory, counters, files = status["shared_memory"], status["counters"], status["descriptors"]
     ready = "is ready" if status["ready"] else "is NOT ready"
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
-    free = "NOT AVAILABLE" if status["disk_free_bytes"] is None else f"{_size(status['disk_free_bytes'])} free"
+    free = "NOT AVAILABLE" if status["disk_free_bytes"] is None else f"{size_text(status['disk_free_bytes'])} free"
     clients = f"{files['clients']} clients connected, {files['clients_fit']} fit"
     lines = [
-        f"ckptd {status['version']} {ready} (pid {status['pid']}, up {_span(status['uptime_seconds'])})",
+        f"ckptd {status['version']} {ready} (pid {status['pid']}, up {span_text(status['uptime_seconds'])})",
         f"  root           {status['root']} ({free})",
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         *([f"  log            {status['log_file']}"] if status.get("log_file") else []),
-        f"  shared memory  {_size(memory['used_bytes'])} of {_size(memory['quota_bytes'])} in {memory['segments']} segments"
-        + (f", and {_size(memory['on_disk_bytes'])} on disk, because they do not fit" if memory.get("on_disk_bytes") else ""),
+        f"  shared memory  {size_text(memory['used_bytes'])} of {size_text(memory['quota_bytes'])} in {memory['segments']} segments"
+        + (f", and {size_text(memory['on_disk_bytes'])} on disk, because they do not fit" if memory.get("on_disk_bytes") else ""),
         f"  descriptors    {files['used']} of {files['limit']} open ({clients})",
         f"  snapshots      {snapshots}",
     ]
@@ -52,7 +53,7 @@ def status_text(status: dict[str, Any]) -> str:
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
         if error := job["last_error"]:
-            lines.append(f"  LAST ERROR     {job['job']}: {_step(error['step'])}{_span(error['age_seconds'])} ago: {error['reason']}")
+            lines.append(f"  LAST ERROR     {job['job']}: {_step(error['step'])}{span_text(error['age_seconds'])} ago: {error['reason']}")
         lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]
         lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
     return "\n".join([*lines, "", *_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
@@ -71,7 +72,7 @@ def daemons_text(rows: list[dict[str, Any]]) -> str:
             table.append((str(row["pid"]), "-", "-", "-", "-", "-", f"{row['socket']}: {row['problem']}"))
             continue
         table.append((
-            str(row["pid"]), row["root"], "private" if row["private"] else "own", _span(row["uptime_seconds"]),
+            str(row["pid"]), row["root"], "private" if row["private"] else "own", span_text(row["uptime_seconds"]),
             ", ".join(row["jobs"][:4]) + (f" and {len(row['jobs']) - 4} more" if len(row["jobs"]) > 4 else "") or "-", str(row["clients"]),
             row["socket"],
         ))  # fmt: skip
@@ -83,15 +84,15 @@ def leftovers_text(rows: list[dict[str, Any]], *, delete: bool) -> str:
         return "nothing is left of dead daemons"
     table = [("PATH", "OWNER", "SIZE", "SEALED IN IT", "")]
     for row in rows:
-        size = "-" if row["bytes"] is None else _size(row["bytes"])
+        size = "-" if row["bytes"] is None else size_text(row["bytes"])
         table.append((row["path"], row["owner"], size, ", ".join(row["holds"]) or "-", "deleted" if row["deleted"] else ""))
     own = sum(row["bytes"] or 0 for row in rows)
-    return "\n".join([*_table(table), *([] if delete else [f"{_size(own)} can be freed with --delete"])])
+    return "\n".join([*_table(table), *([] if delete else [f"{size_text(own)} can be freed with --delete"])])
 
 
 def _saved(durable: dict[str, Any]) -> str:
     age = durable["age_seconds"]
-    return f"step {durable['step']}" + ("" if age is None else f", {_span(age)} ago")
+    return f"step {durable['step']}" + ("" if age is None else f", {span_text(age)} ago")
 
 
 def _saving(job: dict[str, Any]) -> str:
@@ -103,7 +104,7 @@ def _progress(saving: dict[str, Any]) -> str:
     share = f"{100 * saving['done_bytes'] // max(saving['total_bytes'], 1)} %"
     if saving["seconds_left"] is None:
         return share
-    return f"{share}, {saving['bytes_per_second'] / 1e6:.0f} MB/s, {_span(saving['seconds_left'])} left"
+    return f"{share}, {size_text(saving['bytes_per_second'])}/s, {span_text(saving['seconds_left'])} left"
 
 
 def title(repository: Repository, job: str, tag: str) -> str:
@@ -177,7 +178,7 @@ def listing_text(rows: list[dict[str, Any]]) -> str:
             continue
         table.append((
             row["job"], row["tag"], "-" if row["step"] is None else str(row["step"]), str(row["attempt"]), str(row["world_size"]),
-            _size(row["bytes"]), _ratio(row["bytes"], row["raw_bytes"]), row["created"],
+            size_text(row["bytes"]), _ratio(row["bytes"], row["raw_bytes"]), row["created"],
             ", ".join(mark for mark in ("newest", "pinned") if row[mark]),
         ))  # fmt: skip
     return "\n".join(_table(table))
@@ -233,7 +234,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
         title,
         f"  step           {step} of attempt {manifest.attempt} (the job's checkpoint number {manifest.seq})",
         f"  created        {manifest.created}",
-        f"  size           {_size(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of {_size(raw)}",
+        f"  size           {size_text(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of {size_text(raw)}",
         f"  saved by       {ranks}{origin}, {writer}",
         f"  tensors        {len(tensors)}",
     ]
@@ -245,7 +246,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
         lines.append(f"  retention      {', '.join(manifest.retention)}")
     for part in manifest.parts:
         files = f" in {part.files} files" if part.files > 1 else ""
-        lines.append(f"  part           {part.file}  {_size(part.bytes)}{files}, {part.items} items")
+        lines.append(f"  part           {part.file}  {size_text(part.bytes)}{files}, {part.items} items")
     if keys:
         rows = [(name, str(found["size"]) if "size" in found else "-", found.get("dtype", "-")) for name, found in tensors.items()]
         lines += ["", *_table([("TENSOR", "SHAPE", "DTYPE"), *rows])]
@@ -321,12 +322,12 @@ def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, sh
 def verification_text(result: dict[str, Any]) -> str:
     where = result["name"]
     if result["ok"]:
-        return f"{where}: sound, {_size(result['bytes'])} in {result['seconds']:.2f} s"
+        return f"{where}: sound, {size_text(result['bytes'])} in {result['seconds']:.2f} s"
     return printable(f"{where}: DAMAGED: {result['error']}")
 
 
 def forgotten_text(row: dict[str, Any], *, dry_run: bool) -> str:
-    size = f" ({_size(row['bytes'])})" if row["bytes"] else ""
+    size = f" ({size_text(row['bytes'])})" if row["bytes"] else ""
     if row["error"]:
         return f"{row['job']}/{row['tag']}: not deleted: {row['error']}"
     return f"{row['job']}/{row['tag']}: {'would be deleted' if dry_run else 'deleted'}{size}"
@@ -343,18 +344,5 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _size(nbytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} TB"
-
-
 def _ratio(stored: int, raw: int) -> str:
     return f"{stored / raw:.0%}" if raw else "-"
-
-
-def _span(seconds: float) -> str:
-    minutes, hours = divmod(int(seconds // 60), 60)[::-1]
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

@@ -27,6 +27,7 @@ from ckptd.daemon.save_progress import SaveProgress
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.tasks import watched
+from ckptd.daemon.units import size_text
 from ckptd.shared import codec, names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
@@ -180,10 +181,9 @@ class Saver:
         raw, stored = sum(entry.raw_bytes for entry, _, _ in documents), sum(entry.bytes for entry, _, _ in documents)
         held = max(seal.training_held for seal in snapshot.seals.values())
         log.info(
-            "saved %s/%s: %.1f MB as %.1f MB (%.0f %%)%s, durable after %.2f s, %.0f MB/s",
-            snapshot.job, snapshot.tag, raw / 1e6, stored / 1e6, 100 * stored / max(raw, 1),
-            f", training held {held:.3f} s" if held else "",
-            time.monotonic() - sealed_at, raw / 1e6 / max(seconds, 1e-6),
+            "saved %s/%s: %s as %s (%.0f %%)%s, durable after %.2f s, %s/s",
+            snapshot.job, snapshot.tag, size_text(raw), size_text(stored), 100 * stored / max(raw, 1),
+            f", training held {held:.3f} s" if held else "", time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
         )  # fmt: skip
 
     async def _warn_of_little_room(self, job: Job) -> None:
@@ -202,7 +202,7 @@ class Saver:
         then = "the oldest ones are then deleted early"
         if not self._config.make_room:
             then = "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, which then deletes the oldest ones early"
-        return f"job {job.name}: the root has room for {fit} more of its checkpoints ({(free or 0) / 1e6:.1f} MB free): {then}"
+        return f"job {job.name}: the root has room for {fit} more of its checkpoints ({size_text(free or 0)} free): {then}"
 
     async def _write_part(self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot) -> PartEntry:
         """Write the part of one rank to a file with a fresh name, and return its entry in the manifest.

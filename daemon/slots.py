@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from ckptd.daemon.segment_directory import SegmentDirectory
+from ckptd.daemon.units import size_text
 from ckptd.shared import names
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
@@ -143,7 +144,7 @@ class Slots:
         """Raise QuotaExceeded if `size` more bytes do not fit into the quota, of which some are taken."""
         if taken + size > self.quota:
             raise QuotaExceeded(
-                f"a slot of {_size(size)} does not fit: {_size(taken)} of the quota of {_size(self.quota)} are taken; "
+                f"a slot of {size_text(size)} does not fit: {size_text(taken)} of the quota of {size_text(self.quota)} are taken; "
                 "raise shm_quota, take fewer slots, or save less"
             )
 
@@ -201,10 +202,10 @@ class Slots:
     def _failure(self, error: OSError, size: int, directory: SegmentDirectory) -> SharedMemoryFull | StorageError:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             return StorageError.of(f"make a segment in {directory.path}", error)
-        free = [_size(psutil.disk_usage(str(each.path)).free) for each in (self._memory, directory)]
+        free = [size_text(psutil.disk_usage(str(each.path)).free) for each in (self._memory, directory)]
         also = f", and {free[1]} in {directory.path} on the disk" if directory.on_disk else ""
         return SharedMemoryFull(
-            f"no room for a slot of {_size(size)} in {self.path.parent}: {free[0]} are free{also}; "
+            f"no room for a slot of {size_text(size)} in {self.path.parent}: {free[0]} are free{also}; "
             "make it larger (docker: --shm-size) or set shm_dir to another tmpfs"
         )
 
@@ -337,7 +338,3 @@ class Slots:
         for directory in self._directories():
             directory.close()
         self.slots.clear()
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:,.1f} MB"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon.config import FIELDS
-from tests.support import diagrams
+from tests.support import diagrams, manual
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -22,6 +22,11 @@ PAGES = [
 
 def test_life_cycles_are_drawn_from_the_tables() -> None:
     assert diagrams.PAGE.read_text() == diagrams.page(), "run python -m tests.support.diagrams --write"
+
+
+def test_the_manual_pages_are_made_from_the_commands() -> None:
+    there = {page.name: page.read_text() for page in manual.DIRECTORY.iterdir()}
+    assert there == manual.pages(), "run `make man`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

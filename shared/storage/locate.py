@@ -99,6 +99,8 @@ def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
         raise NotFound(f"{path} is a root, which holds jobs, and not a job{meant(path)}")
     if path.is_dir():
         return existing_root(path.parent), path.name, None
+    if is_root(path.parent):
+        raise NotFound(f"job {path.name!r} has no checkpoints in {path.parent}{meant(path)}")
     repository, job = existing_root(path.parent.parent), path.parent.name
     same = [p for tag in tags_of(repository, job) if (p := names.parse_tag_directory(tag)) and path.name in (p[0], tag)]
     if not same:

@@ -311,7 +311,7 @@ def test_a_state_larger_than_the_quota_fails_with_both_sizes(place: Home) -> Non
         agent = Agent("job", socket=place.socket)
         pending = agent.snapshot({"x": torch.ones(5_000_000)}, step=1)
         with pytest.raises(
-            errors.QuotaExceeded, match=r"a slot of 20\.\d MB does not fit: 0\.0 MB of the quota of 8\.0 MB are taken; raise shm_quota"
+            errors.QuotaExceeded, match=r"a slot of 20\.\d MB does not fit: 0 B of the quota of 8\.0 MB are taken; raise shm_quota"
         ):
             pending.wait()
         assert place.segment_files() == []

@@ -129,7 +129,7 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
         text = ckptd("status", "--socket", place.socket).stdout
         (saving,) = daemon.status()["jobs"][0]["saving"]
         agent._link.let_go()
-    assert re.search(r"  step-00000001\.a0001 \(\d+ %, \d+ MB/s, (\d+ min|\d+ s) left\)", text), text
+    assert re.search(r"  step-00000001\.a0001 \(\d+ %, \d+\.\d [kM]B/s, (\d+ min|\d+ s) left\)", text), text
     assert saving["tag"] == "step-00000001.a0001"
     assert 0 < saving["done_bytes"] < saving["total_bytes"] == pytest.approx(40 << 20, rel=0.01)
 

@@ -57,7 +57,7 @@ def test_a_save_is_logged_in_one_line(world: World, caplog: pytest.LogCaptureFix
     with caplog.at_level("INFO"):
         world.run()
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "INFO" and world.snapshot.tag in record.getMessage()]
-    words = rf"saved gpt/{world.snapshot.tag}: \d+\.\d MB as \d+\.\d MB \(\d+ %\), durable after \d+\.\d\d s, \d+ MB/s"
+    words = rf"saved gpt/{world.snapshot.tag}: 120\.1 kB as \d+\.\d kB \(\d+ %\), durable after \d+\.\d\d s, \d+\.\d [kM]B/s"
     assert re.fullmatch(words, line), line
 
 

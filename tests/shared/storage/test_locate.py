@@ -99,5 +99,7 @@ def test_a_path_near_to_checkpoints_is_answered_with_the_one_that_was_meant(tmp_
         assert meant(path) == f": did you mean {near}?", path
     (tmp_path / "empty").mkdir()
     assert meant(tmp_path / "empty" / "nothing") == ""
+    with pytest.raises(NotFound, match=f"^job 'gtp' has no checkpoints in {root}: did you mean {root}/gpt\\?$"):
+        find_job_or_checkpoint(root / "gtp")
     with pytest.raises(NotFound, match=f"^{root} is a root, which holds jobs, and not a job: did you mean {root}/gpt\\?$"):
         find_job_or_checkpoint(root)

@@ -1,0 +1,18 @@
+"""Words sizes and times for people: `22.7 MB`, `3 min`."""
+
+from __future__ import annotations
+
+
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes in the unit that fits, with decimal prefixes (1 kB is 1000 bytes)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def span_text(seconds: float) -> str:
+    """Return a time as hours and minutes, as minutes, or as seconds if it is less than a minute."""
+    minutes, hours = divmod(int(seconds // 60), 60)[::-1]
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
