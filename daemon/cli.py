@@ -121,14 +121,13 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
     """
     from ckptd.daemon import config as settings
-    from ckptd.daemon.rotating_log import RotatingLog
 
     given = {key: value for key, value in flags.items() if value not in (None, ())}
     if "socket" not in given and "CKPTD_SOCKET" not in os.environ and not (file and "socket" in settings.read_file(file)):
         given["socket"] = str(_default_socket())
     config = settings.load(given, os.environ, file)
     logging.basicConfig(
-        level=config.log_level.upper(), handlers=[RotatingLog(config.log_file) if config.log_file else logging.StreamHandler()],
+        level=config.log_level.upper(), handlers=[_log_handler(config.log_file)],
         format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S",
     )  # fmt: skip
     faulthandler.enable()  # SIGSEGV or SIGABRT then leaves a traceback of every thread in the log
@@ -143,6 +142,14 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
         _end_past_hung_threads(error)
         raise
     _end_past_hung_threads()
+
+
+def _log_handler(file: Path | None) -> logging.Handler:
+    if file is None:
+        return logging.StreamHandler()
+    from ckptd.daemon.rotating_log import RotatingLog
+
+    return RotatingLog(file)
 
 
 def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:

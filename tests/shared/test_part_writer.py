@@ -27,6 +27,7 @@ from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.protocol import Source
 from tests.shared.samples import NONCE, packed_slot, sample_plan, values_after
+from tests.support.descriptors import opened
 from tests.support.storage import files_in, source
 
 PLAN = sample_plan(200_000)  # 800,000 bytes: 13 chunks of 64 KiB
@@ -264,11 +265,11 @@ class Full(PosixFileSystem):
 @pytest.mark.parametrize("creations", [0, 1, 2, 5])
 def test_if_one_file_cannot_be_made_none_is_left(tmp_path: Path, creations: int) -> None:
     place = Place(tmp_path, Full(creations))
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened(tmp_path)
     with pytest.raises(OSError, match="No space left"):
         place.write(2, SMALLEST)
     assert os.listdir(tmp_path) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened(tmp_path) == before
     os.close(place.fd)
 
 
@@ -332,11 +333,11 @@ class Unclosable(PosixFileSystem):
 
 def test_a_part_is_discarded_although_its_files_cannot_be_closed(tmp_path: Path) -> None:
     place = Place(tmp_path, Unclosable())
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened(tmp_path)
     with pytest.raises(OSError, match="Input/output error"):
         place.write(3)
     assert os.listdir(tmp_path) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened(tmp_path) == before
     os.close(place.fd)
 
 

@@ -27,6 +27,7 @@ from ckptd.shared import messages as m
 from ckptd.shared.state_directory import configured_state_dir, state_directory
 from tests.support.clock import Clock
 from tests.support.daemons import Home
+from tests.support.descriptors import not_sockets
 from tests.support.fake_daemon import FakeDaemon, fake_daemon
 
 
@@ -494,10 +495,10 @@ def test_a_private_daemon_that_cannot_be_started_leaves_no_descriptor(bare: Path
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(bare.parent))
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    before = set(os.listdir("/proc/self/fd"))
+    before = not_sockets()
     with pytest.raises(errors.DaemonUnreachable, match="^cannot start a private daemon: no memory$"):
         launch.start_private(bare)
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert not_sockets() == before
 
 
 def test_a_private_daemon_that_has_exited_is_reaped_at_the_next_start(

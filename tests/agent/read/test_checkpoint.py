@@ -19,6 +19,7 @@ from ckptd.agent import Checkpoint, StorageWriter
 from ckptd.shared.errors import Busy, NotFound
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from tests.support.descriptors import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -122,10 +123,10 @@ def test_a_forked_child_holds_no_lease_of_a_closed_checkpoint(saved: Path) -> No
 
 
 def test_close_releases_the_lease_and_the_descriptors(saved: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened(saved)
     for _ in range(3):
         Checkpoint.open(saved).close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened(saved) == before
 
 
 def test_a_lock_that_comes_after_the_deletion_raises_not_found(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

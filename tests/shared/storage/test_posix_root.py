@@ -20,6 +20,7 @@ from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.posix import PosixStorage
 from tests.support.daemons import Daemon, Home, running, until
+from tests.support.descriptors import opened
 
 USER, STRANGER = 12345, 65534
 
@@ -139,10 +140,10 @@ def test_a_root_without_locks_is_refused_in_one_sentence(root: Path, monkeypatch
 
     prepare(root)
     monkeypatch.setattr(fcntl, "flock", flock)
-    before = os.listdir("/proc/self/fd")
+    before = opened(root)
     with pytest.raises(StorageError, match=f"cannot lock {root}, which keeps a second daemon out of it: No locks available"):
         prepare(root)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert opened(root) == before
 
 
 def become_user() -> None:

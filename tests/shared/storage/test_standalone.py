@@ -13,6 +13,7 @@ from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locks import exclude
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from tests.shared.samples import NONCE, write_checkpoint
+from tests.support.descriptors import opened
 
 TAG = "step-00001000.a0002"
 PART = part_file(0, NONCE)
@@ -82,10 +83,10 @@ def test_many_left_parts_are_swept(alone: StandaloneCheckpoint) -> None:
     before = files_of(alone)
     for rank in range(150):
         (alone.path / other(0, rank=rank)).write_bytes(b"left")
-    open_before = os.listdir("/proc/self/fd")
+    open_before = opened(alone.path)
     alone.sweep()
     assert files_of(alone) == before
-    assert os.listdir("/proc/self/fd") == open_before
+    assert opened(alone.path) == open_before
 
 
 def test_nothing_is_swept_while_an_earlier_version_has_locked_the_directory(alone: StandaloneCheckpoint) -> None:
@@ -114,9 +115,9 @@ def test_a_part_swept_before_it_is_locked_is_reported_as_gone(alone: StandaloneC
         return True
 
     monkeypatch.setattr("ckptd.shared.storage.locks.share", late)
-    before = len(os.listdir("/proc/self/fd"))
+    before = opened(alone.path)
     with pytest.raises(FileNotFoundError, match="No such file"):
         alone.hold(PART)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened(alone.path) == before
     with pytest.raises(IntegrityError, match="is missing"):
         alone.open_part(alone.job, alone.tag, PART)
