@@ -78,7 +78,7 @@ class DescriptorPlan:
         if self.ranks(limit) >= most:
             return ""
         return (
-            f"max_connections is {most}, but only {self.ranks(limit)} clients fit into the limit of {limit} open files (RLIMIT_NOFILE): "
+            f"max_connections is {most}, but only {self.ranks(limit)} of them fit into the limit of {limit} open files (RLIMIT_NOFILE): "
             f"more are refused. {most} clients need a limit of {self.needed(most)}: {HOW_TO_RAISE}; "
             f"or set max_connections={self.ranks(limit)}"
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptd.daemon.units import size_text, span_text
+from ckptd.daemon.units import count_text, size_text, span_text
 from ckptd.shared import names
 from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
@@ -28,14 +28,15 @@ def status_text(status: dict[str, Any]) -> str:
     ready = "is ready" if status["ready"] else "is NOT ready"
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
     free = "NOT AVAILABLE" if status["disk_free_bytes"] is None else f"{size_text(status['disk_free_bytes'])} free"
-    clients = f"{files['clients']} clients connected, {files['clients_fit']} fit"
+    clients = f"{count_text(files['clients'], 'client')} connected, {files['clients_fit']} fit"
+    used = f"{size_text(memory['used_bytes'])} of {size_text(memory['quota_bytes'])}"
+    on_disk = f", and {size_text(memory['on_disk_bytes'])} on disk, because they do not fit" if memory.get("on_disk_bytes") else ""
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {span_text(status['uptime_seconds'])})",
         f"  root           {status['root']} ({free})",
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         *([f"  log            {status['log_file']}"] if status.get("log_file") else []),
-        f"  shared memory  {size_text(memory['used_bytes'])} of {size_text(memory['quota_bytes'])} in {memory['segments']} segments"
-        + (f", and {size_text(memory['on_disk_bytes'])} on disk, because they do not fit" if memory.get("on_disk_bytes") else ""),
+        f"  shared memory  {used} in {count_text(memory['segments'], 'segment')}{on_disk}",
         f"  descriptors    {files['used']} of {files['limit']} open ({clients})",
         f"  snapshots      {snapshots}",
     ]
@@ -227,15 +228,14 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
     tensors = manifest.metadata.get("state_dict_metadata", {})
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
-    ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     writer = ", ".join(f"{name} {version}" for name, version in manifest.writer.items() if name not in ("script", "host", "user"))
-    origin = f" by {manifest.origin}" if manifest.origin else ""
+    by = [*([manifest.origin] if manifest.origin else []), count_text(manifest.world_size, "rank"), writer]
     lines = [
         title,
         f"  step           {step} of attempt {manifest.attempt} (the job's checkpoint number {manifest.seq})",
         f"  created        {manifest.created}",
         f"  size           {size_text(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of {size_text(raw)}",
-        f"  saved by       {ranks}{origin}, {writer}",
+        f"  saved by       {', '.join(by)}",
         f"  tensors        {len(tensors)}",
     ]
     if manifest.metrics:

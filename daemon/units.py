@@ -12,6 +12,11 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.2f} TB"
 
 
+def count_text(count: int, noun: str) -> str:
+    """Return the number with its noun, which gets an "s" unless the number is 1."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def span_text(seconds: float) -> str:
     """Return a time as hours and minutes, as minutes, or as seconds if it is less than a minute."""
     minutes, hours = divmod(int(seconds // 60), 60)[::-1]

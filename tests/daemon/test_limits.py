@@ -57,7 +57,7 @@ def test_segments_beyond_the_plan_leave_less_room() -> None:
 def test_a_limit_that_is_too_low_is_named() -> None:
     plan = limits.DescriptorPlan(2)
     assert plan.warning(61, 2) == ""
-    assert plan.warning(51, 2).startswith("max_connections is 2, but only 1 clients fit into the limit of 51 open files")
+    assert plan.warning(51, 2).startswith("max_connections is 2, but only 1 of them fit into the limit of 51 open files")
     assert "2 clients need a limit of 61" in plan.warning(51, 2)
     limits.check(plan, 51)
     with pytest.raises(errors.InvalidConfig, match="needs 51 for one rank and 10 more for each other one"):

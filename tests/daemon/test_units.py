@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.daemon.units import size_text, span_text
+from ckptd.daemon.units import count_text, size_text, span_text
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,10 @@ from ckptd.daemon.units import size_text, span_text
 )
 def test_sizes_have_the_unit_that_fits(nbytes: float, text: str) -> None:
     assert size_text(nbytes) == text
+
+
+def test_one_is_singular() -> None:
+    assert [count_text(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (60, "1 min"), (3599, "59 min"), (7380, "2 h 3 min")])
