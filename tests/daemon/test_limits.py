@@ -82,7 +82,7 @@ def test_a_daemon_raises_its_own_limit(place: Home) -> None:
     told = daemon.status()["descriptors"]
     assert (told["limit"], told["clients"], told["accepting_paused"]) == (500, 1, None)
     assert told["clients_fit"] == limits.DescriptorPlan(2).ranks(500)
-    assert "max_connections is 256, but only 45 clients fit into the limit of 500 open files" in place.log_text()
+    assert "max_connections is 256, but only 45 of them fit into the limit of 500 open files" in place.log_text()
     daemon.stop()
 
 
