@@ -97,7 +97,7 @@ def _saved(durable: dict[str, Any]) -> str:
 
 
 def _saving(job: dict[str, Any]) -> str:
-    progress = {saving["tag"]: saving for saving in job["saving"]}
+    progress = {saving["tag"]: saving for saving in job.get("saving", [])}
     return ", ".join(tag + (f" ({_progress(progress[tag])})" if tag in progress else "") for tag in job["pending"]) or "-"
 
 

@@ -271,6 +271,11 @@ def test_the_code_map_has_every_file_and_its_first_sentence() -> None:
     listed = dict(re.findall(r"^\| `(\w+/[\w/]+\.py)` \| (.+) \|$", text, re.MULTILINE))
     files = {str(path.relative_to(ROOT)): path for path in FILES if path.name != "__init__.py"}
     assert listed == {name: first_sentence(path).replace("|", r"\|") for name, path in files.items()}
+    section = ""
+    for line in text.splitlines():
+        section = line.lstrip("# ") if line.startswith("##") else section
+        if row := re.match(r"^\| `(\w+/[\w/]+)\.py` \| [^`]", line):
+            assert row[1].rpartition("/")[0] == section, f"{row[1]}.py stands in the table of {section}"
     for path in (path for path in FILES if path.name == "__init__.py"):
         assert first_sentence(path) in text, f"the code map lacks the first sentence of {path.relative_to(ROOT)}"
     named = set(re.findall(r"`((?:agent|daemon|shared)/[\w/]+\.py)`", text))
