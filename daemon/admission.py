@@ -120,9 +120,11 @@ class Admission:
         return refusal
 
     async def _decide(self, job: Job, attempt: int, owners: list[Owner], wait: float, granted: Key | None = None) -> str:
-        """Return the reason if a rank has no free slot after `wait` seconds, else "". A late rank is waited for once, not at every step.
+        """Return why the step is skipped, if a rank has no free slot after `wait` seconds, else "".
 
-        granted: a rank that has been granted a slot for this step meanwhile is not waited for.
+        A late rank is waited for once, not at every step.
+
+        granted: the step that is decided. A rank that has been granted a slot for it meanwhile is not waited for.
         """
         try:
             async with asyncio.timeout(wait):

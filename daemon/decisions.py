@@ -334,8 +334,8 @@ def durable(job: Job, before: int | None = None) -> list[Action]:
 def blocking(job: Job, attempt: int, usable: Mapping[int, Sequence[str]], granted: Key | None = None) -> list[Key]:
     """Return the steps in the slots of the ranks that have no free slot. (attempt, -1) stands for a rank that has no slots yet.
 
-    usable: the segments of each rank, without those that larger ones have replaced. granted: a rank that has a slot for this step already
-    is not waited for.
+    usable: the segments of each rank, without those that larger ones have replaced. granted: the step that is decided, or None. A rank that
+    has a slot for it already is left out.
     """
     keys: set[Key] = set()
     for segments in usable.values():

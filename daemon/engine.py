@@ -269,7 +269,7 @@ class Engine:
             self._steps.count_failure(job, None, reason)
 
     def pass_over(self, owner: Owner, number: int, reason: str, code: str) -> None:
-        """Fail a step on all ranks, because this rank cannot save it. A `reason` that came from another rank names that rank already."""
+        """Fail a step on all ranks, because this rank cannot save it. A `reason` that came from another rank begins with its name."""
         job = self._current(owner)
         self._steps.perform(job, d.passed_over(job, job.step((owner.attempt, number)), owner.rank, reason, code))
 

@@ -187,7 +187,7 @@ class Plan(msgspec.Struct, frozen=True):
                 raise NewerFormat(f"item {item.fqn!r} has the unknown dtype {item.dtype!r}: read it with a newer ckptd")
             check_elements(item.fqn, item.size)
             if not len(item.size) == len(item.offsets) == len(item.sizes):
-                raise IntegrityError(f"item {item.fqn!r}: size, offsets and sizes differ in dimensions")
+                raise IntegrityError(f"item {item.fqn!r}: its size, offsets and sizes must have the same number of dimensions")
             if any(o + s > t for o, s, t in zip(item.offsets, item.sizes, item.size, strict=True)):
                 raise IntegrityError(f"item {item.fqn!r}: its shard lies outside the tensor")
             if item.stride is not None and not is_dense(item.sizes, item.stride):

@@ -119,7 +119,7 @@ class Handover:
         return self.slot.fill(sources, layout, self.pending.step, lambda to, of: self._all.sealer.carry(to, of, modules))
 
     def fill(self, layout: Layout, source: Callable[[int], torch.Tensor], *, singly: bool) -> None:
-        """Copy `source(number)` for every item of the layout, by its number, and wait until all items are copied.
+        """Copy `source(number)` into the slot for the number of every item of the layout, and wait until all items are copied.
 
         singly: copy one item at a time, because `source` may return the same memory at every call.
         """

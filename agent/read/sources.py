@@ -50,7 +50,7 @@ class SlotSource:
         self.request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
         self.values = (header.values.offset, header.values.length)
         if self.values[0] < self.plan.data_length:
-            raise IntegrityError(f"the values of the slot of step {step} overlap its tensors")
+            raise IntegrityError(f"the slot of step {step} is damaged: its values overlap its tensors")
         self.ranges = chunk_ranges(with_values(self.plan.regions, self.values), header.chunk_size)
         checks = read_check(fd, header)
         if checks is None or len(checks) != len(self.ranges):

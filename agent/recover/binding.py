@@ -55,7 +55,7 @@ class Binding:
         self._value = value
 
     def discard(self) -> None:
-        """Undo everything that the comparison had to make in the state. Called instead of `finish`."""
+        """Remove the tensors that the comparison has made in the state. Called instead of `finish`."""
         for undo in self._leaves.undo:
             undo()
         self._leaves.undo.clear()

@@ -62,9 +62,9 @@ def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
 
 
 def attempts_of(path: Path) -> dict[int, str]:
-    """Return the committed tag directories of `<root>/<job>/<tag>`, by attempt. The dict is empty if the root cannot be listed.
+    """Return the committed directories of the tag that `path` names (`<root>/<job>/<tag>`), by attempt.
 
-    The tag is one of the user's own, or `step-<number>` with any number of digits.
+    The tag is one of the user's own, or `step-<number>` with any number of digits. The dict is empty if the root cannot be listed.
     """
     repository, job, name = open_root(path.parent.parent), path.parent.name, path.name
     wanted = name

@@ -33,13 +33,13 @@ def session_diagram() -> str:
 def page() -> str:
     return f"""# Life cycles
 
-Drawn from the tables that the code runs (`shared/lifecycle.py`, `shared/session.py`) by `python -m tests.support.diagrams --write`; a test
-fails when they differ.
+These diagrams are drawn from the tables in `shared/lifecycle.py` and `shared/session.py` by `python -m tests.support.diagrams --write`. A
+test fails when they differ.
 
 ## A snapshot
 
-`Pending.state` shows *new*, *filling* and *staged* as "staged"; *writing* and *written* are the daemon's own. A snapshot that *failed* to
-be saved stays in memory: it is tried again when it turns out to be the last.
+`Pending.state` shows *new*, *filling* and *staged* as "staged"; only the daemon knows *writing* and *written*. A snapshot that *failed* to
+be saved stays in memory: if no newer snapshot follows, it is tried again.
 
 ```mermaid
 {snapshot_diagram()}
@@ -48,7 +48,7 @@ be saved stays in memory: it is tried again when it turns out to be the last.
 ## A session
 
 One connection between agent and daemon. While a request that changes the state is under way, the session is in between: *greeting*,
-*beginning*, *leaving*. `Error` with `re` = 0 closes from any state.
+*beginning*, *leaving*. An `Error` with `re` = 0 closes the session in any state.
 
 ```mermaid
 {session_diagram()}

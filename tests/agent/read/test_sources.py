@@ -94,7 +94,7 @@ def damage(slot: Descriptor, how: str) -> None:
         ("cut short", "the slot of step 5 has been cut short"),
         ("a byte of the plan", "plan document of gpt step 5 is damaged in memory"),
         ("without checksums", "the slot of step 5 has no checksums"),
-        ("values over the tensors", "the values of the slot of step 5 overlap its tensors"),
+        ("values over the tensors", "the slot of step 5 is damaged: its values overlap its tensors"),
     ],
 )
 def test_a_slot_that_is_not_what_was_sealed_is_refused_and_closed(slot: Descriptor, how: str, words: str) -> None:
