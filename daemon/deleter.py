@@ -175,7 +175,7 @@ class Deleter:
         await self._journal.append(r.Retired(job=job.name, tag=old.tag))
         job.checkpoints.pop(old.tag, None)
         self._counters["retired"] += 1
-        log.info("checkpoint %s/%s: retired", job.name, old.tag)
+        log.info("checkpoint %s/%s: deleted", job.name, old.tag)
         return ""
 
     async def _leave_newest(self, job: Job) -> None:

@@ -23,6 +23,7 @@ from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
+from ckptd.daemon.units import count_text
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
@@ -148,6 +149,7 @@ class Engine:
         if self._claims.is_lost(job, attempt):
             raise Fenced(f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: start this run again")
         job.attempt, job.world_size = attempt, world_size
+        log.info("job %s: attempt %d begins with %s", job.name, attempt, count_text(world_size, "rank"))
         self._retire_older(job)
         return attempt
 

@@ -134,6 +134,13 @@ def test_status_tells_how_far_a_save_has_come(place: Home) -> None:
     assert 0 < saving["done_bytes"] < saving["total_bytes"] == pytest.approx(40 << 20, rel=0.01)
 
 
+def test_the_log_says_when_attempts_begin_and_what_is_deleted(place: Home) -> None:
+    with running(place, "--keep-last", "1") as daemon:
+        train(daemon)
+        until(lambda: "checkpoint gpt/step-00000001.a0001: deleted" in place.log_text(), "retention")
+    assert "job gpt: attempt 1 begins with 1 rank\n" in place.log_text()
+
+
 def test_ls_and_show_list_and_describe_checkpoints(full: Daemon) -> None:
     root = full.home.root
     rows = json.loads(ckptd("ls", root, "--json").stdout)
