@@ -93,7 +93,7 @@ def main() -> None:
 @click.option("--root", help="Directory for the checkpoints of all jobs; made if missing.")
 @click.option("--socket", help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.")
 @click.option("--state-dir", help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.")
-@click.option("--codec", help="How chunks are stored: raw, zstd or zstd:LEVEL (1-19). Default: zstd.")
+@click.option("--codec", help="How chunks are stored: raw, zstd, zstd:LEVEL (1-19) or planes. Default: zstd.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
 @click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
 @click.option(

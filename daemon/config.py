@@ -37,7 +37,7 @@ class Config:
     state_dir: Path = dataclasses.field(default_factory=default_state_dir)
     """Directory on a local disk for the journals of all roots. It should outlive the daemon: keep it on a volume in a container."""
     codec: str = "zstd"
-    """Encoding of stored chunks: `raw`, `zstd` or `zstd:LEVEL`."""
+    """Encoding of stored chunks: `raw`, `zstd`, `zstd:LEVEL` or `planes`."""
     slots: int = 2
     """Slots for each rank, 2 to 8. Two are enough unless saves take longer than the time between snapshots."""
     shm_dir: Path = Path("/dev/shm")

@@ -13,6 +13,7 @@ import zstandard
 
 from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
 from ckptd.shared.fs import Buffer
+from ckptd.shared.planes import Planes
 
 RAW, ZSTD = 0, 1
 MAX_WINDOW = 8 << 20
@@ -86,7 +87,7 @@ class Zstd:
         raw[:] = decoded
 
 
-CODECS: dict[str, type[Raw] | type[Zstd]] = {codec.name: codec for codec in (Raw, Zstd)}
+CODECS: dict[str, type[Raw] | type[Zstd] | type[Planes]] = {codec.name: codec for codec in (Raw, Zstd, Planes)}
 """Every codec, by its name in the settings. `parse` makes one from the text after the colon, or returns None. `usage` is for errors."""
 _DECODERS: dict[int, Codec] = {codec.number: codec() for codec in CODECS.values()}
 
