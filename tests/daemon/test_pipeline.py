@@ -58,7 +58,7 @@ def part(
     return PartReader(source(os.open(directory / file, os.O_RDONLY)), file)
 
 
-@pytest.mark.parametrize("codec_name", ["raw", "zstd:1"])
+@pytest.mark.parametrize("codec_name", ["raw", "zstd:1", "planes"])
 def test_a_part_holds_the_slot_and_its_documents(fd: int, pipeline: Pipeline, tmp_path: Path, codec_name: str) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN, request=SnapshotRequest(tag="mine", metrics={"loss": 0.5})))
     assert len(slot.ranges) > 3

@@ -99,7 +99,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     os.close(made.fd)
 
 
-@pytest.mark.parametrize("codec_name", ["raw", "zstd:1"])
+@pytest.mark.parametrize("codec_name", ["raw", "zstd:1", "planes"])
 @pytest.mark.parametrize(("files", "most"), [(1, 0), (3, 0), (64, 0), (1, SMALLEST), (3, SMALLEST), (2, 5 * MIN_CHUNK), (1, 1 << 40)])
 def test_what_goes_in_comes_out(place: Place, files: int, most: int, codec_name: str) -> None:
     entry = place.write(files, most, codec_name)

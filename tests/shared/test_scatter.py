@@ -108,7 +108,7 @@ def test_verify_raises_at_damage() -> None:
             verify(Source(damaged=damaged))
 
 
-@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("codec", ["raw", "zstd", "planes"])
 def test_scatter_reads_a_part_file(codec: str) -> None:
     plan = sample_plan(floats=40_000)
     values = values_after(plan, 70_000)
