@@ -24,13 +24,14 @@ import torch.distributed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from ckptd.agent.advice import Advice
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.dcp.planner_rounds import plan_save
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import CLOSE_SECONDS, RankLink
-from ckptd.agent.link.arguments import as_step, check_choice, make_request, ranks_of
+from ckptd.agent.link.arguments import as_step, check_choice, check_state, make_request, ranks_of
 from ckptd.agent.link.attempt import begin
-from ckptd.agent.link.script import DEFAULT
+from ckptd.agent.link.script import DEFAULT, check_not_default
 from ckptd.agent.outcomes import MISTAKES, Outcomes
 from ckptd.agent.pending import Pending
 from ckptd.agent.plan.kept_plan import PLAN_SECONDS, KeptPlan
@@ -41,10 +42,9 @@ from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.threads.call_lock import Nested
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, NotFound, SnapshotFailed
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.retention import Policy, checked
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.locate import open_root
 
 log = logging.getLogger("ckptd.agent")
 
@@ -110,7 +110,7 @@ class Agent:
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
-        self._outcomes = Outcomes()
+        self._outcomes, self._advice = Outcomes(), Advice()
         self.schedules = 0
         self._rng_room = 1 << 14  # bytes to reserve for the states of the random generators: the most seen so far
         self._kept_plan = KeptPlan(self._link.client, self._link.ranks)
@@ -243,6 +243,9 @@ class Agent:
                 f"step {pending.step} does not follow step {link.last_step}, the last of attempt {link.attempt}: "
                 "steps must increase within an attempt; call recover() to go back"
             )
+        check_state(state, self.world_size)
+        if self.rank == 0:
+            self._advice.before_snapshot(state, pending.step, link.attempt)
         handover.begin()
         if self._planner is not None:
             self._hand_over_planned(handover, self._planner, state, request, budget, rng)
@@ -361,7 +364,8 @@ class Agent:
             recovery = Recovery(link.client, link.ranks, link.job, topic, options, planner=self._load_planner)
             recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
             if recovered is None and link.unnamed and link.job != DEFAULT:
-                _check_default(link.root, link.job)
+                check_not_default(link.root, link.job)
+            self._advice.recovered(None if recovered is None else recovered.step)
             if recovered is not None and recovered.step < recovery.last_step:
                 link.begin_next()
             try:
@@ -388,12 +392,3 @@ class Agent:
         self._link.close(timeout)
         if not again and (complaint := self._outcomes.complaint()):
             raise SnapshotFailed(complaint)
-
-
-def _check_default(root: str, job: str) -> None:
-    """Raise NotFound if the root has checkpoints of job "default", which an unnamed job may have saved with an earlier version."""
-    if open_root(root).read_newest(DEFAULT) is not None:
-        raise NotFound(
-            f"job {job!r}, named after the main script, has no checkpoint, but {root} has checkpoints of job {DEFAULT!r}: set "
-            f"CKPTD_JOB={DEFAULT} to recover those, or CKPTD_JOB={job} to begin without them"
-        )

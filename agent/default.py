@@ -18,7 +18,7 @@ from ckptd.agent.pending import Pending
 from ckptd.agent.recover.options import OnReshape
 from ckptd.agent.recover.recovery import Recovered
 from ckptd.agent.threads.call_lock import CallLock
-from ckptd.shared.errors import CkptdError
+from ckptd.shared.errors import CkptdError, SnapshotFailed
 
 _default: Agent | None = None
 _without_agent = Outcomes()  # of the snapshots for which no agent could be made
@@ -108,7 +108,8 @@ def recover(
 def close(timeout: float = CLOSE_SECONDS) -> None:
     """Make the newest snapshot durable, then free the slots. Does nothing if this process has no agent.
 
-    timeout: seconds to wait for the save, 600 by default. Raises the errors of `Agent.close`.
+    timeout: seconds to wait for the save, 600 by default. Raises the errors of `Agent.close`. Raises SnapshotFailed if no agent could
+    be made for any snapshot.
     """
     global _default
     with _calls("close"):
@@ -119,6 +120,8 @@ def close(timeout: float = CLOSE_SECONDS) -> None:
         finally:
             if agent.closed and _default is agent:  # only if it is closed: after Ctrl-C the next `close` must find the agent, and finish
                 _default = None
+    elif complaint := _without_agent.complaint():
+        raise SnapshotFailed(complaint)
 
 
 def _after_fork() -> None:

@@ -150,7 +150,7 @@ class Pending:
                 return
             self.error = error
             self._state = step(self._state, Event.FAIL)
-            log.error("snapshot of step %d failed: %s", self.step, error)
+            log.error("snapshot of step %d failed: %s", self.step, str(error).removeprefix(f"step {self.step} failed: "))
         self._waiters.notify()
         self._note(self)
 

@@ -236,13 +236,14 @@ def ps(as_json: bool) -> None:
 @_json
 @_speaks
 def stop(root: Path | None, timeout: float, as_json: bool) -> None:
-    """Stop the daemon that serves ROOT, or the only daemon of this user. It first saves the newest snapshots in memory.
+    """Stop the daemon that serves ROOT, or else that of CKPTD_SOCKET or CKPTD_ROOT. It first saves the newest snapshots in memory.
 
     A running trainer waits for the next daemon. A trainer with a private daemon starts the next one itself.
     """
-    found = neighbours.only_one() if root is None else neighbours.of_root(root)
+    found = neighbours.of_environment() if root is None else neighbours.of_root(root)
     neighbours.stop(found, timeout)
-    click.echo(json.dumps({"pid": found.pid, "stopped": True}) if as_json else f"stopped pid {found.pid}")
+    served = found.status["root"] if found.status else "no root that it told"
+    click.echo(json.dumps({"pid": found.pid, "stopped": True}) if as_json else f"stopped pid {found.pid}, which served {served}")
 
 
 @main.command(short_help="List or delete what dead daemons have left.")

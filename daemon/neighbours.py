@@ -81,14 +81,14 @@ def of_root(root: Path) -> Neighbour:
     raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{hint}")
 
 
-def only_one() -> Neighbour:
-    """Return the daemon of this user, if there is one only. Raises DaemonUnreachable, or NotFound if there are several."""
-    found = find_all()
-    if not found:
-        raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} runs on this node")
-    if len(found) > 1:
-        raise NotFound(f"{len(found)} daemons run here: name the root of the one to stop; `ckptd ps` lists them")
-    return found[0]
+def of_environment() -> Neighbour:
+    """Return the daemon of CKPTD_SOCKET, or else that of CKPTD_ROOT. Raises DaemonUnreachable, or NotFound if neither is set."""
+    if socket := os.environ.get("CKPTD_SOCKET"):
+        status = daemon_status(Path(socket))
+        return Neighbour(status["pid"], socket, status)
+    if root := os.environ.get("CKPTD_ROOT"):
+        return of_root(Path(root))
+    raise NotFound("name the root of the daemon to stop; `ckptd ps` lists the daemons")
 
 
 def stop(neighbour: Neighbour, seconds: float) -> None:

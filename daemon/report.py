@@ -198,7 +198,7 @@ def manifest_at(path: Path) -> Manifest:
             raise StorageError.of(f"read {title(repository, job, tag)}", error) from None
     sound = [manifest for _, manifest in manifests(repository, job) if isinstance(manifest, Manifest)]
     if not sound:
-        raise NotFound(f"{path} holds no checkpoint; `ckptd ls {path.parent}` lists the checkpoints there")
+        raise NotFound(f"{path} holds no checkpoint{meant(path)}")
     return max(sound, key=lambda manifest: manifest.order)
 
 

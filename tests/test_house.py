@@ -147,6 +147,7 @@ ROOMS = (
     "torch_support",
     "threads",
     "pending",
+    "advice",
     "outcomes",
     "state",
     "link",

@@ -82,6 +82,12 @@ def as_step(step: Any) -> int:
     return number if 0 <= number < 10**18 else -1
 
 
+def check_state(state: Any, world_size: int) -> None:
+    """Raise InvalidRequest if there is nothing to save. A rank of several may have an empty state."""
+    if state is None or (world_size == 1 and isinstance(state, (dict, list, tuple)) and not state):
+        raise InvalidRequest(f"the state is {state!r}: pass what is to be saved, such as {{'model': model, 'optim': optimizer}}")
+
+
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raise InvalidRequest if the value of an option is none of its choices."""
     if value not in choices:
@@ -104,6 +110,8 @@ def make_request(
     check_choice("on_busy", on_busy, ("wait", "skip"))
     if tag is not None:
         check_user_tag(tag)
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise InvalidRequest(f"metrics is {metrics!r}; expected numbers by name, like {{'loss': 0.5}}")
     numbers: dict[str, float] = {}
     for key, value in (metrics or {}).items():
         try:

@@ -75,7 +75,7 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
             f"the root {os.fspath(where)} is a URL, and this version of ckptd saves to directories only: "
             "mount the storage and name the directory where it is mounted"
         )
-    absolute = Path(os.path.abspath(where)) if where else None
+    absolute = Path(os.path.abspath(os.path.expanduser(where))) if where else None
     if named:
         path = Path(named)
         if not path.exists():

@@ -6,6 +6,9 @@ import re
 import sys
 from pathlib import Path
 
+from ckptd.shared.errors import NotFound
+from ckptd.shared.storage.locate import open_root
+
 DEFAULT = "default"
 """The name of an unnamed job in an interactive session. Earlier versions gave it to every unnamed job."""
 
@@ -30,3 +33,12 @@ def script_job() -> str:
     file = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     name = found.removesuffix(".py") if Path(file).name == found else found.rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")[:128] or DEFAULT
+
+
+def check_not_default(root: str, job: str) -> None:
+    """Raise NotFound if the root has checkpoints of job "default", which an unnamed job may have saved with an earlier version."""
+    if open_root(root).read_newest(DEFAULT) is not None:
+        raise NotFound(
+            f"job {job!r}, named after the main script, has no checkpoint, but {root} has checkpoints of job {DEFAULT!r}: set "
+            f"CKPTD_JOB={DEFAULT} to recover those, or CKPTD_JOB={job} to begin without them"
+        )

@@ -65,6 +65,8 @@ class Binding:
         leaves = self._leaves
         if leaves.changed:
             yield logging.INFO, f"restored from the checkpoint: {', '.join(leaves.changed)}; recover(keep=...) keeps the caller's"
+        if leaves.left:
+            yield logging.WARNING, f"not in the checkpoint, and left as they are: {', '.join(grouped(leaves.left))}"
         if leaves.unsaved:
             yield (
                 logging.WARNING,

@@ -32,7 +32,8 @@ class Leaves:
     """The findings of one comparison of a state with a saved tree. Nothing is written.
 
     in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. differences: all differences. kept:
-    the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. unsaved:
+    the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. left: with
+    `strict` off, the keys of the state that the checkpoint does not have. unsaved:
     the keys of values that the checkpoint leaves out. as_dicts: the keys under which records come back as dicts of their fields. undo: the
     calls that take back everything that the comparison had to make in the state. of_ranks: binds a `per_rank` value.
     """
@@ -44,6 +45,7 @@ class Leaves:
         self.differences = Differences()
         self.kept: set[str] = set()
         self.changed: list[str] = []
+        self.left: list[str] = []
         self.unsaved: list[str] = []
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
@@ -83,13 +85,14 @@ class Leaves:
         return keep
 
     def compare(self, theirs: list[Any], ours: list[Any], path: str) -> None:
-        """Record the keys that only one side has, if `strict` is on."""
-        if not self.options.strict:
-            return
+        """Record the keys that only one side has: as differences if `strict` is on, otherwise those of the state in `left`."""
         known, wanted = set(theirs), set(ours)
         prefix = f"{path}." if path else ""
-        missing = [f"{prefix}{key}" for key in ours if key not in known]
-        self.differences.missing += [key for key in missing if not self.is_kept(key)]
+        missing = [key for key in (f"{prefix}{key}" for key in ours if key not in known) if not self.is_kept(key)]
+        if not self.options.strict:
+            self.left += missing
+            return
+        self.differences.missing += missing
         self.differences.unused += [f"{prefix}{key}" for key in theirs if key not in wanted]
 
     def make(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> Value:

@@ -52,6 +52,7 @@ class Optimizers:
         if leaves.differences.others or leaves.differences.missing:
             return keep
         parameter_of = dict(zip(keys, parameters, strict=True))
+        not_saved = set(keys).difference(name for group in tree["param_groups"] for name in group["params"])
         values: dict[Any, dict[str, Value]] = {}
         for key, entry in tree["state"].items():
             if key in parameter_of:
@@ -66,7 +67,9 @@ class Optimizers:
                 for key, value in group_entries.items():
                     if (made := value(resolve)) is not KEEP:
                         group[key] = made
-            state: dict[Any, Any] = {}
+            state: dict[Any, Any] = {
+                parameter_of[key]: place.state[parameter_of[key]] for key in not_saved if parameter_of[key] in place.state
+            }
             for key, entries in values.items():
                 mine = place.state.get(parameter_of[key], {})
                 made_entries = {name: value(resolve) for name, value in entries.items()}
@@ -87,7 +90,7 @@ class Optimizers:
         leaves.compare(list(group_of), [name for names in own for name in names], f"{path}.param_groups")
         found = []
         for number, names in enumerate(own):
-            groups = [group_of[name] for name in names if name in group_of] or saved[number : number + 1]
+            groups = [group_of[name] for name in names if name in group_of] if names else saved[number : number + 1]
             plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
             if any(other != plain[0] for other in plain):
                 leaves.differences.others.append(

@@ -240,7 +240,7 @@ class Packer:
         except Exception:
             raise UnsavableValue(
                 f"{path or 'the state'}: a value of type {kind.__module__}.{kind.__qualname__} could not be brought back without running "
-                "pickled code; save its state_dict() or plain values instead"
+                "pickled code; save its state_dict() or plain values instead, or leave it out (unsavable='skip' leaves out all such values)"
             ) from None
         return Ext(TORCH, buffer.getvalue())
 

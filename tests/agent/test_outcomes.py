@@ -178,6 +178,8 @@ def test_a_missing_setting_is_raised_by_the_first_snapshot(place: Home, monkeypa
     with pytest.raises(InvalidName):
         snapshot(GOOD, step=1)
     assert isinstance(snapshot(GOOD, step=1, on_error="log").error, InvalidName)
+    with pytest.raises(SnapshotFailed, match=r"^nothing of this run was saved: .*; the last error, of step 1: .*'not/a name'"):
+        default.close()
 
 
 # -- counting, without a daemon

@@ -51,7 +51,7 @@ def test_stop_saves_what_is_in_memory_and_ends_the_daemon_of_the_root(served: Da
         with closing(Agent("gpt", socket=served.home.socket)) as agent:
             agent.snapshot({"x": torch.ones(3)}, step=1, persist=False).wait("sealed", timeout=60)
             found = ckptd("stop", served.home.root)
-            assert (found.returncode, found.stdout) == (0, f"stopped pid {served.process.pid}\n")
+            assert (found.returncode, found.stdout) == (0, f"stopped pid {served.process.pid}, which served {served.home.root}\n")
             assert served.died() == 0
             assert (served.home.root / "gpt" / "step-00000001.a0001" / "manifest.json").exists()
             agent._link.let_go()
@@ -84,18 +84,26 @@ def test_a_process_is_known_as_a_daemon_by_its_command(command: list[str], daemo
     assert neighbours._is_daemon(command) is daemon
 
 
-def test_without_a_root_there_must_be_one_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_root_nothing_is_stopped_unless_the_environment_names_a_daemon(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CKPTD_ROOT", "CKPTD_SOCKET"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(NotFound, match="^name the root of the daemon to stop; `ckptd ps` lists the daemons$"):
+        neighbours.of_environment()
+    monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
+    assert neighbours.of_environment().pid == daemon.process.pid
+    monkeypatch.delenv("CKPTD_SOCKET")
+    monkeypatch.setenv("CKPTD_ROOT", str(daemon.home.root.parent / "other"))
+    with pytest.raises(DaemonUnreachable, match="serves .*/other"):
+        neighbours.of_environment()
+
+
+def test_the_roots_that_are_served_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Neighbour] = []
     monkeypatch.setattr(neighbours, "find_all", lambda: found)
-    with pytest.raises(DaemonUnreachable, match="^no daemon of uid "):
-        neighbours.only_one()
     with pytest.raises(DaemonUnreachable, match="^no daemon of uid .* serves /ckpts$"):
         neighbours.of_root(Path("/ckpts"))
     found.append(Neighbour(7, "/s", None, "it is hung"))
-    assert neighbours.only_one() is found[0]
     assert found[0].row()["problem"] == "it is hung"
     found.append(Neighbour(8, "/t", {"root": "/other"}))
-    with pytest.raises(NotFound, match="^2 daemons run here: name the root of the one to stop"):
-        neighbours.only_one()
     with pytest.raises(DaemonUnreachable, match="the roots that are served here: /other$"):
         neighbours.of_root(Path("/ckpts"))

@@ -142,6 +142,8 @@ def test_content_that_is_nested_too_deep_is_refused(levels: int) -> None:
     deep: Any = 1
     for _ in range(levels):
         deep = [deep]
+    with pytest.raises(InvalidRequest, match=r"^metrics is 0\.5; expected numbers by name, like \{'loss': 0\.5\}$"):
+        request(metrics=0.5)
     with pytest.raises(InvalidRequest, match="^user_content is nested more than 100 levels deep; nest it less, or save it in the state$"):
         request(user_content=deep)
 

@@ -17,10 +17,11 @@ import psutil
 import pytest
 import torch
 
-from ckptd.agent import Agent, Checkpoint, close, recover, snapshot
+from ckptd.agent import Agent, Checkpoint, close, default, recover, snapshot
 from ckptd.agent.link import launch
 from ckptd.agent.link.launch import Place, find_place
 from ckptd.agent.link.script import script_job
+from ckptd.agent.outcomes import Outcomes
 from ckptd.daemon.neighbours import daemon_status
 from ckptd.shared import errors, names
 from ckptd.shared import messages as m
@@ -39,6 +40,7 @@ def private(place: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     monkeypatch.setenv("CKPTD_ROOT", str(place.root))
     monkeypatch.setenv("CKPTD_IDLE_TIMEOUT", "0.2")
     yield place
+    monkeypatch.setattr(default, "_without_agent", Outcomes())  # or else `close` tells of snapshots that were meant to fail
     close()
     for process in psutil.process_iter(["cmdline"]):
         if str(place.root) in (process.info["cmdline"] or []):
@@ -330,6 +332,12 @@ def test_an_argument_comes_before_the_environment(bare: Path, monkeypatch: pytes
     monkeypatch.setenv("CKPTD_ROOT", "/elsewhere")
     assert find_place(None, None) == Place(tmp_path / "other", Path("/elsewhere"), private=False)
     assert find_place(tmp_path / "named", bare) == Place(tmp_path / "named", bare, private=False)
+
+
+def test_a_root_below_the_home_directory_may_begin_with_a_tilde(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("CKPTD_ROOT", "~/ckpts")
+    assert find_place(None, None).root == Path("/home/ada/ckpts")
 
 
 def test_a_relative_root_is_made_absolute(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""Warns of calls that succeed and are probably not what the caller wants, such as a loop that begins anew after a recovery."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+log = logging.getLogger("ckptd.agent")
+
+
+class Advice:
+    """The advice that one agent gives. Each warning is logged once."""
+
+    def __init__(self) -> None:
+        self._recover_called = False
+        self._recovered: int | None = None
+        self._last_attempt = 0
+        self._told: set[str] = set()
+
+    def recovered(self, step: int | None) -> None:
+        """Note a call of `recover`: the step that it has brought back, or None if there was no checkpoint."""
+        self._recover_called, self._recovered = True, step
+
+    def before_snapshot(self, state: Any, step: int, attempt: int) -> None:
+        """Warn of a first snapshot that does not continue the earlier ones of the job, and of a `state` with state_dicts of optimizers."""
+        if attempt != self._last_attempt:
+            self._last_attempt = attempt
+            if not self._recover_called and attempt > 1:
+                self._tell(
+                    f"this is attempt {attempt} of the job, and recover() was not called: the run begins anew, and its snapshots are newer "
+                    "than all earlier ones"
+                )
+            if self._recovered is not None and step <= self._recovered:
+                self._tell(
+                    f"step {step} does not come after step {self._recovered}, which was recovered: begin the loop at recovered.step + 1"
+                )
+        for key in _optimizer_state_dicts(state):
+            self._tell(
+                f"{key} is the state_dict() of an optimizer: pass the optimizer itself, since recover() fills what it is given, and the "
+                "optimizer would not change"
+            )
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            log.warning("%s", sentence)
+
+
+def _optimizer_state_dicts(state: Any, path: str = "", depth: int = 2) -> Iterator[str]:
+    """Yield the keys of state_dicts of optimizers in a state. Those of DCP, whose parameters have names, are left out."""
+    if not isinstance(state, Mapping):
+        return
+    if state.keys() == {"state", "param_groups"}:
+        groups = state["param_groups"]
+        if isinstance(groups, list) and all(isinstance(group, dict) and _numbers(group.get("params")) for group in groups):
+            yield path or "the state"
+    elif depth:
+        for key, value in state.items():
+            yield from _optimizer_state_dicts(value, f"{path}.{key}" if path else str(key), depth - 1)
+
+
+def _numbers(params: Any) -> bool:
+    return isinstance(params, list) and all(type(name) is int for name in params)

@@ -1,0 +1,74 @@
+"""Tests that calls which succeed and are probably not meant are warned of, once each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.advice import Advice
+from ckptd.shared.errors import InvalidRequest
+from tests.support.daemons import Daemon
+
+STATE = {"w": torch.ones(3)}
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [record.getMessage() for record in caplog.records if record.name == "ckptd.agent" and record.levelname == "WARNING"]
+    caplog.clear()
+    return found
+
+
+def test_a_loop_that_begins_anew_after_a_recovery_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    advice = Advice()
+    advice.recovered(9)
+    advice.before_snapshot(STATE, 4, 2)
+    assert warned(caplog) == ["step 4 does not come after step 9, which was recovered: begin the loop at recovered.step + 1"]
+    advice.before_snapshot(STATE, 9, 2)
+    advice.recovered(9)
+    advice.before_snapshot(STATE, 10, 3)
+    assert warned(caplog) == []
+
+
+def test_a_job_that_ran_before_and_is_not_recovered_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    advice = Advice()
+    advice.before_snapshot(STATE, 0, 1)
+    assert warned(caplog) == []
+    advice = Advice()
+    advice.before_snapshot(STATE, 0, 2)
+    assert warned(caplog)[0].startswith("this is attempt 2 of the job, and recover() was not called: the run begins anew")
+    advice = Advice()
+    advice.recovered(None)
+    advice.before_snapshot(STATE, 0, 2)
+    assert warned(caplog) == []
+
+
+def test_the_state_dict_of_an_optimizer_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    advice, model = Advice(), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for state in ({"train": {"optim": optimizer.state_dict()}}, {"train": {"optim": optimizer.state_dict()}}):
+        advice.before_snapshot(state, 0, 1)
+    (told,) = warned(caplog)
+    assert told.startswith("train.optim is the state_dict() of an optimizer: pass the optimizer itself")
+    advice.before_snapshot({"optim": optimizer, "named": {"state": {}, "param_groups": [{"params": ["weight"]}]}, "x": [1]}, 1, 1)
+    assert warned(caplog) == []
+
+
+@pytest.mark.parametrize("state", [None, {}, []])
+def test_nothing_cannot_be_saved(daemon: Daemon, state: object) -> None:
+    agent = Agent("gpt", socket=daemon.home.socket)
+    with pytest.raises(InvalidRequest, match="^the state is .*: pass what is to be saved"):
+        agent.snapshot(state, step=1)
+    agent.snapshot(STATE, step=1).wait(timeout=60)
+    agent.close()
+    assert Checkpoint.open(daemon.home.root / "gpt").step == 1
+
+
+def test_an_agent_gives_the_advice(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    for attempt in (1, 2):
+        agent = Agent("gpt", socket=daemon.home.socket)
+        if attempt == 2:
+            assert agent.recover(STATE) is not None
+        agent.snapshot(STATE, step=5)
+        agent.close()
+    assert [told for told in warned(caplog) if "step 5 does not come after step 5" in told]
