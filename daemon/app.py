@@ -22,7 +22,7 @@ from ckptd.daemon.listener import listen
 from ckptd.daemon.server import Server
 from ckptd.daemon.service import Service
 from ckptd.daemon.vitals import Vitals, rss_bytes
-from ckptd.shared import __version__
+from ckptd.shared import __version__, settings
 from ckptd.shared import messages as m
 from ckptd.shared.errors import StorageError
 from ckptd.shared.fs import FileSystem, PosixFileSystem
@@ -169,7 +169,7 @@ class Serving:
         return m.Welcome(
             re=request_id, version=MAX_VERSION, daemon=__version__, root=str(config.root), private=config.private,
             slots=config.slots, chunk_size=config.chunk_size, stall_budget=config.stall_budget,
-            instance=self._instance,
+            instance=self._instance, settings=settings.given(os.environ) if config.private else None,
         )  # fmt: skip
 
     def status(self) -> dict[str, object]:

@@ -40,6 +40,8 @@ class Hello(Request, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
+    """The reply to Hello. `settings` has the `CKPTD_*` variables of a private daemon, except its place; None if not told."""
+
     version: int
     features: list[str] = []
     daemon: str = ""
@@ -49,6 +51,7 @@ class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     chunk_size: int = 0
     stall_budget: float = 10.0
     instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    settings: dict[str, str] | None = None
 
 
 class Status(Request, frozen=True, kw_only=True, tag="status"):

@@ -17,6 +17,12 @@ NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "failpoints", "python", "confi
 """The other variables, which the training process, the tests and the command line read."""
 
 
+def given(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that set something of a daemon, except its place: root, socket and state directory."""
+    names = SETTINGS - {"root", "socket", "state_dir", "private"}
+    return {name: text for name, text in environ.items() if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() in names}
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the name that is spelled most like the given one, or "" if none is alike."""
     return next(iter(difflib.get_close_matches(name, sorted(names), n=1, cutoff=0.5)), "")

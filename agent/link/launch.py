@@ -48,6 +48,7 @@ class Place:
         if self.private:
             assert self.root is not None
             channel = _connect_private(self.root)
+            _warn_of_other_settings(self.root, channel.welcome.settings)
         else:
             channel = Channel(self.socket, CONNECT_SECONDS)
         if self.root is not None and Path(channel.welcome.root) != self.root:
@@ -98,6 +99,18 @@ def _warn_of_unknown_variables() -> None:
         if variable not in _warned:
             _warned.add(variable)
             log.warning("%s is not a setting of ckptd, and is ignored%s", variable, f": did you mean {near}?" if near else "")
+
+
+def _warn_of_other_settings(root: Path, theirs: dict[str, str] | None) -> None:
+    """Log the settings of this process that a running private daemon does not have. `theirs`: None if unknown."""
+    ours = settings.given(os.environ)
+    other = [] if theirs is None else sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+    if other and str(root) not in _warned:
+        _warned.add(str(root))
+        log.warning(
+            "the private daemon of %s was started with another value of %s, and keeps it: `ckptd stop %s` ends it, and the next one has this value",
+            root, ", ".join(other), root,
+        )  # fmt: skip
 
 
 def _serves(socket: Path, root: Path | None) -> bool:

@@ -69,8 +69,8 @@ class Told(Alone):
 class Exchange:
     """The rounds of one rank in a job of several. Every rank must take part in the same rounds, in the same order.
 
-    A rank that comes to a round alone leaves nothing in the store. `scope` is the name of the job, and keeps its topics apart from those of
-    other jobs. `operations` counts the requests to the store.
+    A rank that comes to a round alone leaves nothing in the store but the topic of its last round. `scope` is the name of the job, and
+    keeps its topics apart from those of other jobs. `operations` counts the requests to the store.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -171,6 +171,7 @@ class Exchange:
         unwanted: Callable[[], CkptdError | None],
     ) -> bytes:
         seconds = max(0.0, deadline - time.monotonic())
+        self._put(f"{self.scope}/at/{self.rank}", topic.encode())
         if self.rank == 0:
             answers, asked = self._decide(topic, mine, decide, deadline - min(_GRACE_SECONDS, seconds / 4), unwanted)
             for rank, nonce in asked.items():
@@ -187,8 +188,20 @@ class Exchange:
                 self._remove(f"{topic}/from/{self.rank}", 1)
                 self._remove(f"{topic}/said/{nonce}", _count(said))
         if found is None:
-            raise SnapshotFailed(f"rank 0 has not answered within {seconds:.0f} s")
+            raise SnapshotFailed(f"rank 0 has not answered within {seconds:.0f} s{self._elsewhere(topic, [0])}")
         return found
+
+    def _elsewhere(self, topic: str, ranks: list[int]) -> str:
+        """Return what to add to an error about late ranks: the last call of the first one, if it was another call. Otherwise ""."""
+        for rank in ranks:
+            key = f"{self.scope}/at/{rank}/0"  # never removed, so `get` does not wait for it
+            if self._there(key):
+                with self._asking():
+                    last = self._store.get(key)[4:].decode()
+                mine, other = (_call(each.removeprefix(f"{self.scope}/")) for each in (topic, last))
+                if mine != other:
+                    return f": its last call was {other}, not {mine}; all ranks must make the same calls"
+        return ""
 
     def _decide(
         self,
@@ -215,7 +228,7 @@ class Exchange:
             values = [_decode(said, rank) for rank, said in zip([0, *asked], found, strict=True)]
             if late := [rank for rank in range(1, self.world_size) if rank not in asked]:
                 named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
-                raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s")
+                raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s{self._elsewhere(topic, late)}")
             return [_encode(answer) for answer in _decided(decide, values)], asked
         except CkptdError as error:
             return [_encode(error)] * self.world_size, asked
@@ -275,6 +288,12 @@ def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) 
     except Exception as error:
         log.exception("a round between the ranks could not be decided")
         raise InternalError(f"rank 0: {error!r}") from error
+
+
+def _call(topic: str) -> str:
+    """Return the public call that a topic belongs to."""
+    name, _, rest = topic.partition("/")
+    return f"snapshot(step={rest.rpartition('/')[2]})" if name == "plan" else f"{name}()"
 
 
 def _silent() -> SnapshotFailed:

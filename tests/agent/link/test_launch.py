@@ -80,6 +80,18 @@ def test_snapshot_and_recover_need_only_a_root(private: Home) -> None:
     assert recovered.source == "storage"
 
 
+def test_settings_that_a_running_private_daemon_does_not_have_are_named(
+    private: Home, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CKPTD_KEEP_LAST", "2")
+    agent = Agent("first")
+    assert "was started with another value" not in caplog.text
+    monkeypatch.setenv("CKPTD_KEEP_LAST", "1")
+    Agent("second").close()
+    assert f"the private daemon of {private.root} was started with another value of CKPTD_KEEP_LAST, and keeps it" in caplog.text
+    agent.close()
+
+
 def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTD_JOB", "gpt")  # the script below and this test would be named after different main scripts
     script = (

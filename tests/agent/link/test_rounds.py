@@ -62,6 +62,7 @@ def reverse(said: list[bytes]) -> list[bytes]:
 
 
 def test_each_gets_its_answer_and_the_store_is_empty_again(store: TCPStore, ranks: list[Exchange]) -> None:
+    together(ranks, [b""] * WORLD, reverse)  # each rank's last topic stays
     before = store.num_keys()
     large = bytes(range(256)) * 40_000  # longer than one piece
     assert together(ranks, [b"zero", b"", large], reverse) == [large, b"", b"zero"]
@@ -95,6 +96,16 @@ def test_a_missing_rank_is_named_to_all(ranks: list[Exchange], late: int) -> Non
 def test_a_missing_rank_0_is_an_error_on_the_others(ranks: list[Exchange]) -> None:
     found = together(ranks, [None, b"", b""], reverse, seconds=0.2)
     assert [str(error) for error in found[1:]] == ["rank 0 has not answered within 0 s"] * 2
+
+
+def test_ranks_in_different_calls_are_told_of_the_other_call(two: list[Exchange]) -> None:
+    with started(round_of(two[1], "plan/1/40", b"1", 4.0)) as other:
+        found = attempt(round_of(two[0], "plan/1/35", b"0", 1.5))
+        assert str(found).startswith("rank 1 sent nothing within ")
+        assert str(found).endswith(" s: its last call was snapshot(step=40), not snapshot(step=35); all ranks must make the same calls")
+    assert str(other.result(60)).endswith(
+        " s: its last call was snapshot(step=35), not snapshot(step=40); all ranks must make the same calls"
+    )
 
 
 def test_an_unwanted_round_ends_at_once(ranks: list[Exchange]) -> None:
@@ -181,12 +192,15 @@ def test_a_single_rank_decides_alone() -> None:
 class FakeStore(Store):
     """A store in this process. `held` keeps back keys that contain one of these texts: they are set later, or never.
 
+    `topics` has the last topic of each rank, which is never removed, and `values` everything else.
+
     `silent`, while it is clear, makes every request wait, as a store does whose process is stopped.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.values: dict[str, bytes] = {}
+        self.topics: dict[str, bytes] = {}
         self.held: set[str] = set()
         self.kept_back: dict[str, bytes] = {}
         self.asked: list[str] = []
@@ -198,16 +212,16 @@ class FakeStore(Store):
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._ask(key)
-        place = self.kept_back if any(text in key for text in self.held) else self.values
+        place = self.kept_back if any(text in key for text in self.held) else self.topics if "/at/" in key else self.values
         place[key] = bytes(value)
 
     def get(self, key: str) -> bytes:
         self._ask(key)
-        return self.values[key]
+        return (self.values | self.topics)[key]
 
     def check(self, keys: list[str]) -> bool:
         self._ask(keys[0])
-        return keys[0] in self.values
+        return keys[0] in self.values | self.topics
 
     def deleteKey(self, key: str) -> bool:  # the name that PrefixStore calls
         self._ask(key)
