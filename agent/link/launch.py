@@ -108,8 +108,8 @@ def _warn_of_other_settings(root: Path, theirs: dict[str, str] | None) -> None:
     if other and str(root) not in _warned:
         _warned.add(str(root))
         log.warning(
-            "the private daemon of %s was started with another value of %s, and keeps it: `ckptd stop %s` ends it, and the next one has this value",
-            root, ", ".join(other), root,
+            "the private daemon of %s was started with another value of %s, and keeps it: `ckptd stop %s` ends that daemon, and the next "
+            "one has the value of this process", root, ", ".join(other), root,
         )  # fmt: skip
 
 
