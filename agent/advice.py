@@ -8,6 +8,9 @@ from typing import Any
 
 log = logging.getLogger("ckptd.agent")
 
+_DEPTH = 2
+"""How many dicts deep the state_dict of an optimizer is looked for."""
+
 
 class Advice:
     """The advice that one agent gives. Each warning is logged once."""
@@ -47,17 +50,17 @@ class Advice:
             log.warning("%s", sentence)
 
 
-def _optimizer_state_dicts(state: Any, path: str = "", depth: int = 2) -> Iterator[str]:
+def _optimizer_state_dicts(state: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
     """Yield the keys of state_dicts of optimizers in a state. Those of DCP, whose parameters have names, are left out."""
     if not isinstance(state, Mapping):
         return
     if state.keys() == {"state", "param_groups"}:
         groups = state["param_groups"]
         if isinstance(groups, list) and all(isinstance(group, dict) and _numbers(group.get("params")) for group in groups):
-            yield path or "the state"
-    elif depth:
+            yield ".".join(map(str, path)) or "the state"
+    elif len(path) < _DEPTH:
         for key, value in state.items():
-            yield from _optimizer_state_dicts(value, f"{path}.{key}" if path else str(key), depth - 1)
+            yield from _optimizer_state_dicts(value, (*path, key))
 
 
 def _numbers(params: Any) -> bool:

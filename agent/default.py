@@ -31,10 +31,11 @@ def default_agent(name: str = "Agent") -> Agent:
     `name` is the public call that needs the agent. Raises the errors of `Agent`, and Busy if this thread is already making the agent, since
     the public call then comes from a signal handler.
     """
-    global _default
+    global _default, _without_agent
     with _calls(name):
         if _default is None or _default.closed:
             _default = Agent()
+            _without_agent = Outcomes()
         return _default
 
 
@@ -111,7 +112,7 @@ def close(timeout: float = CLOSE_SECONDS) -> None:
     timeout: seconds to wait for the save, 600 by default. Raises the errors of `Agent.close`. Raises SnapshotFailed if no agent could
     be made for any snapshot.
     """
-    global _default
+    global _default, _without_agent
     with _calls("close"):
         agent = _default
     if agent is not None:
@@ -121,6 +122,7 @@ def close(timeout: float = CLOSE_SECONDS) -> None:
             if agent.closed and _default is agent:  # only if it is closed: after Ctrl-C the next `close` must find the agent, and finish
                 _default = None
     elif complaint := _without_agent.complaint():
+        _without_agent = Outcomes()
         raise SnapshotFailed(complaint)
 
 

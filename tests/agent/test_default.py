@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckptd.agent import default
+from ckptd.agent.outcomes import Outcomes
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared.errors import Busy, DaemonUnreachable, SnapshotFailed
@@ -48,6 +49,7 @@ class FakeAgent:
 def agents(monkeypatch: pytest.MonkeyPatch) -> list[FakeAgent]:
     monkeypatch.setattr(default, "Agent", FakeAgent)
     monkeypatch.setattr(default, "_default", None)
+    monkeypatch.setattr(default, "_without_agent", Outcomes())
     monkeypatch.setattr(default, "_calls", CallLock())
     monkeypatch.setattr(FakeAgent, "made", [])
     monkeypatch.setattr(FakeAgent, "error", None)

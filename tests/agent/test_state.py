@@ -325,10 +325,10 @@ def test_numpys_generator_continues_its_sequence(agent: Agent, kind: Any) -> Non
     try:
         generators.set_bit_generator(kind(7))
         np.random.standard_normal()  # it keeps a second number for the next call, with MT19937
-        agent.snapshot({}, step=1).wait("sealed")
+        agent.snapshot({"epoch": 1}, step=1).wait("sealed")
         drawn = np.random.standard_normal(3).tobytes()
         generators.set_bit_generator(kind(8))
-        agent.recover({})
+        agent.recover({"epoch": 0})
         assert np.random.standard_normal(3).tobytes() == drawn
     finally:
         generators.set_bit_generator(before)
