@@ -10,7 +10,7 @@ from tests.support.trainers import Diary
 
 
 def test_healthy_jobs_do_not_notice_that_others_are_killed() -> None:
-    hits, problems = crowd.run(8, 1, 15, jobs=3)
+    hits, problems = crowd.run(8, 1, 60, jobs=3)
     assert problems == []
     assert hits.total() > 0
 
