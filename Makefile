@@ -69,11 +69,19 @@ coverage-all: $(INSTALLED)
 	$(RUN) -m coverage combine -q
 	$(RUN) -m tests.support.floors
 
+# Measures ckptd beside its peers and the machine's limits. The first run trains the state that is saved; allow an hour for all of it. ZipNN, a
+# peer of the codecs, needs a C compiler; without it, its rows are missing.
 bench: $(INSTALLED)
+	-$(RUN) -m pip install --quiet zipnn
+	$(RUN) -m benchmarks.saves
+	$(RUN) -m benchmarks.throttled
+	$(RUN) -m benchmarks.codecs
+	$(RUN) -m benchmarks.restores
+	$(RUN) -m benchmarks.many
 	$(RUN) -m benchmarks.daemon
-	$(RUN) -m benchmarks.snapshot
 	$(RUN) -m benchmarks.steady
 	$(RUN) -m benchmarks.single_tensor
+	$(RUN) -m benchmarks.table
 
 # Writes the manual pages from the commands.
 man: $(INSTALLED)

@@ -1,0 +1,215 @@
+"""Measures how long a save holds the training, and how long it takes until it is durable: ckptd, its peers, and the machine's limits.
+
+`python -m benchmarks.saves [--copies N] [--rounds N]`. The state is a trained model and its moments (`trained.py`), several times over, in
+fp32. All ways run in one process on the same bytes, interleaved. Every tensor changes between the rounds, and each measurement starts with
+an idle disk. "held" is the time until the call returns. "durable" begins when the state has been copied, which for ckptd is the seal, and
+ends when the bytes are synced.
+
+Limits: a copy into memory that is there already, and an O_DIRECT write of the same bytes from shared memory, 16 MiB at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import shutil
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+
+from benchmarks.rows import Row, keep, settled, timed
+from benchmarks.trained import trained
+from ckptd.agent import Agent
+from tests.support.daemons import Daemon, home
+
+State = dict[str, torch.Tensor]
+Times = tuple[float, float]
+"""The seconds held, and the seconds until the bytes are durable."""
+BLOCK = 16 << 20
+
+
+def copies_of(state: dict[str, State], copies: int) -> State:
+    """Return the tensors of a state several times over, as memory of their own, each under a name of its own."""
+    return {f"{copy}.{kind}.{name}": t.clone() for copy in range(copies) for kind, named in state.items() for name, t in named.items()}
+
+
+def change(state: State) -> None:
+    """Change nearly every bit of the mantissas, and hardly the statistics."""
+    torch._foreach_mul_(list(state.values()), 1.0001)
+
+
+class Copy:
+    """A plain copy of the state into memory that has been touched before."""
+
+    def __init__(self, state: State) -> None:
+        self._place = [torch.empty_like(tensor).fill_(1) for tensor in state.values()]
+
+    def __call__(self, state: State, path: Path) -> Times:
+        taken = timed(lambda: torch._foreach_copy_(self._place, list(state.values())))
+        return taken, taken
+
+
+class DirectWrite:
+    """An O_DIRECT write of as many bytes from shared memory, 16 MiB at a time, with fdatasync."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK)
+        for start in range(0, len(self._memory), 4096):
+            self._memory[start] = 1
+
+    def __call__(self, state: State, path: Path) -> Times:
+        def write() -> None:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+            os.posix_fallocate(file, 0, len(self._memory))
+            with memoryview(self._memory) as whole:
+                for start in range(0, len(self._memory), BLOCK):
+                    os.pwrite(file, whole[start : start + BLOCK], start)
+            os.fdatasync(file)
+            os.close(file)
+
+        taken = timed(write)
+        return taken, taken
+
+
+def torch_save(state: State, path: Path) -> Times:
+    def write() -> None:
+        with path.open("wb") as file:
+            torch.save(state, file)
+            os.fsync(file.fileno())
+
+    taken = timed(write)
+    return taken, taken
+
+
+def dcp_save(state: State, path: Path) -> Times:
+    taken = timed(lambda: save(state, storage_writer=FileSystemWriter(path, thread_count=2)))
+    return taken, taken
+
+
+def dcp_zstandard(state: State, path: Path) -> Times:
+    taken = timed(lambda: save(state, storage_writer=FileSystemWriter(path, thread_count=2, _extensions=[ZStandard()])))
+    return taken, taken
+
+
+def dcp_async(state: State, path: Path, **options: Any) -> Times:
+    begun = time.perf_counter()
+    saving = async_save(state, storage_writer=FileSystemWriter(path, thread_count=2), **options)
+    held = time.perf_counter() - begun
+    done: Future[Any] = saving.upload_completion if isinstance(saving, AsyncSaveResponse) else saving
+    done.result()
+    return held, time.perf_counter() - begun - held
+
+
+class Ckptd:
+    def __init__(self, agent: Agent) -> None:
+        self._agent, self._step = agent, 0
+
+    def __call__(self, state: State, path: Path) -> Times:
+        self._step += 1
+        begun = time.perf_counter()
+        pending = self._agent.snapshot(state, step=self._step)
+        held = time.perf_counter() - begun
+        pending.wait("sealed")
+        sealed = time.perf_counter()
+        pending.wait("durable")
+        return held, time.perf_counter() - sealed
+
+
+def measured(state: State, rounds: int, codecs: tuple[str, ...]) -> tuple[dict[str, list[Times]], dict[str, int], float]:
+    """Return the times of every way, the bytes that each one stores, and the seconds held by ckptd's first snapshot after `prepare`."""
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    results, sizes = defaultdict[str, list[Times]](list), dict[str, int]()
+    stack = ExitStack()
+    opened = [stack.enter_context(home()) for _ in codecs]
+    for place, codec in zip(opened, codecs, strict=True):
+        stack.callback(Daemon(place, "--keep-last", "1", "--codec", codec).wait_ready().stop)
+    agents = [Agent("bench", socket=place.socket) for place in opened]
+    for agent in agents:
+        agent.prepare(state)
+        agent._link.handovers.slots.settle()  # a training would continue meanwhile
+    stager = DefaultStager(StagingOptions(False, True, False, False))
+    ways: dict[str, Callable[[State, Path], Times]] = {
+        **{f"ckptd {codec}": Ckptd(agent) for codec, agent in zip(codecs, agents, strict=True)},
+        "plain copy": Copy(state), "O_DIRECT write": DirectWrite(nbytes), "torch.save": torch_save, "dcp.save": dcp_save,
+        "dcp.save + ZStandard": dcp_zstandard, "dcp.async_save, thread": dcp_async,
+        "dcp.async_save, process": lambda s, p: dcp_async(s, p, async_checkpointer_type=AsyncCheckpointerType.PROCESS),
+        "dcp.async_save, cached shared stager": lambda s, p: dcp_async(s, p, async_stager=stager),
+    }  # fmt: skip
+    first = 0.0
+    with home() as files:
+        for number in range(rounds + 1):
+            change(state)
+            for name, way in ways.items():
+                settled()
+                path = files.path / "file"
+                times = way(state, path)
+                if number:  # the first round warms up
+                    results[name].append(times)
+                elif name == "ckptd raw":
+                    first = times[0]
+                if path.exists():
+                    sizes[name] = sum(f.stat().st_size for f in path.rglob("*")) if path.is_dir() else path.stat().st_size
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    stager.close()
+    for agent, place, codec in zip(agents, opened, codecs, strict=True):
+        agent.close()
+        sizes[f"ckptd {codec}"] = sum(f.stat().st_size for f in (place.root / "bench").rglob("*.ckpt"))
+    stack.close()
+    return results, sizes, first
+
+
+def rows_of(results: dict[str, list[Times]], sizes: dict[str, int], first: float, nbytes: int) -> list[Row]:
+    held = {name: median([time for time, _ in times]) for name, times in results.items()}
+    durable = {name: median([time for _, time in times]) for name, times in results.items()}
+    best_stager = min(time for name, time in held.items() if "async_save" in name)
+    raw, copy, direct = held["ckptd raw"], held["plain copy"], durable["O_DIRECT write"]
+    return [
+        Row(name="held, steady / plain copy", value=raw / copy, unit="x", limit=1.10, beside={"seconds": raw, "copy s": copy}),
+        Row(name="held, steady / best stager of dcp.async_save", value=raw / best_stager, unit="x", limit=0.5, beside=held),
+        Row(name="held, first after prepare / steady", value=first / raw, unit="x", limit=1.5, beside={"seconds": first}),
+        Row(name="seal to durable, raw / O_DIRECT write", value=durable["ckptd raw"] / direct, unit="x", limit=1.10, beside=durable),
+        Row(name="dcp.save / seal to durable, raw", value=durable["dcp.save"] / durable["ckptd raw"], unit="x", limit=2.5, at_most=False),
+        Row(
+            name="dcp.save + ZStandard / seal to durable, planes",
+            value=durable["dcp.save + ZStandard"] / durable["ckptd planes"], unit="x", limit=2.5, at_most=False,
+        ),
+        Row(name="stored size, planes", value=sizes["ckptd planes"] / nbytes, unit="", beside={n: s / nbytes for n, s in sizes.items()}),
+    ]  # fmt: skip
+
+
+def state_and_rounds(description: str | None) -> tuple[State, int]:
+    """Read `--copies` and `--rounds` from the command line. Return the state with so many copies, and the number of rounds."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    state = copies_of(trained().state(), options.copies)
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    print(f"state {nbytes / 1e9:.2f} GB in {len(state)} tensors, {torch.get_num_threads()} threads, {options.rounds} rounds")
+    return state, options.rounds
+
+
+def main() -> None:
+    state, rounds = state_and_rounds(__doc__)
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29512", rank=0, world_size=1)
+    keep(rows_of(*measured(state, rounds, ("raw", "planes")), sum(tensor.nbytes for tensor in state.values())), "saves")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
