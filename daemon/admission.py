@@ -120,9 +120,7 @@ class Admission:
         return refusal
 
     async def _decide(self, job: Job, attempt: int, owners: list[Owner], wait: float, granted: Key | None = None) -> str:
-        """Return why the step is skipped, if a rank has no free slot after `wait` seconds, else "".
-
-        A late rank is waited for once, not at every step.
+        """Return why the step is skipped, if a rank has no free slot after `wait` seconds, else "". A late rank is waited for once.
 
         granted: the step that is decided. A rank that has been granted a slot for it meanwhile is not waited for.
         """

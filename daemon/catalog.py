@@ -31,8 +31,8 @@ _REMEMBERED = 64  # the last steps of a job that failed or were skipped, so that
 class RankSeal:
     """One rank's share of a snapshot: the slot that holds it, and the part, which is None until it is durable.
 
-    `generation`: that of the slot at the seal. `checked`: True once the slot's checksums have been computed. `training_held`:
-    seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
+    `generation`: that of the slot at the seal. `checks`: the crc32c of each chunk of the slot, or None until they have been computed.
+    `training_held`: seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class RankSeal:
     signature: bytes
     global_plan: bytes = b""
     persist: bool = True
-    checked: bool = False
+    checks: list[int] | None = None
     training_held: float = 0.0
     part: PartEntry | None = None
 
@@ -66,7 +66,7 @@ class Snapshot:
     code: str = ""
     holds: int = 0
     progress: SaveProgress | None = None
-    """How far the save has come; None before the save writes its first part."""
+    """The share of the save that is done, as SaveProgress; None before the save writes its first part."""
     unwanted: bool = False
     """True once a rank has detached: the slots are then free as soon as the snapshot is durable."""
 

@@ -93,7 +93,7 @@ def main() -> None:
 @click.option("--root", help="Directory for the checkpoints of all jobs; made if missing.")
 @click.option("--socket", help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.")
 @click.option("--state-dir", help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.")
-@click.option("--codec", help="How chunks are stored: raw, zstd, zstd:LEVEL (1-19) or planes. Default: zstd.")
+@click.option("--codec", help="How chunks are stored: auto, raw, zstd, zstd:LEVEL (1-19) or planes. Default: auto.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
 @click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
 @click.option(
@@ -104,7 +104,8 @@ def main() -> None:
 @click.option("--shm-dir", help="A tmpfs for the slots. Default: /dev/shm.")
 @click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
 @click.option("--memory-ttl", type=float, help="Seconds that a dead trainer's newest snapshot stays in memory. Default: 900.")
-@click.option("--threads", type=int, help="Worker threads. Default: one for each CPU, 8 at most.")
+@click.option("--threads", type=int, help="Threads for checksums; twice as many write. Default: one for each CPU, 8 at most.")
+@click.option("--cpus", help="CPUs for the worker threads, like 0-3,8. Default: all that the daemon may use.")
 @click.option("--files-per-rank", type=int, help="Files that a rank's part of a checkpoint is spread over. Default: 1.")
 @click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
 @click.option("--log-file", help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")

@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptd.shared import codec, names
 from ckptd.shared.errors import InvalidConfig
+from ckptd.shared.numa import parse_cpus
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
@@ -36,8 +37,8 @@ class Config:
     """Unix socket that the daemon listens on, as an absolute path of at most 107 bytes."""
     state_dir: Path = dataclasses.field(default_factory=default_state_dir)
     """Directory on a local disk for the journals of all roots. It should outlive the daemon: keep it on a volume in a container."""
-    codec: str = "zstd"
-    """Encoding of stored chunks: `raw`, `zstd`, `zstd:LEVEL` or `planes`."""
+    codec: str = "auto"
+    """Encoding of stored chunks: `auto`, `raw`, `zstd`, `zstd:LEVEL` or `planes`."""
     slots: int = 2
     """Slots for each rank, 2 to 8. Two are enough unless saves take longer than the time between snapshots."""
     shm_dir: Path = Path("/dev/shm")
@@ -61,7 +62,9 @@ class Config:
     rank_timeout: float = 60.0
     """Seconds from the first rank's call for a step until the step is given up, if another rank has not sealed it."""
     threads: int = 0
-    """Worker threads for checksums, compression and writing; 0 means one for each CPU, 8 at most."""
+    """Threads that make checksums; twice as many compress and write. 0 means one for each CPU, 8 at most."""
+    cpus: str = ""
+    """CPUs on which these threads may run, like `0-3,8`; empty means all that the daemon may use."""
     memory_budget: int = 128 << 20
     """Bytes of buffers that saves may use, whatever the size of a snapshot; at least four chunks."""
     chunk_size: int = DEFAULT_CHUNK
@@ -107,8 +110,20 @@ class Config:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.storage_timeout > 0, "storage_timeout", self.storage_timeout, "more than 0")
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
+        cpus = self.worker_cpus
         if self.threads == 0:
-            object.__setattr__(self, "threads", min(8, len(os.sched_getaffinity(0))))
+            object.__setattr__(self, "threads", min(8, len(cpus)))
+
+    @property
+    def worker_cpus(self) -> set[int]:
+        """The CPUs on which the worker threads may run. Raises InvalidConfig if `cpus` is not a list of CPUs that the daemon may use."""
+        allowed = os.sched_getaffinity(0)
+        try:
+            wanted = parse_cpus(self.cpus) if self.cpus else allowed
+        except ValueError:
+            wanted = set()
+        _require(bool(wanted) and wanted <= allowed, "cpus", self.cpus, f"some of the CPUs {_cpu_list(allowed)}, written like 0-3,8")
+        return wanted
 
     @property
     def spread(self) -> Spread:
@@ -206,6 +221,17 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(text)
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _cpu_list(cpus: set[int]) -> str:
+    """Return a list of CPUs in the kernel's form, like "0-3,8"."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][-1] == cpu - 1:
+            runs[-1][1:] = [cpu]
+        else:
+            runs.append([cpu])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def _require(condition: bool, name: str, value: object, expected: str) -> None:

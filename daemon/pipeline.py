@@ -10,21 +10,18 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from crc32c import crc32c
-
 from ckptd.daemon.workers import Buffers, Workers
-from ckptd.shared.codec import Codec
+from ckptd.shared.codec import Encoder
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.fs import read_exactly
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import ONE_FILE, PartWriter, Spread
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
-from ckptd.shared.segment import SegmentHeader, read_document
+from ckptd.shared.segment import PIECE, SegmentHeader, read_data, read_document
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.protocol import Sink
 
@@ -60,6 +57,9 @@ class Plans:
 
 _plans = Plans(most=32 << 20)  # bytes of documents; a decoded plan takes several times as many
 
+_NICE_WRITERS = 10
+"""The nice value of the threads that write. The training comes first, and so do the checksums: without them, damage would go unnoticed."""
+
 
 @dataclass(frozen=True, slots=True)
 class SealedSlot:
@@ -88,23 +88,24 @@ class SealedSlot:
             raise IntegrityError(f"documents of {header.job} step {header.step} overlap its tensors")
         return cls(fd, header, plan, document, request, chunk_ranges(with_values(plan.regions, values), header.chunk_size))
 
-    def pread(self, chunk: ChunkRange, buffer: memoryview) -> None:
-        """Read a chunk into `buffer`, which must have the length of the chunk. Raises IntegrityError if the segment has been cut short."""
-        if read_exactly(self.fd, buffer, self.header.data_offset + chunk.offset) < chunk.length:
-            raise IntegrityError("the segment has been cut short: that copy in memory is lost")
+    def read_chunk(self, chunk: ChunkRange, buffer: memoryview) -> int:
+        """Read a chunk into `buffer`, and return its crc32c. See `read_data`."""
+        return read_data(self.fd, self.header, chunk.offset, chunk.length, buffer)
 
 
 class Pipeline:
     """Two sets of worker threads: one reads and checks shared memory, the other encodes and writes parts.
 
-    The second set waits for the disk. The first never does, so that a disk that hangs does not keep a slot from being checked.
-    `bytes_read` and `bytes_written` count the raw and the stored bytes of all parts written so far.
+    The second set waits for the disk, and has twice as many threads, so that the disk has work while others encode. The first set never
+    waits for it, so that a disk that hangs does not keep a slot from being checked. `bytes_read` and `bytes_written` count the raw and the
+    stored bytes of all parts written so far.
     """
 
-    def __init__(self, threads: int, memory_budget: int, chunk_size: int, spread: Spread = ONE_FILE) -> None:
+    def __init__(self, threads: int, memory_budget: int, chunk_size: int, spread: Spread = ONE_FILE, cpus: set[int] | None = None) -> None:
+        """cpus: the CPUs on which the threads may run, or None for all that the daemon may use."""
         self._spread = spread
-        self._memory = Workers("ckptd-memory", threads, memory_budget // 4, chunk_size, 1)
-        self._writers = Workers("ckptd-write", threads, memory_budget * 3 // 4, chunk_size, 2)
+        self._memory = Workers("ckptd-memory", threads, memory_budget // 4, min(PIECE, chunk_size), 1, cpus=cpus)
+        self._writers = Workers("ckptd-write", 2 * threads, memory_budget * 3 // 4, chunk_size, 2, _NICE_WRITERS, cpus)
         self.bytes_read = self.bytes_written = 0
 
     @property
@@ -120,18 +121,16 @@ class Pipeline:
         """Return the crc32c of each chunk of a sealed slot, in order. Raises IntegrityError if the segment has been cut short."""
 
         def work(number: int, buffers: Buffers) -> int:
-            chunk = slot.ranges[number]
-            with memoryview(buffers[0]) as whole, whole[: chunk.length] as raw:
-                slot.pread(chunk, raw)
-                return crc32c(raw)
+            with memoryview(buffers[0]) as piece:
+                return slot.read_chunk(slot.ranges[number], piece)
 
-        return await self._memory.each(slot.ranges, work)
+        return await self._memory.each(slot.ranges, work, whole=False)
 
     async def write_part(
         self,
         slot: SealedSlot,
-        checks: list[int],
-        codec: Codec,
+        wait_for_checks: Callable[[], Awaitable[list[int]]],
+        encoder: Encoder,
         create_file: Callable[[str, int], Sink],
         tag: str,
         nonce: bytes,
@@ -139,10 +138,11 @@ class Pipeline:
     ) -> PartEntry:
         """Write one part durably, and return its entry for the manifest. `create_file` creates a file from its name and expected size.
 
-        `written` is called with the raw bytes of each chunk that has been written, on the event loop.
+        `wait_for_checks` returns what `checksum` computes, and waits for it if it still runs. `written` is called on the event loop with
+        the raw bytes of each chunk that has been written.
 
-        After a failure the files are removed. Raises IntegrityError if a chunk in memory no longer has its checksum in `checks`, OSError if
-        the part cannot be written.
+        After a failure the files are removed. Raises IntegrityError if the written bytes of a chunk do not have its checksum, OSError if
+        the part cannot be written, and what `wait_for_checks` raises.
         """
         header = slot.header
         assert header.step is not None
@@ -151,20 +151,19 @@ class Pipeline:
             signature=header.signature, plan=slot.plan_document, request=slot.request.encode(),
             values=(header.values.offset, header.values.length), chunk_size=header.chunk_size, chunks=[],
         )  # fmt: skip
-        writer = PartWriter(create_file, nonce, codec, self._spread)
+        writer = PartWriter(create_file, nonce, encoder, self._spread)
 
         def work(number: int, buffers: Buffers) -> Chunk:
             chunk = slot.ranges[number]
             with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
-                slot.pread(chunk, raw[: chunk.length])
-                result = writer.chunk(chunk, raw, stored)
-            if result.raw_crc != checks[number]:
-                raise IntegrityError(f"chunk {number} of {header.job} step {header.step} has changed in memory since it was sealed")
-            return result
+                return writer.chunk(chunk, raw, stored, slot.read_chunk(chunk, raw[: chunk.length]))
 
         try:
             await self._writers.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request)))
             chunks = await self._writers.each(slot.ranges, work, written)
+            for number, (chunk, check) in enumerate(zip(chunks, await wait_for_checks(), strict=True)):
+                if chunk.raw_crc != check:
+                    raise IntegrityError(f"chunk {number} of {header.job} step {header.step} has changed in memory since it was sealed")
             entry = await self._writers.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
         except BaseException:
             await self._writers.run(writer.discard)

@@ -1,9 +1,10 @@
 """Saves sealed snapshots as committed checkpoints, and owns the order of operations on storage.
 
-The order of a save must not change: check the slots, journal the intent, write the parts, journal them, publish the manifest, journal the
-commit, tell the ranks, update `newest`, apply retention. A job has one save at a time. A save waits for its turn after its slots are
-checked, so the order is normally that of the seals. Each failure is recorded in `Snapshot.reason`, sent to the ranks as a Progress message,
-and counted. The copy in memory stays.
+The order of a save must not change: journal the intent, write the parts, compare them with the checksums of the slots, make the parts
+durable, journal them, publish the manifest, journal the commit, tell the ranks, update `newest`, apply retention. The checksums of the
+slots are computed as soon as the slots are sealed, while the parts are being written. A job has one save at a time, and saves wait for
+their turn in the order of the seals. Each failure is recorded in `Snapshot.reason`, sent to the ranks as a Progress message, and counted.
+The copy in memory stays.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.save_progress import SaveProgress
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.storage_calls import StorageCalls
-from ckptd.daemon.tasks import watched
+from ckptd.daemon.tasks import all_of, watched
 from ckptd.daemon.units import size_text
 from ckptd.shared import codec, names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
@@ -40,6 +41,9 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
 
 log = logging.getLogger("ckptd.saver")
+
+Document = tuple[PartEntry, Plan, SnapshotRequest]
+"""A durable part: its entry in the manifest, its plan and its request."""
 
 _FEW = 5
 """The log warns if fewer checkpoints than this still fit under the root."""
@@ -74,7 +78,7 @@ class Saver:
         self._config, self._catalog, self._slots = config, catalog, slots
         self._journal, self._repository, self._pipeline, self._calls = journal, repository, pipeline, calls
         self._claimed, self._tell, self._settled = claimed, tell, settled
-        self._codec = codec.encoder(config.codec)
+        self._encoder = codec.encoder(config.codec)
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self.counters = counters
@@ -116,10 +120,16 @@ class Saver:
         job = self._catalog.job(snapshot.job)
         try:
             with hold:
-                await self.check(snapshot)
-                if snapshot.persist and not job.is_durable(*snapshot.key):
-                    async with self._locks[snapshot.job]:
-                        await self._save(job, snapshot, sealed)
+                checking = asyncio.ensure_future(self.check(snapshot))
+                try:
+                    if not snapshot.persist:
+                        await asyncio.shield(checking)  # meanwhile the trainer may die, and then the snapshot is to be saved after all
+                    if snapshot.persist and not job.is_durable(*snapshot.key):
+                        async with self._locks[snapshot.job]:
+                            await self._save(job, snapshot, sealed, checking)
+                finally:
+                    await asyncio.gather(checking, return_exceptions=True)  # it reads the slots; its error is raised below, if not above
+                checking.result()
             if snapshot.state is SnapshotState.DURABLE:
                 self._settled(job)
                 async with self._locks[snapshot.job]:
@@ -136,10 +146,8 @@ class Saver:
         If an earlier daemon has written checksums there, compare with them instead. Raises IntegrityError if a slot has changed since it
         was sealed, NotFound if it has been released.
         """
-        for seal in snapshot.seals.values():
-            if not seal.checked:
-                with snapshot.held():
-                    await self._check_seal(snapshot, seal)
+        with snapshot.held():
+            await all_of([self._check_seal(snapshot, seal) for seal in snapshot.seals.values() if seal.checks is None])
 
     async def _check_seal(self, snapshot: Snapshot, seal: RankSeal) -> None:
         slot = self._slots.get(seal.segment)
@@ -154,25 +162,19 @@ class Saver:
                 write_check(fd, header, crcs)
             elif before != crcs:
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the copy in memory has changed since it was sealed")
-        seal.checked = True
+        seal.checks = crcs
         failpoint("seal.checked")
 
-    async def _save(self, job: Job, snapshot: Snapshot, sealed_at: float) -> None:
+    async def _save(self, job: Job, snapshot: Snapshot, sealed_at: float, checking: asyncio.Future[None]) -> None:
+        """Save a snapshot whose slots `checking` checks meanwhile. Raises what `checking` raises, and the errors of its parts."""
         begun = time.monotonic()
+        if checking.done():
+            checking.result()
         await self._claimed(job, snapshot.attempt)
         snapshot.move(Event.WRITE)
         used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
         snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
-        documents: list[tuple[PartEntry, Plan, SnapshotRequest]] = []
-        for _, seal in sorted(snapshot.seals.items()):
-            slot = self._slots.get(seal.segment)
-            header = slot.header
-            with slot.pinned() as fd:
-                sealed = await self._pipeline.run(lambda fd=fd, header=header: SealedSlot.read(fd, header))  # type: ignore[misc]
-                if header.generation != seal.generation:
-                    raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
-                seal.part = await self._write_part(snapshot, seal, sealed)
-            documents.append((seal.part, sealed.plan, sealed.request))
+        documents = await self._save_parts(snapshot, checking)
         snapshot.move(Event.WROTE)
         await self.commit(job, snapshot, documents)
         seconds = time.monotonic() - begun
@@ -185,6 +187,39 @@ class Saver:
             snapshot.job, snapshot.tag, size_text(raw), size_text(stored), 100 * stored / max(raw, 1),
             f", training held {held:.3f} s" if held else "", time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
         )  # fmt: skip
+
+    async def _save_parts(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Document]:
+        """Write the parts of all ranks at the same time.
+
+        Each part reserves the room that it would take raw. A part that finds no room is written again once the others have ended, which
+        then take no more room than they need. Only then are older checkpoints deleted for it.
+        """
+        seals = [seal for _, seal in sorted(snapshot.seals.items())]
+        alone = len(seals) == 1
+
+        async def saved(seal: RankSeal) -> Document | None:
+            try:
+                return await self._save_part(snapshot, seal, checking, alone=alone)
+            except OSError as error:
+                if alone or error.errno not in NO_ROOM:
+                    raise
+                return None
+
+        documents = await all_of(map(saved, seals))
+        return [
+            document or await self._save_part(snapshot, seal, checking, alone=True) for seal, document in zip(seals, documents, strict=True)
+        ]
+
+    async def _save_part(self, snapshot: Snapshot, seal: RankSeal, checking: asyncio.Future[None], *, alone: bool) -> Document:
+        """Write the part of one rank. `alone`: True if no other part is being written, so that a full disk is really full."""
+        slot = self._slots.get(seal.segment)
+        header = slot.header
+        with slot.pinned() as fd:
+            sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
+            if header.generation != seal.generation:
+                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
+            seal.part = await self._write_part(snapshot, seal, sealed, checking, alone=alone)
+        return seal.part, sealed.plan, sealed.request
 
     async def _warn_of_little_room(self, job: Job) -> None:
         """Log a warning if only few more checkpoints like the newest fit under the root, each time their number has become smaller."""
@@ -204,16 +239,21 @@ class Saver:
             then = "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, which then deletes the oldest ones early"
         return f"job {job.name}: the root has room for {fit} more of its checkpoints ({size_text(free or 0)} free): {then}"
 
-    async def _write_part(self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot) -> PartEntry:
+    async def _write_part(
+        self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot, checking: asyncio.Future[None], *, alone: bool
+    ) -> PartEntry:
         """Write the part of one rank to a file with a fresh name, and return its entry in the manifest.
 
         After an I/O error (EIO) try once more with another file: a file whose sync has failed is never trusted again. With the setting
         `make_room`, a full disk is tried again after each older checkpoint that could be deleted. Raises IntegrityError if the slot or its
         checksums are damaged, OSError, StorageError.
         """
-        checks = read_check(sealed.fd, sealed.header)
-        if checks is None or len(checks) != len(sealed.ranges):
-            raise IntegrityError(f"{snapshot.job} step {snapshot.step}: its checksums in memory are missing")
+
+        async def wait_for_checks() -> list[int]:
+            await asyncio.shield(checking)
+            assert seal.checks is not None
+            return seal.checks
+
         rewritten, progress = False, snapshot.progress
         assert progress is not None
         while True:
@@ -226,10 +266,11 @@ class Saver:
             try:
                 create_file = self._repository.part_files(snapshot.job, snapshot.tag)
                 entry = await self._pipeline.write_part(
-                    sealed, checks, self._codec, create_file, snapshot.tag, nonce, partial(progress.add, seal.rank)
+                    sealed, wait_for_checks, self._encoder, create_file, snapshot.tag, nonce, partial(progress.add, seal.rank)
                 )
             except OSError as error:
-                if error.errno in NO_ROOM and self._config.make_room and await self.deleter.make_room(self._catalog.job(snapshot.job)):
+                make_room = alone and error.errno in NO_ROOM and self._config.make_room
+                if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job)):
                     continue
                 if rewritten or error.errno != errno.EIO:
                     raise
@@ -243,7 +284,7 @@ class Saver:
             failpoint("persist.journaled")
             return entry
 
-    async def commit(self, job: Job, snapshot: Snapshot, documents: list[tuple[PartEntry, Plan, SnapshotRequest]]) -> None:
+    async def commit(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> None:
         """Commit a checkpoint by publishing its manifest, then journal the commit and tell the ranks. All parts must be durable.
 
         documents: entry, plan and request of each part, in the order of the ranks. Raises IntegrityError if the part of a rank is missing

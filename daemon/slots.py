@@ -141,7 +141,7 @@ class Slots:
         return self._overflow is not None and (isinstance(error, SharedMemoryFull) or not self._limited)
 
     def _check_quota(self, size: int, taken: int) -> None:
-        """Raise QuotaExceeded if `size` more bytes do not fit into the quota, of which some are taken."""
+        """Raise QuotaExceeded if `size` more bytes do not fit into the quota beside the bytes already `taken`."""
         if taken + size > self.quota:
             raise QuotaExceeded(
                 f"a slot of {size_text(size)} does not fit: {size_text(taken)} of the quota of {size_text(self.quota)} are taken; "

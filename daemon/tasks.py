@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -54,6 +54,16 @@ def watched(work: Coroutine[Any, Any, T], name: str, failed: Failed | None = Non
 
     task.add_done_callback(done)
     return task
+
+
+async def all_of(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Wait for all of these at once, and return their results in order. If some fail, raise the first one's error once all have ended."""
+    results: list[T] = []
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results
 
 
 def _internal(name: str, error: BaseException) -> InternalError:

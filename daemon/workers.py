@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
+from ckptd.daemon.tasks import all_of
 from ckptd.shared.binary import align
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.plan import ChunkRange
@@ -26,9 +29,15 @@ class Workers:
     slot that an earlier daemon made take larger buffers. `chunks_done` counts the chunks that have been processed.
     """
 
-    def __init__(self, name: str, threads: int, memory: int, chunk_size: int, buffers: int) -> None:
+    def __init__(
+        self, name: str, threads: int, memory: int, chunk_size: int, buffers: int, nice: int = 0, cpus: set[int] | None = None
+    ) -> None:
+        """nice: the nice value of the threads, from which their I/O priority follows (ioprio_set(2)).
+
+        cpus: the CPUs on which the threads may run, or None for all that the process may use.
+        """
         self.threads = threads
-        self.pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self.pool = ThreadPoolExecutor(threads, name, _set_up_thread, (nice, cpus))
         self.chunks_done = 0
         self._buffers, self._buffer_size = buffers, align(chunk_size)
         self._tokens = asyncio.Semaphore(max(1, min(2 * threads, memory // (buffers * self._buffer_size))))
@@ -40,15 +49,21 @@ class Workers:
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
     async def each(
-        self, ranges: Sequence[ChunkRange], work: Callable[[int, Buffers], T], done: Callable[[int], None] = lambda length: None
+        self,
+        ranges: Sequence[ChunkRange],
+        work: Callable[[int, Buffers], T],
+        done: Callable[[int], None] = lambda length: None,
+        *,
+        whole: bool = True,
     ) -> list[T]:
         """Call `work` with the number and the buffers of each chunk, on all threads at once. Return the results in the order of the chunks.
 
-        `done` is called with the length of each chunk that is finished, on the event loop. After a failure no other chunk is begun, and the
-        error is raised once all threads have stopped. Raises IntegrityError if a chunk has no result.
+        `done` is called with the length of each chunk that is finished, on the event loop. With `whole` off, the buffers need not have room
+        for a whole chunk. After a failure no other chunk is begun, and the error is raised once all threads have stopped. Raises
+        IntegrityError if a chunk has no result.
         """
         results: dict[int, T] = {}
-        numbers, size = iter(range(len(ranges))), align(max((chunk.length for chunk in ranges), default=0))
+        numbers, size = iter(range(len(ranges))), align(max((chunk.length for chunk in ranges), default=0)) if whole else 0
         failed = False
 
         async def worker() -> None:
@@ -65,10 +80,7 @@ class Workers:
                         failed = True
                         raise
 
-        outcomes = await asyncio.gather(*(worker() for _ in range(min(self.threads, len(ranges)))), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        await all_of([worker() for _ in range(min(self.threads, len(ranges)))])
         if len(results) != len(ranges):  # a missing chunk fails all: every planned chunk must be accounted for
             raise IntegrityError(f"{len(results)} of {len(ranges)} chunks have a result")
         return [results[number] for number in range(len(ranges))]
@@ -99,3 +111,13 @@ class Workers:
     def close(self) -> None:
         """Cancel the calls that have not begun. Do not wait for the others."""
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _set_up_thread(nice: int, cpus: set[int] | None) -> None:
+    """Give the calling thread this nice value, unless its own is higher, and these CPUs. Ignore what a container forbids."""
+    thread = threading.get_native_id()
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, max(nice, os.getpriority(os.PRIO_PROCESS, thread)))
+    if cpus is not None:
+        with suppress(OSError):
+            os.sched_setaffinity(thread, cpus)

@@ -7,25 +7,36 @@ no input: sizes are checked before memory is allocated, the output buffer has ex
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import zstandard
 
+from ckptd.shared.auto_codec import Auto
 from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
-from ckptd.shared.fs import Buffer
 from ckptd.shared.planes import Planes
 
 RAW, ZSTD = 0, 1
 MAX_WINDOW = 8 << 20
 
 
-class Codec(Protocol):
+class Encoder(Protocol):
+    """An encoder of chunks, as a setting names it. `number` is the number of the codec that decodes what `encode` writes."""
+
     number: int
     name: str
 
-    def encode(self, raw: memoryview, element_size: int) -> Buffer | None:
-        """Return the stored form of the chunk `raw`, or None if it would not be smaller. `element_size` is in bytes."""
+    def encode(self, raw: memoryview, element_size: int, stored: memoryview) -> int | None:
+        """Write the stored form of the chunk `raw` into `stored`, and return its length in bytes, or None if it would not be smaller.
 
+        `stored` has room for as many bytes as `raw` has. Its content is undefined if the result is None. `element_size` is in bytes.
+        """
+
+    def writing(self, nbytes: int) -> AbstractContextManager[None]:
+        """Context manager. Held while a chunk of `nbytes` stored bytes is written to storage."""
+
+
+class Codec(Encoder, Protocol):
     def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
         """Decode `stored` into `raw`, which has exactly the raw length. Raises IntegrityError if that is not possible."""
 
@@ -39,8 +50,11 @@ class Raw:
     def parse(cls, option: str) -> Raw | None:
         return None if option else cls()
 
-    def encode(self, raw: memoryview, element_size: int) -> None:
+    def encode(self, raw: memoryview, element_size: int, stored: memoryview) -> None:
         return None
+
+    def writing(self, nbytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
         if len(stored) != len(raw):
@@ -63,13 +77,19 @@ class Zstd:
             return cls()
         return cls(int(option)) if option.isdecimal() and 1 <= int(option) <= 19 else None
 
-    def encode(self, raw: memoryview, element_size: int) -> bytes | None:
+    def encode(self, raw: memoryview, element_size: int, stored: memoryview) -> int | None:
         context = getattr(self._local, "compressor", None)
         if context is None:
             # The frame has no checksum, because the index of the part holds one. Up to level 19, zstd's windows stay within MAX_WINDOW.
             context = self._local.compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True, write_checksum=False)
-        stored: bytes = context.compress(raw)
-        return stored if len(stored) < len(raw) else None
+        frame: bytes = context.compress(raw)
+        if len(frame) >= len(raw):
+            return None
+        stored[: len(frame)] = frame
+        return len(frame)
+
+    def writing(self, nbytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def decode(self, stored: memoryview, raw: memoryview, element_size: int) -> None:
         try:
@@ -87,9 +107,9 @@ class Zstd:
         raw[:] = decoded
 
 
-CODECS: dict[str, type[Raw] | type[Zstd] | type[Planes]] = {codec.name: codec for codec in (Raw, Zstd, Planes)}
-"""Every codec, by its name in the settings. `parse` makes one from the text after the colon, or returns None. `usage` is for errors."""
-_DECODERS: dict[int, Codec] = {codec.number: codec() for codec in CODECS.values()}
+_DECODERS: dict[int, Codec] = {codec.number: codec() for codec in (Raw, Zstd, Planes)}
+_SETTINGS: dict[str, type[Raw] | type[Zstd] | type[Planes] | type[Auto]] = {kind.name: kind for kind in (Raw, Zstd, Planes, Auto)}
+"""The encoders, by the names of their settings. `parse` makes one from the text after the colon, or returns None. `usage` is for errors."""
 
 
 def decoder(number: int) -> Codec:
@@ -100,9 +120,9 @@ def decoder(number: int) -> Codec:
         raise NewerFormat(f"chunks are encoded with codec {number}, which this ckptd does not know: upgrade it") from None
 
 
-def encoder(specification: str) -> Codec:
-    """Return the codec for a setting like "raw", "zstd" or "zstd:3". Raises InvalidConfig if there is no such codec."""
-    name, _, option = specification.partition(":")
-    if name in CODECS and (codec := CODECS[name].parse(option)) is not None:
-        return codec
-    raise InvalidConfig(f"codec {specification!r} is not known: use {', '.join(codec.usage for codec in CODECS.values())}")
+def encoder(setting: str) -> Encoder:
+    """Return the encoder for a setting like "auto", "raw" or "zstd:3". Raises InvalidConfig if there is no such setting."""
+    name, _, option = setting.partition(":")
+    if name in _SETTINGS and (found := _SETTINGS[name].parse(option)) is not None:
+        return found
+    raise InvalidConfig(f"codec {setting!r} is not known: use {', '.join(kind.usage for kind in _SETTINGS.values())}")

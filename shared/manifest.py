@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import msgspec
 
 from ckptd.shared.bounds import MAX_DEPTH_READ, check_json, deeper_than
+from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.plan import Described, Plan, Size, Writer, origin
@@ -142,7 +143,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             probe = _PROBE_DECODER.decode(data)
             if probe.format == FORMAT and (probe.version > VERSION or not FEATURES.issuperset(probe.features)):
                 raise NewerFormat(f"manifest was written by a newer ckptd (version {probe.version}): upgrade this one")
-            manifest = _DECODER.decode(data)
+            with paused_collector():
+                manifest = _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"manifest cannot be read: {error}") from None
         if manifest.format != FORMAT:

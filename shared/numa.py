@@ -17,6 +17,7 @@ log = logging.getLogger("ckptd.numa")
 
 SYSTEM = Path("/sys/devices/system/node")
 UNKNOWN = -1
+_MOST_CPUS = 8192  # the most that the kernel can be built for
 
 
 def nodes(system: Path = SYSTEM) -> dict[int, set[int]]:
@@ -25,17 +26,19 @@ def nodes(system: Path = SYSTEM) -> dict[int, set[int]]:
     for path in system.glob("node*/cpulist"):
         if number := re.fullmatch(r"node(\d+)", path.parent.name):
             try:
-                found[int(number[1])] = _cpus(path.read_text())
+                found[int(number[1])] = parse_cpus(path.read_text())
             except (OSError, ValueError) as error:
                 log.debug("%s: %s", path, error)
     return found
 
 
-def _cpus(text: str) -> set[int]:
+def parse_cpus(text: str) -> set[int]:
     """Return the CPU numbers in a list of the kernel's form, such as "0-3,8". Raises ValueError for other text."""
     cpus: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
+        if int(last or first) >= _MOST_CPUS:
+            raise ValueError(f"there is no CPU {last or first}")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Annotated, Protocol
 
 import msgspec
@@ -20,7 +21,7 @@ from ckptd.shared import codec, names
 from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.plan import MAX_CHUNK, MAX_CHUNKS, MAX_DOCUMENT, MIN_CHUNK, ChunkRange, Plan, Size, chunk_ranges, signature, with_values
-from ckptd.shared.segment import NO_STEP
+from ckptd.shared.segment import NO_STEP, PIECE
 from ckptd.shared.storage.protocol import Source
 
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
@@ -119,6 +120,13 @@ class ChunkSource(Protocol):
         Raises IntegrityError if the chunk is damaged, or OSError.
         """
 
+    def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        """Read and verify a chunk straight into `pieces`, which have the length of the chunk together.
+
+        Return False, and read nothing, if its stored form must be decoded as a whole. Raises IntegrityError if the chunk is damaged, or
+        OSError.
+        """
+
 
 class PartReader:
     """A reader of one part, given its part file as an open source, which `close` closes.
@@ -137,6 +145,7 @@ class PartReader:
         self.name = name
         self._source = source
         self._open_file = open_file
+        self._local = threading.local()
         try:
             self.index = self._read_index(index_sha256)
             self.plan = Plan.decode(self.index.plan)
@@ -239,20 +248,33 @@ class PartReader:
         if ends != [self._index_offset, *files]:
             raise IntegrityError("its chunks do not fill the file")
 
-    def read_chunk(self, number: int, raw: memoryview) -> None:
+    def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
         chunk = self.index.chunks[number]
-        file = self.index.placed[number] if self.index.placed else 0
-        of_file = f" of data file {file}" if file else ""
-        where = f"{self.name}: chunk {number} (bytes {chunk.offset} to {chunk.offset + chunk.stored_length}{of_file})"
-        length = align(chunk.stored_length)
-        stored = memoryview(bytearray(length))
-        try:
-            with self._file(file) as source:
-                short = source.read(stored, chunk.offset) < length
-        except IntegrityError as error:
-            raise type(error)(f"{self.name}: {error}") from None
-        if short:
-            raise IntegrityError(f"{where} is cut short")
+        if chunk.codec != codec.RAW or chunk.stored_length != chunk.raw_length:
+            return False
+        crc, position, end = 0, chunk.offset, chunk.offset + align(chunk.stored_length)
+        with self._stored_in(number) as (source, where):
+            for whole in pieces:
+                for at in range(0, len(whole), PIECE):
+                    piece = whole[at : at + PIECE]
+                    _read_into(piece, source, position, where)
+                    crc, position = crc32c(piece, crc), position + len(piece)
+            padding = memoryview(bytearray(end - position))
+            _read_into(padding, source, position, where)
+        if crc != chunk.stored_crc:
+            raise IntegrityError(f"{where} does not match its checksum")
+        check_zero(padding, where)
+        if crc != chunk.raw_crc:
+            raise IntegrityError(f"{where} holds other bytes than were saved")
+        return True
+
+    def read_chunk(self, number: int, raw: memoryview) -> None:
+        if self.read_pieces(number, [raw]):
+            return
+        chunk = self.index.chunks[number]
+        stored = self._buffer(align(chunk.stored_length))
+        with self._stored_in(number) as (source, where):
+            _read_into(stored, source, chunk.offset, where)
         if crc32c(stored[: chunk.stored_length]) != chunk.stored_crc:
             raise IntegrityError(f"{where} does not match its checksum")
         check_zero(stored[chunk.stored_length :], where)
@@ -261,7 +283,31 @@ class PartReader:
         except IntegrityError as error:
             raise type(error)(f"{where}: {error}") from None
         if crc32c(raw) != chunk.raw_crc:
-            raise IntegrityError(f"{where} decodes to other bytes than were saved")
+            raise IntegrityError(f"{where} holds other bytes than were saved")
+
+    @contextmanager
+    def _stored_in(self, number: int) -> Iterator[tuple[Source, str]]:
+        """Context manager. Gives the open file that holds a chunk, and the words that name the chunk in an error."""
+        chunk, file = self.index.chunks[number], self.index.placed[number] if self.index.placed else 0
+        of_file = f" of data file {file}" if file else ""
+        with ExitStack() as held:
+            try:
+                source = held.enter_context(self._file(file))
+            except IntegrityError as error:
+                raise type(error)(f"{self.name}: {error}") from None
+            yield source, f"{self.name}: chunk {number} (bytes {chunk.offset} to {chunk.offset + chunk.stored_length}{of_file})"
+
+    def _buffer(self, length: int) -> memoryview:
+        """Return a buffer of this thread. Its content is undefined, and it is used again for the thread's next chunk."""
+        found: bytearray = getattr(self._local, "buffer", bytearray())
+        if len(found) < length:
+            found = self._local.buffer = bytearray(length)
+        return memoryview(found)[:length]
+
+
+def _read_into(buffer: memoryview, source: Source, offset: int, where: str) -> None:
+    if source.read(buffer, offset) < len(buffer):
+        raise IntegrityError(f"{where} is cut short")
 
 
 def _read(source: Source, length: int, offset: int) -> bytes:

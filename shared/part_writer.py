@@ -17,7 +17,7 @@ from crc32c import crc32c
 
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN, align
-from ckptd.shared.codec import RAW, Codec
+from ckptd.shared.codec import RAW, Encoder
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.manifest import PartEntry
@@ -98,10 +98,10 @@ class PartWriter:
         self,
         create_file: Callable[[str, int], Sink],
         nonce: bytes,
-        codec: Codec,
+        encoder: Encoder,
         spread: Spread = ONE_FILE,
     ) -> None:
-        self._create_file, self._nonce, self._codec, self._spread = create_file, nonce, codec, spread
+        self._create_file, self._nonce, self._encoder, self._spread = create_file, nonce, encoder, spread
         self._files: list[_File] = []
         self._filling: list[_File] = []
         self._placed: dict[int, int] = {}
@@ -137,27 +137,27 @@ class PartWriter:
     def _name(self, number: int) -> str:
         return names.part_file(self._index.rank, self._nonce, number)
 
-    def chunk(self, chunk: ChunkRange, raw: memoryview, stored: memoryview) -> Chunk:
+    def chunk(self, chunk: ChunkRange, raw: memoryview, stored: memoryview, crc: int) -> Chunk:
         """Encode and write one chunk, and return its index entry. Many threads may call this at once, each with buffers of its own.
 
-        `raw` begins with the bytes of the chunk; `stored` is for the encoded form. Both buffers must be page-aligned and have room for
-        `align(chunk.length)` bytes. Their content is undefined afterwards.
+        `raw` begins with the bytes of the chunk, whose crc32c is `crc`; `stored` is for the encoded form. Both buffers must be page-aligned
+        and have room for `align(chunk.length)` bytes. Their content is undefined afterwards.
         """
-        crc = crc32c(raw[: chunk.length])
-        encoded = self._codec.encode(raw[: chunk.length], chunk.element_size)
+        encoded = self._encoder.encode(raw[: chunk.length], chunk.element_size, stored[: chunk.length])
         length, number, buffer = chunk.length, RAW, raw
         if encoded is not None:
-            length, number, buffer = len(encoded), self._codec.number, stored
-            stored[:length] = encoded
+            length, number, buffer = encoded, self._encoder.number, stored
         padded = align(length)
         buffer[length:padded] = bytes(padded - length)
         file = self._place(chunk, padded)
         if failpoint("persist.writing"):
             file.sink.append(buffer[: padded // 2 // ALIGN * ALIGN])
             raise OSError(errno.EIO, "short write")
-        offset = file.sink.append(buffer[:padded])
+        with self._encoder.writing(padded):
+            offset = file.sink.append(buffer[:padded])
         self._done_with(file)
-        return Chunk(chunk.offset, chunk.length, offset, length, number, chunk.element_size, crc, crc32c(buffer[:length]))
+        stored_crc = crc if encoded is None else crc32c(stored[:length])
+        return Chunk(chunk.offset, chunk.length, offset, length, number, chunk.element_size, crc, stored_crc)
 
     def _place(self, chunk: ChunkRange, length: int) -> _File:
         """Return the file for a chunk that takes `length` bytes with its padding.

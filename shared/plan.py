@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from operator import attrgetter
 from typing import Annotated, TypedDict
 
 import msgspec
 
 from ckptd.shared.bounds import check_msgpack
+from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat
 
 PLAN_VERSION = 1
@@ -76,7 +78,7 @@ def element_size(dtype: str) -> int:
     return size if name and ITEM_SIZES.get(name, size) == size else 0
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True):
+class Region(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A range of the packed slot whose items all have elements of one size. All three values are in bytes."""
 
     offset: Size
@@ -84,7 +86,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     element_size: Annotated[int, msgspec.Meta(ge=1, le=16)]
 
 
-class Item(msgspec.Struct, frozen=True, array_like=True):
+class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor shard, as in DCP's `WriteItem`, and the place of its bytes in the packed slot. A blob is an item, too.
 
     fqn: the fully qualified name in the state.
@@ -112,7 +114,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.sizes) * element_size(self.dtype)
 
 
-class Alias(msgspec.Struct, frozen=True, array_like=True):
+class Alias(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor that shares the storage of the item named `base`. `offset` is in bytes from the first byte of that item."""
 
     fqn: Text
@@ -152,13 +154,14 @@ class Plan(msgspec.Struct, frozen=True):
         Raises IntegrityError if the document is not a consistent plan. Raises NewerFormat if it has a newer version or an unknown dtype.
         """
         check_msgpack(data, "plan document")
-        try:
-            plan = _DECODER.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise IntegrityError(f"plan document cannot be read: {error}") from None
-        if plan.version > PLAN_VERSION:
-            raise NewerFormat(f"plan document has version {plan.version}; this ckptd reads up to {PLAN_VERSION}: upgrade it")
-        plan._check()
+        with paused_collector():
+            try:
+                plan = _DECODER.decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise IntegrityError(f"plan document cannot be read: {error}") from None
+            if plan.version > PLAN_VERSION:
+                raise NewerFormat(f"plan document has version {plan.version}; this ckptd reads up to {PLAN_VERSION}: upgrade it")
+            plan._check()
         return plan
 
     @property
@@ -181,31 +184,33 @@ class Plan(msgspec.Struct, frozen=True):
         regions = iter(self.regions)
         current = next(regions, None)
         position = current.offset if current else 0
-        for item in sorted(self.items, key=lambda i: i.offset):
-            width = element_size(item.dtype)
+        width_of = {dtype: element_size(dtype) for dtype in {item.dtype for item in self.items}}
+        for item in sorted(self.items, key=attrgetter("offset")):
+            width, size, sizes, offset = width_of[item.dtype], item.size, item.sizes, item.offset
             if not width:
                 raise NewerFormat(f"item {item.fqn!r} has the unknown dtype {item.dtype!r}: read it with a newer ckptd")
-            check_elements(item.fqn, item.size)
-            if not len(item.size) == len(item.offsets) == len(item.sizes):
+            check_elements(item.fqn, size)
+            if not len(size) == len(item.offsets) == len(sizes):
                 raise IntegrityError(f"item {item.fqn!r}: its size, offsets and sizes must have the same number of dimensions")
-            if any(o + s > t for o, s, t in zip(item.offsets, item.sizes, item.size, strict=True)):
+            if (size != sizes or any(item.offsets)) and any(o + s > t for o, s, t in zip(item.offsets, sizes, size, strict=True)):
                 raise IntegrityError(f"item {item.fqn!r}: its shard lies outside the tensor")
-            if item.stride is not None and not is_dense(item.sizes, item.stride):
+            if item.stride is not None and not is_dense(sizes, item.stride):
                 raise IntegrityError(f"item {item.fqn!r}: its strides do not cover its bytes")
-            if item.length == 0:
+            end = offset + math.prod(sizes) * width
+            if end == offset:
                 continue
-            while current is not None and item.offset >= current.offset + current.length:
+            while current is not None and offset >= current.offset + current.length:
                 current = next(regions, None)
                 position = current.offset if current else 0
             if (
                 current is None
-                or item.offset < position
-                or item.offset % width
-                or item.offset + item.length > current.offset + current.length
+                or offset < position
+                or offset % width
+                or end > current.offset + current.length
                 or width != current.element_size
             ):
                 raise IntegrityError(f"item {item.fqn!r} lies outside its region or overlaps another item")
-            position = item.offset + item.length
+            position = end
         bases = {item.fqn: item for item in self.items}
         for name in [i.fqn for i in self.items if not any(i.offsets)] + [a.fqn for a in self.aliases]:
             if name in seen:
@@ -230,7 +235,7 @@ _DECODER = msgspec.msgpack.Decoder(Plan)
 
 def check_elements(name: str, size: tuple[int, ...]) -> None:
     """Raise IntegrityError if the dimensions of a tensor, without those of size 0, have a product of MOST_ELEMENTS or more."""
-    if math.prod(filter(None, size)) >= MOST_ELEMENTS:
+    if (math.prod(size) or math.prod(filter(None, size))) >= MOST_ELEMENTS:
         raise IntegrityError(f"{name!r} has the size {list(size)}; expected fewer than 2^62 elements")
 
 
@@ -263,7 +268,7 @@ def with_values(regions: list[Region], values: tuple[int, int]) -> list[Region]:
     return [*regions, Region(values[0], values[1], VALUES_ELEMENT_SIZE)]
 
 
-class ChunkRange(msgspec.Struct, frozen=True, array_like=True):
+class ChunkRange(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk of the packed slot before it is encoded: a range inside one region. All three values are in bytes."""
 
     offset: int

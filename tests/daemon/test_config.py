@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from ckptd.shared.retention import BestN, EveryNSteps
 from ckptd.shared.state_directory import default_state_dir
 
 ROOT = {"root": "/ckpts", "socket": "/run/ckptd/s"}
+
+
+OWN_CPU = str(min(os.sched_getaffinity(0)))
 
 
 def make(**changes: Any) -> Config:
@@ -33,10 +37,10 @@ def test_defaults() -> None:
     config = load(ROOT, {}, None)
     assert dataclasses.asdict(config) | {"threads": 0} == {
         "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "state_dir": default_state_dir(),
-        "codec": "zstd", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0, "overflow": True,
+        "codec": "auto", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0, "overflow": True,
         "memory_ttl": 900.0, "keep_last": 10, "make_room": False,
             "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0,
-        "threads": 0, "memory_budget": 128 << 20, "chunk_size": 8 << 20,
+        "threads": 0, "cpus": "", "memory_budget": 128 << 20, "chunk_size": 8 << 20,
         "files_per_rank": 1, "bytes_per_file": 0,
         "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_file": None, "log_level": "info",
     }  # fmt: skip
@@ -47,6 +51,9 @@ def test_threads_follow_the_cpus_unless_given(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, n=cpus: set(range(n)))
         assert make().threads == threads
     assert make(threads=20).threads == 20
+    assert make(cpus="1,3-5").threads == 4
+    with pytest.raises(InvalidConfig, match=r"^cpus is '64'; expected some of the CPUs 0-63, written like 0-3,8$"):
+        make(cpus="64")
 
 
 def test_flags_beat_the_environment_and_that_beats_the_file(file: Path) -> None:
@@ -78,6 +85,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "storage_timeout": ("7", "7", 7.0),
     "rank_timeout": ("7", "7", 7.0),
     "threads": ("9", "9", 9),
+    "cpus": (f'"{OWN_CPU}"', OWN_CPU, OWN_CPU),
     "memory_budget": ('"1Gi"', "1Gi", 1 << 30),
     "chunk_size": ("65536", "64Ki", 65536),
     "files_per_rank": ("4", "4", 4),
@@ -247,6 +255,7 @@ def test_anything_but_a_size_is_refused(text: str) -> None:
         ),
         ("memory_budget", [32 << 20, 1 << 40], [0, (32 << 20) - 1]),
         ("threads", [1, 256], [-1, 257]),
+        ("cpus", ["", OWN_CPU], ["x", "-", "100000", ",", "0-99999999999", "3-1"]),
         ("log_level", ["debug", "info", "warning", "error"], ["", "trace", "INFO", "critical"]),
         ("shm_quota", [0, 1 << 50], [-1]),
         ("memory_ttl", [0.0, 1e9], [-0.1, float("nan")]),

@@ -48,9 +48,13 @@ def part(
     """Make the checksums, then the part. With `change`, a byte of the slot changes in between."""
 
     async def save() -> str:
-        checks = await pipeline.checksum(slot)
+        found = await pipeline.checksum(slot)
         if change:
             os.pwrite(slot.fd, b"?", slot.header.data_offset + 100_000)
+
+        async def checks() -> list[int]:
+            return found
+
         entry = await pipeline.write_part(slot, checks, codec.encoder(codec_name), files_in(directory, fs), TAG, NONCE)
         return entry.file
 
@@ -107,7 +111,7 @@ def test_documents_that_overlap_the_tensors_are_refused(fd: int) -> None:
 def test_a_segment_cut_short_is_refused(fd: int, pipeline: Pipeline) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     os.ftruncate(fd, HEADER.data_offset + 90_000)
-    with pytest.raises(IntegrityError, match="the segment has been cut short: that copy in memory is lost"):
+    with pytest.raises(IntegrityError, match="the slot of step 5 has been cut short: that copy in memory is lost"):
         asyncio.run(pipeline.checksum(slot))
 
 

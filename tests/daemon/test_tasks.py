@@ -20,6 +20,23 @@ async def fails(error: BaseException) -> int:
     raise error
 
 
+def test_all_of_waits_for_all_and_raises_the_first_error() -> None:
+    ended: list[int] = []
+
+    async def ends(number: int) -> int:
+        await asyncio.sleep(0)
+        ended.append(number)
+        return number
+
+    async def run() -> None:
+        assert await tasks.all_of([ends(1), ends(2)]) == [1, 2]
+        with pytest.raises(Busy, match="one"):
+            await tasks.all_of([fails(Busy("one")), ends(3), fails(Busy("two"))])
+
+    asyncio.run(run())
+    assert ended == [1, 2, 3]
+
+
 def reported(error: BaseException | None, *, cancel: bool = False) -> list[BaseException]:
     """Return what is reported of a watched task that ends in this way. A callback starts it, as for most tasks of the daemon."""
     found: list[BaseException] = []

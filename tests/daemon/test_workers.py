@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 
@@ -32,6 +33,26 @@ def test_results_come_in_the_order_of_the_chunks(workers: Workers) -> None:
     assert found == [(number, 2) for number in range(50)]
     assert workers.chunks_done == 50
     assert asyncio.run(workers.each([], lambda number, buffers: number)) == []
+
+
+def test_the_threads_have_a_low_priority_and_never_a_higher_one_than_the_process() -> None:
+    def of_thread(number: int, buffers: Buffers) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for nice, expected in ((own + 3, own + 3), (own - 3, own)):
+        workers = Workers("test", 1, 1 << 20, CHUNK, 1, nice)
+        assert asyncio.run(workers.each(ranges(1), of_thread)) == [expected]
+        workers.close()
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+def test_the_threads_run_on_the_cpus_that_they_are_given() -> None:
+    own = os.sched_getaffinity(0)
+    workers = Workers("test", 1, 1 << 20, CHUNK, 1, cpus={max(own)})
+    assert asyncio.run(workers.each(ranges(1), lambda number, buffers: os.sched_getaffinity(threading.get_native_id()))) == [{max(own)}]
+    workers.close()
+    assert os.sched_getaffinity(0) == own
 
 
 def test_no_two_chunks_share_a_buffer_at_once(workers: Workers) -> None:

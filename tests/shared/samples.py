@@ -34,6 +34,13 @@ NONCE = bytes(range(16))
 WRITER = {"ckptd": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
 
 
+def encoded(encoder: codecs.Encoder, raw: bytes, element_size: int) -> bytes | None:
+    """Return the stored form of a chunk, or None if it would not be smaller."""
+    stored = bytearray(b"\xee" * len(raw))
+    length = encoder.encode(memoryview(raw), element_size, memoryview(stored))
+    return None if length is None else bytes(stored[:length])
+
+
 def sample_plan(floats: int = 6) -> Plan:
     """Return a plan with regions of 8, 4 and 1 byte elements. The one item of the second region has `floats` elements and an alias."""
     last = align_region(64 + 4 * floats)
@@ -89,8 +96,8 @@ def encode_part(
     body, chunks = bytearray(ALIGN), []
     for number in chunk_ranges(with_values(plan.regions, values), chunk_size):
         raw = memoryview(slot)[number.offset : number.offset + number.length]
-        encoded = encoder.encode(raw, number.element_size)
-        stored, kind = (bytes(raw), codecs.RAW) if encoded is None else (bytes(encoded), encoder.number)
+        shrunk = encoded(encoder, bytes(raw), number.element_size)
+        stored, kind = (bytes(raw), codecs.RAW) if shrunk is None else (shrunk, encoder.number)
         entry = Chunk(number.offset, number.length, len(body), len(stored), kind, number.element_size, crc32c(raw), crc32c(stored))
         chunks.append(entry)
         body += stored.ljust(align(len(stored)), b"\0")
@@ -184,7 +191,7 @@ def write_part(
     for chunk in ranges:
         raw, stored = mmap.mmap(-1, index.chunk_size), mmap.mmap(-1, index.chunk_size)
         raw[: chunk.length] = slot[chunk.offset : chunk.offset + chunk.length]
-        chunks.append(writer.chunk(chunk, memoryview(raw), memoryview(stored)))
+        chunks.append(writer.chunk(chunk, memoryview(raw), memoryview(stored), crc32c(memoryview(raw)[: chunk.length])))
     return writer.finish(index, chunks, items=len(plan.items))
 
 

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from ckptd.shared import codec
 from ckptd.shared.errors import IntegrityError, InvalidConfig, NewerFormat
 from ckptd.shared.plan import MAX_CHUNK
-from tests.shared.samples import steady
+from tests.shared.samples import encoded, steady
 
 RAW = b"checkpoint " * 9000  # 99,000 bytes
 SKIPPABLE = struct.pack("<II", 0x184D2A50, len(RAW)) + RAW  # RFC 8878, section 3.1.2
 
 
 def _encode(specification: str, raw: bytes) -> bytes | None:
-    stored = codec.encoder(specification).encode(memoryview(raw), 4)
-    return None if stored is None else bytes(stored)
+    return encoded(codec.encoder(specification), raw, 4)
 
 
 def _decode(number: int, stored: bytes, length: int) -> bytes:
@@ -143,14 +142,15 @@ def test_noise_is_an_integrity_error_or_bytes_of_the_right_length(noise: bytes) 
         pass
 
 
-def test_one_codec_serves_many_threads() -> None:
-    encoder, wrong = codec.encoder("zstd"), []
+@pytest.mark.parametrize("name", ["zstd", "planes"])
+def test_one_codec_serves_many_threads(name: str) -> None:
+    encoder, wrong = codec.encoder(name), []
 
     def work(seed: int) -> None:
         for n in range(30):
-            raw = random.Random(100 * seed + n).randbytes(50) * 200
-            stored = encoder.encode(memoryview(raw), 1)
-            if stored is None or _decode(codec.ZSTD, bytes(stored), len(raw)) != raw:
+            raw = random.Random(100 * seed + n).randbytes(50) * 200 * (n + 1)
+            stored = encoded(encoder, raw, 4)
+            if stored is None or _decode(encoder.number, stored, len(raw)) != raw:
                 wrong.append((seed, n))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]

@@ -322,7 +322,7 @@ def test_a_chunk_with_an_unknown_codec_counts_as_newer() -> None:
 def test_wrong_raw_bytes_of_a_sound_frame_are_seen() -> None:
     with memory_file(forge(_chunk(0, 6, 12345))) as fd:
         reader = PartReader(source(fd), "p")
-        with pytest.raises(IntegrityError, match="decodes to other bytes than were saved"):
+        with pytest.raises(IntegrityError, match="holds other bytes than were saved"):
             reader.read_chunk(0, memoryview(bytearray(16)))
 
 

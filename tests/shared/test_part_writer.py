@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from crc32c import crc32c
 
 from ckptd.shared import codec
 from ckptd.shared.binary import ALIGN, align
@@ -59,7 +60,7 @@ class Place:
             for number in order or range(len(RANGES)):
                 chunk, raw, stored = RANGES[number], mmap.mmap(-1, MIN_CHUNK), mmap.mmap(-1, MIN_CHUNK)
                 raw[: chunk.length] = SLOT[chunk.offset : chunk.offset + chunk.length]
-                chunks[number] = writer.chunk(chunk, memoryview(raw), memoryview(stored))
+                chunks[number] = writer.chunk(chunk, memoryview(raw), memoryview(stored), crc32c(memoryview(raw)[: chunk.length]))
             return writer.finish(INDEX, [chunks[number] for number in range(len(RANGES))], items=len(PLAN.items))
         except BaseException:
             writer.discard()
@@ -349,7 +350,7 @@ def test_every_thread_gets_the_first_error(tmp_path: Path, creations: int) -> No
     writer.create(INDEX, RANGES, len(INDEX.plan))
 
     def write(chunk: ChunkRange) -> None:
-        writer.chunk(chunk, memoryview(mmap.mmap(-1, MIN_CHUNK)), memoryview(mmap.mmap(-1, MIN_CHUNK)))
+        writer.chunk(chunk, memoryview(mmap.mmap(-1, MIN_CHUNK)), memoryview(mmap.mmap(-1, MIN_CHUNK)), 0)
 
     with ThreadPoolExecutor(4) as pool:
         failures = {

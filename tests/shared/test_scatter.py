@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,9 @@ class Source:
         self.ranges: list[ChunkRange] = chunk_ranges(REGIONS, chunk_size)
         self.reads: Counter[int] = Counter()
         self._damaged, self._lock = damaged, threading.Lock()
+
+    def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        return False
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
         chunk = self.ranges[number]
@@ -96,10 +100,44 @@ def test_bytes_of_no_chunk_are_refused_before_anything_is_read(offset: int, leng
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_unverified_bytes_are_never_copied_out(threads: int) -> None:
+    """They lie in the buffer of a thread: two targets share the damaged chunk."""
     source, buffer = Source(damaged=1), bytearray(b"\xee" * 100)
     with pytest.raises(IntegrityError, match="chunk 1"):
-        scatter(source, [(0, memoryview(buffer))], threads=threads)
+        scatter(source, [(0, memoryview(buffer)[:60]), (60, memoryview(buffer)[60:])], threads=threads)
     assert bytes(buffer[40:80]) == b"\xee" * 40
+
+
+def test_a_chunk_that_fills_a_part_of_one_target_is_read_in_place() -> None:
+    places: list[int] = []
+
+    class Noting(Source):
+        def read_chunk(self, number: int, raw: memoryview) -> None:
+            if raw.obj is buffer:
+                places.append(number)
+            super().read_chunk(number, raw)
+
+    buffer, other = bytearray(95), bytearray(5)
+    assert scatter(Noting(), [(3, memoryview(buffer)), (98, memoryview(other)[:2])], threads=1) == 100
+    assert buffer == DATA[3:98]
+    assert places == [1], "chunks 0 and 2 are wanted only in part"
+
+
+def test_targets_that_share_memory_are_not_read_in_place() -> None:
+    """Two chunks would be read into the same bytes at once, and one of them would seem to be damaged."""
+    both_read = threading.Barrier(2, timeout=30)
+
+    class Verifying(Source):
+        def read_chunk(self, number: int, raw: memoryview) -> None:
+            super().read_chunk(number, raw)
+            both_read.wait()
+            if raw != DATA[self.ranges[number].offset : self.ranges[number].offset + len(raw)]:
+                raise IntegrityError(f"chunk {number}")
+
+    buffer = bytearray(60)
+    memory = memoryview(buffer)
+    assert scatter(Verifying(), [(0, memory[:40]), (40, memory[20:])], threads=2) == 80
+    assert buffer[:20] == DATA[:20]
+    assert buffer[40:] == DATA[60:80]
 
 
 def test_verify_raises_at_damage() -> None:
