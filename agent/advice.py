@@ -1,4 +1,4 @@
-"""Warns of calls that succeed and are probably not what the caller wants, such as a loop that begins anew after a recovery."""
+"""Warns of calls that succeed and are probably not what the caller wants, such as a loop that starts at step 0 after a recovery."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 log = logging.getLogger("ckptd.agent")
 
 _DEPTH = 2
-"""How many dicts deep the state_dict of an optimizer is looked for."""
+"""The number of nested dicts in which the state_dict of an optimizer is looked for."""
 
 
 class Advice:
@@ -26,18 +26,17 @@ class Advice:
         self._recover_called, self._recovered = True, step
 
     def before_snapshot(self, state: Any, step: int, attempt: int) -> None:
-        """Warn of a first snapshot that does not continue the earlier ones of the job, and of a `state` with state_dicts of optimizers."""
-        if attempt != self._last_attempt:
-            self._last_attempt = attempt
-            if not self._recover_called and attempt > 1:
-                self._tell(
-                    f"this is attempt {attempt} of the job, and recover() was not called: the run begins anew, and its snapshots are newer "
-                    "than all earlier ones"
-                )
-            if self._recovered is not None and step <= self._recovered:
-                self._tell(
-                    f"step {step} does not come after step {self._recovered}, which was recovered: begin the loop at recovered.step + 1"
-                )
+        """Warn at an attempt's first snapshot if it does not continue the job's earlier ones, or has state_dicts of optimizers."""
+        if attempt == self._last_attempt:
+            return
+        self._last_attempt = attempt
+        if not self._recover_called and attempt > 1:
+            self._tell(
+                f"this is attempt {attempt} of the job, and recover() was not called: the run does not continue the earlier ones, and its "
+                "snapshots count as newer than theirs"
+            )
+        if self._recovered is not None and step <= self._recovered:
+            self._tell(f"step {step} does not come after step {self._recovered}, which was recovered: begin the loop at recovered.step + 1")
         for key in _optimizer_state_dicts(state):
             self._tell(
                 f"{key} is the state_dict() of an optimizer: pass the optimizer itself, since recover() fills what it is given, and the "

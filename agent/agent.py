@@ -303,7 +303,7 @@ class Agent:
     # -- slots
 
     def prepare(self, state: Any) -> None:
-        """Make slots for `state` and map their pages in the background, so that the first snapshot is as fast as later ones.
+        """Plan for `state`, then make slots and map their pages in the background, so that the first snapshot is as fast as later ones.
 
         `recover` does this by itself. For an optimizer without state, the slots have room for the state that its kind will have.
 
@@ -319,6 +319,8 @@ class Agent:
         documents = len(captured.state) + self._rng_room
         capacity = self._kept_plan.estimate(captured) + documents + optimizer_bytes_to_come(state, self.world_size)
         self._link.handovers.slots.prepare(capacity)
+        if self._planner is None:
+            self._kept_plan.plan_ahead(captured)
 
     # -- recovering
 

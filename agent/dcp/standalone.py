@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from crc32c import crc32c
+
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, stream
 from ckptd.shared import names
 from ckptd.shared.binary import align
-from ckptd.shared.codec import Codec
+from ckptd.shared.codec import Encoder
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part import Chunk, PartIndex
@@ -39,21 +41,21 @@ class StandalonePart:
     """
 
     def __init__(
-        self, checkpoint: StandaloneCheckpoint, rank: int, world_size: int, codec: Codec, threads: int | None, spread: Spread
+        self, checkpoint: StandaloneCheckpoint, rank: int, world_size: int, encoder: Encoder, threads: int | None, spread: Spread
     ) -> None:
         checkpoint.make()
         self._checkpoint, self._rank, self._world_size = checkpoint, rank, world_size
         self._threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
         self._chunks: list[Chunk] = []
         self._pid = os.getpid()
-        self._codec, self._spread = codec, spread
+        self._encoder, self._spread = encoder, spread
         self._lease: Closable | None = None
         self._closed = False
         self._begin()
 
     def _begin(self) -> None:
         self.nonce = names.new_nonce()
-        self._writer = PartWriter(self._create_file, self.nonce, self._codec, self._spread)
+        self._writer = PartWriter(self._create_file, self.nonce, self._encoder, self._spread)
 
     def _create_file(self, file: str, size: int) -> Sink:
         """Create a file of the part. The first one is the part file: take the lease that keeps the whole part from being swept."""
@@ -128,7 +130,7 @@ class StandalonePart:
         def work(chunk: ChunkRange, buffers: tuple[mmap.mmap, mmap.mmap]) -> Chunk:
             try:
                 with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
-                    return self._writer.chunk(chunk, raw, stored)
+                    return self._writer.chunk(chunk, raw, stored, crc32c(raw[: chunk.length]))
             except BaseException:
                 failed.set()
                 raise

@@ -104,7 +104,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         path: str | os.PathLike[str] | None = None,
         *,
         overwrite: bool = False,
-        codec: str = "zstd",
+        codec: str = "auto",
         threads: int | None = None,
         files_per_rank: int = 1,
         bytes_per_file: int = 0,

@@ -6,27 +6,27 @@ ranks. If another rank seals the step with its kept plan, the step fails on all 
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
 import msgspec
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
-from ckptd.agent.plan.layout import Layout, Local, plan_locally
+from ckptd.agent.plan.layout import Layout, Local, plan_locally, savable
 from ckptd.agent.plan.shares import Offer, Share, share_out
-from ckptd.agent.plan.structure import Sources, Structure, difference
+from ckptd.agent.plan.structure import PLAIN, Sources, Structure, difference, local_part
 from ckptd.agent.state import values
 from ckptd.agent.state.capture import Captured
 from ckptd.agent.state.merge import value_digests
 from ckptd.agent.state.naming import buffer_names
 from ckptd.shared import messages as m
+from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import CkptdError
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.plan import element_size
 
 PLAN_SECONDS = 2.0
 """The least time, in seconds, that the other ranks have to join the planning, however small the stall budget is."""
@@ -59,6 +59,23 @@ class KeptPlan:
         """True if a state of the same structure can use the kept layout."""
         return self._kept is not None and self._has == self._wanted
 
+    def plan_ahead(self, captured: Captured) -> None:
+        """Plan now, so that the next snapshot need not. Does nothing if there are other ranks, or a plan.
+
+        Runs on the calling thread: the structure and the layout must be those of one instant. Raises UnsavableValue.
+        """
+        if self._ranks.world_size == 1 and not self.valid:
+            wanted = self._wanted
+            with paused_collector():
+                found, _ = Structure.of(captured.tensors)
+                layout = self._lay_out_alone(captured)
+                self._kept, self._has = (found, layout, Sources(found, captured.tensors, layout.plan)), wanted
+
+    @staticmethod
+    def _lay_out_alone(captured: Captured) -> Layout:
+        local = plan_locally(captured.tensors)
+        return share_out([Offer(local.rows)])[0].lay_out(local)
+
     def reuse(self, captured: Captured) -> Found | None:
         """Return the kept layout and its live tensors, or None if the layout is not valid or the structure has changed."""
         if self._kept is None or not self.valid or (same := self._kept[0].again(captured.tensors)) is None:
@@ -74,7 +91,10 @@ class KeptPlan:
         with its kept plan. Raises SnapshotFailed if the other ranks do not join within `budget` seconds or `PLAN_SECONDS`, whichever is
         longer, and DaemonUnreachable if the daemon does not acknowledge the Replan.
         """
-        deadline = time.monotonic() + max(budget, PLAN_SECONDS)
+        with paused_collector():
+            return self._renew(captured, state, pending, time.monotonic() + max(budget, PLAN_SECONDS))
+
+    def _renew(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Found:
         found, parts = Structure.of(captured.tensors)
         wanted = self._wanted = self._wanted + 1  # the kept layout is not valid until this planning has succeeded
         if self._ranks.world_size > 1:
@@ -86,6 +106,8 @@ class KeptPlan:
         return layout, sources.of(parts, captured.tensors)
 
     def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
+        if self._ranks.world_size == 1:
+            return self._lay_out_alone(captured)
         local = Local([])
         mine: bytes | CkptdError
         try:
@@ -93,32 +115,41 @@ class KeptPlan:
             mine = msgspec.msgpack.encode(offer)
         except CkptdError as error:
             mine = error
-        failpoint("agent.planning")
         answer = self._ranks.round(
             f"plan/{pending.attempt}/{pending.step}", mine, _decide, max(0.0, deadline - time.monotonic()), lambda: pending.error
         )
         return _SHARE_DECODER.decode(answer).lay_out(local)
 
     def _offer(self, captured: Captured, state: Any) -> tuple[Local, Offer]:
-        if self._ranks.world_size == 1:
-            local = plan_locally(captured.tensors)
-            return local, Offer(local.rows)
         digests = value_digests(values.decode(captured.state))
         local = plan_locally(captured.tensors, buffers=buffer_names(state), world_size=self._ranks.world_size)
         return local, Offer(local.rows, digests)
 
     def estimate(self, captured: Captured) -> int:
-        """Return an estimate of the bytes of tensors and plan that this rank will write, with its share of the replicated tensors."""
-        local = plan_locally(captured.tensors)
+        """Return an estimate of the bytes of tensors and plan that this rank will write, with its share of the replicated tensors.
+
+        Raises UnsavableValue for a tensor that cannot be saved.
+        """
         own = shared = largest = 0
-        for row in [row for row in local.rows if not row.base]:
-            length = element_size(row.dtype) * math.prod(row.sizes)
-            if row.replicated:
-                shared, largest = shared + length, max(largest, length)
+        storages: dict[tuple[torch.device, int], tuple[int, int, int]] = {}
+        for tensor in savable(captured.tensors).values():
+            if type(tensor) in PLAIN:  # tensors that share a storage are stored once, as far as they overlap
+                storage = tensor.untyped_storage()
+                place = tensor.device, storage.data_ptr()
+                _, used, users = storages.get(place, (0, 0, 0))
+                storages[place] = storage.nbytes(), used + tensor.nbytes, users + 1
             else:
-                own += length
+                parts = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [local_part(tensor)]
+                nbytes = sum(part.nbytes for part in parts)
+                if isinstance(tensor, DTensor) and any(placement.is_replicate() for placement in tensor.placements):
+                    shared, largest = shared + nbytes, max(largest, nbytes)
+                else:
+                    own += nbytes
+        for length, used, users in storages.values():
+            nbytes = used if users == 1 else min(length, used)
+            shared, largest = shared + nbytes, max(largest, nbytes)
         world_size = self._ranks.world_size
-        return own + (shared if world_size == 1 else shared // world_size + largest) + _ITEM_BYTES * len(local.rows)
+        return own + (shared if world_size == 1 else shared // world_size + largest) + _ITEM_BYTES * len(captured.tensors)
 
 
 def _decide(said: list[bytes]) -> list[bytes]:

@@ -22,7 +22,6 @@ import torch
 from crc32c import crc32c
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.link.script import script
@@ -31,6 +30,7 @@ from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.shared import __version__, names
 from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import (
     ELEMENT_SIZES,
     HIDDEN,
@@ -87,10 +87,10 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _clusters(tensors: dict[str, torch.Tensor]) -> list[_Cluster]:
     """Return the groups of tensors that overlap. A tensor that is empty or overlaps no other is in none of them."""
-    by_storage: dict[tuple[str, int], list[str]] = defaultdict(list)
+    by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.numel():
-            by_storage[str(tensor.device), tensor.untyped_storage().data_ptr()].append(name)
+            by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append(name)
     found = []
     for group in by_storage.values():
         if len(group) < 2:
@@ -110,7 +110,7 @@ Key = tuple[str, tuple[int, ...]]
 """The fqn of an item, and its offsets in the whole tensor."""
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One item that this rank could write: its shard of the tensor `fqn`. The first eight fields are those of `shared.plan.Item`.
 
     `replicated` is True if other ranks hold the same shard, as far as this rank knows. `buffer` is True for a buffer of a module. `digest`
@@ -154,28 +154,35 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
     `buffers` are the names of the modules' buffers. Any other item gets a digest if another of the `world_size` ranks may hold it too. An
     empty shard of a tensor that is not empty has no row. Raises UnsavableValue, naming the tensor, for a tensor that cannot be saved.
     """
-    tensors = {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
+    failpoint("agent.planning")
+    tensors = savable(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if type(tensor) in PLAIN}
-    for name, tensor in tensors.items():
-        check_item(name, dtype_name(tensor.dtype))
+    dtype_names = {dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
     aliases, hidden = _aliases(plain)
     bases, of_modules = {alias.fqn: alias.base for alias in aliases}, set(buffers)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({name: _sizeable(tensor) for name, tensor in tensors.items()}, is_coordinator=False)
     rows = []
-    for write in planner.create_local_plan().items:
-        tensor = tensors[write.index.fqn]
-        local = tensor
-        if isinstance(tensor, DTensor):
-            local = tensor._local_tensor
-        elif isinstance(tensor, ShardedTensor):
-            local = shard_at(tensor, tuple(write.index.offset or ()))
-        if local.numel() or not tensor.numel():
-            fqn = write.index.fqn
-            rows.append(_row(write, tensor, local, buffer=fqn in of_modules, base=bases.get(fqn, ""), world_size=world_size))
+    for name, tensor in tensors.items():
+        buffer, base = name in of_modules, bases.get(name, "")
+        if type(tensor) in PLAIN:  # as DCP's planner does: one item, which every rank could write
+            size = tuple(tensor.shape)
+            rows.append(Row(
+                name, dtype_names[tensor.dtype], size, (0,) * len(size), size, _stride(tensor), tensor.device.type, tensor.requires_grad,
+                True, buffer, digest(tensor) if world_size > 1 and not buffer else b"", base,
+            ))  # fmt: skip
+        else:
+            assert isinstance(tensor, DTensor | ShardedTensor)  # `check_tensor` refuses any other class
+            rows += _rows_of_shards(name, tensor, world_size, buffer=buffer, base=base)
     for name, length, device in hidden:
         rows.append(Row(name, "uint8", (length,), (0,), (length,), None, device, False))
     return Local(rows, aliases)
+
+
+def savable(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors in a form whose memory holds their values. Raises UnsavableValue, naming a tensor that cannot be saved."""
+    dtype_names = {dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
+    for name, tensor in tensors.items():
+        check_item(name, dtype_names[tensor.dtype])
+    return {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
 
 
 def check_item(name: str, dtype: str) -> None:
@@ -190,22 +197,36 @@ def check_item(name: str, dtype: str) -> None:
         raise UnsavableValue(f"{name}: a tensor of dtype {dtype} cannot be saved: expected elements of 1, 2, 4, 8 or 16 bytes")
 
 
-def _row(write: WriteItem, tensor: torch.Tensor, local: torch.Tensor, *, buffer: bool, base: str, world_size: int) -> Row:
-    data = write.tensor_data
-    assert data is not None
-    sizes = tuple(data.chunk.sizes)
-    dense = not local.is_contiguous() and is_dense(sizes, local.stride())
-    replicated, holders = True, 1
-    if isinstance(tensor, DTensor):
-        replicated, holders = any(p.is_replicate() for p in tensor.placements), tensor.device_mesh.size()
-    elif isinstance(tensor, ShardedTensor):
-        replicated, holders = False, torch.distributed.get_world_size(tensor._process_group)
-    compare = world_size > 1 and not buffer and (replicated or holders < world_size)  # ranks outside its mesh may have the same key
-    return Row(
-        write.index.fqn, dtype_name(local.dtype), tuple(data.size), tuple(data.chunk.offsets), sizes,
-        tuple(local.stride()) if dense else None, local.device.type, tensor.requires_grad,
-        replicated, buffer, digest(local) if compare else b"", base,
-    )  # fmt: skip
+def _rows_of_shards(name: str, tensor: DTensor | ShardedTensor, world_size: int, *, buffer: bool, base: str) -> list[Row]:
+    """Return the rows of a tensor that is divided among ranks, as DCP's planner divides it. An empty shard has none."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({name: _sizeable(tensor)}, is_coordinator=False)
+    rows = []
+    for write in planner.create_local_plan().items:
+        data = write.tensor_data
+        assert data is not None
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
+            replicated, holders = any(p.is_replicate() for p in tensor.placements), tensor.device_mesh.size()
+        else:
+            local = shard_at(tensor, tuple(write.index.offset or ()))
+            replicated, holders = False, torch.distributed.get_world_size(tensor._process_group)
+        if not local.numel() and tensor.numel():
+            continue
+        compare = world_size > 1 and not buffer and (replicated or holders < world_size)  # ranks outside its mesh may have the same key
+        rows.append(Row(
+            name, dtype_name(local.dtype), tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), _stride(local),
+            local.device.type, tensor.requires_grad, replicated, buffer, digest(local) if compare else b"", base,
+        ))  # fmt: skip
+    return rows
+
+
+def _stride(local: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a shard that is dense in another order than C's, otherwise None."""
+    if local.is_contiguous():
+        return None
+    stride = tuple(local.stride())
+    return stride if is_dense(tuple(local.shape), stride) else None
 
 
 def digest(tensor: torch.Tensor) -> bytes:
@@ -264,15 +285,17 @@ def _writer() -> dict[str, str]:
 
 
 def _place(rows: list[Row]) -> tuple[list[Region], list[Item]]:
+    by_width: dict[int, list[Row]] = {width: [] for width in ELEMENT_SIZES}
+    width_of = {dtype: element_size(dtype) for dtype in {row.dtype for row in rows}}
+    for row in rows:
+        by_width[width_of[row.dtype]].append(row)
     regions, items, position = [], [], 0
     for width in ELEMENT_SIZES:
         start = align_region(position)
         end = start
-        for row in rows:
-            if element_size(row.dtype) == width:
-                item = Item(row.fqn, row.dtype, row.size, row.offsets, row.sizes, row.stride, end, row.device, row.requires_grad)
-                items.append(item)
-                end += item.length
+        for row in by_width[width]:
+            items.append(Item(row.fqn, row.dtype, row.size, row.offsets, row.sizes, row.stride, end, row.device, row.requires_grad))
+            end += width * math.prod(row.sizes)
         if end > start:
             regions.append(Region(start, end - start, width))
             position = end

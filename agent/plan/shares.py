@@ -53,6 +53,17 @@ def share_out(offers: list[Offer]) -> list[Share]:
 
     Raises UnsavableValue, naming the key, if the offers of two ranks contradict each other or the shards do not make up whole tensors.
     """
+    if len(offers) == 1 and all(row.sizes == row.size for row in offers[0].rows):
+        kept = [[number for number, row in enumerate(offers[0].rows) if not row.base]]  # one rank that has all writes all
+    else:
+        kept = _planned(offers)
+    metadata, aliases = _metadata(offers), _place_aliases(offers, kept)
+    global_plan = hashlib.sha256(msgspec.msgpack.encode([metadata, kept, aliases])).digest()
+    return [Share(rows, aliases[rank], global_plan, metadata if rank == 0 else None) for rank, rows in enumerate(kept)]
+
+
+def _planned(offers: list[Offer]) -> list[list[int]]:
+    """Compare the offers, and return for each rank the numbers of the rows that DCP's planner gives to it. Raises as `share_out`."""
     _compare_values(offers)
     _compare_rows(offers)
     plans = [_save_plan(rows) for rows in _without_copies_of_buffers(offers)]
@@ -62,14 +73,11 @@ def share_out(offers: list[Offer]) -> list[Share]:
         finished, _ = planner.create_global_plan(plans)
     except ValueError as error:
         raise UnsavableValue(f"the shards of all ranks do not make whole tensors: {error}") from None
-    metadata = _metadata(offers)
     kept: list[list[int]] = []
     for offer, plan in zip(offers, finished, strict=True):
         wanted = {(write.index.fqn, tuple(write.index.offset or ())) for write in plan.items}
         kept.append([number for number, row in enumerate(offer.rows) if row.key in wanted and not row.base])
-    aliases = _place_aliases(offers, kept)
-    global_plan = hashlib.sha256(msgspec.msgpack.encode([metadata, kept, aliases])).digest()
-    return [Share(rows, aliases[rank], global_plan, metadata if rank == 0 else None) for rank, rows in enumerate(kept)]
+    return kept
 
 
 def _place_aliases(offers: list[Offer], kept: list[list[int]]) -> list[list[str]]:
@@ -163,8 +171,10 @@ def _metadata(offers: list[Offer]) -> dict[str, Any]:
     described: dict[str, Any] = {}
     rows = [row for offer in offers for row in offer.rows if not row.fqn.startswith(HIDDEN)]
     for row in [*(row for row in rows if not row.base), *(row for row in rows if row.base)]:
-        entry = described.setdefault(row.fqn, {"dtype": row.dtype, "size": list(row.size), "chunks": []})
-        chunk = [list(row.offsets), list(row.sizes)]
-        if chunk not in entry["chunks"]:
+        chunk = [row.offsets, row.sizes]
+        entry = described.get(row.fqn)
+        if entry is None:
+            described[row.fqn] = {"dtype": row.dtype, "size": row.size, "chunks": [chunk]}
+        elif chunk not in entry["chunks"]:
             entry["chunks"].append(chunk)
     return described

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,33 +63,8 @@ class Checkpoint:
                 return cls(repository, job, repository.read_manifest(job, tag))
         except OSError as error:
             raise StorageError.of(f"list {where}", error) from None
-        manifests = []
-        unreadable: list[tuple[tuple[int, float], NewerFormat]] = []
-        for tag in tags:
-            parsed = names.parse_tag_directory(tag)
-            assert parsed is not None
-            if isinstance(which, str) and which not in ("newest", parsed[0], tag):
-                continue
-            try:
-                manifest = repository.read_manifest(job, tag)
-                if not isinstance(which, int) or manifest.step == which:
-                    manifests.append(manifest)
-            except NotFound:
-                continue
-            except IntegrityError as error:
-                if which in (tag, *parsed[:2]):
-                    raise
-                if isinstance(error, NewerFormat):  # a user's tag does not name the step: it may be the newest
-                    unreadable.append(((parsed[2], math.inf if parsed[1] is None else parsed[1]), newer(error, f"{job}/{tag}", _OLDER)))
-        if which == "newest" and unreadable:
-            order, problem = max(unreadable, key=lambda found: found[0])
-            if order > max((manifest.order[:2] for manifest in manifests), default=(-1, -1)):
-                raise problem
-        if not manifests:
-            wanted = "" if which == "newest" else f" {which!r}"
-            raise NotFound(f"no checkpoint{wanted} in {where}")
         failure: IntegrityError | NotFound | None = None
-        for manifest in sorted(manifests, key=lambda m: m.order, reverse=True):
+        for manifest in _newest_first(repository, job, tags, which):
             try:
                 return cls(repository, job, manifest)
             except NewerFormat as error:
@@ -98,8 +73,7 @@ class Checkpoint:
                 failure = failure or error
                 if which != "newest":
                     raise
-        assert failure is not None
-        raise failure
+        raise failure or NotFound(f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}")
 
     @property
     def step(self) -> int | None:
@@ -194,3 +168,45 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.manifest.job}/{self.tag} step {self.step}, {len(self.keys())} tensors>"
+
+
+def _newest_first(repository: Repository, job: str, tags: list[str], which: str | int) -> Iterator[Manifest]:
+    """Yield the sound manifests that `which` selects, the newest first. See `Checkpoint.open`.
+
+    The name of a directory tells attempt and step, unless the user has chosen the tag. So only the manifests of such tags are all read.
+    Raises IntegrityError if the checkpoint that `which` names is damaged, and NewerFormat if a newer ckptd wrote the next one.
+    """
+    found: list[tuple[tuple[float, ...], str, Manifest | NewerFormat | None]] = []
+    for tag in tags:
+        parsed = names.parse_tag_directory(tag)
+        assert parsed is not None
+        user_tag, step, attempt = parsed[1] is None, parsed[1], parsed[2]
+        if which != "newest" and which not in (tag, parsed[0], step) and not (user_tag and isinstance(which, int)):
+            continue
+        if not user_tag:
+            assert step is not None
+            found.append(((attempt, step), tag, None))
+            continue
+        try:
+            manifest = repository.read_manifest(job, tag)
+            if not isinstance(which, int) or manifest.step == which:
+                found.append((manifest.order, tag, manifest))
+        except NotFound:
+            continue
+        except IntegrityError as error:
+            if which in (tag, parsed[0]):
+                raise
+            if isinstance(error, NewerFormat) and which == "newest":  # it may be the newest of its attempt
+                found.append(((attempt, math.inf), tag, error))
+    for _, tag, known in sorted(found, key=lambda entry: entry[0], reverse=True):
+        try:
+            if isinstance(known, NewerFormat):
+                raise known
+            yield known or repository.read_manifest(job, tag)
+        except NotFound:
+            continue
+        except NewerFormat as error:
+            raise newer(error, f"{job}/{tag}", _OLDER) from None
+        except IntegrityError:
+            if which != "newest":
+                raise

@@ -1,8 +1,9 @@
 """Loads tensors from parts or sealed slots, into given destinations or as new tensors.
 
 `Saved` holds the contents of any number of chunk sources, by name. `load` fills destinations in place, `materialize` makes new tensors, and
-`execute` reads the items of a DCP planner. Destinations get verified bytes only. `load` checks all names and shapes before it reads the
-first byte. `execute` checks those of an item before it writes to the item's destination.
+`execute` reads the items of a DCP planner. All return once every byte is verified. After an error the destinations may hold damaged bytes.
+`load` checks all names and shapes before it reads the first byte. `execute` checks those of an item before it writes to the item's
+destination.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from ckptd.agent.plan.layout import memory
+from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.state.dtypes import copyable, dtype_of, plain_name
+from ckptd.shared.collector import paused_collector
 from ckptd.shared.coverage import Box, check_all, check_cover, two_sizes
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
@@ -64,6 +67,7 @@ class Saved:
     """Names of the tensors whose shards have been found to make up the whole tensor."""
 
     @classmethod
+    @paused_collector()
     def of(cls, sources: Sequence[ChunkSource]) -> Saved:
         saved = cls()
         for source in sources:
@@ -142,8 +146,14 @@ class Saved:
     def check_whole(self, name: str) -> None:
         """Raise IntegrityError if the shards of a tensor have holes or overlap."""
         if name not in self._whole and name in self.shards:
-            check_cover(name, *self._boxes(name))
+            if self.shard_of_whole(name) is None:
+                check_cover(name, *self._boxes(name))
             self._whole.add(name)
+
+    def shard_of_whole(self, name: str) -> Shard | None:
+        """Return the shard of a tensor that is stored as one, which is then the whole tensor, otherwise None."""
+        shards = self.shards.get(name, ())
+        return shards[0] if len(shards) == 1 and shards[0].item.sizes == shards[0].item.size else None
 
     def check_all_whole(self) -> None:
         """Raise IntegrityError if the shards of any tensor have holes or overlap."""
@@ -155,21 +165,39 @@ class Saved:
         return shards[0].item.size, {(shard.item.offsets, shard.item.sizes) for shard in shards}
 
 
+@paused_collector()
 def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None) -> int:
     """Fill the tensors in `destinations`, by name, in place. Return the number of raw bytes read.
 
     A destination may be on any device, and have any dtype that torch converts to. Raises StructureMismatch if a shape differs, NotFound for
     an unknown name, IntegrityError, OSError.
     """
+    direct: dict[int, tuple[ChunkSource, list[Target]]] = {}
+    planned: dict[str, torch.Tensor] = {}
     for name, tensor in destinations.items():
         saved.check_whole(name)
         size = saved.describe(name).size
         if tuple(tensor.shape) != tuple(size):
             raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
+        shard = saved.shard_of_whole(name)
+        if shard is None or not _has_bytes_of(tensor, shard, saved.dtype(name)):
+            planned[name] = tensor
+        elif shard.item.length:
+            target = shard.item.offset, memory(tensor, shard.item.length)
+            direct.setdefault(id(shard.source), (shard.source, []))[1].append(target)
+    total = sum(scatter(source, targets, threads=threads) for source, targets in direct.values())
+    if not planned:
+        return total
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(destinations), saved.metadata(destinations), is_coordinator=True)
+    planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
-    return execute(saved, plan.items, planner, threads=threads)
+    return total + execute(saved, plan.items, planner, threads=threads)
+
+
+def _has_bytes_of(tensor: torch.Tensor, shard: Shard, dtype: torch.dtype) -> bool:
+    """Return True if the stored bytes of a shard of this dtype are those of the tensor in memory, so that none are converted."""
+    plain = type(tensor) in PLAIN and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+    return plain and tensor.dtype == dtype and _same_stride(tensor, shard.stride)
 
 
 def execute(saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, threads: int | None = None) -> int:
@@ -209,8 +237,7 @@ class _Batch:
             return item.length if fresh else 0
         target = self._target(read)
         whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
-        plain = type(target) is torch.Tensor and target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
-        if whole and plain and target.dtype == dtype_of(item.dtype) and _same_stride(target, shard.stride):
+        if whole and _has_bytes_of(target, shard, dtype_of(item.dtype)):
             self._want(shard, memory(target, item.length))
             self._copies.append((read, target, None))
             return 0

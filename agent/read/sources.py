@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import torch
-from crc32c import crc32c
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
@@ -20,12 +19,11 @@ from ckptd.agent.state.tree import TensorRef, filled, tensor_names
 from ckptd.agent.state.values import decode
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
-from ckptd.shared.fs import read_exactly
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.plan import Plan, chunk_ranges, with_values
 from ckptd.shared.scatter import scatter, verify
-from ckptd.shared.segment import SlotState, read_check, read_document, read_header
+from ckptd.shared.segment import SlotState, read_check, read_data, read_document, read_header
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.repository import Repository
@@ -58,10 +56,16 @@ class SlotSource:
         self._checks = checks
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
-        if read_exactly(self._fd, raw, self.header.data_offset + self.ranges[number].offset) < len(raw):
-            raise IntegrityError(f"the slot of step {self.header.step} has been cut short")
-        if crc32c(raw) != self._checks[number]:
+        self.read_pieces(number, [raw])
+
+    def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        crc, offset = 0, self.ranges[number].offset
+        for piece in pieces:
+            crc = read_data(self._fd, self.header, offset, len(piece), piece, crc)
+            offset += len(piece)
+        if crc != self._checks[number]:
             raise IntegrityError(f"chunk {number} of step {self.header.step} has changed in memory since it was sealed")
+        return True
 
 
 @dataclass(slots=True)

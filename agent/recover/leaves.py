@@ -33,9 +33,9 @@ class Leaves:
 
     in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. differences: all differences. kept:
     the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. left: with
-    `strict` off, the keys of the state that the checkpoint does not have. unsaved:
-    the keys of values that the checkpoint leaves out. as_dicts: the keys under which records come back as dicts of their fields. undo: the
-    calls that take back everything that the comparison had to make in the state. of_ranks: binds a `per_rank` value.
+    `strict` off, the keys of the state that the checkpoint does not have. unsaved: the keys of values that the checkpoint leaves out.
+    as_dicts: the keys under which records come back as dicts of their fields. undo: the calls that take back everything that the comparison
+    had to make in the state. of_ranks: binds a `per_rank` value.
     """
 
     def __init__(self, saved: Saved, options: Options, foreign: Foreign, of_ranks: Callable[[Any, OfRanks, str], Value]) -> None:

@@ -30,6 +30,7 @@ from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.state.merge import Foreign, merge
 from ckptd.shared import messages as m
+from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import (
     CkptdError,
     IntegrityError,
@@ -103,7 +104,9 @@ class Recovery:
         self._options, self._planner = options, planner
         self.last_step = -1
         """The highest step that any rank has captured in this attempt, or -1. Known once `run` has heard from all ranks."""
+        self._overwritten: set[str] = set()  # names of the tensors that a damaged candidate may have overwritten on this rank
 
+    @paused_collector()
     def run(self, state: Any, *, step: int | None, last_step: int) -> Recovered | None:
         """Recover `state`, and return the snapshot that came back, or None. `Agent.recover` has the whole contract.
 
@@ -149,7 +152,7 @@ class Recovery:
     def _attempt(self, candidate: m.RecoveryCandidate, topic: str) -> _Attempt:
         if self._planner is not None:
             return _PlannedAttempt(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
-        return _Attempt(self._client, self._ranks, self._job, candidate, self._options)
+        return _Attempt(self._client, self._ranks, self._job, candidate, self._options, self._overwritten)
 
     def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
         asked = None if step is None else as_step(step)
@@ -167,9 +170,15 @@ class Recovery:
     def _check_keys(self, said: list[dict[str, Any]]) -> None:
         """Check the keys of all ranks together.
 
-        Raises InvalidRequest if a pattern in `keep` matches no key on any rank, and StructureMismatch if `strict` is on and a key of the
-        checkpoint has no place on any rank.
+        Raises InvalidRequest if a pattern in `keep` matches no key on any rank, StructureMismatch if `strict` is on and a key of the
+        checkpoint has no place on any rank, and RecoveryFailed if the checkpoint lacks a tensor that a damaged one may have overwritten.
         """
+        if lacking := sorted({name for found in said for name in found["lacking"]}):
+            raise RecoveryFailed(
+                f"the next sound checkpoint lacks {', '.join(lacking[:3])}, which a damaged one has overwritten: rebuild the state before "
+                "training, or recover with step=",
+                overwritten=True,
+            )
         if idle := sorted(set(self._options.keep).difference(*(found["kept"] for found in said))):
             raise InvalidRequest(
                 f"keep has {', '.join(map(repr, idle))}, which match no key of the state: use keys like 'optim.param_groups.*.lr'"
@@ -226,9 +235,11 @@ class _Attempt:
     because FSDP1 makes the ranks wait for each other in `bind` and `finish`. The ranks exchange the dicts that these calls return.
     """
 
-    def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, options: Options) -> None:
+    def __init__(
+        self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, options: Options, overwritten: set[str]
+    ) -> None:
         self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
-        self._options = options
+        self._options, self._overwritten = options, overwritten
         self._opened: Opened | None = None
         self._documents: list[dict[str, Any]] = []
         self._fresh: dict[str, torch.Tensor] = {}
@@ -241,9 +252,6 @@ class _Attempt:
         try:
             opened = self._opened = self._open()
             opened.saved.check_all_whole()
-            # Verifying memory is cheap, and each rank does a share. Damage is then found before anything is overwritten.
-            if self._candidate.source == "memory":
-                opened.verify(opened.sources[self._ranks.rank :: self._ranks.world_size])
             failpoint("agent.recover.opened")
         except (IntegrityError, NotFound, OSError) as error:
             return {"damaged": self._damage(error)}
@@ -282,7 +290,8 @@ class _Attempt:
         binding = self._binding = Binding(state, tree, saved, self._options, foreign)
         for name in (*binding.in_place, *binding.fresh):
             saved.dtype(name)  # raises now, because in `load` other ranks could already have written to their states
-        return {"unused": binding.unused, "kept": sorted(binding.kept)}
+        lacking = self._overwritten.difference(binding.in_place)
+        return {"unused": binding.unused, "kept": sorted(binding.kept), "lacking": sorted(lacking)[:3]}
 
     def _own_document(self) -> int | None:
         """Return the index of this rank's values document, and take the RNG states from it. Return None on another number of ranks."""
@@ -317,6 +326,7 @@ class _Attempt:
             self._writing = True
             load(saved, binding.in_place)
         except (IntegrityError, OSError) as error:
+            self._overwritten.update(binding.in_place if self._writing else ())
             return {"damaged": self._damage(error), "writing": self._writing}
         return {"damaged": "", "writing": True}
 
@@ -365,14 +375,14 @@ class _PlannedAttempt(_Attempt):
     """The loading of one candidate, planned by the caller's LoadPlanner."""
 
     def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, planned: PlannedLoad, topic: str) -> None:
-        super().__init__(client, ranks, job, candidate, Options(strict=False))
+        super().__init__(client, ranks, job, candidate, Options(strict=False), set())
         self._planned, self._topic = planned, topic
 
     def bind(self, state: Any) -> dict[str, Any]:
         assert self._opened is not None
         self._own_document()
         self._planned.begin(state, self._opened.metadata(self._documents), self._ranks, self._topic, RANKS_SECONDS)
-        return {"unused": [], "kept": []}
+        return {"unused": [], "kept": [], "lacking": []}
 
     def load(self) -> dict[str, Any]:
         assert self._opened is not None

@@ -120,7 +120,7 @@ def _subclass_differs(place: Any, fields: Fields) -> str:
 
 
 def _into_subclass(place: Any, fields: Fields) -> Any:
-    """Put the components in place that were made anew, as a sparse one is. The others are filled already."""
+    """Put the new components, such as sparse ones, into the wrapper. The others have been filled in place."""
     for name in place.__tensor_flatten__()[0]:
         if kind_of_tensor(fields[name]) and fields[name] is not getattr(place, name):
             setattr(place, name, fields[name])

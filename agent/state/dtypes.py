@@ -7,6 +7,7 @@ saved and loaded by a ckptd that has never heard of it.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import torch
 
@@ -34,6 +35,7 @@ def plain_name(name: str) -> str:
     return name.partition("/")[0]
 
 
+@cache
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of this name in a plan document, and uint8 for a blob.
 

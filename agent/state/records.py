@@ -39,9 +39,9 @@ class Kind:
     """A kind of record, as the functions that take such objects apart and bring their fields back.
 
     `fields` takes a record apart. `restore` brings fields back into a record, and returns it, or a new one if it cannot be changed. `alone`
-    makes a record from its fields and the name of its class. If `whole` is True, the fields are made anew, and not brought back one by one.
-    A file without the `required` fields is damaged. `differs` returns the reason why these fields cannot be brought back into this record,
-    or "".
+    makes a record from its fields and the name of its class. If `whole` is True, the fields come back as new objects, and are not filled
+    one by one. A file without the `required` fields is damaged. `differs` returns the reason why these fields cannot be brought back into
+    this record, or "".
     """
 
     fields: Callable[[Any], Fields]

@@ -19,7 +19,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-def test_a_loop_that_begins_anew_after_a_recovery_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_repeats_steps_after_a_recovery_is_told(caplog: pytest.LogCaptureFixture) -> None:
     advice = Advice()
     advice.recovered(9)
     advice.before_snapshot(STATE, 4, 2)
@@ -36,7 +36,7 @@ def test_a_job_that_ran_before_and_is_not_recovered_is_told(caplog: pytest.LogCa
     assert warned(caplog) == []
     advice = Advice()
     advice.before_snapshot(STATE, 0, 2)
-    assert warned(caplog)[0].startswith("this is attempt 2 of the job, and recover() was not called: the run begins anew")
+    assert warned(caplog)[0].startswith("this is attempt 2 of the job, and recover() was not called: the run does not continue")
     advice = Advice()
     advice.recovered(None)
     advice.before_snapshot(STATE, 0, 2)
@@ -46,11 +46,12 @@ def test_a_job_that_ran_before_and_is_not_recovered_is_told(caplog: pytest.LogCa
 def test_the_state_dict_of_an_optimizer_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     advice, model = Advice(), torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    for state in ({"train": {"optim": optimizer.state_dict()}}, {"train": {"optim": optimizer.state_dict()}}):
-        advice.before_snapshot(state, 0, 1)
+    for attempt in (1, 2):
+        advice.recovered(None)
+        advice.before_snapshot({"train": {"optim": optimizer.state_dict()}}, 0, attempt)
     (told,) = warned(caplog)
     assert told.startswith("train.optim is the state_dict() of an optimizer: pass the optimizer itself")
-    advice.before_snapshot({"optim": optimizer, "named": {"state": {}, "param_groups": [{"params": ["weight"]}]}, "x": [1]}, 1, 1)
+    advice.before_snapshot({"optim": optimizer, "named": {"state": {}, "param_groups": [{"params": ["weight"]}]}, "x": [1]}, 1, 3)
     assert warned(caplog) == []
 
 

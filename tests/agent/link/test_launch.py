@@ -116,7 +116,7 @@ def test_a_private_daemon_outlives_its_trainer_and_is_restarted_when_killed(priv
     agent.close()
 
 
-def test_a_job_that_was_called_default_is_not_begun_anew_under_another_name(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_was_called_default_is_not_started_under_another_name(private: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptd.agent.link.arguments.script_job", lambda: "train")
     state = {"w": torch.ones(10)}
     agent = Agent("default")

@@ -168,3 +168,39 @@ def test_the_estimate_has_room_for_a_share_of_the_replicas() -> None:
     assert (alone, several) == (16_000 + 4 * 300, 8_000 + 4_000 + 4 * 300)
     view = torch.ones(1000)
     assert made()[0].estimate(capture({"w": view, "v": view[:10]})) == 4000 + 2 * 300
+
+
+def test_a_plan_made_ahead_is_the_one_that_a_snapshot_would_make() -> None:
+    state = {"a": torch.ones(3), "b": torch.ones(2, 2).T, "n": 1}
+    state["view"] = cast(torch.Tensor, state["a"])[1:]
+    plan, _ = made()
+    plan.plan_ahead(capture(state))
+    assert plan.valid
+    ahead = plan.reuse(capture(state))
+    assert ahead is not None
+    layout, sources = made()[0].renew(capture(state), state, Pending(1, 1), 5.0)
+    assert ahead[0] == layout
+    assert [id(source) for source in ahead[1]] == [id(source) for source in sources]
+
+
+def test_a_plan_made_ahead_of_another_structure_is_made_again() -> None:
+    plan, _ = made()
+    plan.plan_ahead(capture({"a": torch.ones(3)}))
+    assert plan.reuse(capture({"a": torch.ones(3), "momentum": torch.ones(3)})) is None
+
+
+def test_what_cannot_be_planned_ahead_is_raised() -> None:
+    plan, _ = made()
+    with pytest.raises(UnsavableValue, match="a: a tensor on the meta device"):
+        plan.plan_ahead(Captured(b"", {"a": torch.ones(3, device="meta")}))
+    assert not plan.valid
+
+
+def test_several_ranks_do_not_plan_ahead() -> None:
+    plan, _ = made(ranks := TwoRanks())
+    plan.plan_ahead(capture({"a": torch.ones(3)}))
+    assert (plan.valid, ranks.rounds) == (False, [])
+
+
+def test_an_expanded_tensor_counts_with_the_bytes_that_it_takes_in_the_slot() -> None:
+    assert made()[0].estimate(capture({"w": torch.zeros(1).expand(1000, 10)})) == 40_000 + 300

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptd.agent.plan.layout import Row
-from ckptd.agent.plan.shares import Offer, share_out
+from ckptd.agent.plan.shares import Offer, _planned, share_out
 from ckptd.shared.errors import UnsavableValue
 
 
@@ -64,8 +64,8 @@ def test_shards_are_written_by_the_ranks_that_hold_them() -> None:
     assert written(given) == [[("w", 0), ("r", 0)], [("w", 6)]]
     first, second = share_out(given)
     assert first.metadata == {
-        "w": {"dtype": "float32", "size": [10], "chunks": [[[0], [6]], [[6], [4]]]},
-        "r": {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]},
+        "w": {"dtype": "float32", "size": (10,), "chunks": [[(0,), (6,)], [(6,), (4,)]]},
+        "r": {"dtype": "float32", "size": (4,), "chunks": [[(0,), (4,)]]},
     }
     assert second.metadata is None
     assert first.global_plan == second.global_plan
@@ -154,3 +154,15 @@ def test_a_rank_may_have_nothing_to_write() -> None:
     shares = share_out(offers([row("w", 4)], []))
     assert [share.rows for share in shares] == [[0], []]
     assert shares[1].global_plan == shares[0].global_plan
+
+
+def test_one_rank_writes_what_dcps_planner_would_give_it() -> None:
+    rows = [row("w", 10), row("view", 4, base="w"), row("b", 6, buffer=True), row("n", 0), row("v", 3, dtype="bfloat16")]
+    (short,) = share_out(offers(rows))
+    assert short.rows == _planned(offers(rows))[0] == [0, 2, 3, 4]
+    assert short.aliases == ["view"]
+    assert list(short.metadata or {}) == ["w", "b", "n", "v", "view"]
+
+
+def test_one_rank_with_a_hole_in_a_tensor_is_refused() -> None:
+    assert refusal(offers([row("w", 10, 0, 6)])) == "w: the shards of all ranks hold 6 of its 10 elements"

@@ -16,9 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Checkpoint, StorageWriter
-from ckptd.shared.errors import Busy, NotFound
+from ckptd.agent.read.loader import load
+from ckptd.shared.errors import Busy, IntegrityError, NotFound
+from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import locks
+from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from tests.shared.samples import write_checkpoint
 from tests.support.descriptors import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -139,3 +143,49 @@ def test_a_lock_that_comes_after_the_deletion_raises_not_found(saved: Path, monk
     monkeypatch.undo()
     manifest.write_bytes(data)
     Checkpoint.open(saved).close()
+
+
+def test_only_the_newest_manifest_is_read_if_the_names_tell_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step=step, attempt=2)
+    write_checkpoint(tmp_path, step=9, attempt=1)
+    read: list[str] = []
+    read_manifest = Repository.read_manifest
+
+    def noted(self: Repository, job: str, tag: str) -> Manifest:
+        read.append(tag)
+        return read_manifest(self, job, tag)
+
+    monkeypatch.setattr(Repository, "read_manifest", noted)
+    with Checkpoint.open(tmp_path / "gpt") as checkpoint:
+        assert (checkpoint.attempt, checkpoint.step) == (2, 3)
+    assert read == ["step-00000003.a0002"]
+    read.clear()
+    with Checkpoint.open(tmp_path / "gpt", 9) as checkpoint:
+        assert (checkpoint.attempt, checkpoint.step) == (1, 9)
+    assert read == ["step-00000009.a0001"]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_unless_it_is_named(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step=step, attempt=1)
+    (tmp_path / "gpt" / "step-00000002.a0001" / "manifest.json").write_bytes(b"{}")
+    with Checkpoint.open(tmp_path / "gpt") as checkpoint:
+        assert checkpoint.step == 1
+    for which in (2, "step-00000002", "step-00000002.a0001"):
+        with pytest.raises(IntegrityError, match="manifest is cut short"):
+            Checkpoint.open(tmp_path / "gpt", which)
+
+
+def test_parameters_views_and_other_dtypes_are_filled_alike(tmp_path: Path) -> None:
+    """Whole tensors are read straight into place. The others go through DCP's planner, or through a temporary."""
+    saved = {name: torch.arange(12.0).reshape(3, 4) + number for number, name in enumerate(("plain", "parameter", "other", "turned"))}
+    dcp.save(saved, storage_writer=StorageWriter(tmp_path / "it"), no_dist=True)
+    places = {
+        "plain": torch.zeros(3, 4), "parameter": torch.nn.Parameter(torch.zeros(3, 4)), "other": torch.zeros(3, 4, dtype=torch.float64),
+        "turned": torch.zeros(4, 3).T,
+    }  # fmt: skip
+    with Checkpoint.open(tmp_path / "it") as checkpoint:
+        load(checkpoint._opened.saved, places)
+    for name, place in places.items():
+        assert torch.equal(place.detach().to(torch.float32), saved[name]), name

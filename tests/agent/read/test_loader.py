@@ -101,3 +101,24 @@ def test_a_tensor_may_be_stored_twice_as_a_replica(place: Home) -> None:
         state = {"w": torch.zeros(4, 4)}
         assert agent.recover(state) is not None
         assert torch.equal(state["w"], ones)
+
+
+def test_recover_does_not_mix_a_damaged_checkpoint_with_an_older_one(place: Home) -> None:
+    """The older one lacks a tensor that the damaged one may have overwritten, which `strict=False` would leave as it is."""
+    with running(place, "--codec", "raw", forked=True) as daemon:
+        with closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
+            agent.snapshot({"a": torch.ones(4)}, step=1).wait("durable", timeout=60)
+            agent.snapshot({"a": torch.ones(4), "x": torch.ones(50_000)}, step=2).wait("durable", timeout=60)
+        (part,) = (place.root / "gpt" / "step-00000002.a0001").glob("*.ckpt")
+        with part.open("r+b") as file:
+            file.seek(4096 + 150_000)
+            file.write(b"?")
+        with closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
+            state = {"a": torch.zeros(4), "x": torch.zeros(50_000)}
+            with pytest.raises(RecoveryFailed, match="^the next sound checkpoint lacks x, which a damaged one has overwritten") as caught:
+                agent.recover(state, strict=False)
+            assert caught.value.overwritten
+            state = {"a": torch.zeros(4)}
+            recovered = agent.recover(state, step=1)
+            assert recovered is not None
+            assert (recovered.step, state["a"].tolist()) == (1, [1.0] * 4)

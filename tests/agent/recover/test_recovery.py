@@ -15,7 +15,7 @@ from crc32c import crc32c
 
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Alone
-from ckptd.agent.read.loader import load
+from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.recover import recovery
 from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.recovery import Recovered, Recovery
@@ -111,7 +111,7 @@ class FakeAttempt:
         return self._do("open", {"damaged": ""})
 
     def bind(self, state: Any) -> dict[str, Any]:
-        return self._do("bind", {"unused": [], "kept": []})
+        return self._do("bind", {"unused": [], "kept": [], "lacking": []})
 
     def load(self) -> dict[str, Any]:
         return self._do("load", {"damaged": "", "writing": True})
@@ -301,7 +301,7 @@ def test_the_other_ranks_hear_of_a_bug_and_this_one_raises_it_as_it_is() -> None
 
 
 def unused(*keys: str) -> dict[str, Any]:
-    return {"unused": list(keys), "kept": []}
+    return {"unused": list(keys), "kept": [], "lacking": []}
 
 
 def test_a_key_must_have_a_place_on_some_rank() -> None:
@@ -417,7 +417,7 @@ def test_a_difference_leaves_the_state_and_the_checkpoint_as_they_were(root: Pat
 
 
 def test_generators_of_another_number_of_ranks_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    attempt = recovery._Attempt(cast(Client, FakeClient()), Alone(), "gpt", candidate(1), Options())
+    attempt = recovery._Attempt(cast(Client, FakeClient()), Alone(), "gpt", candidate(1), Options(), set())
     attempt._documents = [{"state": {}, "rng": {"torch": b""}}, {"state": {}, "rng": None}]
     assert (attempt._own_document(), attempt._rng) == (None, None)
     assert caplog.messages == ["random generators are left as they are: they were saved on 2 ranks, and this job has 1"]
@@ -441,7 +441,7 @@ def test_generators_are_set_last(monkeypatch: pytest.MonkeyPatch, root: Path) ->
     happened: list[str] = []
     monkeypatch.setattr(recovery, "set_rng_state", lambda rng: happened.append(f"set {rng}"))
     monkeypatch.setattr(Drawing, "load_state_dict", lambda self, state: happened.append("loaded"))
-    attempt = recovery._Attempt(cast(Client, FakeClient(root=root)), Alone(), "gpt", candidate(2), Options(strict=False))
+    attempt = recovery._Attempt(cast(Client, FakeClient(root=root)), Alone(), "gpt", candidate(2), Options(strict=False), set())
     assert attempt.open() == {"damaged": ""}
     attempt._documents[0]["state"]["loader"] = {}
     attempt._documents[0]["rng"] = "generators"
@@ -473,28 +473,35 @@ def slot() -> Iterator[Descriptor]:
         data.close()
 
 
-def opened(slot: Descriptor, step: int = 5, attempt: int = 1) -> str:
-    """The damage that opening the slot finds."""
+def attempt_on(slot: Descriptor, step: int = 5, attempt: int = 1) -> recovery._Attempt:
     client = FakeClient()
     client.descriptors = [slot]
-    made = recovery._Attempt(
-        cast(Client, client), Alone(), "gpt", candidate(step, "memory", attempt), Options()
-    )  # fmt: skip
+    return recovery._Attempt(cast(Client, client), Alone(), "gpt", candidate(step, "memory", attempt), Options(), set())
+
+
+def opened(slot: Descriptor, step: int = 5, attempt: int = 1) -> str:
+    """The damage that opening the slot finds."""
+    made = attempt_on(slot, step, attempt)
     try:
-        made._documents = []
-        found = made.open()
-        return cast(str, found["damaged"])
+        return cast(str, made.open()["damaged"])
     finally:
         made.close()
-        assert client.asked == [m.Fetch(id=0, attempt=attempt, step=step)]
+        assert cast(Any, made._client).asked == [m.Fetch(id=0, attempt=attempt, step=step)]
 
 
-def test_a_slot_is_verified_before_the_state_is_touched(slot: Descriptor) -> None:
-    header = read_header(slot.fileno())
+def test_every_chunk_of_a_slot_is_verified_as_it_is_read(slot: Descriptor) -> None:
+    made, header = attempt_on(slot), read_header(slot.fileno())
+    made.open()
+    opened_slot = made._opened
+    assert opened_slot is not None
+    saved = opened_slot.saved
+    assert materialize(saved, saved.names()).keys() == set(saved.names())
     with open(slot.fileno(), "r+b", closefd=False) as file:
         file.seek(header.data_offset + 70)
         file.write(b"!")
-    assert opened(slot) == "chunk 1 of step 5 has changed in memory since it was sealed"
+    with pytest.raises(IntegrityError, match="^chunk 1 of step 5 has changed in memory since it was sealed$"):
+        materialize(saved, saved.names())
+    made.close()
     assert slot.closed
 
 

@@ -71,7 +71,7 @@ def test_a_wrapper_keeps_its_identity_and_its_components_too() -> None:
     assert kind.differs(other, fields) == "the checkpoint has a Scaled of settings {'bits': 2}, the state one of {'bits': 4}"
 
 
-def test_a_component_that_was_made_anew_is_put_into_the_wrapper() -> None:
+def test_a_new_component_is_put_into_the_wrapper() -> None:
     place, scale = Scaled(coo() * 0, torch.zeros(1), 2), torch.zeros(1)
     made = coo()
     restored = TENSOR_KINDS["subclass"].restore(place, {"data_part": made, "scale": scale})
