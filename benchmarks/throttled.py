@@ -21,7 +21,9 @@ from benchmarks.trained import trained
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.shared.codec import Encoder, encoder
 from ckptd.shared.fs import Buffer
+from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.plan import DEFAULT_CHUNK, Region, chunk_ranges
+from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import SegmentHeader
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.protocol import Sink
@@ -75,11 +77,11 @@ async def written(pipeline: Pipeline, slot: SealedSlot, codec: Encoder, storage:
 
     checks = await pipeline.checksum(slot)
 
-    async def known() -> list[int]:
+    async def known() -> list[ChunkCheck]:
         return checks
 
     begun = time.perf_counter()
-    entry = await pipeline.write_part(slot, known, codec, create, "step-00000001.a0001", NONCE)
+    entry, _ = await pipeline.write_part(slot, PartWriter(create, NONCE, codec), "step-00000001.a0001", known)
     return time.perf_counter() - begun, entry.bytes / entry.raw_bytes
 
 

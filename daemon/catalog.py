@@ -17,8 +17,9 @@ from ckptd.daemon.ranks import Ranks
 from ckptd.daemon.save_progress import SaveProgress
 from ckptd.shared import lifecycle, names
 from ckptd.shared.lifecycle import Event, SnapshotState
-from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.manifest import Manifest
 from ckptd.shared.retention import Policy, understood
+from ckptd.shared.reuse import ChunkCheck, StoredPart
 
 log = logging.getLogger("ckptd.catalog")
 
@@ -29,9 +30,9 @@ _REMEMBERED = 64  # the last steps of a job that failed or were skipped, so that
 
 @dataclass(slots=True, eq=False)
 class RankSeal:
-    """One rank's share of a snapshot: the slot that holds it, and the part, which is None until it is durable.
+    """One rank's share of a snapshot, and the slot that holds it.
 
-    `generation`: that of the slot at the seal. `checks`: the crc32c of each chunk of the slot, or None until they have been computed.
+    `generation`: that of the slot at the seal. `checks`: the checksum of each chunk of the slot, or None until they have been computed.
     `training_held`: seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
     """
 
@@ -41,9 +42,8 @@ class RankSeal:
     signature: bytes
     global_plan: bytes = b""
     persist: bool = True
-    checks: list[int] | None = None
+    checks: list[ChunkCheck] | None = None
     training_held: float = 0.0
-    part: PartEntry | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +198,8 @@ class StoredCheckpoint:
     """A committed checkpoint, as its manifest describes it.
 
     `step`: None if it was saved without a step. `user_tag`: True if the user chose the tag. `created`: Unix seconds by the trainer's clock,
-    NaN if unknown. `retention`: the policies of the job itself, None if the manifest has none.
+    NaN if unknown. `retention`: the policies of the job itself, None if the manifest has none. `new_bytes`: the bytes of its files that no
+    older checkpoint has, 0 if unknown.
     """
 
     job: str
@@ -212,13 +213,14 @@ class StoredCheckpoint:
     created: float = math.nan
     metrics: dict[str, float] = field(default_factory=dict)
     retention: tuple[Policy, ...] | None = None
+    new_bytes: int = 0
 
     @classmethod
     def of(cls, manifest: Manifest, *, user_tag: bool) -> StoredCheckpoint:
         return cls(
             manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes,
             tuple(part.file for part in manifest.parts), user_tag, manifest.created_at, manifest.numbers,
-            understood(manifest.retention) if manifest.retention else None,
+            understood(manifest.retention) if manifest.retention else None, manifest.new_bytes,
         )  # fmt: skip
 
     @property
@@ -249,7 +251,8 @@ class Job:
     `damaged`: tags whose manifest could not be read, with the reason. `newer`: tags whose manifest a newer ckptd has written, with the
     error. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a checkpoint. `policies`: those of the last retention, None
     before this daemon's first commit in the job. `announced`: a sentence about the deletion that the next commit will bring, or "".
-    `last_failure`: the last step that failed since this daemon started, or None.
+    `last_failure`: the last step that failed since this daemon started, or None. `stored`: the parts of the last save, by rank, if this
+    daemon has written them.
     """
 
     name: str
@@ -268,6 +271,7 @@ class Job:
     policies: tuple[Policy, ...] | None = None
     announced: str = ""
     last_failure: Failure | None = None
+    stored: dict[int, StoredPart] = field(default_factory=dict)
     seq: int = 0
 
     # -- steps
@@ -311,9 +315,9 @@ class Job:
         return max(self.live_checkpoints(), key=lambda c: c.order, default=None)
 
     def room_for(self, free: int | None) -> int | None:
-        """Return how many more checkpoints as large as the newest fit into `free` bytes, or None if either is not known."""
+        """Return how many more checkpoints fit into `free` bytes if each needs as much as the newest, or None if either is unknown."""
         newest = self.newest_checkpoint()
-        return None if free is None or newest is None else free // max(newest.nbytes, 1)
+        return None if free is None or newest is None else free // max(newest.new_bytes or newest.nbytes, 1)
 
     def live_checkpoints(self) -> list[StoredCheckpoint]:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]

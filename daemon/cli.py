@@ -108,6 +108,7 @@ def main() -> None:
 @click.option("--cpus", help="CPUs for the worker threads, like 0-3,8. Default: all that the daemon may use.")
 @click.option("--files-per-rank", type=int, help="Files that a rank's part of a checkpoint is spread over. Default: 1.")
 @click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
+@click.option("--link-unchanged/--no-link-unchanged", default=None, help="Link the files of unchanged tensors, or write them each time.")
 @click.option("--log-file", help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")
 @click.option("--log-level", help="debug, info, warning or error. Default: info.")
 @click.option("--overflow/--no-overflow", default=None, help="Put slots that do not fit into shared memory on the disk, or refuse them.")

@@ -71,7 +71,7 @@ async def opened(
         repository = open_root(config.root, fs)
         held.callback(repository.storage.serve(names.host()).close)
         failpoint("start.locked")
-        pipeline = Pipeline(config.threads, config.memory_budget, config.chunk_size, config.spread, config.worker_cpus)
+        pipeline = Pipeline(config.threads, config.memory_budget, config.chunk_size, config.worker_cpus)
         held.callback(pipeline.close)
         calls = StorageCalls(config.storage_timeout)
         held.callback(calls.close)

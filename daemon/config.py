@@ -73,6 +73,8 @@ class Config:
     """Files that a rank's part of a checkpoint is spread over, 1 to 64. More than one pays where each file lies on one of many disks."""
     bytes_per_file: int = 0
     """Most bytes in one file of a checkpoint; a longer part is divided into more files. 0 means no limit."""
+    link_unchanged: bool = True
+    """Link the files of tensors that have not changed since the checkpoint before, instead of writing these tensors again."""
     max_connections: int = 256
     """Most clients that may be connected at the same time."""
     strict_journal: bool = False

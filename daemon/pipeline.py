@@ -15,15 +15,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptd.daemon.workers import Buffers, Workers
-from ckptd.shared.codec import Encoder
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part import Chunk, PartIndex
-from ckptd.shared.part_writer import ONE_FILE, PartWriter, Spread
+from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
+from ckptd.shared.reuse import NOTHING, ChunkCheck, StoredPart, choose, is_steady, new_hasher
 from ckptd.shared.segment import PIECE, SegmentHeader, read_data, read_document
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Sink
 
 T = TypeVar("T")
 
@@ -92,6 +91,14 @@ class SealedSlot:
         """Read a chunk into `buffer`, and return its crc32c. See `read_data`."""
         return read_data(self.fd, self.header, chunk.offset, chunk.length, buffer)
 
+    def check(self, chunk: ChunkRange, buffer: memoryview, *, with_digest: bool) -> ChunkCheck:
+        """Read a chunk through `buffer`, and return its checksum, with its digest on request."""
+        if not with_digest:
+            return ChunkCheck(self.read_chunk(chunk, buffer))
+        hasher = new_hasher()
+        crc = read_data(self.fd, self.header, chunk.offset, chunk.length, buffer, use=hasher.update)
+        return ChunkCheck(crc, hasher.digest())
+
 
 class Pipeline:
     """Two sets of worker threads: one reads and checks shared memory, the other encodes and writes parts.
@@ -101,9 +108,8 @@ class Pipeline:
     stored bytes of all parts written so far.
     """
 
-    def __init__(self, threads: int, memory_budget: int, chunk_size: int, spread: Spread = ONE_FILE, cpus: set[int] | None = None) -> None:
+    def __init__(self, threads: int, memory_budget: int, chunk_size: int, cpus: set[int] | None = None) -> None:
         """cpus: the CPUs on which the threads may run, or None for all that the daemon may use."""
-        self._spread = spread
         self._memory = Workers("ckptd-memory", threads, memory_budget // 4, min(PIECE, chunk_size), 1, cpus=cpus)
         self._writers = Workers("ckptd-write", 2 * threads, memory_budget * 3 // 4, chunk_size, 2, _NICE_WRITERS, cpus)
         self.bytes_read = self.bytes_written = 0
@@ -117,26 +123,28 @@ class Pipeline:
         """Run a call on the threads that read shared memory, and return its result. The call must not wait for the disk."""
         return await self._memory.run(function)
 
-    async def checksum(self, slot: SealedSlot) -> list[int]:
-        """Return the crc32c of each chunk of a sealed slot, in order. Raises IntegrityError if the segment has been cut short."""
+    async def checksum(self, slot: SealedSlot, *, with_digests: bool = False) -> list[ChunkCheck]:
+        """Return the checksum of each chunk of a sealed slot, in order. Raises IntegrityError if the segment has been cut short."""
 
-        def work(number: int, buffers: Buffers) -> int:
+        def work(number: int, buffers: Buffers) -> ChunkCheck:
             with memoryview(buffers[0]) as piece:
-                return slot.read_chunk(slot.ranges[number], piece)
+                return slot.check(slot.ranges[number], piece, with_digest=with_digests)
 
         return await self._memory.each(slot.ranges, work, whole=False)
 
     async def write_part(
         self,
         slot: SealedSlot,
-        wait_for_checks: Callable[[], Awaitable[list[int]]],
-        encoder: Encoder,
-        create_file: Callable[[str, int], Sink],
+        writer: PartWriter,
         tag: str,
-        nonce: bytes,
+        wait_for_checks: Callable[[], Awaitable[list[ChunkCheck]]],
         written: Callable[[int], None] = lambda length: None,
-    ) -> PartEntry:
-        """Write one part durably, and return its entry for the manifest. `create_file` creates a file from its name and expected size.
+        before: StoredPart | None = None,
+    ) -> tuple[PartEntry, StoredPart]:
+        """Write one part durably. Return its entry for the manifest, and what a later part needs to link its files.
+
+        Chunks that are those of the part `before` are not written again, if that part was steady. Then the first chunk is written only
+        when the checksums are known.
 
         `wait_for_checks` returns what `checksum` computes, and waits for it if it still runs. `written` is called on the event loop with
         the raw bytes of each chunk that has been written.
@@ -151,26 +159,31 @@ class Pipeline:
             signature=header.signature, plan=slot.plan_document, request=slot.request.encode(),
             values=(header.values.offset, header.values.length), chunk_size=header.chunk_size, chunks=[],
         )  # fmt: skip
-        writer = PartWriter(create_file, nonce, encoder, self._spread)
 
         def work(number: int, buffers: Buffers) -> Chunk:
-            chunk = slot.ranges[number]
+            chunk = writer.ranges[number]
             with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
                 return writer.chunk(chunk, raw, stored, slot.read_chunk(chunk, raw[: chunk.length]))
 
+        reuse = NOTHING
+        if before is not None and before.steady:
+            reuse = choose(before, slot.ranges, await wait_for_checks())
         try:
-            await self._writers.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request)))
-            chunks = await self._writers.each(slot.ranges, work, written)
-            for number, (chunk, check) in enumerate(zip(chunks, await wait_for_checks(), strict=True)):
-                if chunk.raw_crc != check:
+            await self._writers.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request), reuse))
+            written(sum(chunk.length for chunk in slot.ranges) - sum(chunk.length for chunk in writer.ranges))
+            by_offset = {chunk.raw_offset: chunk for chunk in await self._writers.each(writer.ranges, work, written)}
+            chunks = [by_offset.get(chunk.offset) or reuse.chunks[chunk.offset].chunk for chunk in slot.ranges]
+            checks = await wait_for_checks()
+            for number, (chunk, check) in enumerate(zip(chunks, checks, strict=True)):
+                if chunk.raw_crc != check.crc:
                     raise IntegrityError(f"chunk {number} of {header.job} step {header.step} has changed in memory since it was sealed")
             entry = await self._writers.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
         except BaseException:
             await self._writers.run(writer.discard)
             raise
         self.bytes_read += entry.raw_bytes
-        self.bytes_written += entry.bytes
-        return entry
+        self.bytes_written += entry.new_bytes
+        return entry, writer.stored([check.digest for check in checks], steady=is_steady(before, slot.ranges, checks))
 
     def close(self) -> None:
         self._memory.close()

@@ -165,6 +165,7 @@ async def _roll_forward(repository: Repository, saver: Saver, job: Job, tag: str
                 entry = PartEntry(
                     rank=part.rank, file=part.file, bytes=part.bytes, raw_bytes=sum(c.raw_length for c in index.chunks),
                     items=len(reader.plan.items), index_sha256=part.index_sha256, files=1 + len(index.files),
+                    linked_bytes=reader.linked_bytes,
                 )  # fmt: skip
                 documents.append((entry, reader.plan, SnapshotRequest.decode(index.request)))
                 world_size = index.world_size

@@ -246,6 +246,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
         lines.append(f"  retention      {', '.join(manifest.retention)}")
     for part in manifest.parts:
         files = f" in {part.files} files" if part.files > 1 else ""
+        files += f" ({size_text(part.linked_bytes)} linked)" if part.linked_bytes else ""
         lines.append(f"  part           {part.file}  {size_text(part.bytes)}{files}, {part.items} items")
     if keys:
         rows = [(name, str(found["size"]) if "size" in found else "-", found.get("dtype", "-")) for name, found in tensors.items()]

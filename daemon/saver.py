@@ -35,7 +35,9 @@ from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.plan import Plan
+from ckptd.shared.reuse import ChunkCheck, StoredPart
 from ckptd.shared.segment import read_check, write_check
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
@@ -44,6 +46,8 @@ log = logging.getLogger("ckptd.saver")
 
 Document = tuple[PartEntry, Plan, SnapshotRequest]
 """A durable part: its entry in the manifest, its plan and its request."""
+Saved = tuple[Document, StoredPart]
+"""A durable part, and what the next save needs to link its files."""
 
 _FEW = 5
 """The log warns if fewer checkpoints than this still fit under the root."""
@@ -116,7 +120,7 @@ class Saver:
             await asyncio.wait(list(self._tasks.values()))
 
     async def _run(self, snapshot: Snapshot, hold: ExitStack, sealed: float) -> None:
-        """Check and save a snapshot whose last rank sealed it at the time `sealed` of the monotonic clock."""
+        """ChunkCheck and save a snapshot whose last rank sealed it at the time `sealed` of the monotonic clock."""
         job = self._catalog.job(snapshot.job)
         try:
             with hold:
@@ -141,7 +145,7 @@ class Saver:
             await self._fail(snapshot, error)
 
     async def check(self, snapshot: Snapshot) -> None:
-        """Check each slot of the snapshot once: compute its checksums, and write them into the segment.
+        """ChunkCheck each slot of the snapshot once: compute its checksums, and write them into the segment.
 
         If an earlier daemon has written checksums there, compare with them instead. Raises IntegrityError if a slot has changed since it
         was sealed, NotFound if it has been released.
@@ -154,15 +158,18 @@ class Saver:
         header = slot.header
         with slot.pinned() as fd:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
-            before = read_check(fd, header)
-            crcs = await self._pipeline.checksum(sealed)
+            written = read_check(fd, header)
+            before = self._catalog.job(snapshot.job).stored.get(seal.rank)
+            digests = self._config.link_unchanged and (before is None or before.steady)
+            checks = await self._pipeline.checksum(sealed, with_digests=digests)
             if slot.refresh().generation != seal.generation:  # a trainer raises it before it changes the first byte
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being checked")
-            if before is None:
+            crcs = [check.crc for check in checks]
+            if written is None:
                 write_check(fd, header, crcs)
-            elif before != crcs:
+            elif written != crcs:
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the copy in memory has changed since it was sealed")
-        seal.checks = crcs
+        seal.checks = checks
         failpoint("seal.checked")
 
     async def _save(self, job: Job, snapshot: Snapshot, sealed_at: float, checking: asyncio.Future[None]) -> None:
@@ -174,21 +181,25 @@ class Saver:
         snapshot.move(Event.WRITE)
         used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
         snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
-        documents = await self._save_parts(snapshot, checking)
+        saved = await self._save_parts(snapshot, checking)
+        documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
         await self.commit(job, snapshot, documents)
+        job.stored = {entry.rank: stored for (entry, _, _), stored in saved}
         seconds = time.monotonic() - begun
         self.persist_seconds += seconds
         self.counters["persisted"] += 1
-        raw, stored = sum(entry.raw_bytes for entry, _, _ in documents), sum(entry.bytes for entry, _, _ in documents)
+        entries = [entry for entry, _, _ in documents]
+        raw, written, linked = (sum(sizes) for sizes in zip(*((e.raw_bytes, e.new_bytes, e.linked_bytes) for e in entries), strict=True))
         held = max(seal.training_held for seal in snapshot.seals.values())
         log.info(
-            "saved %s/%s: %s as %s (%.0f %%)%s, durable after %.2f s, %s/s",
-            snapshot.job, snapshot.tag, size_text(raw), size_text(stored), 100 * stored / max(raw, 1),
+            "saved %s/%s: %s as %s (%.0f %%)%s%s, durable after %.2f s, %s/s",
+            snapshot.job, snapshot.tag, size_text(raw), size_text(written), 100 * written / max(raw, 1),
+            f" and {size_text(linked)} in files that have not changed" if linked else "",
             f", training held {held:.3f} s" if held else "", time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
         )  # fmt: skip
 
-    async def _save_parts(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Document]:
+    async def _save_parts(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Saved]:
         """Write the parts of all ranks at the same time.
 
         Each part reserves the room that it would take raw. A part that finds no room is written again once the others have ended, which
@@ -197,7 +208,7 @@ class Saver:
         seals = [seal for _, seal in sorted(snapshot.seals.items())]
         alone = len(seals) == 1
 
-        async def saved(seal: RankSeal) -> Document | None:
+        async def saved(seal: RankSeal) -> Saved | None:
             try:
                 return await self._save_part(snapshot, seal, checking, alone=alone)
             except OSError as error:
@@ -205,12 +216,10 @@ class Saver:
                     raise
                 return None
 
-        documents = await all_of(map(saved, seals))
-        return [
-            document or await self._save_part(snapshot, seal, checking, alone=True) for seal, document in zip(seals, documents, strict=True)
-        ]
+        parts = await all_of(map(saved, seals))
+        return [part or await self._save_part(snapshot, seal, checking, alone=True) for seal, part in zip(seals, parts, strict=True)]
 
-    async def _save_part(self, snapshot: Snapshot, seal: RankSeal, checking: asyncio.Future[None], *, alone: bool) -> Document:
+    async def _save_part(self, snapshot: Snapshot, seal: RankSeal, checking: asyncio.Future[None], *, alone: bool) -> Saved:
         """Write the part of one rank. `alone`: True if no other part is being written, so that a full disk is really full."""
         slot = self._slots.get(seal.segment)
         header = slot.header
@@ -218,8 +227,8 @@ class Saver:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
             if header.generation != seal.generation:
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
-            seal.part = await self._write_part(snapshot, seal, sealed, checking, alone=alone)
-        return seal.part, sealed.plan, sealed.request
+            entry, stored = await self._write_part(snapshot, seal, sealed, checking, alone=alone)
+        return (entry, sealed.plan, sealed.request), stored
 
     async def _warn_of_little_room(self, job: Job) -> None:
         """Log a warning if only few more checkpoints like the newest fit under the root, each time their number has become smaller."""
@@ -241,21 +250,26 @@ class Saver:
 
     async def _write_part(
         self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot, checking: asyncio.Future[None], *, alone: bool
-    ) -> PartEntry:
-        """Write the part of one rank to a file with a fresh name, and return its entry in the manifest.
+    ) -> tuple[PartEntry, StoredPart]:
+        """Write the part of one rank to a file with a fresh name. Return its entry in the manifest, and what the next save needs to know.
 
         After an I/O error (EIO) try once more with another file: a file whose sync has failed is never trusted again. With the setting
         `make_room`, a full disk is tried again after each older checkpoint that could be deleted. Raises IntegrityError if the slot or its
         checksums are damaged, OSError, StorageError.
         """
 
-        async def wait_for_checks() -> list[int]:
+        async def wait_for_checks() -> list[ChunkCheck]:
             await asyncio.shield(checking)
             assert seal.checks is not None
             return seal.checks
 
         rewritten, progress = False, snapshot.progress
         assert progress is not None
+        before = self._catalog.job(snapshot.job).stored.get(seal.rank) if self._config.link_unchanged else None
+        if before is not None and (before.attempt, before.world_size) != (snapshot.attempt, snapshot.world_size):
+            before = None
+        place = snapshot.job, snapshot.tag
+        linker = self._repository.linker(*place) if self._config.link_unchanged else None
         while True:
             progress.begin_part(seal.rank)
             nonce = names.new_nonce()
@@ -264,10 +278,9 @@ class Saver:
             await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
             failpoint("persist.intended")
             try:
-                create_file = self._repository.part_files(snapshot.job, snapshot.tag)
-                entry = await self._pipeline.write_part(
-                    sealed, wait_for_checks, self._encoder, create_file, snapshot.tag, nonce, partial(progress.add, seal.rank)
-                )
+                writer = PartWriter(self._repository.part_files(*place), nonce, self._encoder, self._config.spread, linker)
+                written = partial(progress.add, seal.rank)
+                entry, stored = await self._pipeline.write_part(sealed, writer, snapshot.tag, wait_for_checks, written, before)
             except OSError as error:
                 make_room = alone and error.errno in NO_ROOM and self._config.make_room
                 if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job)):
@@ -282,7 +295,7 @@ class Saver:
                 r.PartDurable(**common, file=file, bytes=entry.bytes, index_sha256=entry.index_sha256)  # type: ignore[arg-type]
             )
             failpoint("persist.journaled")
-            return entry
+            return entry, stored
 
     async def commit(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> None:
         """Commit a checkpoint by publishing its manifest, then journal the commit and tell the ranks. All parts must be durable.

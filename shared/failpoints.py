@@ -57,6 +57,7 @@ DAEMON = (
     "journal.renamed",
     "journal.rotated",
     "persist.intended",
+    "persist.linked",
     "persist.created",
     "persist.writing",
     "persist.index",

@@ -24,7 +24,8 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 
 FORMAT = "ckptd-manifest"
 VERSION = 1
-FEATURES = frozenset({"files"})
+_FILES, _LINKED_FILES = "files", "linked-files"
+FEATURES = frozenset({_FILES, _LINKED_FILES})
 MAX_MANIFEST = 256 << 20
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 _END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
@@ -41,6 +42,7 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     items: the number of items in the plan.
     index_sha256: the sha256 of the index document, in hexadecimal digits.
     files: the number of its files, which is 1 if it has no data files.
+    linked_bytes: the size of those of its files that belong to older checkpoints, too, in bytes.
     """
 
     rank: Size
@@ -50,6 +52,12 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     items: Size
     index_sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     files: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)] = 1
+    linked_bytes: Size = 0
+
+    @property
+    def new_bytes(self) -> int:
+        """The size of the files that were written for this part, in bytes."""
+        return self.bytes - self.linked_bytes
 
 
 class Metadata(TypedDict, total=False):
@@ -94,7 +102,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Manifest:
         """Return the manifest of a checkpoint. `plan` and `request` are those of rank 0; `parts` are in the order of their ranks."""
         return cls(
-            features=["files"] if any(part.files > 1 for part in parts) else [],
+            features=[
+                *([_FILES] if any(part.files > 1 for part in parts) else []),
+                *([_LINKED_FILES] if any(part.linked_bytes for part in parts) else []),
+            ],
             job=job,
             attempt=attempt,
             step=step,
@@ -182,6 +193,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         """The size of all parts on storage, in bytes."""
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def new_bytes(self) -> int:
+        """The size of the files that were written for this checkpoint, in bytes."""
+        return sum(part.new_bytes for part in self.parts)
 
     @property
     def order(self) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ import msgspec
 from crc32c import crc32c
 
 from ckptd.shared import codec, names
-from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
+from ckptd.shared.binary import ALIGN, PREAMBLE, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.plan import MAX_CHUNK, MAX_CHUNKS, MAX_DOCUMENT, MIN_CHUNK, ChunkRange, Plan, Size, chunk_ranges, signature, with_values
 from ckptd.shared.segment import NO_STEP, PIECE
@@ -26,8 +26,8 @@ from ckptd.shared.storage.protocol import Source
 
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"
 TRAILER_SIZE = 64
-SEVERAL_FILES = 1
-"""The feature bit in the preamble of a part that has data files."""
+SEVERAL_FILES, LINKED_FILES = 1, 2
+"""The feature bits in the preamble of a part that has data files, and of a part file whose part links files of older parts."""
 _HEADER = struct.Struct("<16s16sIIIIQ128s")
 _TRAILER = struct.Struct("<16sQQQI16s")
 _CRC = struct.Struct("<I")
@@ -55,6 +55,19 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     stored_crc: _U32
 
 
+class Linked(msgspec.Struct, frozen=True, array_like=True):
+    """The origin of a data file that is a file of an older part.
+
+    number: its number as a data file of this part. nonce, step: those of the older part. origin: its number in the older part, or 0 if it
+    was the part file there.
+    """
+
+    number: _U32
+    nonce: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    origin: _U32
+    step: Size | None
+
+
 class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     job: Annotated[str, msgspec.Meta(max_length=128)]
     attempt: _U32
@@ -70,6 +83,7 @@ class PartIndex(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     chunks: Annotated[list[Chunk], _MOST]
     files: Annotated[list[Size], _MOST] = []
     placed: Annotated[list[_U32], _MOST] = []
+    linked: Annotated[list[Linked], _MOST] = []
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -81,7 +95,7 @@ _INDEX_DECODER = msgspec.msgpack.Decoder(PartIndex)
 def encode_header(index: PartIndex, nonce: bytes, number: int = 0) -> bytes:
     """Return the header of a file of a part, 4096 bytes. `number` is 0 for the part file, or the number of the data file."""
     step = NO_STEP if index.step is None else index.step
-    start = preamble(PART_MAGIC, SEVERAL_FILES if index.files else 0)
+    start = preamble(PART_MAGIC, (SEVERAL_FILES if index.files else 0) | (LINKED_FILES if index.linked and number == 0 else 0))
     body = _HEADER.pack(start, nonce, index.attempt, index.rank, index.world_size, number, step, index.job.encode())
     return (body + _CRC.pack(crc32c(body))).ljust(ALIGN, b"\0")
 
@@ -94,12 +108,13 @@ def encode_end(index_offset: int, index: bytes) -> bytes:
     return index.ljust(length - TRAILER_SIZE, b"\0") + trailer
 
 
-def end_bound(chunks: int, documents: int) -> int:
+def end_bound(chunks: int, documents: int, links: int = 0) -> int:
     """Return an upper bound for the length of index and trailer in bytes. It holds even if each chunk is in a file of its own.
 
-    `chunks` is the number of chunks; `documents` is the length of the plan and request documents together, in bytes.
+    `chunks` and `links` are the numbers of chunks and of linked files; `documents` is the length of the plan and request documents
+    together, in bytes.
     """
-    return align(documents + 80 * chunks + 1024 + TRAILER_SIZE)
+    return align(documents + 80 * chunks + 48 * links + 1024 + TRAILER_SIZE)
 
 
 class ChunkSource(Protocol):
@@ -178,6 +193,11 @@ class PartReader:
         """The size of the part on storage in bytes, data files included."""
         return self._source.size + sum(self.index.files)
 
+    @property
+    def linked_bytes(self) -> int:
+        """The size of those data files that are files of older parts, in bytes."""
+        return sum(self.index.files[link.number - 1] for link in self.index.linked)
+
     @contextmanager
     def _file(self, number: int) -> Iterator[Source]:
         if number == 0:
@@ -199,13 +219,24 @@ class PartReader:
         with self._file(number) as source:
             if source.size != self.index.files[number - 1]:
                 raise IntegrityError(f"its data file {number} is not as long as the index says")
-            if _read(source, ALIGN, 0) != encode_header(self.index, self._nonce, number):
+            if not self._has_header_of(number, _read(source, ALIGN, 0)):
                 raise IntegrityError(f"its data file {number} belongs to another part")
+
+    def _has_header_of(self, number: int, header: bytes) -> bool:
+        link = self._links.get(number)
+        if link is None:
+            return header == encode_header(self.index, self._nonce, number)
+        check_preamble(header, PART_MAGIC, f"header of data file {number}", known=SEVERAL_FILES | LINKED_FILES)
+        older = encode_header(msgspec.structs.replace(self.index, step=link.step), link.nonce, link.origin)
+        body, start = header[: _HEADER.size], PREAMBLE.size  # the preamble says whether the older part had data files
+        return body[start:] + header[_HEADER.size + 4 :] == older[start : _HEADER.size] + older[_HEADER.size + 4 :] and (
+            _CRC.unpack_from(header, _HEADER.size)[0] == crc32c(body)
+        )
 
     def _read_index(self, index_sha256: str | None) -> PartIndex:
         size = self._source.size
         header = _read(self._source, ALIGN, 0)
-        check_preamble(header, PART_MAGIC, "part header", known=SEVERAL_FILES)
+        check_preamble(header, PART_MAGIC, "part header", known=SEVERAL_FILES | LINKED_FILES)
         if _CRC.unpack_from(header, _HEADER.size)[0] != crc32c(header[: _HEADER.size]):
             raise IntegrityError("part header does not match its checksum")
         check_zero(header[_HEADER.size + 4 :], "part header")
@@ -229,6 +260,13 @@ class PartReader:
         if encode_header(index, header[16:32]) != header or signature(index.plan) != index.signature:
             raise IntegrityError("header, index and plan belong to different snapshots")
         self._index_offset, self._nonce = offset, header[16:32]
+        self._links = {link.number: link for link in index.linked}
+        if (
+            list(self._links) != sorted(self._links)
+            or len(self._links) != len(index.linked)
+            or not self._links.keys() <= set(range(1, len(index.files) + 1))
+        ):
+            raise IntegrityError("its linked files are not data files, in the order of their numbers")
         return index
 
     def _check_chunks(self) -> None:
@@ -242,10 +280,15 @@ class PartReader:
             raise IntegrityError("its chunks are placed in other files than it has")
         ends = [ALIGN] * (1 + len(files))
         for number, chunk in sorted(zip(placed or itertools.repeat(0), chunks, strict=False), key=lambda entry: entry[1].offset):
-            if chunk.offset != ends[number] or chunk.stored_length > MAX_CHUNK or (chunk.stored_length == 0) != (chunk.raw_length == 0):
+            end = chunk.offset + align(chunk.stored_length)
+            if number in self._links:  # the chunks of other parts may lie between its chunks
+                sound = chunk.offset >= ALIGN and chunk.offset % ALIGN == 0 and end <= files[number - 1]
+            else:
+                sound, ends[number] = chunk.offset == ends[number], end
+            if not sound or chunk.stored_length > MAX_CHUNK or (chunk.stored_length == 0) != (chunk.raw_length == 0):
                 raise IntegrityError(f"its chunk at {chunk.offset} is misplaced")
-            ends[number] = chunk.offset + align(chunk.stored_length)
-        if ends != [self._index_offset, *files]:
+        sizes = [self._index_offset, *files]
+        if any(ends[number] != size for number, size in enumerate(sizes) if number not in self._links):
             raise IntegrityError("its chunks do not fill the file")
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:

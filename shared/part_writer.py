@@ -10,7 +10,7 @@ import hashlib
 import mmap
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from crc32c import crc32c
@@ -21,8 +21,9 @@ from ckptd.shared.codec import RAW, Encoder
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.manifest import PartEntry
-from ckptd.shared.part import Chunk, PartIndex, encode_end, encode_header, end_bound
+from ckptd.shared.part import Chunk, Linked, PartIndex, encode_end, encode_header, end_bound
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange
+from ckptd.shared.reuse import NOTHING, Linker, Reuse, StoredFile, StoredPart
 from ckptd.shared.storage.protocol import Sink
 
 MOST_FILES = 64
@@ -85,11 +86,22 @@ class _File:
         return self.end + self.reserved
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Chunks that are stored in the same files.
+
+    filling: the files that are being filled. left: the bytes of its chunks that are still to be placed, as if none shrinks.
+    """
+
+    filling: list[_File] = field(default_factory=list)
+    left: int = 0
+
+
 class PartWriter:
-    """A writer of one part. Call `create`, then `chunk` for every chunk of the packed slot, then `finish`, or `discard` at any time.
+    """A writer of one part. Call `create`, then `chunk` for every chunk of `ranges`, then `finish`, or `discard` at any time.
 
     `create_file` creates a file from its name and its expected size in bytes. A data file that is full is finished as soon as its last
-    chunk is written, to keep the number of open files small.
+    chunk is written, to keep the number of open files small. `linker` links files of older parts; without one, all chunks are stored.
 
     Every method except `discard` raises OSError if a file cannot be created, written or synced.
     """
@@ -100,37 +112,51 @@ class PartWriter:
         nonce: bytes,
         encoder: Encoder,
         spread: Spread = ONE_FILE,
+        linker: Linker | None = None,
     ) -> None:
         self._create_file, self._nonce, self._encoder, self._spread = create_file, nonce, encoder, spread
+        self._linker, self._reuse = linker, NOTHING
+        self._linked: dict[int, StoredFile] = {}  # the files that could be linked, by their positions in `Reuse.files`
         self._files: list[_File] = []
-        self._filling: list[_File] = []
-        self._placed: dict[int, int] = {}
-        self._left = 0
+        self._groups = _Group(), _Group()  # the chunks that have changed, and those that are stored apart
+        self._placed: dict[int, int] = {}  # the number of the file that holds each chunk, by its offset in the packed slot
         self._lock = threading.Lock()
 
-    def create(self, index: PartIndex, ranges: list[ChunkRange], documents: int) -> None:
-        """Create the files to begin with, and allocate room in them for the index and for these chunks, as if none shrinks.
+    def create(self, index: PartIndex, ranges: list[ChunkRange], documents: int, reuse: Reuse = NOTHING) -> None:
+        """Link the files that `reuse` names, create the files to begin with, and allocate room in them, as if no chunk shrinks.
 
-        `index` holds the values for the headers of the files. `documents` is the length of the plan and request documents together, in
-        bytes.
+        Afterwards `ranges` has the chunks that are to be written. `index` holds the values for the headers of the files. `documents` is the
+        length of the plan and request documents together, in bytes.
         """
-        self._index = index
-        self._left = sum(align(chunk.length) for chunk in ranges)
-        count = max(1, min(self._spread.files_per_rank, len(ranges)))
-        for number in range(count):
-            self._add(align(-(-self._left // count)), end_bound(len(ranges), documents) if number == 0 else 0)
+        self._index, self._reuse = index, reuse
+        for position, older in enumerate(reuse.files):
+            if self._linker is not None and self._linker.link(older, self._name(1 + len(self._linked))):
+                self._linked[position] = older
+                failpoint("persist.linked")
+        links = {position: number for number, position in enumerate(self._linked, 1)}
+        self._placed = {offset: links[known.file] for offset, known in reuse.chunks.items() if known.file in links}
+        self.ranges = [chunk for chunk in ranges if chunk.offset not in self._placed]
+        counts = [0, 0]
+        for chunk in self.ranges:
+            apart = chunk.offset in reuse.apart
+            self._groups[apart].left += align(chunk.length)
+            counts[apart] += 1
+        for group, count in zip(self._groups, (max(1, counts[0]), counts[1]), strict=True):
+            count = min(self._spread.files_per_rank, count)
+            for _ in range(count):
+                self._add(group, align(-(-group.left // count)), 0 if self._files else end_bound(len(ranges), documents, len(links)))
 
-    def _add(self, room: int, reserved: int = 0) -> _File:
-        """Create the next file, add it to the files that are being filled, and return it.
+    def _add(self, group: _Group, room: int, reserved: int = 0) -> _File:
+        """Create the next file, add it to the files of its group that are being filled, and return it.
 
         It gets room for `room` bytes of chunks and `reserved` bytes after them, but never more than `bytes_per_file`.
         """
-        number = len(self._files)
+        number = len(self._files) + len(self._linked) if self._files else 0
         room += ALIGN + reserved
         sink = self._create_file(self._name(number), min(room, self._spread.bytes_per_file or room))
         file = _File(number, sink, reserved)
         self._files.append(file)
-        self._filling.append(file)
+        group.filling.append(file)
         failpoint("persist.created")
         return file
 
@@ -162,22 +188,22 @@ class PartWriter:
     def _place(self, chunk: ChunkRange, length: int) -> _File:
         """Return the file for a chunk that takes `length` bytes with its padding.
 
-        This is the shortest of the files that are being filled. If that file would grow longer than `bytes_per_file`, a new file takes its
-        place.
+        This is the shortest of the files of its group that are being filled. If that file would grow longer than `bytes_per_file`, a new
+        file takes its place.
         """
-        full = None
+        full, group = None, self._groups[chunk.offset in self._reuse.apart]
         with self._lock:
-            file, most = min(self._filling, key=lambda f: f.used), self._spread.bytes_per_file
+            file, most = min(group.filling, key=lambda f: f.used), self._spread.bytes_per_file
             if most and file.used + length > most:
-                over, file = file, self._add(align(-(-self._left // len(self._filling))))
-                self._filling.remove(over)
+                over, file = file, self._add(group, align(-(-group.left // len(group.filling))))
+                group.filling.remove(over)
                 if over.number > 0:  # the first file stays open for the index
                     over.full, full = True, over
                     over.writing += 1
             file.end += length
             file.writing += 1
             self._placed[chunk.offset] = file.number
-            self._left -= align(chunk.length)
+            group.left -= align(chunk.length)
         if full is not None:
             self._done_with(full)
         return file
@@ -190,11 +216,11 @@ class PartWriter:
             self._finish_data_file(file)
 
     def _finish_data_file(self, file: _File) -> None:
-        self._finish(file, [0])  # a header says that there are data files, not how many
+        self._finish(file, msgspec.structs.replace(self._index, files=[0]))  # a header says that there are data files, not how many
 
-    def _finish(self, file: _File, lengths: list[int]) -> None:
-        """Make a complete file durable, with a header for a part whose data files have these lengths."""
-        header = encode_header(msgspec.structs.replace(self._index, files=lengths), self._nonce, file.number)
+    def _finish(self, file: _File, index: PartIndex) -> None:
+        """Make a complete file durable, with a header for a part with this index."""
+        header = encode_header(index, self._nonce, file.number)
         with _aligned(header) as head:
             file.sink.finish(head)
         file.finished = True
@@ -202,13 +228,14 @@ class PartWriter:
     def finish(self, index: PartIndex, chunks: list[Chunk], *, items: int) -> PartEntry:
         """Write header, index and trailer of the part file, and make the part durable. Return its entry for the manifest.
 
-        `chunks` holds the entries that `chunk` returned, in the order of the packed slot. They and the numbers of their files complete
-        `index`. The files are synced before their directory. `items` is the number of items in the plan.
+        `chunks` holds the entries that `chunk` returned, or those of the linked chunks, in the order of the packed slot. They and the
+        numbers of their files complete `index`. The files are synced before their directory. `items` is the number of items in the plan.
         """
         placed = [self._placed[chunk.raw_offset] for chunk in chunks]
         first, *others = self._files
-        lengths = [file.end for file in others]
-        index = msgspec.structs.replace(index, chunks=chunks, files=lengths, placed=placed if others else [])
+        lengths = [older.size for older in self._linked.values()] + [file.end for file in others]
+        linked = [msgspec.structs.replace(older.origin, number=number) for number, older in enumerate(self._linked.values(), 1)]
+        index = msgspec.structs.replace(index, chunks=chunks, files=lengths, placed=placed if lengths else [], linked=linked)
         document = index.encode()
         failpoint("persist.index")
         end = encode_end(first.end, document)
@@ -219,17 +246,38 @@ class PartWriter:
         for file in others:
             if not file.finished:
                 self._finish_data_file(file)
-        self._finish(first, lengths)
+        self._finish(first, index)
         failpoint("persist.synced")
+        self._finished = index
         return PartEntry(
-            rank=index.rank, file=self._name(0), bytes=sum(file.end for file in self._files), raw_bytes=sum(c.raw_length for c in chunks),
-            items=items, index_sha256=hashlib.sha256(document).hexdigest(), files=len(self._files),
+            rank=index.rank, file=self._name(0), bytes=first.end + sum(lengths), raw_bytes=sum(c.raw_length for c in chunks),
+            items=items, index_sha256=hashlib.sha256(document).hexdigest(), files=1 + len(lengths),
+            linked_bytes=sum(older.size for older in self._linked.values()),
+        )  # fmt: skip
+
+    def stored(self, digests: list[bytes], *, steady: bool) -> StoredPart:
+        """Return what a later part needs to link the files of this one. `finish` must have returned.
+
+        `digests` and `steady` are as in StoredPart.
+        """
+        index = self._finished
+        assert index.step is not None
+        links = {link.number: link for link in index.linked}
+        files = [
+            StoredFile(index.tag, self._name(number), size, links.get(number) or Linked(0, self._nonce, number, index.step))
+            for number, size in enumerate([self._files[0].end, *index.files])
+        ]
+        return StoredPart(
+            index.attempt, index.world_size, index.chunks, digests, index.placed or [0] * len(index.chunks), files, steady
         )  # fmt: skip
 
     def discard(self) -> None:
-        """Delete the files that were created. Errors are ignored."""
+        """Delete the files that were created, and the links. Errors are ignored."""
         for file in self._files:
             file.sink.discard()
+        for number in range(1, 1 + len(self._linked)):
+            assert self._linker is not None
+            self._linker.remove(self._name(number))
 
 
 def _aligned(data: bytes) -> mmap.mmap:

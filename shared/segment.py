@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -169,10 +170,19 @@ PIECE = 1 << 20
 """The bytes that are read and checked at a time. They stay in the cache of a core: a pass over whole chunks took 1.5 times as long."""
 
 
-def read_data(fd: int, header: SegmentHeader, offset: int, length: int, buffer: memoryview, crc: int = 0) -> int:
+def read_data(
+    fd: int,
+    header: SegmentHeader,
+    offset: int,
+    length: int,
+    buffer: memoryview,
+    crc: int = 0,
+    use: Callable[[memoryview], None] = lambda piece: None,
+) -> int:
     """Read `length` bytes of the data, from `offset` on, into `buffer`, and return their crc32c, or that of all bytes since `crc` was 0.
 
-    If `buffer` is shorter, it is used for one piece after another. Raises IntegrityError if the segment has been cut short, and OSError.
+    If `buffer` is shorter, it is used for one piece after another. `use` is called with each piece. Raises IntegrityError if the segment
+    has been cut short, and OSError.
     """
     start, most = header.data_offset + offset, max(1, min(PIECE, len(buffer)))
     for at in range(0, length, most):
@@ -181,6 +191,7 @@ def read_data(fd: int, header: SegmentHeader, offset: int, length: int, buffer: 
         if read_exactly(fd, piece, start + at) < len(piece):
             raise IntegrityError(f"the slot of step {header.step} has been cut short: that copy in memory is lost")
         crc = crc32c(piece, crc)
+        use(piece)
     return crc
 
 

@@ -20,7 +20,7 @@ class MemoryStorage:
     """The objects of one root, which end with this instance. `fail` may be set to a function that raises OSError for an operation.
 
     `fail(operation, name)` is called with the name of a method and of an object or prefix. This is done by `children`, `exists`, `open`,
-    `create`, `publish`, `delete`, `remove`, `claim`, `lease` and `exclude`, and by `append` and `finish` of a sink.
+    `create`, `link`, `publish`, `delete`, `remove`, `claim`, `lease` and `exclude`, and by `append` and `finish` of a sink.
     """
 
     def __init__(self, root: str = "memory:") -> None:
@@ -61,6 +61,15 @@ class MemoryStorage:
     def create(self, name: str, size: int) -> MemorySink:
         self.fail("create", name)
         return MemorySink(self, name)
+
+    def link(self, name: str, new: str, size: int) -> bool:
+        self.fail("link", new)
+        with self._lock:
+            found = self._objects.get(name)
+            if found is None or len(found) != size:
+                return False
+            self._put(new, found, replace=False)
+        return True
 
     def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None) -> None:
         self.fail("publish", name)

@@ -133,6 +133,22 @@ class PosixStorage:
             raise
         return sink
 
+    def link(self, name: str, new: str, size: int) -> bool:
+        """Make a hard link. An error other than a full disk counts as a file system that has none."""
+        (old_prefix, _, old), (prefix, _, file) = name.rpartition("/"), new.rpartition("/")
+        self.ensure(prefix)
+        try:
+            with self.directory(old_prefix) as old_directory, self.directory(prefix) as directory:
+                self.fs.link(old, old_directory, file, directory)
+                found = self.fs.stat(file, directory)
+                if stat.S_ISREG(found.st_mode) and found.st_size == size:
+                    return True
+                self.fs.unlink(file, directory)
+        except OSError as error:
+            if error.errno == errno.EEXIST or error.errno in NO_ROOM:
+                raise
+        return False
+
     def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None) -> None:
         """Publish a file in a directory that exists, through a temporary name. Raises FileNotFoundError if there is no such directory."""
         prefix, _, file = name.rpartition("/")

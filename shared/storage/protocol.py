@@ -95,6 +95,14 @@ class Storage(Protocol):
     def create(self, name: str, size: int) -> Sink:
         """Begin a new object. `size` is the expected size in bytes. Raises FileExistsError if the name is taken."""
 
+    def link(self, name: str, new: str, size: int) -> bool:
+        """Give an object of `size` bytes the second name `new`, or make a copy of this name. Each name can be deleted without the other.
+
+        The new name is durable once an object has been finished that was created later, under the same prefix.
+
+        Return False if there is no such object of that size, or if the storage cannot do it. Raises FileExistsError if `new` is taken.
+        """
+
     def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None) -> None:
         """Make a small object appear whole, or not at all.
 

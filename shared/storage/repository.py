@@ -7,13 +7,15 @@ The layout of jobs, tags, parts, manifests, pins and claims is known here, and n
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
+from ckptd.shared.reuse import Linker, StoredFile
 from ckptd.shared.storage.protocol import Sink, Source, Storage, read_whole
 
 _MOST_OF_A_HINT = 300
@@ -112,6 +114,10 @@ class Repository:
     def part_files(self, job: str, tag: str) -> Callable[[str, int], Sink]:
         """Return the function with which `PartWriter` creates the files of a part. It takes a name and the expected size in bytes."""
         return lambda file, size: self.storage.create(self._name(job, tag, file), size)
+
+    def linker(self, job: str, tag: str) -> Linker:
+        """Return the place in which `PartWriter` links files of older checkpoints of the job."""
+        return _Linker(self.storage, job, tag)
 
     # -- the hint
 
@@ -215,6 +221,20 @@ class Repository:
     def delete_tag(self, job: str, tag: str) -> bool:
         """Remove the directory of a tag. Return False if a file in it is not ckptd's."""
         return self.storage.remove(self._name(job, tag))
+
+
+@dataclass(frozen=True, slots=True)
+class _Linker:
+    storage: Storage
+    job: str
+    tag: str
+
+    def link(self, older: StoredFile, name: str) -> bool:
+        return self.storage.link(f"{self.job}/{older.tag}/{older.name}", f"{self.job}/{self.tag}/{name}", older.size)
+
+    def remove(self, name: str) -> None:
+        with suppress(OSError):
+            self.storage.delete(f"{self.job}/{self.tag}", [name])
 
 
 def check_manifest_place(manifest: Manifest, job: str, tag: str) -> None:

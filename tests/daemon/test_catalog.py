@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -84,6 +85,8 @@ def test_the_room_for_more_checkpoints_follows_from_the_newest() -> None:
     assert job.room_for(100) is None
     job.commit(checkpoint(5))
     assert (job.room_for(105), job.room_for(9), job.room_for(None)) == (10, 0, None)
+    job.commit(dataclasses.replace(checkpoint(6), new_bytes=2))
+    assert job.room_for(105) == 52
 
 
 def test_a_segment_is_in_one_step() -> None:
@@ -156,7 +159,9 @@ def test_the_reasons_of_the_last_64_steps_are_kept() -> None:
 
 def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
     parts = [
-        PartEntry(rank=rank, file=part_file(rank, bytes(16)), bytes=100 + rank, raw_bytes=5, items=1, index_sha256="0" * 64)
+        PartEntry(
+            rank=rank, file=part_file(rank, bytes(16)), bytes=100 + rank, raw_bytes=5, items=1, index_sha256="0" * 64, linked_bytes=60
+        )
         for rank in (0, 1)
     ]
     manifest = Manifest(
@@ -164,7 +169,7 @@ def test_a_checkpoint_has_the_fields_of_its_manifest() -> None:
         metadata={}, metrics={}, user_content=None, writer={},
     )  # fmt: skip
     made = StoredCheckpoint.of(manifest, user_tag=True)
-    assert made == StoredCheckpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True, 100.0)
+    assert made == StoredCheckpoint("gpt", "best.a0002", 2, 1000, 7, 201, (parts[0].file, parts[1].file), True, 100.0, new_bytes=81)
     assert made.order == (2, 1000, 7) == manifest.order
     assert checkpoint(None, seq=4).order == (1, -1, 4)
 

@@ -17,7 +17,9 @@ from ckptd.shared import codec
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import Buffer, FileSystem, PosixFileSystem
 from ckptd.shared.part import PartReader
+from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.plan import MIN_CHUNK
+from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.scatter import verify
 from ckptd.shared.segment import Extent, SegmentHeader
 from ckptd.shared.snapshot_request import SnapshotRequest
@@ -52,10 +54,10 @@ def part(
         if change:
             os.pwrite(slot.fd, b"?", slot.header.data_offset + 100_000)
 
-        async def checks() -> list[int]:
+        async def checks() -> list[ChunkCheck]:
             return found
 
-        entry = await pipeline.write_part(slot, checks, codec.encoder(codec_name), files_in(directory, fs), TAG, NONCE)
+        entry, _ = await pipeline.write_part(slot, PartWriter(files_in(directory, fs), NONCE, codec.encoder(codec_name)), TAG, checks)
         return entry.file
 
     file = asyncio.run(save())

@@ -22,6 +22,7 @@ from ckptd.daemon.recovery import scan_job
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, StorageError
 from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import SlotState, read_check, write_check, write_header
 from tests.shared.samples import seal, write_checkpoint
 from tests.support.saving import PLAN, World
@@ -35,7 +36,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def failed(world: World, words: str) -> None:
-    """Check that nothing is committed, that no file is left, and that the ranks got the reason."""
+    """ChunkCheck that nothing is committed, that no file is left, and that the ranks got the reason."""
     assert words in world.snapshot.reason
     assert world.told == [SnapshotState.FAILED]
     assert not world.committed()
@@ -112,8 +113,8 @@ def filled_again(world: World) -> None:
 def test_a_slot_that_is_filled_again_while_it_is_checked_is_not_saved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     before = world.pipeline.checksum
 
-    async def checksum(slot: Any) -> list[int]:
-        found = await before(slot)
+    async def checksum(slot: Any, **options: Any) -> list[ChunkCheck]:
+        found = await before(slot, **options)
         filled_again(world)
         return found
 
@@ -139,9 +140,9 @@ def test_a_slot_that_changes_after_its_check_is_not_saved(world: World) -> None:
 def test_the_parts_are_written_while_the_slots_are_checked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     writing, checksum, write_part = asyncio.Event(), world.pipeline.checksum, world.pipeline.write_part
 
-    async def slow_checksum(slot: SealedSlot) -> list[int]:
+    async def slow_checksum(slot: SealedSlot, **options: Any) -> list[ChunkCheck]:
         await writing.wait()
-        return await checksum(slot)
+        return await checksum(slot, **options)
 
     async def noted_write_part(*arguments: Any) -> Any:
         writing.set()
@@ -196,10 +197,10 @@ def test_a_snapshot_that_is_to_be_saved_after_all_is_saved_once_it_is_checked(wo
     checksum = world.pipeline.checksum
     world.snapshot.persist = False
 
-    async def meanwhile(slot: SealedSlot) -> list[int]:
+    async def meanwhile(slot: SealedSlot, **options: Any) -> list[ChunkCheck]:
         world.snapshot.persist = True
         world.saver.start(world.snapshot)
-        return await checksum(slot)
+        return await checksum(slot, **options)
 
     monkeypatch.setattr(world.pipeline, "checksum", meanwhile)
     world.run()
@@ -383,7 +384,9 @@ def test_existing_checksums_are_compared_and_kept(world: World) -> None:
     asyncio.run(world.saver.check(world.snapshot))
     world.snapshot.seals[0].checks = None
     asyncio.run(world.saver.check(world.snapshot))
-    assert world.snapshot.seals[0].checks == read_check(world.held[0].fd, world.held[0].header)
+    checks = world.snapshot.seals[0].checks
+    assert checks is not None
+    assert [check.crc for check in checks] == read_check(world.held[0].fd, world.held[0].header)
 
 
 def test_a_snapshot_released_meanwhile_is_not_reported(world: World) -> None:

@@ -16,6 +16,7 @@ from crc32c import crc32c
 
 from ckptd.shared import codec
 from ckptd.shared.binary import ALIGN, align
+from ckptd.shared.codec import encoder
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.part import TRAILER_SIZE, PartIndex, PartReader, encode_end, encode_header, end_bound
 from ckptd.shared.plan import MIN_CHUNK, ChunkRange, Plan, Region
@@ -201,7 +202,7 @@ def test_an_index_must_match_the_digest_in_the_manifest() -> None:
 def test_a_newer_part_is_not_called_damaged() -> None:
     for at in (8, 12):
         with pytest.raises(NewerFormat, match=r"^p: "):
-            check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
+            check(SMALL[:at] + b"\x04" + SMALL[at + 1 :])
     for at in (len(SMALL) - TRAILER_SIZE + 8, len(SMALL) - TRAILER_SIZE + 12):
         with pytest.raises(NewerFormat, match=r"^p: "):
             check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
@@ -324,6 +325,21 @@ def test_wrong_raw_bytes_of_a_sound_frame_are_seen() -> None:
         reader = PartReader(source(fd), "p")
         with pytest.raises(IntegrityError, match="holds other bytes than were saved"):
             reader.read_chunk(0, memoryview(bytearray(16)))
+
+
+@pytest.mark.parametrize(("field", "why"), [(6, "holds other bytes than were saved"), (7, "does not match its checksum")])
+@pytest.mark.parametrize("codec", ["raw", "zstd", "planes"])
+def test_a_sound_chunk_with_another_checksum_in_the_index_is_refused(codec: str, field: int, why: str) -> None:
+    """No decoder can notice this: both checksums of a chunk must be compared, whatever its codec."""
+    data, index = encode_part(packed_slot(PLAN, VALUES), PLAN, VALUES, codec=codec)
+    number = next(n for n, chunk in enumerate(index.chunks) if chunk.codec == encoder(codec).number)
+    plain: dict[str, Any] = msgspec.msgpack.decode(index.encode())
+    plain["chunks"][number][field] ^= 1
+    end = len(data) - len(encode_end(0, index.encode()))
+    with memory_file(data[:end] + encode_end(end, msgspec.msgpack.encode(plain))) as fd:
+        reader = PartReader(source(fd), "p")
+        with pytest.raises(IntegrityError, match=why):
+            reader.read_chunk(number, memoryview(bytearray(index.chunks[number].raw_length)))
 
 
 @pytest.mark.parametrize("where", ["values", "regions"])

@@ -150,8 +150,8 @@ def test_a_part_in_several_files_has_a_feature_bit_that_older_versions_refuse(pl
     for path in place.path.iterdir():
         assert path.read_bytes()[12:16] == b"\1\0\0\0"
     part = place.path / part_file(0, NONCE)
-    part.write_bytes(part.read_bytes()[:12] + b"\3" + part.read_bytes()[13:])
-    with pytest.raises(NewerFormat, match="features 0x3"):
+    part.write_bytes(part.read_bytes()[:12] + b"\5" + part.read_bytes()[13:])
+    with pytest.raises(NewerFormat, match="features 0x5"):
         place.read()
 
 

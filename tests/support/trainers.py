@@ -19,13 +19,14 @@ JOB = "job"
 
 
 def expected(step: int, size: int = 50_000) -> dict[str, Any]:
-    """Return the state after `step`: float and half tensors, a transposed view, plain values."""
+    """Return the state after `step`: float and half tensors, a transposed view, plain values, and a tensor that seldom changes."""
     generator = torch.Generator().manual_seed(step)
     weight = torch.randn(size, generator=generator)
     return {
         "weight": weight,
         "half": torch.randn(size // 10, generator=generator).bfloat16(),
         "matrix": torch.randn(64, 33, generator=generator).t(),
+        "frozen": torch.randn(3000, dtype=torch.complex128, generator=torch.Generator().manual_seed(1000 + step // 5)),
         "count": torch.tensor(step),
         "step": step,
         "history": list(range(step)),
@@ -38,6 +39,7 @@ def blank(size: int = 50_000) -> dict[str, Any]:
         "weight": torch.zeros(size),
         "half": torch.zeros(size // 10).bfloat16(),
         "matrix": torch.zeros(64, 33).t(),
+        "frozen": torch.zeros(3000, dtype=torch.complex128),
         "count": torch.tensor(-1),
         "step": -1,
         "history": [],

@@ -171,6 +171,30 @@ def test_delete_deletes_only_named_objects_and_remove_only_an_empty_prefix(stora
     assert storage.children("") == [Entry("tagged", True)]
 
 
+def test_a_second_name_of_an_object_outlives_the_first(storage: Storage) -> None:
+    create(storage, "gpt/one/part", b"data").finish(aligned(b"head"))
+    whole = read(storage, "gpt/one/part")
+    assert storage.link("gpt/one/part", "gpt/two/other", len(whole))
+    assert [entry.name for entry in storage.children("gpt/two")] == ["other"]
+    storage.delete("gpt/one", ["part"])
+    assert read(storage, "gpt/two/other") == whole
+    assert storage.link("gpt/two/other", "gpt/three/part", len(whole))
+    storage.delete("gpt/two", ["other"])
+    assert read(storage, "gpt/three/part") == whole
+
+
+def test_an_object_that_is_gone_or_has_another_length_gets_no_second_name(storage: Storage) -> None:
+    create(storage, "gpt/one/part", b"data").finish(aligned(b"head"))
+    size = len(read(storage, "gpt/one/part"))
+    assert not storage.link("gpt/one/part", "gpt/two/part", size + 1)
+    assert not storage.link("gpt/one/gone", "gpt/two/part", size)
+    assert not storage.link("gpt/gone/part", "gpt/two/part", size)
+    assert storage.children("gpt/two") == []
+    assert storage.link("gpt/one/part", "gpt/two/part", size)
+    with pytest.raises(FileExistsError):
+        storage.link("gpt/one/part", "gpt/two/part", size)
+
+
 # -- claims
 
 
