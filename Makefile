@@ -77,6 +77,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.throttled
 	$(RUN) -m benchmarks.codecs
 	$(RUN) -m benchmarks.frozen
+	$(RUN) -m benchmarks.steps
 	$(RUN) -m benchmarks.restores
 	$(RUN) -m benchmarks.many
 	$(RUN) -m benchmarks.daemon

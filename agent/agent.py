@@ -41,6 +41,7 @@ from ckptd.agent.recover.options import OnReshape, Options
 from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, rng_state, values_document
 from ckptd.agent.state.naming import modules_of
+from ckptd.agent.step_times import StepTimes
 from ckptd.agent.threads.call_lock import Nested
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.retention import Policy, checked
@@ -110,7 +111,7 @@ class Agent:
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
-        self._outcomes, self._advice = Outcomes(), Advice()
+        self._outcomes, self._advice, self._step_times = Outcomes(), Advice(), StepTimes()
         self.schedules = 0
         self._rng_room = 1 << 14  # bytes to reserve for the states of the random generators: the most seen so far
         self._kept_plan = KeptPlan(self._link.client, self._link.ranks)
@@ -201,7 +202,7 @@ class Agent:
         """
         link = self._link
         pending = Pending(as_step(step), self.attempt, persist=bool(persist), note=partial(self._outcomes.note, on_failure=on_failure))
-        pending.begun = time.perf_counter()
+        pending.begun, pending.cost_before = time.perf_counter(), self._step_times.cost
         try:
             with link.calls("snapshot", link.stall_budget):
                 handover = link.handovers.open(pending, tag)
@@ -222,6 +223,7 @@ class Agent:
         except TimeoutError:
             link.handovers.fail(pending, SnapshotFailed("another save of this process is waiting for a slot"))
         pending.stall = pending.held
+        self._step_times.begin(pending)
         if isinstance(pending.error, MISTAKES) and (
             on_error == "raise" or (on_error != "log" and self._outcomes.sealed_in != link.attempt)
         ):
@@ -391,6 +393,7 @@ class Agent:
         way.
         """
         again = self.closed
+        self._step_times.close()
         self._link.close(timeout)
         if not again and (complaint := self._outcomes.complaint()):
             raise SnapshotFailed(complaint)

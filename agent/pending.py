@@ -11,6 +11,7 @@ from ckptd.agent.threads.call_lock import Nested, call_around
 from ckptd.agent.threads.flag import Waiters
 from ckptd.shared.errors import CkptdError, SnapshotFailed
 from ckptd.shared.lifecycle import Event, SnapshotState, step
+from ckptd.shared.messages import TrainingCost
 
 log = logging.getLogger("ckptd.agent")
 
@@ -32,6 +33,9 @@ class Pending:
     step, attempt: the step and the attempt of the snapshot.
     persist: True if the snapshot is to be saved to storage, False if it is kept in memory only.
     stall: seconds for which the call of `snapshot` held the training; 0.0 until that call returns.
+    lost_seconds: seconds by which the training is behind because of this snapshot: its call, and the steps that took longer than usual
+        until it was durable. None until a step of an optimizer has ended, and if fewer than 3 undisturbed steps are known. The noise of
+        the step times may make it negative.
     error: the reason if the snapshot failed, was skipped, or was kept in memory only and can no longer become durable; otherwise None.
     segment: the name of its slot's segment, "" until a slot is granted.
     unsaved: with unsavable="skip", the reason for each key that was left out of the snapshot, otherwise None.
@@ -45,6 +49,8 @@ class Pending:
         self.attempt = attempt
         self.persist = persist
         self.stall = 0.0
+        self.lost_seconds: float | None = None
+        self.cost_before: TrainingCost | None = None
         self.begun: float | None = None
         self.error: CkptdError | None = None
         self.segment = ""

@@ -18,6 +18,7 @@ from ckptd.daemon.save_progress import SaveProgress
 from ckptd.shared import lifecycle, names
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.manifest import Manifest
+from ckptd.shared.messages import TrainingCost
 from ckptd.shared.retention import Policy, understood
 from ckptd.shared.reuse import ChunkCheck, StoredPart
 
@@ -34,6 +35,7 @@ class RankSeal:
 
     `generation`: that of the slot at the seal. `checks`: the checksum of each chunk of the slot, or None until they have been computed.
     `training_held`: seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
+    `cost`: what an earlier snapshot has cost the training of this rank, or None.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class RankSeal:
     persist: bool = True
     checks: list[ChunkCheck] | None = None
     training_held: float = 0.0
+    cost: TrainingCost | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -24,6 +24,7 @@ from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
 from ckptd.daemon.units import count_text
+from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
@@ -240,7 +241,9 @@ class Engine:
 
     # -- seals
 
-    async def seal(self, owner: Owner, segment: str, attempt: int, number: int, training_held: float = 0.0) -> bool:
+    async def seal(
+        self, owner: Owner, segment: str, attempt: int, number: int, training_held: float = 0.0, cost: m.TrainingCost | None = None
+    ) -> bool:
         """Record a seal. Return True if the snapshot is durable already. Idempotent.
 
         Raises NotFound, InvalidRequest, Fenced, IntegrityError, and the reason if the step cannot be saved.
@@ -259,7 +262,8 @@ class Engine:
             if header.state is not SlotState.SEALED or header.step != number:
                 raise InvalidRequest(f"segment {segment[:8]} does not hold a sealed snapshot of step {number}")
             snapshot = await self._seals.record(slot)
-        snapshot.seals[owner.rank].training_held = training_held
+        seal = snapshot.seals[owner.rank]
+        seal.training_held, seal.cost = training_held, cost
         if snapshot.state is SnapshotState.FAILED:
             self._steps.tell(snapshot)
         return job.is_durable(attempt, number)

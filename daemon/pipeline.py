@@ -119,6 +119,11 @@ class Pipeline:
         """The number of chunks checked or written so far. While a save is under way, its growth shows that the threads make progress."""
         return self._memory.chunks_done + self._writers.chunks_done
 
+    @property
+    def writers(self) -> int:
+        """The number of threads that encode and write."""
+        return self._writers.threads
+
     async def run(self, function: Callable[[], T]) -> T:
         """Run a call on the threads that read shared memory, and return its result. The call must not wait for the disk."""
         return await self._memory.run(function)
@@ -140,11 +145,12 @@ class Pipeline:
         wait_for_checks: Callable[[], Awaitable[list[ChunkCheck]]],
         written: Callable[[int], None] = lambda length: None,
         before: StoredPart | None = None,
+        at_once: int | None = None,
     ) -> tuple[PartEntry, StoredPart]:
         """Write one part durably. Return its entry for the manifest, and what a later part needs to link its files.
 
         Chunks that are those of the part `before` are not written again, if that part was steady. Then the first chunk is written only
-        when the checksums are known.
+        when the checksums are known. At most `at_once` threads work on the part, by default all.
 
         `wait_for_checks` returns what `checksum` computes, and waits for it if it still runs. `written` is called on the event loop with
         the raw bytes of each chunk that has been written.
@@ -171,7 +177,7 @@ class Pipeline:
         try:
             await self._writers.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request), reuse))
             written(sum(chunk.length for chunk in slot.ranges) - sum(chunk.length for chunk in writer.ranges))
-            by_offset = {chunk.raw_offset: chunk for chunk in await self._writers.each(writer.ranges, work, written)}
+            by_offset = {chunk.raw_offset: chunk for chunk in await self._writers.each(writer.ranges, work, written, at_once=at_once)}
             chunks = [by_offset.get(chunk.offset) or reuse.chunks[chunk.offset].chunk for chunk in slot.ranges]
             checks = await wait_for_checks()
             for number, (chunk, check) in enumerate(zip(chunks, checks, strict=True)):

@@ -53,6 +53,9 @@ def status_text(status: dict[str, Any]) -> str:
             lines.append(f"  LITTLE ROOM    {job['job']}: the root has room for {job['room_for']} more of its checkpoints")
         if job["announced"]:
             lines.append(f"  RETENTION      {job['job']}: {job['announced']}")
+        if cost := job.get("training_cost"):
+            steps = f" ({cost['seconds'] / cost['usual']:.2g} of its steps)" if cost["usual"] else ""
+            lines.append(f"  COST           {job['job']}: step {cost['step']} has cost the training {cost['seconds']:.3f} s{steps}")
         if error := job["last_error"]:
             lines.append(f"  LAST ERROR     {job['job']}: {_step(error['step'])}{span_text(error['age_seconds'])} ago: {error['reason']}")
         lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]

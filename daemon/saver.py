@@ -22,6 +22,7 @@ from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot, StoredCheckpoint
 from ckptd.daemon.config import Config
 from ckptd.daemon.deleter import Deleter
+from ckptd.daemon.governor import Governor
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.save_progress import SaveProgress
@@ -88,7 +89,12 @@ class Saver:
         self.counters = counters
         self.deleter = Deleter(config.retention, journal, repository, calls, self._locks, counters)
         self.persist_seconds = 0.0
+        self._governors: dict[str, Governor] = {}
         self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
+
+    def governor(self, job: str) -> Governor:
+        """Return the governor of the saves of a job."""
+        return self._governors.setdefault(job, Governor(self._pipeline.writers))
 
     @property
     def busy(self) -> bool:
@@ -181,6 +187,8 @@ class Saver:
         snapshot.move(Event.WRITE)
         used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
         snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
+        governor = self.governor(job.name)
+        governor.hear([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
         saved = await self._save_parts(snapshot, checking)
         documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
@@ -192,6 +200,7 @@ class Saver:
         entries = [entry for entry, _, _ in documents]
         raw, written, linked = (sum(sizes) for sizes in zip(*((e.raw_bytes, e.new_bytes, e.linked_bytes) for e in entries), strict=True))
         held = max(seal.training_held for seal in snapshot.seals.values())
+        governor.saved(snapshot.step, sealed_at, seconds, held)
         log.info(
             "saved %s/%s: %s as %s (%.0f %%)%s%s, durable after %.2f s, %s/s",
             snapshot.job, snapshot.tag, size_text(raw), size_text(written), 100 * written / max(raw, 1),
@@ -280,7 +289,9 @@ class Saver:
             try:
                 writer = PartWriter(self._repository.part_files(*place), nonce, self._encoder, self._config.spread, linker)
                 written = partial(progress.add, seal.rank)
-                entry, stored = await self._pipeline.write_part(sealed, writer, snapshot.tag, wait_for_checks, written, before)
+                governor = self.governor(snapshot.job)
+                at_once = governor.threads if governor.threads == governor.most else -(-governor.threads // len(snapshot.seals))
+                entry, stored = await self._pipeline.write_part(sealed, writer, snapshot.tag, wait_for_checks, written, before, at_once)
             except OSError as error:
                 make_room = alone and error.errno in NO_ROOM and self._config.make_room
                 if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job)):

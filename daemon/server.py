@@ -278,7 +278,7 @@ class Connection:
                     return m.Refused(re=request.id, reason=slot), ()
                 return m.Granted(re=request.id, segment=slot.name, step=request.step), ()
             case m.Seal():
-                durable = await engine.seal(owner, request.segment, request.attempt, request.step, request.held)
+                durable = await engine.seal(owner, request.segment, request.attempt, request.step, request.held, request.cost)
                 return m.Sealed(re=request.id, durable=durable), ()
             case m.Abandon():
                 if request.segment:

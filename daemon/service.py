@@ -8,6 +8,8 @@ import math
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from ckptd.daemon import recovery
 from ckptd.daemon.catalog import Job
 from ckptd.daemon.composition import Parts
@@ -127,6 +129,7 @@ class Service:
         }
 
     def _job(self, job: Job, disk_free: int | None) -> dict[str, object]:
+        governor = self._parts.saver.governor(job.name)
         sealed, durable, failure = job.newest_in_memory(), job.newest_checkpoint(), job.last_failure
         return {
             "job": job.name,
@@ -142,6 +145,8 @@ class Service:
             ],
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
+            "training_cost": msgspec.to_builtins(governor.cost),
+            "writers": governor.threads,
             "announced": job.announced[:MAX_TEXT],
             "damaged": {tag: why[:MAX_TEXT] for tag, why in list(job.damaged.items())[:MAX_DAMAGED]},
             "newer": {tag: why[:MAX_TEXT] for tag, why in list(job.newer.items())[-1:]},

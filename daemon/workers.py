@@ -55,9 +55,11 @@ class Workers:
         done: Callable[[int], None] = lambda length: None,
         *,
         whole: bool = True,
+        at_once: int | None = None,
     ) -> list[T]:
-        """Call `work` with the number and the buffers of each chunk, on all threads at once. Return the results in the order of the chunks.
+        """Call `work` with the number and the buffers of each chunk, on several threads. Return the results in the order of the chunks.
 
+        `at_once` is the most threads that do so, by default all.
         `done` is called with the length of each chunk that is finished, on the event loop. With `whole` off, the buffers need not have room
         for a whole chunk. After a failure no other chunk is begun, and the error is raised once all threads have stopped. Raises
         IntegrityError if a chunk has no result.
@@ -80,7 +82,7 @@ class Workers:
                         failed = True
                         raise
 
-        await all_of([worker() for _ in range(min(self.threads, len(ranges)))])
+        await all_of([worker() for _ in range(min(at_once or self.threads, self.threads, len(ranges)))])
         if len(results) != len(ranges):  # a missing chunk fails all: every planned chunk must be accounted for
             raise IntegrityError(f"{len(results)} of {len(ranges)} chunks have a result")
         return [results[number] for number in range(len(ranges))]

@@ -126,13 +126,28 @@ class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
     reason: str
 
 
+class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What an earlier snapshot has cost the training of a rank.
+
+    `seconds`: the time by which the training is behind, the call of `snapshot` included. `usual`: seconds that an undisturbed step takes.
+    """
+
+    step: Step
+    seconds: float
+    usual: Annotated[float, msgspec.Meta(ge=0)]
+
+
 class Seal(Request, frozen=True, kw_only=True, tag="seal"):
-    """A request that reports a sealed slot. `held`: seconds for which the snapshot held the training, or 0.0 if not known."""
+    """A request that reports a sealed slot. `held`: seconds for which the snapshot held the training, or 0.0 if not known.
+
+    `cost`: that of the last snapshot whose cost is known, or None.
+    """
 
     segment: Name
     attempt: AttemptNumber
     step: Step
     held: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    cost: TrainingCost | None = None
 
 
 class Sealed(Reply, frozen=True, kw_only=True, tag="sealed"):

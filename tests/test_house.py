@@ -147,6 +147,7 @@ ROOMS = (
     "torch_support",
     "threads",
     "pending",
+    "step_times",
     "advice",
     "outcomes",
     "state",

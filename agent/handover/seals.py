@@ -22,7 +22,9 @@ class Seals:
         """Report a seal to the daemon, without waiting for the save. If the connection is lost, `hand_over_again` reports it later."""
         held = round(pending.held, 6)
         self._client.post(
-            lambda n: m.Seal(id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step, held=held),
+            lambda n: m.Seal(
+                id=n, segment=pending.segment, attempt=pending.attempt, step=pending.step, held=held, cost=pending.cost_before
+            ),
             lambda reply: self._answered(pending, reply),
         )
 

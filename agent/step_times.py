@@ -1,0 +1,83 @@
+"""Measures how much training time each snapshot costs, by the times between the steps of an optimizer."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckptd.agent.pending import Pending
+from ckptd.shared.messages import TrainingCost
+
+_REMEMBERED, _FEWEST = 64, 3
+"""The quiet steps that are remembered, and the fewest that say how long a step usually takes."""
+_MOST = 2
+"""The most usual steps that one step can lose beside the call of `snapshot`. A longer one has done something else, such as validation."""
+
+
+class StepTimes:
+    """The step times of one training. A step is quiet if no snapshot was on its way while it ran.
+
+    Only the steps of the first optimizer that takes one are counted. `usual`: the median time of the last quiet steps in seconds, or None
+    if there were too few. `last`: the last snapshot whose cost is known, or None.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.last: Pending | None = None
+        self._clock = clock
+        self._counted: weakref.ref[Optimizer] = lambda: None  # type: ignore[assignment]
+        self._ended = self._held = 0.0
+        self._quiet: deque[float] = deque(maxlen=_REMEMBERED)
+        self._on_their_way: list[Pending] = []
+        self._lock = threading.Lock()
+        me = weakref.WeakMethod(self._stepped)
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: (found := me()) and found(optimizer))
+        self.close = weakref.finalize(self, hook.remove)
+
+    @property
+    def usual(self) -> float | None:
+        return median(self._quiet) if len(self._quiet) >= _FEWEST else None
+
+    @property
+    def cost(self) -> TrainingCost | None:
+        """The cost of the last snapshot whose cost is known."""
+        usual, last = self.usual, self.last
+        if last is None or last.lost_seconds is None or usual is None:
+            return None
+        return TrainingCost(step=last.step, seconds=last.lost_seconds, usual=usual)
+
+    def begin(self, pending: Pending) -> None:
+        """Count the steps from now on until the snapshot is durable, or has ended otherwise, as steps that it may have slowed down.
+
+        Called when `snapshot` returns, on the training thread.
+        """
+        with self._lock:
+            self._on_their_way.append(pending)
+            self._held += pending.stall
+
+    def _stepped(self, optimizer: Any) -> None:
+        counted, now = self._counted(), self._clock()
+        if counted is not None and counted is not optimizer:
+            return
+        took, self._ended = now - self._ended, now
+        with self._lock:
+            found, held, self._held = self._on_their_way, self._held, 0.0
+            self._on_their_way = [pending for pending in found if not _is_over(pending)]
+        if counted is None:  # what was done before its first step is not known
+            self._counted = weakref.ref(optimizer)
+        elif not found:
+            self._quiet.append(took)
+        elif (usual := self.usual) is not None:
+            self.last = found[-1]
+            self.last.lost_seconds = (self.last.lost_seconds or 0.0) + held + min(took - held - usual, _MOST * usual)
+
+
+def _is_over(pending: Pending) -> bool:
+    return pending.done or (not pending.persist and pending.state == "sealed")
