@@ -320,9 +320,8 @@ class Agent:
         captured = capture(state, rank=self.rank)
         documents = len(captured.state) + self._rng_room
         capacity = self._kept_plan.estimate(captured) + documents + optimizer_bytes_to_come(state, self.world_size)
-        self._link.handovers.slots.prepare(capacity)
-        if self._planner is None:
-            self._kept_plan.plan_ahead(captured)
+        layout = self._kept_plan.plan_ahead(captured) if self._planner is None else None
+        self._link.handovers.slots.prepare(capacity, layout)
 
     # -- recovering
 

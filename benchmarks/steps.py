@@ -41,7 +41,7 @@ class Training:
 
 
 def lost(training: Training, save: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    """Return the seconds that a save costs the training, those of a quiet step, and those of the call that saves: medians over the rounds."""
+    """Return the seconds that a save costs the training, and those of a quiet step and of the call that saves: medians over the rounds."""
     found, quiet, helds = [], list[float](), list[float]()
     for number in range(rounds + 1):
         settled()
@@ -83,7 +83,9 @@ def main() -> None:
             rows.append(Row(
                 name=f"lost step time, {codec}, {used} of {cores} cores train", value=seconds / step, unit="steps",
                 limit=0.05 if used < cores else None,
-                beside={"ms lost": 1000 * seconds, "ms held": 1000 * held, "ms a step": 1000 * step, "ms lost without a save": 1000 * noise},
+                beside={
+                    "ms lost": 1000 * seconds, "ms held": 1000 * held, "ms a step": 1000 * step, "ms lost without a save": 1000 * noise,
+                },
             ))  # fmt: skip
     keep(rows, "steps")
 

@@ -56,7 +56,7 @@ class Plans:
 
 _plans = Plans(most=32 << 20)  # bytes of documents; a decoded plan takes several times as many
 
-_NICE_WRITERS = 10
+_NICE_WRITERS = 5
 """The nice value of the threads that write. The training comes first, and so do the checksums: without them, damage would go unnoticed."""
 
 

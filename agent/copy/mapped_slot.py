@@ -132,6 +132,12 @@ class MappedSlot:
             if not self._forgotten and lock_pages(start, length):
                 self._locked_at = start
 
+    def cut(self, layout: Layout) -> None:
+        """Make the views that copies by this layout write to, so that the first of them need not. Other threads may run meanwhile."""
+        with self._locking:
+            if not self._forgotten:
+                self._views_of(layout)
+
     def fill(self, sources: list[torch.Tensor], layout: Layout, step: int, carry: Carry) -> Transfer | None:
         """Begin to fill the slot, and copy all sources into it. The sources may change when this returns.
 

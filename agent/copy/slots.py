@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from ckptd.agent.copy.mapped_slot import MappedSlot
 from ckptd.agent.copy.numa import home_node
 from ckptd.agent.link.client import Client
+from ckptd.agent.plan.layout import Layout
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared import messages as m
 from ckptd.shared.descriptor import Descriptor
@@ -51,15 +52,17 @@ class MappedSlots:
             raise InternalError(f"the daemon granted a segment that this rank has not mapped: {segment[:8]}")
         return self._slots[segment]
 
-    def prepare(self, capacity: int) -> None:
+    def prepare(self, capacity: int, layout: Layout | None = None) -> None:
         """Begin to make slots of `capacity` bytes in the background, unless the present slots are large enough.
+
+        With a layout, the slots are also made ready for copies by it.
 
         Waits first for slots that are being allocated already. Does nothing if they are not there within the daemon's stall budget, which
         counts from their request.
         """
         self._start()
         if (self._preparing is None or self._preparing.wait(self._client.welcome.stall_budget)) and self._room() < capacity:
-            self._begin(capacity)
+            self._begin(capacity, layout)
 
     def ensure(self, needed: int, deadline: float) -> bool:
         """Wait for slots of `needed` bytes. Return False if they take longer than `deadline`: they are then made in the background.
@@ -82,10 +85,10 @@ class MappedSlots:
     def _room(self) -> int:
         return min((slot.capacity for slot in self._slots.values()), default=-1)
 
-    def _begin(self, needed: int) -> Preparation:
+    def _begin(self, needed: int, layout: Layout | None = None) -> Preparation:
         """Begin to make slots with room to spare, since plain values may grow from step to step."""
         self._settle()
-        self._preparing = preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots)
+        self._preparing = preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots, layout)
         preparing.start()  # only once it is stored: after Ctrl-C, no thread may replace slots that later calls do not know of
         return preparing
 
@@ -130,15 +133,17 @@ class MappedSlots:
 class Preparation:
     """The replacement of all slots in `slots` by new ones of `capacity` bytes, on a thread of its own.
 
+    The new slots are faulted in and, with a `layout`, made ready for copies by it.
+
     Call `start`, then `wait` or `join`. `allocated` is set once the new slots may be used, or once the allocation has failed. After a
     failure `error` is the reason and `slots` is empty. Otherwise `error` is None.
     """
 
-    def __init__(self, client: Client, capacity: int, slots: dict[str, MappedSlot]) -> None:
+    def __init__(self, client: Client, capacity: int, slots: dict[str, MappedSlot], layout: Layout | None = None) -> None:
         self.allocated = Flag()
         self.error: CkptdError | None = None
         self._begun = time.monotonic()
-        self._client, self._capacity, self._slots = client, capacity, slots
+        self._client, self._capacity, self._slots, self._layout = client, capacity, slots, layout
         self._started, self._over = threading.Lock(), Flag()
         self._made: list[MappedSlot] = []
         self._descriptors: Sequence[Descriptor] = ()
@@ -195,6 +200,8 @@ class Preparation:
         self.allocated.set()
         for slot in made:
             slot.populate()
+            if self._layout is not None:
+                slot.cut(self._layout)
 
     def _allocate(self) -> list[MappedSlot]:
         reply, self._descriptors = self._client.call(

@@ -59,8 +59,8 @@ class KeptPlan:
         """True if a state of the same structure can use the kept layout."""
         return self._kept is not None and self._has == self._wanted
 
-    def plan_ahead(self, captured: Captured) -> None:
-        """Plan now, so that the next snapshot need not. Does nothing if there are other ranks, or a plan.
+    def plan_ahead(self, captured: Captured) -> Layout | None:
+        """Plan now, so that the next snapshot need not, and return the kept layout. If there are other ranks, or a plan, do not plan.
 
         Runs on the calling thread: the structure and the layout must be those of one instant. Raises UnsavableValue.
         """
@@ -70,6 +70,7 @@ class KeptPlan:
                 found, _ = Structure.of(captured.tensors)
                 layout = self._lay_out_alone(captured)
                 self._kept, self._has = (found, layout, Sources(found, captured.tensors, layout.plan)), wanted
+        return self._kept[1] if self._kept is not None and self.valid else None
 
     @staticmethod
     def _lay_out_alone(captured: Captured) -> Layout:

@@ -52,6 +52,19 @@ def carry(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Transfer:
     raise AssertionError("no source is on an accelerator")
 
 
+def test_views_that_were_cut_ahead_are_used_and_released(slot: MappedSlot) -> None:
+    found = layout({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.int16)})
+    slot.cut(found)
+    views = slot._views
+    slot.begin(3)
+    slot.copy([torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int16)], found, range(2), carry)
+    assert slot._views is views
+    assert [target.tolist() for target in views.targets] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [1, 1, 1]]
+    slot.forget()
+    slot.cut(found)
+    assert slot._views.targets == [], "the memory of a slot that is gone must not stay mapped"
+
+
 def read(shm: Tmpfs, name: str = "a.seg") -> tuple[SlotState, int | None, dict[str, torch.Tensor]]:
     """Read as the daemon does: return the state and the step of the header, and the tensors of the plan if the slot is sealed."""
     descriptor = shm.opened(name)
