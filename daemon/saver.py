@@ -126,7 +126,7 @@ class Saver:
             await asyncio.wait(list(self._tasks.values()))
 
     async def _run(self, snapshot: Snapshot, hold: ExitStack, sealed: float) -> None:
-        """ChunkCheck and save a snapshot whose last rank sealed it at the time `sealed` of the monotonic clock."""
+        """Check and save a snapshot whose last rank sealed it at the time `sealed` of the monotonic clock."""
         job = self._catalog.job(snapshot.job)
         try:
             with hold:
@@ -151,7 +151,7 @@ class Saver:
             await self._fail(snapshot, error)
 
     async def check(self, snapshot: Snapshot) -> None:
-        """ChunkCheck each slot of the snapshot once: compute its checksums, and write them into the segment.
+        """Check each slot of the snapshot once: compute its checksums, and write them into the segment.
 
         If an earlier daemon has written checksums there, compare with them instead. Raises IntegrityError if a slot has changed since it
         was sealed, NotFound if it has been released.

@@ -36,7 +36,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def failed(world: World, words: str) -> None:
-    """ChunkCheck that nothing is committed, that no file is left, and that the ranks got the reason."""
+    """Check that nothing is committed, that no file is left, and that the ranks got the reason."""
     assert words in world.snapshot.reason
     assert world.told == [SnapshotState.FAILED]
     assert not world.committed()
