@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -140,9 +140,10 @@ class PosixStorage:
         try:
             with self.directory(old_prefix) as old_directory, self.directory(prefix) as directory:
                 self.fs.link(old, old_directory, file, directory)
-                found = self.fs.stat(file, directory)
-                if stat.S_ISREG(found.st_mode) and found.st_size == size:
-                    return True
+                with suppress(OSError):
+                    found = self.fs.stat(file, directory)  # afterwards, because the old name may have become that of another file
+                    if stat.S_ISREG(found.st_mode) and found.st_size == size:
+                        return True
                 self.fs.unlink(file, directory)
         except OSError as error:
             if error.errno == errno.EEXIST or error.errno in NO_ROOM:

@@ -16,6 +16,7 @@ from crc32c import crc32c
 from ckptd.shared import codec
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NewerFormat
+from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import new_nonce, parse_part_file, part_file, tag_directory
 from ckptd.shared.part import Linked, PartIndex, PartReader, encode_end, encode_header
@@ -192,7 +193,7 @@ def test_files_that_are_mostly_unused_are_not_linked_for_ever(disk: Root) -> Non
     assert sum(disk.entries[step].new_bytes for step in range(2, 20)) < 19 * disk.entries[1].bytes * 0.7
 
 
-@pytest.mark.parametrize("why", ["gone", "another length", "a link", "no links"])
+@pytest.mark.parametrize("why", ["gone", "another length", "a link", "no links", "no status"])
 def test_chunks_are_stored_if_their_file_cannot_be_linked(disk: Root, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     disk.save(1, SLOT)
     path = path_of(disk, 1)
@@ -203,8 +204,10 @@ def test_chunks_are_stored_if_their_file_cannot_be_linked(disk: Root, why: str, 
     elif why == "a link":
         path.rename(path.with_name("elsewhere"))
         path.symlink_to("elsewhere")
-    else:
+    elif why == "no links":
         monkeypatch.setattr(os, "link", _refuse)
+    else:
+        monkeypatch.setattr(PosixFileSystem, "stat", _refuse)
     entry = disk.save(2, changed(SLOT, 5))
     assert (entry.files, entry.linked_bytes) == (1, 0)
     assert disk.repository.files("gpt", tag_of(2)) == [entry.file]
