@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptd.agent import Agent, Checkpoint
+from ckptd.agent import Agent, Checkpoint, per_rank
 from ckptd.shared.manifest import Manifest
 from tests.support.daemons import Home, running
+from tests.support.ranks import HERE, Ranks
 
 State = dict[str, torch.Tensor]
 
@@ -133,3 +134,24 @@ def test_links_can_be_turned_off(place: Home) -> None:
         save(agent, 1, 2, 3)
         agent.close()
     assert [written(place.root, step)[1] for step in (1, 2, 3)] == [0, 0, 0]
+
+
+def save_as_rank(socket: Path, *steps: int) -> None:
+    """Save on one rank of two, whose own adapter differs from that of the other. Runs on ranks."""
+    if "agent" not in HERE:
+        HERE["agent"] = Agent("job", socket=socket)
+    rank = HERE["agent"].rank
+    for step in steps:
+        state = {**state_of(step), "own": per_rank(torch.full((50_000,), float(rank), dtype=torch.float64))}
+        HERE["agent"].snapshot(state, step=step).wait("durable", timeout=60)
+
+
+def test_each_rank_links_its_own_files(place: Home) -> None:
+    with running(place, "--codec", "raw", "--keep-last", "1"), Ranks(2) as ranks:
+        ranks.call(save_as_rank, place.socket, 1, 2, 3)
+    (manifest,) = manifests(place.root).values()
+    assert [part.linked_bytes > 0 for part in manifest.parts] == [True, True]
+    with Checkpoint.open(place.root / "job") as checkpoint:
+        checkpoint.verify()
+        assert torch.equal(checkpoint.tensor("frozen"), state_of(3)["frozen"])
+        assert [float(checkpoint.tensor(f"own@{rank}")[7]) for rank in (0, 1)] == [0.0, 1.0]
