@@ -129,14 +129,23 @@ class Ckptd:
         return held, time.perf_counter() - sealed
 
 
-def measured(state: State, rounds: int, codecs: tuple[str, ...]) -> tuple[dict[str, list[Times]], dict[str, int], float]:
-    """Return the times of every way, the bytes that each one stores, and the seconds held by ckptd's first snapshot after `prepare`."""
+def most_memory(pid: int) -> float:
+    """Return the most memory that a process has had, in MB. The slots do not count: the daemon reads them, and does not map them."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024 / 1e6
+
+
+def measured(state: State, rounds: int, codecs: tuple[str, ...]) -> tuple[dict[str, list[Times]], dict[str, int], float, float]:
+    """Return the times of every way, the bytes that each one stores, the seconds held by ckptd's first snapshot after `prepare`, and the
+    most memory of a daemon in MB.
+    """
     nbytes = sum(tensor.nbytes for tensor in state.values())
     results, sizes = defaultdict[str, list[Times]](list), dict[str, int]()
     stack = ExitStack()
     opened = [stack.enter_context(home()) for _ in codecs]
-    for place, codec in zip(opened, codecs, strict=True):
-        stack.callback(Daemon(place, "--keep-last", "1", "--codec", codec).wait_ready().stop)
+    daemons = [Daemon(place, "--keep-last", "1", "--codec", codec).wait_ready() for place, codec in zip(opened, codecs, strict=True)]
+    for daemon in daemons:
+        stack.callback(daemon.stop)
     agents = [Agent("bench", socket=place.socket) for place in opened]
     for agent in agents:
         agent.prepare(state)
@@ -168,11 +177,12 @@ def measured(state: State, rounds: int, codecs: tuple[str, ...]) -> tuple[dict[s
     for agent, place, codec in zip(agents, opened, codecs, strict=True):
         agent.close()
         sizes[f"ckptd {codec}"] = sum(f.stat().st_size for f in (place.root / "bench").rglob("*.ckpt"))
+    most = max(most_memory(daemon.process.pid) for daemon in daemons)
     stack.close()
-    return results, sizes, first
+    return results, sizes, first, most
 
 
-def rows_of(results: dict[str, list[Times]], sizes: dict[str, int], first: float, nbytes: int) -> list[Row]:
+def rows_of(results: dict[str, list[Times]], sizes: dict[str, int], first: float, most: float, nbytes: int) -> list[Row]:
     held = {name: median([time for time, _ in times]) for name, times in results.items()}
     durable = {name: median([time for _, time in times]) for name, times in results.items()}
     best_stager = min(time for name, time in held.items() if "async_save" in name)
@@ -187,6 +197,7 @@ def rows_of(results: dict[str, list[Times]], sizes: dict[str, int], first: float
             name="dcp.save + ZStandard / seal to durable, planes",
             value=durable["dcp.save + ZStandard"] / durable["ckptd planes"], unit="x", limit=2.5, at_most=False,
         ),
+        Row(name="memory of the daemon beyond the slots, most", value=most, unit="MB", limit=200.0),
         Row(name="stored size, planes", value=sizes["ckptd planes"] / nbytes, unit="", beside={n: s / nbytes for n, s in sizes.items()}),
     ]  # fmt: skip
 

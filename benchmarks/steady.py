@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.rows import Row, keep
 from ckptd.agent import Agent
 from tests.support.daemons import home, running
 from tests.support.ranks import HERE, Ranks
@@ -144,6 +145,7 @@ def main() -> None:
     print(
         f"{'tensors':>8s} {'given as':>12s} {'ranks':>6s} {'held':>10s} {'state_dict()':>13s} {'copy':>10s} {'the rest':>10s} {'store':>6s}"
     )
+    rows = []
     for ranks in (1, options.ranks):
         with home() as place, running(place) as daemon, Ranks(ranks) as processes:
             elsewhere = daemon.process.pid if ranks == 1 else None
@@ -155,9 +157,15 @@ def main() -> None:
                         in_copy /= ranks  # replicated: each rank copies its share only
                     rest, operations = held - in_dicts - in_copy, sum(one[3] for one in found)
                     times = f"{held:7.2f} ms {in_dicts:10.2f} ms {in_copy:7.2f} ms {rest:7.2f} ms"
+                    if count == 1000:
+                        rows.append(Row(
+                            name=f"1,000 {kind}, {ranks} ranks: held beyond state_dict() and copy", value=rest, unit="ms", limit=1.5,
+                            beside={"held": held, "state_dict()": in_dicts, "copy": in_copy},
+                        ))  # fmt: skip
                     print(f"{count:8,d} {kind:>12s} {ranks:6d} {times} {operations:6d}", flush=True)
     with home() as place, running(place) as daemon:
         hold(place.socket, daemon.process.pid)
+    keep(rows, "steady")
 
 
 if __name__ == "__main__":
