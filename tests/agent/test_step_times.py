@@ -146,3 +146,13 @@ def test_an_agent_measures_real_steps(place: Home) -> None:
         assert status["jobs"][0]["writers"] >= 1
         assert f"COST           job: step 1 has cost the training {lost:.3f} s (" in report.status_text(status)
         agent.close()
+
+
+def test_compiled_steps_are_counted(training: Training) -> None:
+    step = torch.compile(training.optimizer.step, backend="eager")
+    training.steps(7.0)
+    for _ in range(20):
+        training.now += 1.0
+        step()
+    assert training.times.usual == 1.0
+    assert len(training.times._quiet) == 20
