@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -18,6 +18,8 @@ from ckptd.shared.messages import TrainingCost
 
 _REMEMBERED, _FEWEST = 64, 3
 """The quiet steps that are remembered, and the fewest that say how long a step usually takes."""
+_MOST_ON_THEIR_WAY = 8
+"""The most snapshots that are followed at the same time. Without an optimizer that steps, none of them would ever end."""
 _MOST = 2
 """The most usual steps that one step can lose beside the call of `snapshot`. A longer one has done something else, such as validation."""
 
@@ -25,8 +27,8 @@ _MOST = 2
 class StepTimes:
     """The step times of one training. A step is quiet if no snapshot was on its way while it ran.
 
-    Only the steps of the first optimizer that takes one are counted. `usual`: the median time of the last quiet steps in seconds, or None
-    if there were too few. `last`: the last snapshot whose cost is known, or None.
+    Only the steps of one optimizer are counted: the first that takes one, and another once that one no longer steps. `usual`: the median
+    time of the last quiet steps in seconds, or None if there were too few. `last`: the last snapshot whose cost is known, or None.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -35,8 +37,9 @@ class StepTimes:
         self._counted: weakref.ref[Optimizer] = lambda: None  # type: ignore[assignment]
         self._ended = self._held = 0.0
         self._quiet: deque[float] = deque(maxlen=_REMEMBERED)
-        self._on_their_way: list[Pending] = []
-        self._lock = threading.Lock()
+        self._others = 0  # steps of other optimizers since the counted one has stepped
+        # A lock would deadlock: a signal handler may call `snapshot` while `_stepped` runs on the same thread.
+        self._on_their_way: deque[Pending] = deque(maxlen=_MOST_ON_THEIR_WAY)
         me = weakref.WeakMethod(self._stepped)
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: (found := me()) and found(optimizer))
         self.close = weakref.finalize(self, hook.remove)
@@ -56,20 +59,26 @@ class StepTimes:
     def begin(self, pending: Pending) -> None:
         """Count the steps from now on until the snapshot is durable, or has ended otherwise, as steps that it may have slowed down.
 
-        Called when `snapshot` returns, on the training thread.
+        Called when `snapshot` returns. A snapshot that has failed or was skipped by then is not counted.
         """
-        with self._lock:
+        if pending.state not in ("failed", "skipped"):
             self._on_their_way.append(pending)
             self._held += pending.stall
 
     def _stepped(self, optimizer: Any) -> None:
         counted, now = self._counted(), self._clock()
         if counted is not None and counted is not optimizer:
-            return
-        took, self._ended = now - self._ended, now
-        with self._lock:
-            found, held, self._held = self._on_their_way, self._held, 0.0
-            self._on_their_way = [pending for pending in found if not _is_over(pending)]
+            self._others += 1
+            if self._others <= _REMEMBERED:
+                return
+            counted = None  # the counted one is no longer used
+            self._quiet.clear()
+        took, self._ended, self._others = now - self._ended, now, 0
+        found, held, self._held = list(self._on_their_way), self._held, 0.0
+        for pending in found:
+            if _is_over(pending):
+                with suppress(ValueError):
+                    self._on_their_way.remove(pending)
         if counted is None:  # what was done before its first step is not known
             self._counted = weakref.ref(optimizer)
         elif not found:

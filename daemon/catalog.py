@@ -320,7 +320,10 @@ class Job:
     def room_for(self, free: int | None) -> int | None:
         """Return how many more checkpoints fit into `free` bytes if each needs as much as the newest, or None if either is unknown."""
         newest = self.newest_checkpoint()
-        return None if free is None or newest is None else free // max(newest.new_bytes or newest.nbytes, 1)
+        if free is None or newest is None:
+            return None
+        links = any(part.attempt == newest.attempt for part in self.stored.values())  # otherwise the next one stores everything anew
+        return free // max(newest.new_bytes if links else newest.nbytes, 1)
 
     def live_checkpoints(self) -> list[StoredCheckpoint]:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]

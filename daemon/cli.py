@@ -137,7 +137,7 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     from ckptd.daemon import limits
     from ckptd.daemon.app import App
 
-    limits.check(limits.DescriptorPlan(config.slots, config.files_per_rank), limits.raise_limit())
+    limits.check(limits.DescriptorPlan(config.slots, config.open_files), limits.raise_limit())
     try:
         _event_loop_runner()(lambda: App(config, ready_fd).run())
     except e.CkptdError as error:

@@ -133,6 +133,11 @@ class Config:
         return Spread.checked(self.files_per_rank, self.bytes_per_file, self.chunk_size)
 
     @property
+    def open_files(self) -> int:
+        """The most files that the save of a rank keeps open: unchanged tensors may get as many files of their own as the others."""
+        return self.files_per_rank * (2 if self.link_unchanged else 1)
+
+    @property
     def retention(self) -> tuple[Policy, ...]:
         """The retention policies for jobs that have none of their own."""
         return (LatestN(self.keep_last) if self.keep_last else PreserveAll(), *self.keep)

@@ -91,13 +91,19 @@ class Deleter:
             except (OSError, StorageError) as error:
                 self._failed(job, error)
 
-    async def make_room(self, job: Job) -> bool:
+    async def make_room(self, job: Job, needed: int) -> bool:
         """Delete the oldest checkpoint that retention may delete, whether a policy keeps it or not. Return False if there is none.
 
-        Raises OSError, StorageError, JournalBroken.
+        Also return False, and delete nothing, if all of them together would not make room for `needed` bytes: what they share with the
+        newest checkpoint stays. Raises OSError, StorageError, JournalBroken.
         """
         pinned = await self._calls.run(lambda: self._repository.pins(job.name))
-        for old in [] if job.newer else to_retire(job.live_checkpoints(), [LatestN(1)], pinned, insisted=True):
+        free = await self._calls.run(self._repository.storage.free)
+        found = [] if job.newer else to_retire(job.live_checkpoints(), [LatestN(1)], pinned, insisted=True)
+        if free is not None and free + sum(old.new_bytes or old.nbytes for old in found) < needed:
+            log.warning("job %s: its older checkpoints are not deleted early, because that would not make enough room", job.name)
+            return False
+        for old in found:
             why = await self.retire(job, old)
             if not why:
                 log.warning("job %s: %s was deleted early, to make room on the full disk", job.name, old.tag)

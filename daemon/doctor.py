@@ -47,7 +47,7 @@ class Check:
 
 def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     """Run the checks for a daemon with these settings, and yield the results. Without `with_root` the checks of the root are left out."""
-    plan = limits.DescriptorPlan(config.slots, config.files_per_rank)
+    plan = limits.DescriptorPlan(config.slots, config.open_files)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield check_files(plan, soft, hard, config.max_connections)
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])

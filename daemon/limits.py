@@ -31,7 +31,7 @@ HOW_TO_RAISE = "raise it with LimitNOFILE= in the systemd unit, `ulimit -n`, or 
 class DescriptorPlan:
     """A plan for the descriptors of one daemon.
 
-    `slots` is the number of slots of a rank, and `files` the number of files that a part is spread over. `own` is the number of
+    `slots` is the number of slots of a rank, and `files` the most files of a part that are open at once. `own` is the number of
     descriptors that are open without any client.
     """
 

@@ -294,7 +294,7 @@ class Saver:
                 entry, stored = await self._pipeline.write_part(sealed, writer, snapshot.tag, wait_for_checks, written, before, at_once)
             except OSError as error:
                 make_room = alone and error.errno in NO_ROOM and self._config.make_room
-                if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job)):
+                if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job), writer.needed):
                     continue
                 if rewritten or error.errno != errno.EIO:
                     raise

@@ -118,6 +118,7 @@ class PartWriter:
         self._linker, self._reuse = linker, NOTHING
         self._linked: dict[int, StoredFile] = {}  # the files that could be linked, by their positions in `Reuse.files`
         self._files: list[_File] = []
+        self.ranges, self.needed = list[ChunkRange](), 0
         self._groups = _Group(), _Group()  # the chunks that have changed, and those that are stored apart
         self._placed: dict[int, int] = {}  # the number of the file that holds each chunk, by its offset in the packed slot
         self._lock = threading.Lock()
@@ -125,8 +126,8 @@ class PartWriter:
     def create(self, index: PartIndex, ranges: list[ChunkRange], documents: int, reuse: Reuse = NOTHING) -> None:
         """Link the files that `reuse` names, create the files to begin with, and allocate room in them, as if no chunk shrinks.
 
-        Afterwards `ranges` has the chunks that are to be written. `index` holds the values for the headers of the files. `documents` is the
-        length of the plan and request documents together, in bytes.
+        Afterwards `ranges` has the chunks that are to be written, and `needed` the room for them in bytes. `index` holds the values for the
+        headers of the files. `documents` is the length of the plan and request documents together, in bytes.
         """
         self._index, self._reuse = index, reuse
         for position, older in enumerate(reuse.files):
@@ -137,6 +138,7 @@ class PartWriter:
         self._placed = {offset: links[known.file] for offset, known in reuse.chunks.items() if known.file in links}
         self.ranges = [chunk for chunk in ranges if chunk.offset not in self._placed]
         counts = [0, 0]
+        self.needed = sum(align(chunk.length) for chunk in self.ranges)
         for chunk in self.ranges:
             apart = chunk.offset in reuse.apart
             self._groups[apart].left += align(chunk.length)

@@ -34,7 +34,8 @@ class ChunkCheck(NamedTuple):
 def new_hasher() -> xxhash.xxh3_128:
     """Return an object that computes a digest of 16 bytes, as those of hashlib do.
 
-    It is XXH3 with a random key of this process, so that nobody can prepare two chunks that agree in it.
+    It is XXH3 with a random key of this process. Two chunks agree in it by chance with a probability of 2**-128. It is no protection
+    against a trainer that makes two chunks agree on purpose; such a trainer harms its own checkpoints only.
     """
     return xxhash.xxh3_128(seed=_KEY)
 

@@ -135,7 +135,7 @@ class MappedSlot:
     def cut(self, layout: Layout) -> None:
         """Make the views that copies by this layout write to, so that the first of them need not. Other threads may run meanwhile."""
         with self._locking:
-            if not self._forgotten:
+            if not self._forgotten and self._views is _NO_VIEWS:
                 self._views_of(layout)
 
     def fill(self, sources: list[torch.Tensor], layout: Layout, step: int, carry: Carry) -> Transfer | None:
@@ -208,12 +208,13 @@ class MappedSlot:
         self.header = free
 
     def _views_of(self, layout: Layout) -> _Views:
-        if self._views.signature != layout.signature:
+        views = self._views  # another thread may replace them
+        if views.signature != layout.signature:
             targets = self._targets(layout.plan.items)
             elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
             # A single assignment, because Ctrl-C may come between any two instructions.
-            self._views = _Views(layout.signature, targets, not COPYABLE.issuperset(target.dtype for target in targets), elsewhere)
-        return self._views
+            views = self._views = _Views(layout.signature, targets, not COPYABLE.issuperset(target.dtype for target in targets), elsewhere)
+        return views
 
     def _targets(self, items: list[Item]) -> list[torch.Tensor]:
         """Return a view of the slot for each item. Neighbours of one dtype are cut out in one call, which costs a tenth."""

@@ -93,15 +93,58 @@ def test_a_snapshot_in_memory_only_costs_until_it_is_sealed(training: Training) 
     assert pending.lost_seconds == pytest.approx(0.0), "the first step took as long as usual, with the call"
 
 
-def test_a_failed_snapshot_has_cost_its_call(training: Training) -> None:
+def test_a_snapshot_that_has_failed_at_once_is_not_counted(training: Training) -> None:
+    """Its step may be no number that a message can hold."""
     training.steps(7.0, 1.0, 1.0, 1.0)
-    pending = Pending(1)
-    training.now += 0.5
-    pending.stall = 0.5
+    pending = Pending(-1)
     pending.fail(SnapshotFailed("x"))
     training.times.begin(pending)
     training.steps(1.0, 5.0)
-    assert pending.lost_seconds == pytest.approx(0.5)
+    assert (pending.lost_seconds, training.times.last, training.times.cost) == (None, None, None)
+
+
+def test_a_wrong_step_does_not_disturb_later_snapshots(place: Home) -> None:
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter])
+    with running(place):
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot({"w": parameter}, step=1).wait("durable", timeout=60)
+        for _ in range(6):
+            optimizer.step()
+        assert agent.snapshot({"w": parameter}, step=-7).state == "failed"
+        optimizer.step()
+        agent.snapshot({"w": parameter}, step=2).wait("durable", timeout=60)
+        agent.close()
+
+
+def test_a_signal_handler_may_snapshot_while_a_step_is_counted(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    training.steps(7.0, 1.0, 1.0, 1.0)
+    pending = training.snapshot()
+    second: list[Pending] = []
+
+    def over(found: Pending) -> bool:
+        if not second:
+            second.append(training.snapshot())
+        return found.done
+
+    monkeypatch.setattr("ckptd.agent.step_times._is_over", over)
+    training.steps(1.0, 1.0)
+    assert pending.lost_seconds == pytest.approx(0.0)
+    assert second[0].lost_seconds == pytest.approx(0.0)
+
+
+def test_snapshots_without_steps_are_not_kept(training: Training) -> None:
+    for _ in range(100):
+        training.snapshot().move(Event.COMMIT)
+    assert len(training.times._on_their_way) < 10
+
+
+def test_an_optimizer_that_no_longer_steps_is_replaced(training: Training) -> None:
+    training.steps(7.0, 1.0, 1.0, 1.0)
+    first, training.optimizer = training.optimizer, torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    training.steps(*[3.0] * 100)
+    assert training.times.usual == 3.0
+    assert first is not training.optimizer
 
 
 def test_only_one_optimizer_is_counted(training: Training) -> None:

@@ -13,6 +13,7 @@ from ckptd.daemon.catalog import Catalog, Job, RankSeal, SlotDecision, Snapshot,
 from ckptd.shared.lifecycle import Event, IllegalStep, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file
+from ckptd.shared.reuse import StoredPart
 
 
 def rank_seal(rank: int) -> RankSeal:
@@ -86,7 +87,11 @@ def test_the_room_for_more_checkpoints_follows_from_the_newest() -> None:
     job.commit(checkpoint(5))
     assert (job.room_for(105), job.room_for(9), job.room_for(None)) == (10, 0, None)
     job.commit(dataclasses.replace(checkpoint(6), new_bytes=2))
+    assert job.room_for(105) == 10, "the next one stores everything anew"
+    job.stored[0] = StoredPart(checkpoint(6).attempt, 1, [], [], [], [])
     assert job.room_for(105) == 52
+    job.stored[0] = StoredPart(checkpoint(6).attempt + 1, 1, [], [], [], [])
+    assert job.room_for(105) == 10
 
 
 def test_a_segment_is_in_one_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 from collections.abc import Iterator
@@ -54,6 +55,22 @@ def test_a_changed_policy_deletes_a_single_checkpoint_at_the_first_commit(world:
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     assert (world.storage.tags("gpt"), world.job.announced) == ([world.snapshot.tag], "")
+
+
+def test_room_is_not_made_if_it_would_not_be_enough(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The older checkpoints share all but 5 bytes of their files with the newest, which stays."""
+    manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3)]
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    for manifest in manifests:
+        world.job.checkpoints[manifest.tag] = dataclasses.replace(world.job.checkpoints[manifest.tag], new_bytes=5)
+    monkeypatch.setattr(world.storage.storage, "free", lambda: 100)
+    assert not asyncio.run(world.saver.deleter.make_room(world.job, 111))
+    assert "would not make enough room" in caplog.text
+    assert len(world.storage.tags("gpt")) == 3
+    assert asyncio.run(world.saver.deleter.make_room(world.job, 110))
+    assert len(world.storage.tags("gpt")) == 2
 
 
 def test_retention_deletes_nothing_where_a_newer_ckptd_has_saved(world: World) -> None:

@@ -81,8 +81,8 @@ def test_a_daemon_raises_its_own_limit(place: Home) -> None:
     assert resource.prlimit(daemon.process.pid, resource.RLIMIT_NOFILE) == (500, 500)
     told = daemon.status()["descriptors"]
     assert (told["limit"], told["clients"], told["accepting_paused"]) == (500, 1, None)
-    assert told["clients_fit"] == limits.DescriptorPlan(2).ranks(500)
-    assert "max_connections is 256, but only 45 of them fit into the limit of 500 open files" in place.log_text()
+    assert told["clients_fit"] == (fit := limits.DescriptorPlan(2, 2).ranks(500))
+    assert f"max_connections is 256, but only {fit} of them fit into the limit of 500 open files" in place.log_text()
     daemon.stop()
 
 
@@ -111,11 +111,11 @@ def test_descriptors_of_a_rank_are_as_planned(place: Home, slots: int) -> None:
 
 
 def test_clients_beyond_the_limit_get_an_error_before_descriptors_run_out(place: Home) -> None:
-    daemon = limited(place, 91, 91).wait_ready()  # room for five ranks
+    daemon = limited(place, 96, 96).wait_ready()  # room for five ranks
     held = [Channel(place.socket, 30) for _ in range(5)]
-    with pytest.raises(errors.Busy, match="has 5 clients and no room for another one within its limit of 91 open files.*LimitNOFILE="):
+    with pytest.raises(errors.Busy, match="has 5 clients and no room for another one within its limit of 96 open files.*LimitNOFILE="):
         Channel(place.socket, 30)
-    assert opened(daemon) < 91 - limits.SPARE
+    assert opened(daemon) < 96 - limits.SPARE
     for channel in held:
         channel.close()
     until(lambda: reaches(place), "answer")
@@ -133,7 +133,7 @@ def reaches(place: Home) -> bool:
 
 def test_ranks_that_fit_reconnect_after_a_restart_and_fit_in_a_new_run(place: Home, tmp_path: Path) -> None:
     """The segments of the previous run still exist when all ranks start again."""
-    limit = limits.DescriptorPlan(2).needed(3)
+    limit = limits.DescriptorPlan(2, 2).needed(3)
     for run in (1, 2):
         daemon = limited(place, limit, limit).wait_ready()
         agents = [Agent(f"job-{rank}", socket=place.socket, takeover=True) for rank in range(3)]  # this process holds the locks of run 1

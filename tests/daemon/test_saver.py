@@ -270,7 +270,7 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(world: World, m
         number = faults.pop(0)
         raise OSError(number, os.strerror(number))
 
-    async def make_room(job: Job) -> bool:
+    async def make_room(job: Job, needed: int) -> bool:
         made.append(job)
         return True
 
