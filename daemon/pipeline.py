@@ -57,7 +57,11 @@ class Plans:
 _plans = Plans(most=32 << 20)  # bytes of documents; a decoded plan takes several times as many
 
 _NICE_WRITERS = 5
-"""The nice value of the threads that write. The training comes first, and so do the checksums: without them, damage would go unnoticed."""
+"""The nice value of the threads that write. The training comes first, and so do the checksums: without them, damage would go unnoticed.
+
+With 10, a writer whose write has ended waits so long for a core that the disk is idle: on 2 cores, a raw save took 18 % longer. With 5, it
+takes 5 % longer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
