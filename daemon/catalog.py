@@ -31,7 +31,7 @@ _REMEMBERED = 64  # the last steps of a job that failed or were skipped, so that
 
 @dataclass(slots=True, eq=False)
 class RankSeal:
-    """One rank's share of a snapshot, and the slot that holds it.
+    """The share of one rank in a snapshot, and the slot that holds this share.
 
     `generation`: that of the slot at the seal. `checks`: the checksum of each chunk of the slot, or None until they have been computed.
     `training_held`: seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
@@ -322,7 +322,7 @@ class Job:
         newest = self.newest_checkpoint()
         if free is None or newest is None:
             return None
-        links = any(part.attempt == newest.attempt for part in self.stored.values())  # otherwise the next one stores everything anew
+        links = any(part.attempt == newest.attempt for part in self.stored.values())  # otherwise the next checkpoint stores every chunk
         return free // max(newest.new_bytes if links else newest.nbytes, 1)
 
     def live_checkpoints(self) -> list[StoredCheckpoint]:

@@ -27,7 +27,7 @@ class Governor:
         self._late = False
 
     def hear(self, costs: list[TrainingCost]) -> None:
-        """Take note of what the ranks report. The rank that has lost most counts. A report on an earlier save is only kept."""
+        """Change `threads` by the costs that the ranks report. The rank that has lost most counts. A report on an earlier save is only kept."""
         if not costs:
             return
         self.cost = max(costs, key=lambda cost: cost.seconds)
@@ -41,7 +41,7 @@ class Governor:
         self._step = None
 
     def saved(self, step: int, sealed_at: float, seconds: float, held: float) -> None:
-        """Take note of a save that has ended. If it took more than half of the time between two seals, the next one has more threads.
+        """Record a save that has ended. If it took more than half of the time between two seals, the next one has more threads.
 
         sealed_at: when its last rank sealed it, in seconds of a monotonic clock. held: seconds for which the snapshot held the training.
         """

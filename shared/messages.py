@@ -127,7 +127,7 @@ class Refused(Reply, frozen=True, kw_only=True, tag="refused"):
 
 
 class TrainingCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What an earlier snapshot has cost the training of a rank.
+    """The cost of an earlier snapshot for the training of a rank.
 
     `seconds`: the time by which the training is behind, the call of `snapshot` included. `usual`: seconds that an undisturbed step takes.
     """

@@ -94,7 +94,7 @@ def test_a_snapshot_in_memory_only_costs_until_it_is_sealed(training: Training) 
 
 
 def test_a_snapshot_that_has_failed_at_once_is_not_counted(training: Training) -> None:
-    """Its step may be no number that a message can hold."""
+    """Snapshots with an invalid step must not reach the daemon, because no message can hold such a step."""
     training.steps(7.0, 1.0, 1.0, 1.0)
     pending = Pending(-1)
     pending.fail(SnapshotFailed("x"))

@@ -1,4 +1,4 @@
-"""Tests snapshots of which a part does not change: it is written once, and every checkpoint brings it back."""
+"""Tests snapshots in which some tensors do not change: these are written once, and every checkpoint brings them back."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_the_room_for_more_checkpoints_follows_from_the_newest() -> None:
     job.commit(checkpoint(5))
     assert (job.room_for(105), job.room_for(9), job.room_for(None)) == (10, 0, None)
     job.commit(dataclasses.replace(checkpoint(6), new_bytes=2))
-    assert job.room_for(105) == 10, "the next one stores everything anew"
+    assert job.room_for(105) == 10, "the next checkpoint stores every chunk"
     job.stored[0] = StoredPart(checkpoint(6).attempt, 1, [], [], [], [])
     assert job.room_for(105) == 52
     job.stored[0] = StoredPart(checkpoint(6).attempt + 1, 1, [], [], [], [])
