@@ -27,7 +27,7 @@ class Governor:
         self._late = False
 
     def hear(self, costs: list[TrainingCost]) -> None:
-        """Change `threads` by the costs that the ranks report. The rank that has lost most counts. A report on an earlier save is only kept."""
+        """Change `threads` by the costs that the ranks report. The highest cost counts. The cost of an earlier save is only kept."""
         if not costs:
             return
         self.cost = max(costs, key=lambda cost: cost.seconds)

@@ -115,7 +115,7 @@ class PartWriter:
         linker: Linker | None = None,
     ) -> None:
         self._create_file, self._nonce, self._encoder, self._spread = create_file, nonce, encoder, spread
-        self._linker, self._reuse = linker, NOTHING
+        self._linker, self._apart = linker, NOTHING.apart
         self._linked: dict[int, StoredFile] = {}  # the files that could be linked, by their positions in `Reuse.files`
         self._files: list[_File] = []
         self.ranges, self.needed = list[ChunkRange](), 0
@@ -129,7 +129,7 @@ class PartWriter:
         Afterwards `ranges` has the chunks that are to be written, and `needed` the room for them in bytes. `index` holds the values for the
         headers of the files. `documents` is the length of the plan and request documents together, in bytes.
         """
-        self._index, self._reuse = index, reuse
+        self._index, self._apart = index, reuse.apart
         for position, older in enumerate(reuse.files):
             if self._linker is not None and self._linker.link(older, self._name(1 + len(self._linked))):
                 self._linked[position] = older
@@ -140,7 +140,7 @@ class PartWriter:
         counts = [0, 0]
         self.needed = sum(align(chunk.length) for chunk in self.ranges)
         for chunk in self.ranges:
-            apart = chunk.offset in reuse.apart
+            apart = chunk.offset in self._apart
             self._groups[apart].left += align(chunk.length)
             counts[apart] += 1
         for group, count in zip(self._groups, (max(1, counts[0]), counts[1]), strict=True):
@@ -193,7 +193,7 @@ class PartWriter:
         This is the shortest of the files of its group that are being filled. If that file would grow longer than `bytes_per_file`, a new
         file takes its place.
         """
-        full, group = None, self._groups[chunk.offset in self._reuse.apart]
+        full, group = None, self._groups[chunk.offset in self._apart]
         with self._lock:
             file, most = min(group.filling, key=lambda f: f.used), self._spread.bytes_per_file
             if most and file.used + length > most:
