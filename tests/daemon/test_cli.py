@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from ckptd.agent import Agent, Checkpoint, StorageWriter
 from ckptd.daemon import report
 from ckptd.shared import names
+from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage.locate import open_root
@@ -258,22 +259,43 @@ def test_verify_finds_a_flipped_byte(full: Daemon) -> None:
     sound = ckptd("verify", job)
     assert sound.returncode == 0
     assert sound.stdout.count(": sound, ") == 2
-    part = next((job / "step-00000001.a0001").glob("rank-*.ckpt"))
-    data = bytearray(part.read_bytes())
-    data[5000] ^= 1
-    part.write_bytes(data)
+    parts = {path: path.stat().st_nlink for path in job.glob("*/rank-*.ckpt")}
+    alone = next(path for path, links in parts.items() if links == 1)
+    assert alone.parent.name == "step-00000002.a0001"
+    flip(alone)
     damaged = ckptd("verify", job, "--json")
     assert damaged.returncode == 13
     assert [(result["tag"], result["ok"]) for result in json.loads(damaged.stdout)] == [
-        ("step-00000001.a0001", False),
-        ("step-00000002.a0001", True),
+        ("step-00000001.a0001", True),
+        ("step-00000002.a0001", False),
     ]
-    assert "does not match its checksum" in ckptd("verify", job / "step-00000001").stdout
-    manifest = job / "step-00000002.a0001" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
+    assert "does not match its checksum" in ckptd("verify", job / "step-00000002").stdout
+    manifest = job / "step-00000001.a0001" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 1', '"step": 3'))
     assert "manifest does not match its digest" in ckptd("verify", job).stdout
     assert "DAMAGED" in ckptd("ls", full.home.root).stdout
-    assert ckptd("show", job / "step-00000002").returncode == 13
+    assert ckptd("show", job / "step-00000001").returncode == 13
+
+
+def test_verify_finds_a_flipped_byte_in_each_checkpoint_that_links_the_file(daemon: Daemon) -> None:
+    agent = Agent("gpt", socket=daemon.home.socket)
+    frozen = torch.rand(100_000)
+    for step in (1, 2):
+        agent.snapshot({"frozen": frozen, "w": torch.full((10,), step)}, step=step).wait("durable", timeout=60)
+    agent.close()
+    job = daemon.home.root / "gpt"
+    parts = {path: path.stat().st_nlink for path in job.glob("*/rank-*.ckpt")}
+    flip(next(path for path, links in parts.items() if links == 2), 200_000)
+    damaged = ckptd("verify", job, "--json")
+    assert damaged.returncode == 13
+    assert [result["ok"] for result in json.loads(damaged.stdout)] == [False, False]
+
+
+def flip(part: Path, offset: int = ALIGN) -> None:
+    """Change a byte of a part. The default is the first byte of its first chunk."""
+    data = bytearray(part.read_bytes())
+    data[offset] ^= 1
+    part.write_bytes(data)
 
 
 @pytest.mark.parametrize(
