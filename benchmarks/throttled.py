@@ -65,7 +65,8 @@ def sealed_slot(megabytes: int) -> SealedSlot:
         data = tensor.numpy().tobytes()[: header.capacity - length]
         length += os.pwrite(fd, data, header.data_offset + length)
     plan = sample_plan()
-    return SealedSlot(fd, header, plan, plan.encode(), SnapshotRequest(), chunk_ranges([Region(0, length // 4 * 4, 4)], DEFAULT_CHUNK))
+    ranges = chunk_ranges([Region(0, length // 4 * 4, 4)], DEFAULT_CHUNK)
+    return SealedSlot(fd, header, plan, plan.encode(), SnapshotRequest(), ranges, None)
 
 
 async def written(pipeline: Pipeline, slot: SealedSlot, codec: Encoder, storage: float | Path) -> tuple[float, float]:

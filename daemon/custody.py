@@ -54,7 +54,7 @@ class Custody:
         for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
             if slot.header.state is SlotState.SEALED:
                 try:
-                    await self._seals.record(slot)
+                    await self._seals.record(slot, adopted=True)
                 except JournalBroken:
                     raise
                 except CkptdError as error:  # the seal is damaged: its step has failed, and its slot is free

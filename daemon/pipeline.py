@@ -20,8 +20,8 @@ from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
-from ckptd.shared.reuse import NOTHING, ChunkCheck, StoredPart, choose, is_steady, new_hasher
-from ckptd.shared.segment import PIECE, SegmentHeader, read_data, read_document
+from ckptd.shared.reuse import NOTHING, ChunkCheck, StoredPart, choose, is_steady, new_hasher, unchanged
+from ckptd.shared.segment import PIECE, SegmentHeader, read_check, read_data, read_document
 from ckptd.shared.snapshot_request import SnapshotRequest
 
 T = TypeVar("T")
@@ -68,7 +68,8 @@ takes 5 % longer.
 class SealedSlot:
     """A sealed slot whose documents were read and verified.
 
-    `fd` is a descriptor of its segment. `plan_document` is the plan as it was sealed. `ranges` are all chunks of the slot, in order.
+    `fd` is a descriptor of its segment. `plan_document` is the plan as it was sealed. `ranges` are all chunks of the slot, in order. `crcs`
+    are their checksums from the check area, or None if it has none.
     """
 
     fd: int
@@ -77,10 +78,14 @@ class SealedSlot:
     plan_document: bytes
     request: SnapshotRequest
     ranges: list[ChunkRange]
+    crcs: list[int] | None
 
     @classmethod
     def read(cls, fd: int, header: SegmentHeader) -> SealedSlot:
-        """Read and verify the documents of a sealed slot. Raises IntegrityError if a document is damaged or the plan is not sound."""
+        """Read and verify the documents of a sealed slot, and read its check area.
+
+        Raises IntegrityError if a document is damaged or the plan is not sound.
+        """
         document = read_document(fd, header, header.plan, "plan")
         if hashlib.sha256(document).digest() != header.signature:
             raise IntegrityError(f"plan document of {header.job} step {header.step} is not the one that was sealed")
@@ -89,16 +94,22 @@ class SealedSlot:
         values = (header.values.offset, header.values.length)
         if values[0] < plan.data_length or plan.data_length > header.capacity:
             raise IntegrityError(f"documents of {header.job} step {header.step} overlap its tensors")
-        return cls(fd, header, plan, document, request, chunk_ranges(with_values(plan.regions, values), header.chunk_size))
+        ranges = chunk_ranges(with_values(plan.regions, values), header.chunk_size)
+        crcs = read_check(fd, header)
+        return cls(fd, header, plan, document, request, ranges, crcs if crcs is not None and len(crcs) == len(ranges) else None)
 
-    def read_chunk(self, chunk: ChunkRange, buffer: memoryview) -> int:
-        """Read a chunk into `buffer`, and return its crc32c. See `read_data`."""
-        return read_data(self.fd, self.header, chunk.offset, chunk.length, buffer)
+    def compare(self, number: int, sealed: int, found: int) -> None:
+        """Raise IntegrityError if the crc32c that was `found` for the chunk of this number is not that of the seal."""
+        if sealed != found:
+            raise IntegrityError(f"chunk {number} of {self.header.job} step {self.header.step} has changed in memory since it was sealed")
 
     def check(self, chunk: ChunkRange, buffer: memoryview, *, with_digest: bool) -> ChunkCheck:
-        """Read a chunk through `buffer`, and return its checksum, with its digest on request."""
+        """Read a chunk through `buffer`, and return its checksum, with its digest on request.
+
+        A buffer that is as long as the chunk holds its bytes afterwards.
+        """
         if not with_digest:
-            return ChunkCheck(self.read_chunk(chunk, buffer))
+            return ChunkCheck(read_data(self.fd, self.header, chunk.offset, chunk.length, buffer))
         hasher = new_hasher()
         crc = read_data(self.fd, self.header, chunk.offset, chunk.length, buffer, use=hasher.update)
         return ChunkCheck(crc, hasher.digest())
@@ -150,6 +161,8 @@ class Pipeline:
         written: Callable[[int], None] = lambda length: None,
         before: StoredPart | None = None,
         at_once: int | None = None,
+        *,
+        with_digests: bool = False,
     ) -> tuple[PartEntry, StoredPart]:
         """Write one part durably. Return its entry for the manifest, and what a later part needs to link its files.
 
@@ -157,7 +170,7 @@ class Pipeline:
         when the checksums are known. At most `at_once` threads work on the part, by default all.
 
         `wait_for_checks` returns what `checksum` computes, and waits for it if it still runs. `written` is called on the event loop with
-        the raw bytes of each chunk that has been written.
+        the raw bytes of each chunk that has been written. With `with_digests`, a part after this one can link the files of this one.
 
         After a failure the files are removed. Raises IntegrityError if the written bytes of a chunk do not have its checksum, OSError if
         the part cannot be written, and what `wait_for_checks` raises.
@@ -170,30 +183,53 @@ class Pipeline:
             values=(header.values.offset, header.values.length), chunk_size=header.chunk_size, chunks=[],
         )  # fmt: skip
 
-        def work(number: int, buffers: Buffers) -> Chunk:
+        def work(number: int, buffers: Buffers) -> tuple[Chunk, bytes]:
             chunk = writer.ranges[number]
             with memoryview(buffers[0]) as raw, memoryview(buffers[1]) as stored:
-                return writer.chunk(chunk, raw, stored, slot.read_chunk(chunk, raw[: chunk.length]))
+                check = slot.check(chunk, raw[: chunk.length], with_digest=with_digests)
+                return writer.chunk(chunk, raw, stored, check.crc), check.digest
 
-        reuse = NOTHING
+        reuse, digests = NOTHING, dict[int, bytes]()
         if before is not None and before.steady:
-            reuse = choose(before, slot.ranges, await wait_for_checks())
+            checks = await self._with_digests(slot, before, await wait_for_checks())
+            reuse = choose(before, slot.ranges, checks)
+            digests = {chunk.offset: check.digest for chunk, check in zip(slot.ranges, checks, strict=True)}
         try:
             await self._writers.run(lambda: writer.create(index, slot.ranges, len(index.plan) + len(index.request), reuse))
             written(sum(chunk.length for chunk in slot.ranges) - sum(chunk.length for chunk in writer.ranges))
-            by_offset = {chunk.raw_offset: chunk for chunk in await self._writers.each(writer.ranges, work, written, at_once=at_once)}
+            found = await self._writers.each(writer.ranges, work, written, at_once=at_once)
+            by_offset = {chunk.raw_offset: chunk for chunk, _ in found}
+            digests |= {chunk.raw_offset: digest for chunk, digest in found}
             chunks = [by_offset.get(chunk.offset) or reuse.chunks[chunk.offset].chunk for chunk in slot.ranges]
             checks = await wait_for_checks()
             for number, (chunk, check) in enumerate(zip(chunks, checks, strict=True)):
-                if chunk.raw_crc != check.crc:
-                    raise IntegrityError(f"chunk {number} of {header.job} step {header.step} has changed in memory since it was sealed")
+                slot.compare(number, check.crc, chunk.raw_crc)
             entry = await self._writers.run(lambda: writer.finish(index, chunks, items=len(slot.plan.items)))
         except BaseException:
             await self._writers.run(writer.discard)
             raise
         self.bytes_read += entry.raw_bytes
         self.bytes_written += entry.new_bytes
-        return entry, writer.stored([check.digest for check in checks], steady=is_steady(before, slot.ranges, checks))
+        steady = is_steady(before, slot.ranges, checks)
+        return entry, writer.stored([digests[chunk.offset] for chunk in slot.ranges], steady=steady)
+
+    async def _with_digests(self, slot: SealedSlot, before: StoredPart, checks: list[ChunkCheck]) -> list[ChunkCheck]:
+        """Return the checksums with the digests of all chunks that have the crc32c of the chunk there in the part `before`.
+
+        A chunk whose digest in that part is not known gets none. Raises IntegrityError if the slot has changed since it was sealed.
+        """
+        same = unchanged(before, slot.ranges, checks)
+        numbers = [number for number, place in same.items() if before.digests[place] and not checks[number].digest]
+
+        def work(position: int, buffers: Buffers) -> ChunkCheck:
+            with memoryview(buffers[0]) as piece:
+                return slot.check(slot.ranges[numbers[position]], piece, with_digest=True)
+
+        found = await self._memory.each([slot.ranges[number] for number in numbers], work, whole=False)
+        made = dict(zip(numbers, found, strict=True))
+        for number, check in made.items():
+            slot.compare(number, checks[number].crc, check.crc)
+        return [made.get(number, check) for number, check in enumerate(checks)]
 
     def close(self) -> None:
         self._memory.close()

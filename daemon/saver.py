@@ -39,7 +39,7 @@ from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.plan import Plan
 from ckptd.shared.reuse import ChunkCheck, StoredPart
-from ckptd.shared.segment import read_check, write_check
+from ckptd.shared.segment import write_check
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
 
@@ -153,8 +153,8 @@ class Saver:
     async def check(self, snapshot: Snapshot) -> None:
         """Check each slot of the snapshot once: compute its checksums, and write them into the segment.
 
-        If an earlier daemon has written checksums there, compare with them instead. Raises IntegrityError if a slot has changed since it
-        was sealed, NotFound if it has been released.
+        If checksums are there already, compare with them instead. A slot that came from the trainer with checksums is not read here.
+        Raises IntegrityError if a slot has changed since it was sealed, NotFound if it has been released.
         """
         with snapshot.held():
             await all_of([self._check_seal(snapshot, seal) for seal in snapshot.seals.values() if seal.checks is None])
@@ -164,16 +164,15 @@ class Saver:
         header = slot.header
         with slot.pinned() as fd:
             sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
-            written = read_check(fd, header)
             before = self._catalog.job(snapshot.job).stored.get(seal.rank)
-            digests = self._config.link_unchanged and (before is None or before.steady)
+            digests = self._config.link_unchanged and before is not None and before.steady
             checks = await self._pipeline.checksum(sealed, with_digests=digests)
             if slot.refresh().generation != seal.generation:  # a trainer raises it before it changes the first byte
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being checked")
             crcs = [check.crc for check in checks]
-            if written is None:
+            if sealed.crcs is None:
                 write_check(fd, header, crcs)
-            elif written != crcs:
+            elif sealed.crcs != crcs:
                 raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the copy in memory has changed since it was sealed")
         seal.checks = checks
         failpoint("seal.checked")
@@ -291,7 +290,10 @@ class Saver:
                 written = partial(progress.add, seal.rank)
                 governor = self.governor(snapshot.job)
                 at_once = governor.threads if governor.threads == governor.most else -(-governor.threads // len(snapshot.seals))
-                entry, stored = await self._pipeline.write_part(sealed, writer, snapshot.tag, wait_for_checks, written, before, at_once)
+                digests = self._config.link_unchanged and (before is None or before.steady)
+                entry, stored = await self._pipeline.write_part(
+                    sealed, writer, snapshot.tag, wait_for_checks, written, before, at_once, with_digests=digests
+                )
             except OSError as error:
                 make_room = alone and error.errno in NO_ROOM and self._config.make_room
                 if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job), writer.needed):

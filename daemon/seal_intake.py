@@ -19,6 +19,7 @@ from ckptd.daemon.steps import Steps
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import SegmentHeader, SlotState
 
 log = logging.getLogger("ckptd.seals")
@@ -33,8 +34,11 @@ class SealIntake:
         """read: reads the documents of a sealed slot from its descriptor, on a worker thread."""
         self._catalog, self._steps, self._journal, self._read_documents = catalog, steps, journal, read
 
-    async def record(self, slot: Slot) -> Snapshot:
+    async def record(self, slot: Slot, *, adopted: bool = False) -> Snapshot:
         """Record the seal of a slot whose header has just been read and says sealed. Return the snapshot.
+
+        If the trainer has sealed the slot with checksums, they count. If the slot is `adopted` from an earlier daemon, its memory may have
+        changed long since, so `Saver.check` compares it with the checksums.
 
         If the seal cannot be accepted, the step fails on all ranks, the slot is freed, and the reason is raised.
         """
@@ -57,6 +61,8 @@ class SealIntake:
         snapshot.persist = snapshot.persist and persist
         self._journal_seal(header, tag, slot.name, persist=persist)
         seal = RankSeal(header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, persist)
+        if sealed.crcs is not None and not adopted:
+            seal.checks = list(map(ChunkCheck, sealed.crcs))
         self._steps.perform(job, d.seal_journaled(step, seal))
         snapshot.seals[header.rank] = seal
         self._steps.perform(job, d.sealed(job, step))

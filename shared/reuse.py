@@ -94,16 +94,16 @@ class Reuse:
 NOTHING = Reuse()
 
 
-def _unchanged(before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[ChunkCheck]) -> dict[int, int]:
-    """Return the offsets of the chunks that have the crc32c of the chunk there in the part `before`, each with its number in that part."""
-    numbers = {chunk.raw_offset: number for number, chunk in enumerate(before.chunks)}
+def unchanged(before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[ChunkCheck]) -> dict[int, int]:
+    """Return the numbers of the chunks that have the crc32c of the chunk there in the part `before`, each with its number in that part."""
+    places = {chunk.raw_offset: number for number, chunk in enumerate(before.chunks)}
     found = {}
-    for chunk, check in zip(ranges, checks, strict=True):
-        number = numbers.get(chunk.offset)
-        if number is not None:
-            old = before.chunks[number]
+    for number, (chunk, check) in enumerate(zip(ranges, checks, strict=True)):
+        place = places.get(chunk.offset)
+        if place is not None:
+            old = before.chunks[place]
             if (old.raw_length, old.element_size, old.raw_crc) == (chunk.length, chunk.element_size, check.crc):
-                found[chunk.offset] = number
+                found[number] = place
     return found
 
 
@@ -112,20 +112,23 @@ def choose(before: StoredPart, ranges: Sequence[ChunkRange], checks: Sequence[Ch
 
     A file is worth a link if the new part needs at least half of its bytes: the file takes its room for as long as it is linked.
     """
-    likely = _unchanged(before, ranges, checks)
-    digests = {chunk.offset: check.digest for chunk, check in zip(ranges, checks, strict=True)}
-    same = {offset: number for offset, number in likely.items() if digests[offset] and digests[offset] == before.digests[number]}
+    likely = unchanged(before, ranges, checks)
+    same = {
+        ranges[number].offset: place
+        for number, place in likely.items()
+        if checks[number].digest and checks[number].digest == before.digests[place]
+    }
     needed = Counter[int]()
-    for number in same.values():
-        needed[before.placed[number]] += align(before.chunks[number].stored_length)
+    for place in same.values():
+        needed[before.placed[place]] += align(before.chunks[place].stored_length)
     linked = [file for file, nbytes in needed.most_common(MOST_LINKED) if 2 * nbytes >= before.files[file].size]
     positions = {file: position for position, file in enumerate(linked)}
     chunks = {
-        offset: Known(before.chunks[number], positions[before.placed[number]])
-        for offset, number in same.items()
-        if before.placed[number] in positions
+        offset: Known(before.chunks[place], positions[before.placed[place]])
+        for offset, place in same.items()
+        if before.placed[place] in positions
     }
-    apart = frozenset(likely.keys() - chunks.keys())
+    apart = frozenset(ranges[number].offset for number in likely) - chunks.keys()
     return Reuse([before.files[file] for file in linked], chunks, apart if _counts(apart, ranges) else frozenset())
 
 
@@ -133,7 +136,7 @@ def is_steady(before: StoredPart | None, ranges: Sequence[ChunkRange], checks: S
     """Return True if so many chunks are those of the part `before` that the next save should look for them before it writes."""
     if before is None:
         return True
-    return _counts(_unchanged(before, ranges, checks), ranges)
+    return _counts({ranges[number].offset for number in unchanged(before, ranges, checks)}, ranges)
 
 
 def _counts(offsets: Container[int], ranges: Sequence[ChunkRange]) -> bool:

@@ -18,16 +18,17 @@ from operator import attrgetter
 
 import torch
 
+from ckptd.agent.copy.checked_copy import CheckedCopy, Targets
 from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.lanes import lock_pages, unlock_pages
 from ckptd.agent.copy.mapping import map_segment, populate
 from ckptd.agent.plan.layout import Layout
-from ckptd.agent.state.dtypes import COPYABLE, copyable, dtype_of
+from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import Item, align_region
-from ckptd.shared.segment import SegmentHeader, SlotState, read_header, write_document, write_header
+from ckptd.shared.segment import SegmentHeader, SlotState, read_header, write_check, write_document, write_header
 
 log = logging.getLogger("ckptd.agent")
 
@@ -68,17 +69,15 @@ def document_offsets(layout: Layout, values_length: int, request_length: int) ->
 class _Views:
     """The items of a layout as tensors over the memory of a slot.
 
-    signature: the layout's. targets: one tensor for each item. uncopyable: True if torch may be unable to copy the dtype of some item.
-    elsewhere: numbers of the items whose sources are on accelerators.
+    signature: the layout's. targets: one for each item. elsewhere: numbers of the items whose sources are on accelerators.
     """
 
     signature: bytes
-    targets: list[torch.Tensor]
-    uncopyable: bool
+    targets: Targets
     elsewhere: list[int]
 
 
-_NO_VIEWS = _Views(b"", [], False, [])
+_NO_VIEWS = _Views(b"", Targets.of([]), [])
 
 
 class MappedSlot:
@@ -101,6 +100,7 @@ class MappedSlot:
             raise IntegrityError(f"segment {name} has been cut short by another process") from None
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8, offset=self.header.data_offset, count=self.header.capacity)
         self._views = _NO_VIEWS
+        self._copying = CheckedCopy([], self.header.chunk_size)
         self._locking, self._locked_at, self._forgotten = threading.Lock(), 0, False
 
     def __repr__(self) -> str:
@@ -144,35 +144,37 @@ class MappedSlot:
         Sources on the CPU are copied at once. `carry` enqueues the copies of those on accelerators, ordered before later writes. Return the
         transfer of these copies, or None if there are none. The slot is complete once that transfer is finished.
         """
-        self.begin(step)
+        self.begin(layout, step)
         transfer = self.copy(sources, layout, range(len(layout.plan.items)), carry)
         failpoint("agent.copied")
         return transfer
 
-    def begin(self, step: int) -> None:
+    def begin(self, layout: Layout, step: int) -> None:
         """Write a header that says that the slot is being filled. Call this before the first byte changes."""
         write_header(self._fd, header := self.header.next(SlotState.FILLING, step=step))
         self.header = header
+        self._copying = CheckedCopy(layout.plan.regions, header.chunk_size)
         failpoint("agent.filling")
 
     def copy(self, sources: list[torch.Tensor], layout: Layout, numbers: range, carry: Carry) -> Transfer | None:
-        """Copy one source for each of these item numbers of the plan, as `fill` does for all items. Call `begin` first."""
+        """Copy one source for each of these item numbers of the plan, as `fill` does for all items. Call `begin` first.
+
+        The first call has the first items, and each later call the items that follow.
+        """
         views, transfer = self._views_of(layout), None
-        targets = views.targets[numbers.start : numbers.stop]
-        if views.uncopyable:
-            targets, sources = list(map(copyable, targets)), list(map(copyable, sources))
+        targets = views.targets.part(slice(numbers.start, numbers.stop))
         if views.elsewhere:
+            self._copying.skip_checks()
             elsewhere = [n - numbers.start for n in views.elsewhere if n in numbers]
             if elsewhere:
-                transfer = carry([targets[n] for n in elsewhere], [sources[n] for n in elsewhere])
+                transfer = carry([copyable(targets.tensors[n]) for n in elsewhere], [copyable(sources[n]) for n in elsewhere])
             here = [n for n, number in enumerate(numbers) if layout.plan.items[number].device == "cpu"]
-            targets, sources = [targets[n] for n in here], [sources[n] for n in here]
-        half = len(targets) // 2
+            targets, sources = Targets.of([targets.tensors[n] for n in here]), [sources[n] for n in here]
+        half = len(sources) // 2
         try:
-            with torch.no_grad():
-                _copy(targets[:half], sources[:half])
-                failpoint("agent.copying")
-                _copy(targets[half:], sources[half:])
+            self._copying.copy(targets.part(slice(half)), sources[:half])
+            failpoint("agent.copying")
+            self._copying.copy(targets.part(slice(half, None)), sources[half:])
         except BaseException:
             if transfer is not None:
                 transfer.wait()
@@ -192,6 +194,9 @@ class MappedSlot:
         }
         failpoint("agent.documents")
         sealed = header.next(SlotState.SEALED, signature=layout.signature, **written)
+        checks = self._copying.checks(documents.values)
+        if checks is not None:
+            write_check(self._fd, sealed, checks)
         write_header(self._fd, sealed)
         self.header = sealed
         failpoint("agent.sealed")
@@ -213,7 +218,7 @@ class MappedSlot:
             targets = self._targets(layout.plan.items)
             elsewhere = [number for number, item in enumerate(layout.plan.items) if item.device != "cpu"]
             # A single assignment, because Ctrl-C may come between any two instructions.
-            views = self._views = _Views(layout.signature, targets, not COPYABLE.issuperset(target.dtype for target in targets), elsewhere)
+            views = self._views = _Views(layout.signature, Targets.of(targets), elsewhere)
         return views
 
     def _targets(self, items: list[Item]) -> list[torch.Tensor]:
@@ -259,8 +264,3 @@ def batches(layout: Layout, most: int) -> Iterator[range]:
             yield range(first, number + 1)
             first, nbytes = number + 1, 0
     yield range(first, len(layout.plan.items))
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)

@@ -124,7 +124,7 @@ class Handover:
         singly: copy one item at a time, because `source` may return the same memory at every call.
         """
         slot, sealer = self.slot, self._all.sealer
-        slot.begin(self.pending.step)
+        slot.begin(layout, self.pending.step)
         for numbers in batches(layout, 1 if singly else _BATCH):
             transfer = slot.copy([source(number) for number in numbers], layout, numbers, lambda to, of: sealer.carry(to, of, []))
             if transfer is not None:

@@ -76,12 +76,12 @@ def test_the_progress_of_a_save_counts_every_byte_and_starts_again_with_the_part
     seen: list[tuple[float | int | None, ...]] = []
     before = world.pipeline.write_part
 
-    async def write_part(*arguments: Any) -> Any:
+    async def write_part(*arguments: Any, **options: Any) -> Any:
         progress = world.snapshot.progress
         assert progress is not None
         progress.add(0, 7)  # of a try that may fail
         seen.append(tuple(progress.report(progress.begun + 1).values()))
-        return await before(*arguments)
+        return await before(*arguments, **options)
 
     monkeypatch.setattr(world.pipeline, "write_part", write_part)
     world.run()
@@ -144,9 +144,9 @@ def test_the_parts_are_written_while_the_slots_are_checked(world: World, monkeyp
         await writing.wait()
         return await checksum(slot, **options)
 
-    async def noted_write_part(*arguments: Any) -> Any:
+    async def noted_write_part(*arguments: Any, **options: Any) -> Any:
         writing.set()
-        return await write_part(*arguments)
+        return await write_part(*arguments, **options)
 
     monkeypatch.setattr(world.pipeline, "checksum", slow_checksum)
     monkeypatch.setattr(world.pipeline, "write_part", noted_write_part)
@@ -158,9 +158,9 @@ def test_the_parts_of_all_ranks_are_written_at_the_same_time(tmp_path: Path, mon
     world, meeting = World(tmp_path, world_size=2), asyncio.Barrier(2)
     write_part = world.pipeline.write_part
 
-    async def met(*arguments: Any) -> Any:
+    async def met(*arguments: Any, **options: Any) -> Any:
         await meeting.wait()
-        return await write_part(*arguments)
+        return await write_part(*arguments, **options)
 
     monkeypatch.setattr(world.pipeline, "write_part", met)
     world.run()
@@ -173,7 +173,7 @@ def test_a_part_that_finds_no_room_beside_the_others_is_written_again_alone(tmp_
     world, writing, calls = World(tmp_path, world_size=3), 0, 0
     write_part, meeting = world.pipeline.write_part, asyncio.Barrier(3)
 
-    async def crowded(*arguments: Any) -> Any:
+    async def crowded(*arguments: Any, **options: Any) -> Any:
         nonlocal writing, calls
         calls, writing = calls + 1, writing + 1
         try:
@@ -181,7 +181,7 @@ def test_a_part_that_finds_no_room_beside_the_others_is_written_again_alone(tmp_
                 await meeting.wait()
             if writing > 1:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return await write_part(*arguments)
+            return await write_part(*arguments, **options)
         finally:
             writing -= 1
 
@@ -266,7 +266,7 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(world: World, m
     faults = [errno.ENOSPC, errno.ENOSPC, errno.EIO, errno.EIO, errno.EIO]
     made: list[Job] = []
 
-    async def write_part(*_: Any) -> None:
+    async def write_part(*_: Any, **__: Any) -> None:
         number = faults.pop(0)
         raise OSError(number, os.strerror(number))
 
@@ -290,7 +290,7 @@ def test_a_failed_save_is_reported_although_its_files_cannot_be_swept(world: Wor
 
 
 def test_a_bug_is_reported_as_an_internal_error(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def write_part(*_: Any) -> None:
+    async def write_part(*_: Any, **__: Any) -> None:
         raise RuntimeError("odd")
 
     monkeypatch.setattr(world.pipeline, "write_part", write_part)

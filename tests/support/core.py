@@ -343,7 +343,9 @@ class Core:
         if segment.damaged or segment.written.generation != header.generation:
             raise IntegrityError(f"{segment.name} is damaged")
         return SimpleNamespace(
-            request=SimpleNamespace(tag=segment.tag, persist=segment.persist), plan=SimpleNamespace(global_plan=segment.plan)
+            request=SimpleNamespace(tag=segment.tag, persist=segment.persist),
+            plan=SimpleNamespace(global_plan=segment.plan),
+            crcs=None,
         )
 
     # -- moving it

@@ -11,17 +11,19 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from crc32c import crc32c
 
 from ckptd.agent.copy import mapped_slot as mapped_slot_module
+from ckptd.agent.copy.checked_copy import CheckedCopy
 from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.mapped_slot import Documents, MappedSlot, batches, document_offsets
 from ckptd.agent.plan.layout import Layout, layout_of, plan_locally
 from ckptd.shared.errors import IntegrityError, QuotaExceeded
-from ckptd.shared.plan import Plan, align_region, signature
-from ckptd.shared.segment import SlotState, read_document, read_header, write_header
+from ckptd.shared.plan import Plan, align_region, chunk_ranges, signature, with_values
+from ckptd.shared.segment import SlotState, read_check, read_document, read_header, write_header
 from tests.support.tmpfs import Tmpfs, tmpfs
 
-CAPACITY = 300_000
+CAPACITY = 600_000
 
 
 @pytest.fixture
@@ -56,13 +58,13 @@ def test_views_that_were_cut_ahead_are_used_and_released(slot: MappedSlot) -> No
     found = layout({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.int16)})
     slot.cut(found)
     views = slot._views
-    slot.begin(3)
+    slot.begin(found, 3)
     slot.copy([torch.arange(6.0).view(2, 3), torch.ones(3, dtype=torch.int16)], found, range(2), carry)
     assert slot._views is views
-    assert [target.tolist() for target in views.targets] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [1, 1, 1]]
+    assert [target.tolist() for target in views.targets.tensors] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [1, 1, 1]]
     slot.forget()
     slot.cut(found)
-    assert slot._views.targets == [], "the memory of a slot that is gone must not stay mapped"
+    assert slot._views.targets.tensors == [], "the memory of a slot that is gone must not stay mapped"
 
 
 def read(shm: Tmpfs, name: str = "a.seg") -> tuple[SlotState, int | None, dict[str, torch.Tensor]]:
@@ -107,12 +109,35 @@ def test_a_filled_and_sealed_slot_holds_every_tensor_and_document(shm: Tmpfs, sl
     assert repr(slot) == "<MappedSlot a.seg SEALED step 5>"
 
 
+def test_the_seal_has_the_checksum_of_every_chunk(shm: Tmpfs, slot: MappedSlot) -> None:
+    state = STATE | {"more": torch.arange(60_000.0)}
+    found, documents = layout(state), Documents(bytes(100_000), b"request")
+    slot.fill(sources(state, found), found, 5, carry)
+    fd = shm.opened("a.seg")
+    assert read_check(fd.fileno(), slot.header) is None
+    slot.seal(found, documents)
+    header = slot.header
+    ranges = chunk_ranges(with_values(found.plan.regions, (header.values.offset, header.values.length)), header.chunk_size)
+    data = [os.pread(fd.fileno(), chunk.length, header.data_offset + chunk.offset) for chunk in ranges]
+    fd.close()
+    assert len(ranges) > len(found.plan.regions) + 1, "several chunks lie in one region"
+    assert read_check(shm.opened("a.seg").fileno(), header) == list(map(crc32c, data))
+
+
+def test_a_slot_that_an_accelerator_fills_is_sealed_without_checksums(shm: Tmpfs, slot: MappedSlot) -> None:
+    state = {"here": torch.ones(4), "there": torch.ones(4)}
+    found = layout(state, elsewhere=("there",))
+    slot.fill(sources(state, found), found, 1, lambda targets, sources: Transfer())
+    slot.seal(found, Documents(b"", b""))
+    assert read_check(shm.opened("a.seg").fileno(), slot.header) is None
+
+
 def test_the_header_says_that_a_slot_is_filled_before_its_first_byte_changes(
     shm: Tmpfs, slot: MappedSlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The older snapshot of the slot must not be taken for whole if the trainer dies during the copy."""
     seen: list[SlotState] = []
-    monkeypatch.setattr(mapped_slot_module, "_copy", lambda targets, sources: seen.append(read(shm)[0]))
+    monkeypatch.setattr(CheckedCopy, "copy", lambda self, targets, sources: seen.append(read(shm)[0]))
     found = layout(STATE)
     slot.fill(sources(STATE, found), found, 1, carry)
     assert seen == [SlotState.FILLING, SlotState.FILLING]
@@ -131,7 +156,7 @@ def test_views_are_made_once_for_each_layout(slot: MappedSlot) -> None:
     one, other = layout({"w": torch.ones(4)}), layout({"w": torch.ones(5)})
     views = [slot._views_of(found) for found in (one, one, other)]
     assert views[0] is views[1]
-    assert [view.targets[0].shape for view in views] == [(4,), (4,), (5,)]
+    assert [view.targets.shapes[0] for view in views] == [(4,), (4,), (5,)]
 
 
 def test_documents_that_do_not_fit_are_refused_and_the_slot_is_not_sealed(shm: Tmpfs, slot: MappedSlot) -> None:
@@ -177,7 +202,7 @@ def test_sources_on_an_accelerator_are_carried_and_the_others_copied(shm: Tmpfs,
 def test_a_batch_without_sources_on_an_accelerator_carries_nothing(slot: MappedSlot) -> None:
     state = {"here": torch.ones(4), "there": torch.ones(4)}
     found = layout(state, elsewhere=("there",))
-    slot.begin(1)
+    slot.begin(found, 1)
     (number,) = [number for number, item in enumerate(found.plan.items) if item.fqn == "here"]
     assert slot.copy([state["here"]], found, range(number, number + 1), carry) is None
 
@@ -197,7 +222,7 @@ def test_a_copy_that_fails_waits_for_what_is_under_way(slot: MappedSlot, monkeyp
     def fail(*_: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr(mapped_slot_module, "_copy", fail)
+    monkeypatch.setattr(CheckedCopy, "copy", fail)
     with pytest.raises(RuntimeError, match="^no$"):
         slot.fill(sources(state, found), found, 1, lambda targets, sources: Carried())
     assert Carried.waited == 1
@@ -210,7 +235,7 @@ def test_a_copy_that_fails_waits_for_what_is_under_way(slot: MappedSlot, monkeyp
 
 
 def test_a_cleared_slot_is_free(shm: Tmpfs, slot: MappedSlot) -> None:
-    slot.begin(3)
+    slot.begin(layout({}), 3)
     slot.clear()
     assert (read(shm)[:2], slot.header.state) == ((SlotState.FREE, None), SlotState.FREE)
 
@@ -252,7 +277,7 @@ def test_the_lock_is_held_until_the_slot_is_forgotten(shm: Tmpfs) -> None:
     fcntl.flock(daemons, fcntl.LOCK_EX | fcntl.LOCK_NB)
     slot.close_descriptors()
     with pytest.raises(ValueError, match="closed"):
-        slot.begin(1)
+        slot.begin(layout({}), 1)
 
 
 class Pages:

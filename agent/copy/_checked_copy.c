@@ -1,0 +1,268 @@
+/* Copies bytes and computes their checksums in one pass: the inner loop of agent/copy/checked_copy.py.
+ *
+ * copy(targets, sources, lengths, ends, threads, crc): copy lengths[i] bytes from the address sources[i] to the address targets[i], for each i.
+ * Return the crc32c (RFC 3720, section 12.1) of each part of these bytes, in their order. Part k ends where ends[k] bytes are copied. `crc` is
+ * the crc32c of bytes before the first part that belong to it. A source may be its own target: then only the checksum is computed.
+ *
+ * The caller guarantees that the memory is there until the call returns. The GIL is released. Each part is the work of one thread.
+ *
+ * The bytes are written past the cache, because nobody reads them soon. An ordinary store of a line that is not in the cache first reads the
+ * line from memory, which costs a third of the bandwidth. The processor computes a crc32c in steps of 8 bytes. A step takes three cycles,
+ * but one can begin in each cycle, so three lanes are computed side by side.
+ */
+#define Py_LIMITED_API 0x030b0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#if !defined(__x86_64__) || !defined(__GNUC__)
+#error "the copy is written for x86-64; elsewhere torch copies, and the daemon computes the checksums"
+#endif
+
+#include <immintrin.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { LANE = 4096, LINE = 64, MOST_THREADS = 64 };
+
+typedef struct {
+    char *target;
+    const char *source;
+    size_t length;
+} Piece;
+
+typedef struct {
+    size_t piece, skipped; /* the part begins so many bytes behind the start of this piece */
+    size_t length;
+    uint32_t crc;
+} Part;
+
+typedef struct {
+    const Piece *pieces;
+    Part *parts;
+    size_t count, next;
+} Work;
+
+/* The register of a crc32c after LANE bytes of zeros is a linear function of the register before: here for each byte of that register. */
+static uint32_t behind_zeros[4][256];
+
+__attribute__((target("sse4.2"))) static void fill_table(void)
+{
+    uint32_t of_bit[32];
+    for (int bit = 0; bit < 32; bit++) {
+        uint64_t reg = (uint64_t)1 << bit;
+        for (int i = 0; i < LANE; i += 8)
+            reg = _mm_crc32_u64(reg, 0);
+        of_bit[bit] = (uint32_t)reg;
+    }
+    for (int byte = 0; byte < 4; byte++)
+        for (int value = 0; value < 256; value++)
+            for (int bit = 0; bit < 8; bit++)
+                if (value >> bit & 1)
+                    behind_zeros[byte][value] ^= of_bit[8 * byte + bit];
+}
+
+static uint64_t shifted(uint64_t reg)
+{
+    return behind_zeros[0][reg & 255] ^ behind_zeros[1][reg >> 8 & 255] ^ behind_zeros[2][reg >> 16 & 255] ^
+           behind_zeros[3][reg >> 24 & 255];
+}
+
+static uint64_t word_at(const char *place)
+{
+    uint64_t word;
+    memcpy(&word, place, sizeof word);
+    return word;
+}
+
+/* Copies one cache line past the cache. The target is aligned. */
+static void stream_line(char *target, const char *source)
+{
+    for (int i = 0; i < LINE; i += 16)
+        _mm_stream_si128((__m128i *)(target + i), _mm_loadu_si128((const __m128i *)(source + i)));
+}
+
+/* Copies through the cache, and returns the register of the crc32c behind these bytes. */
+__attribute__((target("sse4.2"))) static uint64_t copy_short(char *target, const char *source, size_t length, uint64_t reg)
+{
+    size_t i = 0;
+    for (; i + 8 <= length; i += 8)
+        reg = _mm_crc32_u64(reg, word_at(source + i));
+    for (; i < length; i++)
+        reg = _mm_crc32_u8((uint32_t)reg, (uint8_t)source[i]);
+    if (length && target != source)
+        memcpy(target, source, length);
+    return reg;
+}
+
+__attribute__((target("sse4.2"))) static uint64_t copy_piece(char *target, const char *source, size_t length, uint64_t reg)
+{
+    size_t at = 0;
+    if (length >= 3 * LANE) {
+        at = -(uintptr_t)target % LINE;
+        reg = copy_short(target, source, at, reg);
+    }
+    for (; at + 3 * LANE <= length; at += 3 * LANE) {
+        const char *from = source + at;
+        char *to = target + at;
+        uint64_t first = reg, second = 0, third = 0;
+        for (size_t i = 0; i < LANE; i += LINE) {
+            for (size_t j = i; j < i + LINE; j += 8) {
+                first = _mm_crc32_u64(first, word_at(from + j));
+                second = _mm_crc32_u64(second, word_at(from + LANE + j));
+                third = _mm_crc32_u64(third, word_at(from + 2 * LANE + j));
+            }
+            stream_line(to + i, from + i);
+            stream_line(to + LANE + i, from + LANE + i);
+            stream_line(to + 2 * LANE + i, from + 2 * LANE + i);
+        }
+        reg = shifted(shifted(first) ^ second) ^ third;
+    }
+    return copy_short(target + at, source + at, length - at, reg);
+}
+
+static void copy_part(const Piece *piece, Part *part)
+{
+    size_t skipped = part->skipped, left = part->length;
+    uint64_t reg = (uint32_t)~part->crc;
+    piece += part->piece;
+    while (left) {
+        size_t length = piece->length - skipped < left ? piece->length - skipped : left;
+        reg = copy_piece(piece->target + skipped, piece->source + skipped, length, reg);
+        left -= length;
+        skipped = 0;
+        piece++;
+    }
+    part->crc = (uint32_t)~reg;
+}
+
+static void *copy_parts(void *argument)
+{
+    Work *work = argument;
+    size_t number;
+    while ((number = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count)
+        copy_part(work->pieces, &work->parts[number]);
+    _mm_sfence();
+    return NULL;
+}
+
+/* Runs the work on so many threads, the calling thread among them. Signals stay with the threads of the caller. */
+static void share_out(Work *work, long threads)
+{
+    pthread_t started[MOST_THREADS];
+    sigset_t all, before;
+    long count = 0;
+    if (threads > MOST_THREADS)
+        threads = MOST_THREADS;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (count + 1 < threads && (size_t)(count + 1) < work->count && pthread_create(&started[count], NULL, copy_parts, work) == 0)
+        count++;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    copy_parts(work);
+    while (count > 0)
+        pthread_join(started[--count], NULL);
+}
+
+static int numbers_of(PyObject *list, size_t *found, Py_ssize_t count)
+{
+    for (Py_ssize_t i = 0; i < count; i++) {
+        found[i] = PyLong_AsSize_t(PyList_GetItem(list, i));
+        if (found[i] == (size_t)-1 && PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+/* Divides the pieces into parts. Returns -1 if the ends do not ascend to the total length. */
+static int divide(const Piece *pieces, Py_ssize_t count, const size_t *ends, Part *parts, Py_ssize_t parts_count)
+{
+    size_t piece = 0, begin = 0, end = 0; /* the piece has the bytes [begin, end) of all */
+    size_t at = 0;
+    if (count)
+        end = pieces[0].length;
+    for (Py_ssize_t i = 0; i < parts_count; i++) {
+        if (ends[i] < at)
+            return -1;
+        while (at >= end && piece + 1 < (size_t)count) {
+            begin = end;
+            end += pieces[++piece].length;
+        }
+        parts[i] = (Part){piece, at - begin, ends[i] - at, 0};
+        at = ends[i];
+    }
+    while (piece + 1 < (size_t)count)
+        end += pieces[++piece].length;
+    return at == end ? 0 : -1;
+}
+
+static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *targets, *sources, *lengths, *ends, *result = NULL;
+    unsigned long threads, crc;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!kk", &PyList_Type, &targets, &PyList_Type, &sources, &PyList_Type, &lengths, &PyList_Type, &ends,
+                          &threads, &crc))
+        return NULL;
+    Py_ssize_t count = PyList_Size(lengths), parts_count = PyList_Size(ends);
+    if (PyList_Size(targets) != count || PyList_Size(sources) != count) {
+        PyErr_SetString(PyExc_ValueError, "expected as many targets and sources as lengths");
+        return NULL;
+    }
+    size_t *numbers = PyMem_Calloc((size_t)(3 * count + parts_count + 1), sizeof *numbers);
+    Piece *pieces = PyMem_Calloc((size_t)count + 1, sizeof *pieces);
+    Part *parts = PyMem_Calloc((size_t)parts_count + 1, sizeof *parts);
+    if (!numbers || !pieces || !parts) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    size_t *of_ends = numbers + 3 * count;
+    if (numbers_of(targets, numbers, count) < 0 || numbers_of(sources, numbers + count, count) < 0 ||
+        numbers_of(lengths, numbers + 2 * count, count) < 0 || numbers_of(ends, of_ends, parts_count) < 0)
+        goto done;
+    for (Py_ssize_t i = 0; i < count; i++)
+        pieces[i] = (Piece){(char *)numbers[i], (const char *)numbers[count + i], numbers[2 * count + i]};
+    if (divide(pieces, count, of_ends, parts, parts_count) < 0) {
+        PyErr_SetString(PyExc_ValueError, "expected ends that ascend to the sum of the lengths");
+        goto done;
+    }
+    parts[0].crc = (uint32_t)crc;
+    Work work = {pieces, parts, (size_t)parts_count, 0};
+    Py_BEGIN_ALLOW_THREADS
+    share_out(&work, (long)threads);
+    Py_END_ALLOW_THREADS
+    result = PyList_New(parts_count);
+    for (Py_ssize_t i = 0; result && i < parts_count; i++) {
+        PyObject *value = PyLong_FromUnsignedLong(parts[i].crc);
+        if (!value || PyList_SetItem(result, i, value) < 0)
+            Py_CLEAR(result);
+    }
+done:
+    PyMem_Free(numbers);
+    PyMem_Free(pieces);
+    PyMem_Free(parts);
+    return result;
+}
+
+static PyMethodDef methods[] = {
+    {"copy", copy, METH_VARARGS, "copy(targets, sources, lengths, ends, threads, crc)\n\nCopy bytes, and return the crc32c of each part."},
+    {NULL, NULL, 0, NULL},
+};
+
+static int check_processor(PyObject *Py_UNUSED(module))
+{
+    if (!__builtin_cpu_supports("sse4.2")) {
+        PyErr_SetString(PyExc_ImportError, "this processor has no instruction for a crc32c");
+        return -1;
+    }
+    fill_table();
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, check_processor}, {0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_checked_copy", NULL, 0, methods, slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__checked_copy(void)
+{
+    return PyModuleDef_Init(&definition);
+}
