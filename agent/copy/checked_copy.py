@@ -1,4 +1,4 @@
-"""Copies tensors on the CPU into a slot, and computes the checksums of the slot's chunks in the same pass.
+"""Copies tensors on the CPU into a slot, and bytes out of a slot, and computes their checksums in the same pass.
 
 The copy is made in C (`_checked_copy.c`), on as many threads as torch uses. It takes less time than torch's, which computes no checksums.
 Where `_checked_copy.c` could not be compiled, torch copies, and the daemon computes the checksums after the seal.
@@ -6,6 +6,7 @@ Where `_checked_copy.c` could not be compiled, torch copies, and the daemon comp
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from operator import attrgetter
 import torch
 from crc32c import crc32c
 
+from ckptd.agent.copy.mapping import present
 from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.state.dtypes import COPYABLE, copyable
 from ckptd.shared.plan import Region
@@ -120,6 +122,21 @@ class CheckedCopy:
         if not self._checked or len(self._crcs) < len(self._ends):
             return None
         return self._crcs + [crc32c(values[at : at + self._chunk_size]) for at in range(0, len(values), self._chunk_size)]
+
+
+def copy_out(address: int, pieces: Sequence[memoryview]) -> int:
+    """Copy the bytes of a mapped segment, from `address` on, into one buffer after another. Return the crc32c of all of them.
+
+    Runs on the calling thread only. Raises OSError, and copies nothing, if the memory cannot be read. `copy_bytes` must not be None.
+    """
+    assert copy_bytes is not None
+    pieces = [piece for piece in pieces if len(piece)]
+    lengths = [len(piece) for piece in pieces]
+    targets = [ctypes.addressof(ctypes.c_char.from_buffer(piece)) for piece in pieces]
+    length = sum(lengths)
+    with present(address, length):
+        (crc,) = copy_bytes(targets, list(accumulate(lengths, initial=address))[:-1], lengths, [length], 1, 0)
+    return crc
 
 
 def _copy_by_torch(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

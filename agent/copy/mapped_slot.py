@@ -21,7 +21,7 @@ import torch
 from ckptd.agent.copy.checked_copy import CheckedCopy, Targets
 from ckptd.agent.copy.fences import Transfer
 from ckptd.agent.copy.lanes import lock_pages, unlock_pages
-from ckptd.agent.copy.mapping import map_segment, populate
+from ckptd.agent.copy.mapping import MADV_POPULATE_WRITE, advise, map_segment
 from ckptd.agent.plan.layout import Layout
 from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.shared.descriptor import Descriptor
@@ -34,7 +34,6 @@ log = logging.getLogger("ckptd.agent")
 
 Carry = Callable[[list[torch.Tensor], list[torch.Tensor]], Transfer]
 """A function that enqueues copies from accelerators. Takes the targets and the sources, and returns the transfer."""
-MADV_POPULATE_WRITE = 23  # from linux/mman.h, since Linux 5.14
 _PIECE = 64 << 20
 
 
@@ -125,7 +124,7 @@ class MappedSlot:
             return
         start, length = held.data_ptr() - self.header.data_offset, self.header.file_length
         for offset in range(0, length, _PIECE):
-            if error := populate(start + offset, min(_PIECE, length - offset), MADV_POPULATE_WRITE):
+            if error := advise(start + offset, min(_PIECE, length - offset), MADV_POPULATE_WRITE):
                 log.debug("pages of a slot could not be faulted in before the first copy: %s", os.strerror(error))
                 break
         with self._locking:

@@ -10,6 +10,8 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ckptd.shared.errors import IntegrityError
@@ -20,20 +22,22 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # from linux/mman.h, since Linux 5.14
 _forking = threading.RLock()
 """Held while a segment is mapped and while this process forks. A fork between `mmap` and MADV_DONTFORK would give the child the mapping."""
 
 
-def map_segment(fd: int, length: int) -> Any:
-    """Map `length` bytes of a segment, shared and writable, and return a ctypes array over them.
+def map_segment(fd: int, length: int, *, writable: bool = True) -> Any:
+    """Map `length` bytes of a segment, shared, and return a ctypes array over them.
 
     The memory is unmapped when the last reference to the array is gone. A tensor made by `torch.frombuffer` holds a reference. A forked
     child does not inherit the mapping. Raises IntegrityError if the segment is shorter than `length`, OSError if it cannot be mapped.
     """
     if os.fstat(fd).st_size < length:
         raise IntegrityError("the segment has been cut short by another process")
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     with _forking:
-        address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
             raise _os_error()
         if _libc.madvise(address, length, mmap.MADV_DONTFORK):
@@ -46,13 +50,30 @@ def map_segment(fd: int, length: int) -> Any:
     return array
 
 
+@contextmanager
+def present(address: int, length: int) -> Iterator[None]:
+    """Context manager. Map all pages of a range of a segment, and no longer need them at the end.
+
+    Raises OSError if a page cannot be read, so that no access can end this process: the segment has been cut short, its memory has failed,
+    or the kernel is older than Linux 5.14 and cannot tell.
+    """
+    skipped = address % mmap.PAGESIZE
+    start, length = address - skipped, length + skipped
+    try:
+        if error := advise(start, length, MADV_POPULATE_READ):
+            raise OSError(error, os.strerror(error))
+        yield
+    finally:
+        advise(start, length, mmap.MADV_DONTNEED)  # by each thread for its own range; one call for the whole segment would take longer
+
+
 def _unmap(owner: int, address: int, length: int) -> None:
     """Unmap the memory, but not in a forked child: it never had this mapping, and may have mapped other memory at the same address."""
     if os.getpid() == owner:
         _libc.munmap(address, length)
 
 
-def populate(address: int, length: int, advice: int) -> int:
+def advise(address: int, length: int, advice: int) -> int:
     """Call madvise(2) with this advice for a range of memory, while other threads run. Return 0 or the errno."""
     return ctypes.get_errno() if _libc.madvise(address, length, advice) else 0
 

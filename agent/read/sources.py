@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
+from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
+from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.read.loader import Saved
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import TensorRef, filled, tensor_names
@@ -31,9 +35,10 @@ from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 
 class SlotSource:
-    """A sealed slot as a `ChunkSource`. Reads through a descriptor, and checks against the checksums that the daemon made after the seal.
+    """A sealed slot as a `ChunkSource`. Checks every chunk against the checksums in the slot's check area.
 
-    Raises IntegrityError if the slot is damaged, has been filled again, or has no checksums yet. The descriptor stays the caller's.
+    Raises IntegrityError if the slot is damaged, has been filled again, or has no checksums yet. The descriptor stays the caller's. Call
+    `close` at the end: memory that is mapped cannot be freed.
     """
 
     def __init__(self, fd: int, attempt: int, step: int) -> None:
@@ -54,18 +59,39 @@ class SlotSource:
         if checks is None or len(checks) != len(self.ranges):
             raise IntegrityError(f"the slot of step {step} has no checksums")
         self._checks = checks
+        self._mapped: Any = None
+        if copy_bytes is not None:
+            with suppress(OSError):
+                self._mapped = map_segment(fd, header.file_length, writable=False)
+
+    def close(self) -> None:
+        """Unmap the slot. No read may be under way. Later reads go through the descriptor."""
+        self._mapped = None
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
         self.read_pieces(number, [raw])
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
-        crc, offset = 0, self.ranges[number].offset
-        for piece in pieces:
-            crc = read_data(self._fd, self.header, offset, len(piece), piece, crc)
-            offset += len(piece)
+        offset = self.ranges[number].offset
+        crc = self._copy_out(offset, pieces)
+        if crc is None:
+            crc = 0
+            for piece in pieces:
+                crc = read_data(self._fd, self.header, offset, len(piece), piece, crc)
+                offset += len(piece)
         if crc != self._checks[number]:
             raise IntegrityError(f"chunk {number} of step {self.header.step} has changed in memory since it was sealed")
         return True
+
+    def _copy_out(self, offset: int, pieces: Sequence[memoryview]) -> int | None:
+        """Copy bytes of the slot from memory, and return their crc32c. Return None if they can only be read through the descriptor."""
+        mapped = self._mapped
+        if mapped is None:
+            return None
+        try:
+            return copy_out(ctypes.addressof(mapped) + self.header.data_offset + offset, pieces)
+        except OSError:
+            return None
 
 
 @dataclass(slots=True)
@@ -181,7 +207,7 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
         raise
     request = sources[0].request
     content = msgspec.json.decode(request.user_content)
-    return Opened(tag, sources, saved, dict(request.metrics), content, list(descriptors), request.created)
+    return Opened(tag, sources, saved, dict(request.metrics), content, [*descriptors, *sources], request.created)
 
 
 def open_checkpoint(repository: Repository, job: str, tag: str, manifest: Manifest | None = None) -> Opened:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.agent.copy import checked_copy
-from ckptd.agent.copy.checked_copy import CheckedCopy, Targets
+from ckptd.agent.copy.checked_copy import CheckedCopy, Targets, copy_out
+from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.plan.layout import layout_of, plan_locally
 from ckptd.shared.plan import Region, chunk_ranges
 
@@ -212,3 +215,17 @@ def test_no_checksums_are_given_if_some_items_are_copied_elsewhere() -> None:
     copying.copy(targets, sources)
     assert copying.checks(b"") is None
     assert all(torch.equal(*pair) for pair in zip(targets.tensors, sources, strict=True))
+
+
+# -- out of a slot
+
+
+def test_bytes_are_copied_out_into_one_buffer_after_another(compiled: Callable[..., list[int]], tmp_path: Path) -> None:
+    data = random.Random(1).randbytes(300_000)
+    (tmp_path / "a.seg").write_bytes(data)
+    with (tmp_path / "a.seg").open("r+b") as file:
+        mapped = map_segment(file.fileno(), len(data), writable=False)
+    pieces = [memoryview(bytearray(length)) for length in (0, 7, 100_000, 0, 50_000)]
+    assert copy_out(ctypes.addressof(mapped) + 1001, pieces) == crc32c(data[1001:151_008])
+    assert b"".join(pieces) == data[1001:151_008]
+    assert copy_out(ctypes.addressof(mapped), []) == 0

@@ -296,7 +296,7 @@ class Pages:
             self.locked.append((address, length))
             return True
 
-        monkeypatch.setattr(mapped_slot_module, "populate", populate)
+        monkeypatch.setattr(mapped_slot_module, "advise", populate)
         monkeypatch.setattr(mapped_slot_module, "lock_pages", lock)
         monkeypatch.setattr(mapped_slot_module, "unlock_pages", self.unlocked.append)
 
@@ -328,7 +328,7 @@ def test_memory_that_cannot_be_faulted_in_can_still_be_used(
 
 def test_a_slot_that_is_forgotten_meanwhile_is_not_locked(slot: MappedSlot, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(monkeypatch)
-    monkeypatch.setattr(mapped_slot_module, "populate", lambda *_: cast(int, slot.forget()) or 0)
+    monkeypatch.setattr(mapped_slot_module, "advise", lambda *_: cast(int, slot.forget()) or 0)
     slot.populate()
     slot.populate()
     assert (pages.locked, pages.unlocked) == ([], [])

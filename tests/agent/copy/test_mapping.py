@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
-from ckptd.agent.copy.mapping import map_segment
+from ckptd.agent.copy.mapping import map_segment, present
 from ckptd.shared.errors import IntegrityError
 from tests.support.daemons import Daemon, Home
 
@@ -159,3 +159,29 @@ def test_a_failed_mapping_raises_the_systems_error(segment: int) -> None:
             map_segment(read_only, SIZE)
     finally:
         os.close(read_only)
+
+
+def test_a_range_that_is_present_can_be_read_and_one_behind_the_end_is_refused(tmp_path: Path) -> None:
+    """An access behind the end of the file would end the process."""
+    file = os.open(tmp_path / "a.seg", os.O_RDWR | os.O_CREAT)
+    os.pwrite(file, bytes(range(256)) * (SIZE // 256), 0)
+    mapped = map_segment(file, SIZE, writable=False)
+    address = ctypes.addressof(mapped)
+    with present(address + 5000, 100_000):
+        assert ctypes.string_at(address + 5000, 3) == bytes(range(256))[5000 % 256 :][:3]
+    os.ftruncate(file, SIZE // 2)
+    with present(address, SIZE // 2):
+        assert ctypes.string_at(address + 1, 1) == b"\1"
+    with pytest.raises(OSError, match="Bad address|Hardware|Cannot"), present(address + SIZE // 2 - 1, 2):
+        raise AssertionError("its last page is not there")
+    os.close(file)
+
+
+def test_a_mapping_for_reading_cannot_be_written_to(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "a.seg", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, SIZE)
+    mapped = map_segment(file, SIZE, writable=False)
+    assert mapped[0] == 0
+    (line,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if "a.seg" in line]
+    assert line.split()[1] == "r--s"
+    os.close(file)

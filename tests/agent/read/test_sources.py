@@ -12,6 +12,8 @@ import msgspec
 import pytest
 from crc32c import crc32c
 
+from ckptd.agent.copy import checked_copy
+from ckptd.agent.read import sources as sources_module
 from ckptd.agent.read.sources import SlotSource, load_blob, newer, open_checkpoint, open_memory
 from ckptd.agent.state.tree import TensorRef
 from ckptd.shared.descriptor import Descriptor
@@ -53,7 +55,10 @@ def slot() -> Iterator[Descriptor]:
 # -- memory
 
 
-def test_a_sealed_slot_gives_its_chunks(slot: Descriptor) -> None:
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_sealed_slot_gives_its_chunks(slot: Descriptor, monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
+    if not mapped:
+        monkeypatch.setattr(sources_module, "copy_bytes", None)
     source = SlotSource(slot.fileno(), 1, 5)
     data = packed_slot(PLAN, values_after(PLAN))
     for number, chunk in enumerate(source.ranges):
@@ -70,6 +75,32 @@ def test_a_snapshot_in_memory_has_what_was_asked_for_with_it(slot: Descriptor) -
     opened.close()
     opened.close()
     assert slot.closed
+
+
+@pytest.mark.skipif(checked_copy.copy_bytes is None, reason="no compiler was found when ckptd was installed")
+def test_the_memory_of_a_snapshot_is_unmapped_when_it_is_closed(slot: Descriptor) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("/a.seg")
+
+    opened = open_memory([slot], 1, 5, TAG)
+    opened.verify()
+    assert mappings() == 1
+    opened.close()
+    assert mappings() == 0
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_slot_that_is_cut_short_while_it_is_open_does_not_end_the_trainer(
+    slot: Descriptor, monkeypatch: pytest.MonkeyPatch, mapped: bool
+) -> None:
+    if not mapped:
+        monkeypatch.setattr(sources_module, "copy_bytes", None)
+    source = SlotSource(slot.fileno(), 1, 5)
+    raw = memoryview(bytearray(source.ranges[0].length))
+    source.read_chunk(0, raw)
+    os.ftruncate(slot.fileno(), source.header.data_offset)
+    with pytest.raises(IntegrityError, match="^the slot of step 5 has been cut short: that copy in memory is lost$"):
+        source.read_chunk(0, raw)
 
 
 def damage(slot: Descriptor, how: str) -> None:
