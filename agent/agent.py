@@ -43,6 +43,7 @@ from ckptd.agent.state.capture import Habits, capture, optimizer_bytes_to_come, 
 from ckptd.agent.state.naming import modules_of
 from ckptd.agent.step_times import StepTimes
 from ckptd.agent.threads.call_lock import Nested
+from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
 from ckptd.shared.retention import Policy, checked
 from ckptd.shared.snapshot_request import SnapshotRequest
@@ -317,11 +318,12 @@ class Agent:
             self._prepare(state)
 
     def _prepare(self, state: Any) -> None:
-        captured = capture(state, rank=self.rank)
-        documents = len(captured.state) + self._rng_room
-        capacity = self._kept_plan.estimate(captured) + documents + optimizer_bytes_to_come(state, self.world_size)
-        layout = self._kept_plan.plan_ahead(captured) if self._planner is None else None
-        self._link.handovers.slots.prepare(capacity, layout)
+        with paused_collector():
+            captured = capture(state, rank=self.rank)
+            layout = self._kept_plan.plan_ahead(captured) if self._planner is None else None
+            planned = self._kept_plan.estimate(captured) if layout is None else layout.data_length + len(layout.document)
+            room = planned + len(captured.state) + self._rng_room + optimizer_bytes_to_come(state, self.world_size)
+        self._link.handovers.slots.prepare(room, layout)
 
     # -- recovering
 

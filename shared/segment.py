@@ -1,8 +1,8 @@
 """The format of segments: header, check area and data area of a slot in shared memory (FORMAT.md, section 2).
 
 This module reads and writes open segments; it neither creates nor deletes their files. The daemon creates each file and writes its first
-header. From then on, the trainer alone writes headers and data, and the daemon alone writes the check area. Both read with `pread`, so that
-a segment that was truncated causes a short read and not a SIGBUS.
+header. From then on, the trainer alone writes headers and data. The check area is the trainer's until the seal, and then the daemon's. The
+daemon reads with `pread`, so that a segment that was truncated causes a short read and not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def write_check(fd: int, header: SegmentHeader, crcs: list[int]) -> None:
 def read_check(fd: int, header: SegmentHeader) -> list[int] | None:
     """Return the crc32c of each chunk of the sealed slot from the check area.
 
-    Return None if the daemon has not written the check area since the seal, or if the check area is damaged.
+    Return None if the check area has not been written for this seal, or if it is damaged.
     """
     data = os.pread(fd, header.check_length, CHECK_OFFSET)
     if len(data) < CHECK_HEADER:

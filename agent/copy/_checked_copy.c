@@ -69,33 +69,33 @@ static uint64_t shifted(uint64_t reg)
            behind_zeros[3][reg >> 24 & 255];
 }
 
-static uint64_t word_at(const char *place)
-{
-    uint64_t word;
-    memcpy(&word, place, sizeof word);
-    return word;
-}
+/* Words at any address. A word is loaded once, so that its checksum is that of the bytes that are stored, even if another process changes the
+ * source meanwhile. */
+typedef uint64_t Word __attribute__((may_alias, aligned(1)));
 
-/* Copies one cache line past the cache. The target is aligned. */
-static void stream_line(char *target, const char *source)
+static inline Word load(const char *place)
 {
-    for (int i = 0; i < LINE; i += 16)
-        _mm_stream_si128((__m128i *)(target + i), _mm_loadu_si128((const __m128i *)(source + i)));
+    return *(const volatile Word *)place;
 }
 
 /* Copies through the cache, and returns the register of the crc32c behind these bytes. */
 __attribute__((target("sse4.2"))) static uint64_t copy_short(char *target, const char *source, size_t length, uint64_t reg)
 {
     size_t i = 0;
-    for (; i + 8 <= length; i += 8)
-        reg = _mm_crc32_u64(reg, word_at(source + i));
-    for (; i < length; i++)
-        reg = _mm_crc32_u8((uint32_t)reg, (uint8_t)source[i]);
-    if (length && target != source)
-        memcpy(target, source, length);
+    for (; i + sizeof(Word) <= length; i += sizeof(Word)) {
+        Word word = load(source + i);
+        *(Word *)(target + i) = word;
+        reg = _mm_crc32_u64(reg, word);
+    }
+    for (; i < length; i++) {
+        char byte = *(const volatile char *)(source + i);
+        target[i] = byte;
+        reg = _mm_crc32_u8((uint32_t)reg, (uint8_t)byte);
+    }
     return reg;
 }
 
+/* Copies past the cache, as far as that pays, and returns the register of the crc32c behind these bytes. */
 __attribute__((target("sse4.2"))) static uint64_t copy_piece(char *target, const char *source, size_t length, uint64_t reg)
 {
     size_t at = 0;
@@ -106,18 +106,15 @@ __attribute__((target("sse4.2"))) static uint64_t copy_piece(char *target, const
     for (; at + 3 * LANE <= length; at += 3 * LANE) {
         const char *from = source + at;
         char *to = target + at;
-        uint64_t first = reg, second = 0, third = 0;
-        for (size_t i = 0; i < LANE; i += LINE) {
-            for (size_t j = i; j < i + LINE; j += 8) {
-                first = _mm_crc32_u64(first, word_at(from + j));
-                second = _mm_crc32_u64(second, word_at(from + LANE + j));
-                third = _mm_crc32_u64(third, word_at(from + 2 * LANE + j));
-            }
-            stream_line(to + i, from + i);
-            stream_line(to + LANE + i, from + LANE + i);
-            stream_line(to + 2 * LANE + i, from + 2 * LANE + i);
-        }
-        reg = shifted(shifted(first) ^ second) ^ third;
+        uint64_t of_lane[3] = {reg, 0, 0};
+        for (size_t line = 0; line < LANE; line += LINE)
+            for (int lane = 0; lane < 3; lane++)
+                for (size_t i = lane * LANE + line; i < lane * LANE + line + LINE; i += sizeof(Word)) {
+                    Word word = load(from + i);
+                    _mm_stream_si64((long long *)(to + i), (long long)word);
+                    of_lane[lane] = _mm_crc32_u64(of_lane[lane], word);
+                }
+        reg = shifted(shifted(of_lane[0]) ^ of_lane[1]) ^ of_lane[2];
     }
     return copy_short(target + at, source + at, length - at, reg);
 }

@@ -17,6 +17,7 @@ from ckptd.agent.read.sources import Opened, newer, open_checkpoint
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import filled
 from ckptd.shared import names
+from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.plan import Alias
@@ -44,6 +45,7 @@ class Checkpoint:
         self.manifest = self._opened.manifest or manifest
 
     @classmethod
+    @paused_collector()
     def open(cls, path: str | os.PathLike[str], which: str | int = "newest") -> Checkpoint:
         """Open a checkpoint for reading.
 

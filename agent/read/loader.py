@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -38,8 +39,7 @@ from ckptd.shared.scatter import Target, scatter
 _BATCH = 512 << 20  # bytes of temporaries that are filled at once, for data that cannot be read straight into its destination
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(msgspec.Struct, frozen=True, gc=False):
     """A stored shard of a tensor, or a blob: its source, and the item of that source's plan that describes it."""
 
     source: ChunkSource
@@ -177,10 +177,10 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
     for name, tensor in destinations.items():
         saved.check_whole(name)
         size = saved.describe(name).size
-        if tuple(tensor.shape) != tuple(size):
+        if tensor.shape != size:
             raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
         shard = saved.shard_of_whole(name)
-        if shard is None or not _has_bytes_of(tensor, shard, saved.dtype(name)):
+        if shard is None or not _has_bytes_of(tensor, shard.item, saved.dtype(name)):
             planned[name] = tensor
         elif shard.item.length:
             target = shard.item.offset, memory(tensor, shard.item.length)
@@ -194,10 +194,10 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
     return total + execute(saved, plan.items, planner, threads=threads)
 
 
-def _has_bytes_of(tensor: torch.Tensor, shard: Shard, dtype: torch.dtype) -> bool:
-    """Return True if the stored bytes of a shard of this dtype are those of the tensor in memory, so that none are converted."""
-    plain = type(tensor) in PLAIN and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
-    return plain and tensor.dtype == dtype and _same_stride(tensor, shard.stride)
+def _has_bytes_of(tensor: torch.Tensor, item: Item, dtype: torch.dtype) -> bool:
+    """Return True if the stored bytes of an item of this dtype are those of the tensor in memory, so that none are converted."""
+    plain = type(tensor) in PLAIN and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg() and tensor.dtype == dtype
+    return plain and (tensor.is_contiguous() if item.stride is None else _same_stride(tensor, item.stride))
 
 
 def execute(saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, threads: int | None = None) -> int:
@@ -237,7 +237,7 @@ class _Batch:
             return item.length if fresh else 0
         target = self._target(read)
         whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
-        if whole and _has_bytes_of(target, shard, dtype_of(item.dtype)):
+        if whole and _has_bytes_of(target, shard.item, dtype_of(item.dtype)):
             self._want(shard, memory(target, item.length))
             self._copies.append((read, target, None))
             return 0

@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.read.loader import Saved
 from ckptd.agent.recover.differences import grouped
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
@@ -29,7 +30,7 @@ from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names, canonical, flattens, parameter_names, unwrapped
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import kind_of
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, Unsaved
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved
 from ckptd.agent.state.values import Packer
 from ckptd.shared.errors import CkptdError, RecoveryFailed
 
@@ -91,6 +92,8 @@ class Binding:
     def _bind(self, place: Any, saved: Any, path: str) -> Value:
         if self._leaves.is_kept(path):
             return keep
+        if type(saved) is TensorRef and type(place) in PLAIN and not kind_of_tensor(place):  # nearly all values of a large state
+            return self._leaves.tensor(place, saved, path)
         if isinstance(saved, Unsaved):
             self._leaves.unsaved.append(path)
             return keep

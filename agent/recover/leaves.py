@@ -58,6 +58,8 @@ class Leaves:
 
     def is_kept(self, path: str) -> bool:
         """Return True if the caller's value of this key stays."""
+        if not self.options.keep:
+            return False
         matching = {pattern for pattern in self.options.keep if fnmatchcase(path, pattern)}
         self.kept |= matching
         return bool(matching)
@@ -73,8 +75,8 @@ class Leaves:
         """Bind a tensor, which is filled in place."""
         if not isinstance(saved, TensorRef):
             return self.other_kind(path, saved, "a tensor")
-        size = tuple(self.saved.describe(saved.fqn).size)
-        if tuple(place.shape) != size:
+        size = self.saved.describe(saved.fqn).size
+        if place.shape != size:
             self.differ(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}")
         elif _expanded(local_part(place)):
             self.differ(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
@@ -136,4 +138,5 @@ class Leaves:
 
 
 def _expanded(tensor: torch.Tensor) -> bool:
-    return tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    strides = tensor.stride()
+    return 0 in strides and tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))

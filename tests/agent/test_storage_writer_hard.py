@@ -452,7 +452,7 @@ def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None
     with Checkpoint.open(tmp_path) as checkpoint:
         (shard,) = checkpoint._opened.saved.shards["a"]
         cut = replace_item(shard.item, sizes=(2,))
-        checkpoint._opened.saved.shards["a"] = [replace(shard, item=cut)]
+        checkpoint._opened.saved.shards["a"] = [msgspec.structs.replace(shard, item=cut)]
         with pytest.raises(IntegrityError, match="a: only 2 of 40 elements are stored"):
             checkpoint.load()
         with pytest.raises(IntegrityError, match="a: only 2 of 40 elements are stored"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint, per_rank
+from ckptd.agent.copy import checked_copy
 from ckptd.shared.manifest import Manifest
 from tests.support.daemons import Home, running
 from tests.support.ranks import HERE, Ranks
@@ -47,8 +48,12 @@ def written(root: Path, step: int) -> tuple[int, int]:
     return part.new_bytes, part.linked_bytes
 
 
-@pytest.mark.parametrize("codec", ["raw", "planes", "auto"])
-def test_what_is_frozen_is_written_once_and_every_checkpoint_stands_alone(place: Home, codec: str) -> None:
+@pytest.mark.parametrize(("codec", "checked_by"), [("raw", "trainer"), ("raw", "daemon"), ("planes", "trainer"), ("auto", "daemon")])
+def test_what_is_frozen_is_written_once_and_every_checkpoint_stands_alone(
+    place: Home, monkeypatch: pytest.MonkeyPatch, codec: str, checked_by: str
+) -> None:
+    if checked_by == "daemon":
+        monkeypatch.setattr(checked_copy, "copy_bytes", None)
     with running(place, "--keep-last", "2", "--codec", codec) as daemon:
         agent = Agent("job", socket=place.socket)
         save(agent, 1, 2)

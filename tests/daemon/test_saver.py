@@ -380,6 +380,16 @@ def test_a_memory_only_snapshot_is_checked_and_not_saved(world: World) -> None:
     assert read_check(world.held[0].fd, world.held[0].header) is not None
 
 
+def test_a_slot_that_was_sealed_with_checksums_is_not_read_for_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def checksum(*_: Any, **__: Any) -> None:
+        raise AssertionError("the checksums are known")
+
+    asyncio.run(world.saver.check(world.snapshot))
+    monkeypatch.setattr(world.pipeline, "checksum", checksum)
+    world.run()
+    assert world.told == [SnapshotState.DURABLE]
+
+
 def test_existing_checksums_are_compared_and_kept(world: World) -> None:
     asyncio.run(world.saver.check(world.snapshot))
     world.snapshot.seals[0].checks = None

@@ -10,6 +10,7 @@ from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Snapshot
 from ckptd.shared.errors import AlreadyExists, InvalidName, NotFound, SnapshotFailed, StructureChanged
 from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.reuse import ChunkCheck
 from tests.support.core import ConnectedRanks, Segment
 
 
@@ -41,6 +42,14 @@ def test_the_save_begins_with_the_last_seal(ranks: ConnectedRanks) -> None:
     assert (last.result(), snapshot.state, list(ranks.core.saver.running)) == (False, SnapshotState.SEALED, [snapshot])
     assert journaled(ranks) == [(5, 0), (5, 1)]
     assert [seal.segment for seal in snapshot.seals.values()] == list(ranks.job.step((1, 5)).slots)
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_checksums_that_came_with_the_seal_count_unless_it_is_old(ranks: ConnectedRanks, adopted: bool) -> None:
+    slot = sealed(ranks, 0, 5)
+    slot.crcs = [1, 2]
+    snapshot: Snapshot = ranks.core.run(ranks.core.seals.record(slot, adopted=adopted))  # type: ignore[arg-type]
+    assert snapshot.seals[0].checks == (None if adopted else [ChunkCheck(1), ChunkCheck(2)])
 
 
 def test_a_seal_that_two_tasks_read_is_recorded_once(ranks: ConnectedRanks) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent
+from ckptd.agent.copy.checked_copy import CheckedCopy, copy_bytes
 from ckptd.daemon.server import Connection
 from ckptd.daemon.slots import Slot
 from ckptd.shared import errors, frames
@@ -248,6 +249,28 @@ def test_a_client_cannot_seal_a_slot_whose_header_is_not_sealed(daemon: Daemon) 
     still_serves(daemon)
 
 
+@pytest.mark.skipif(copy_bytes is None, reason="no compiler was found when ckptd was installed")
+@pytest.mark.parametrize("persist", [True, False])
+def test_a_copy_that_does_not_match_the_checksums_of_its_seal_is_not_used(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, persist: bool
+) -> None:
+    agent, state = Agent("job", socket=daemon.home.socket), {"x": torch.arange(100_000)}
+    agent.snapshot(state, step=1).wait("durable", timeout=60)
+    right = CheckedCopy.checks
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckedCopy, "checks", lambda self, values: [crc ^ 1 for crc in right(self, values) or []])
+        pending = agent.snapshot(state, step=2, persist=persist)
+        if persist:
+            with pytest.raises(errors.CkptdError, match="chunk 0 of job step 2 has changed in memory since it was sealed"):
+                pending.wait("durable", timeout=60)
+        else:
+            pending.wait("sealed", timeout=60)
+    found = agent.recover(state)
+    assert found is not None
+    assert found.step == 1
+    agent.snapshot(state, step=3).wait("durable", timeout=60)
+
+
 @pytest.mark.parametrize("damage", ["truncate", "unlink", "replace", "flip"])
 def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str) -> None:
     agent = Agent("job", socket=daemon.home.socket)
@@ -255,8 +278,9 @@ def test_a_segment_that_is_tampered_with_is_noticed(daemon: Daemon, damage: str)
     agent.snapshot({"x": torch.arange(100_000) + 1}, step=2, persist=False).wait("sealed")
     victim = max(daemon.home.segment_files(), key=lambda path: path.stat().st_mtime_ns)
     with victim.open("rb") as file:
-        while read_check(file.fileno(), read_header(file.fileno())) is None:
-            daemon.status()  # between the seal and its checksums a change is not noticed
+        # A change before the daemon has read the seal would make step 2 fail. One before there are checksums is not noticed.
+        until(lambda: daemon.status()["jobs"][0]["last_sealed"]["step"] == 2, "seal of step 2")
+        until(lambda: read_check(file.fileno(), read_header(file.fileno())), "checksums")
     if damage == "unlink":
         victim.unlink()
     elif damage == "replace":

@@ -101,6 +101,7 @@ class Segment:
     tag: str | None = None
     persist: bool = True
     plan: bytes = b"plan"
+    crcs: list[int] | None = None
     pins: int = 0
     released: bool = False
     outgrown: bool = False
@@ -345,7 +346,7 @@ class Core:
         return SimpleNamespace(
             request=SimpleNamespace(tag=segment.tag, persist=segment.persist),
             plan=SimpleNamespace(global_plan=segment.plan),
-            crcs=None,
+            crcs=segment.crcs,
         )
 
     # -- moving it

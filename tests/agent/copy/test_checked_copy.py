@@ -67,6 +67,31 @@ def test_a_source_that_is_its_own_target_is_only_checked(compiled: Callable[...,
     assert tensor.numpy().tobytes() == before
 
 
+def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_changes_meanwhile(compiled: Callable[..., list[int]]) -> None:
+    """A recovery copies out of memory that another process may still write to."""
+    length, over = 4 << 20, threading.Event()
+    source, target = bytearray(length), bytearray(length)
+    addresses = [ctypes.addressof((ctypes.c_char * length).from_buffer(buffer)) for buffer in (source, target)]
+
+    def change() -> None:
+        value = 0
+        while not over.is_set():
+            value = (value + 1) % 256
+            ctypes.memset(addresses[0], value, length)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    torn = 0
+    try:
+        for _ in range(200):
+            assert compiled([addresses[1]], [addresses[0]], [length], [length], 1, 0) == [crc32c(target)]
+            torn += len(set(target)) > 1
+    finally:
+        over.set()
+        changing.join()
+    assert torn > 0, "no copy met a change"
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
