@@ -72,7 +72,7 @@ coverage-all: $(INSTALLED)
 # Measures ckptd beside its peers and the machine's limits. The first run trains the state that is saved; allow an hour for all of it. ZipNN, a
 # peer of the codecs, needs a C compiler; without it, its rows are missing.
 bench: $(INSTALLED)
-	-$(RUN) -m pip install --quiet zipnn
+	-$(RUN) -m pip install --quiet zipnn torch-checkpointing
 	$(RUN) -m benchmarks.saves
 	$(RUN) -m benchmarks.throttled
 	$(RUN) -m benchmarks.codecs
