@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.rows import Row, keep, timed
+from benchmarks.rows import Row, keep
 from benchmarks.trained import trained
+from ckptd.agent.bench.ways import timed
 from ckptd.shared.codec import Codec, decoder, encoder
 from ckptd.shared.plan import DEFAULT_CHUNK
 

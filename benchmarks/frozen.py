@@ -15,9 +15,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from benchmarks.rows import Row, keep, settled, timed
-from benchmarks.saves import Ckptd, State, state_and_rounds
+from benchmarks.rows import Row, keep, settled
+from benchmarks.saves import state_and_rounds
 from ckptd.agent import Agent
+from ckptd.agent.bench.ways import State, WithAgent, timed
 from tests.support.daemons import home, running
 
 
@@ -28,7 +29,7 @@ def measured(state: State, adapter: torch.Tensor, codec: str) -> tuple[list[floa
         agent = Agent("bench", socket=place.socket)
         agent.prepare(state)
         agent._link.handovers.slots.settle()
-        ckptd = Ckptd(agent)
+        ckptd = WithAgent(agent)
         for _ in range(2):
             adapter.mul_(1.0001)
             settled()

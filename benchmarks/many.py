@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from benchmarks.rows import Row, keep, settled, timed
+from benchmarks.rows import Row, keep, settled
 from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.bench.ways import timed
 from tests.support.daemons import home, running
 
 

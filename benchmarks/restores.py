@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from benchmarks.rows import Row, keep, settled, timed
-from benchmarks.saves import Copy, State, state_and_rounds
+from benchmarks.rows import Row, keep, settled
+from benchmarks.saves import state_and_rounds
 from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.bench.ways import PlainCopy, State, timed
 from ckptd.agent.read.loader import load as fill
 from tests.support.daemons import home, running
 
@@ -46,7 +47,7 @@ def main() -> None:
     state, rounds = state_and_rounds(__doc__)
     times = defaultdict[str, list[float]](list)
     expected = {name: tensor.clone() for name, tensor in state.items()}
-    plain, place_of_copy = Copy(state), Path()
+    plain, place_of_copy = PlainCopy(state), Path()
     with home() as raw, home() as planes, home() as files:
         for place, codec in ((raw, "raw"), (planes, "planes")):
             with running(place, "--codec", codec) as _:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,13 +46,6 @@ def settled() -> None:
     """Wait until the disk has written everything that earlier rounds have left to it."""
     os.sync()
     time.sleep(0.2)
-
-
-def timed(function: Callable[[], Any]) -> float:
-    """Return the seconds that a call takes."""
-    begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
 
 
 def machine() -> dict[str, Any]:

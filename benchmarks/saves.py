@@ -11,37 +11,40 @@ Limits: a copy into memory that is there already, and an O_DIRECT write of the s
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import shutil
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, save
 
-from benchmarks.rows import Row, keep, settled, timed
+from benchmarks.rows import Row, keep, settled
 from benchmarks.trained import trained
 from ckptd.agent import Agent
+from ckptd.agent.bench.ways import (
+    DirectWrite,
+    PlainCopy,
+    State,
+    Times,
+    Way,
+    WithAgent,
+    by_dcp_async_save,
+    by_dcp_save,
+    by_torch_save,
+    timed,
+)
 from tests.support.daemons import Daemon, home
-
-State = dict[str, torch.Tensor]
-Times = tuple[float, float]
-"""The seconds held, and the seconds until the bytes are durable."""
-BLOCK = 16 << 20
 
 
 def copies_of(state: dict[str, State], copies: int) -> State:
@@ -54,66 +57,9 @@ def change(state: State) -> None:
     torch._foreach_mul_(list(state.values()), 1.0001)
 
 
-class Copy:
-    """A plain copy of the state into memory that has been touched before."""
-
-    def __init__(self, state: State) -> None:
-        self._place = [torch.empty_like(tensor).fill_(1) for tensor in state.values()]
-
-    def __call__(self, state: State, path: Path) -> Times:
-        taken = timed(lambda: torch._foreach_copy_(self._place, list(state.values())))
-        return taken, taken
-
-
-class DirectWrite:
-    """An O_DIRECT write of as many bytes from shared memory, 16 MiB at a time, with fdatasync."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._memory = mmap.mmap(-1, -(-nbytes // BLOCK) * BLOCK)
-        for start in range(0, len(self._memory), 4096):
-            self._memory[start] = 1
-
-    def __call__(self, state: State, path: Path) -> Times:
-        def write() -> None:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-            os.posix_fallocate(file, 0, len(self._memory))
-            with memoryview(self._memory) as whole:
-                for start in range(0, len(self._memory), BLOCK):
-                    os.pwrite(file, whole[start : start + BLOCK], start)
-            os.fdatasync(file)
-            os.close(file)
-
-        taken = timed(write)
-        return taken, taken
-
-
-def torch_save(state: State, path: Path) -> Times:
-    def write() -> None:
-        with path.open("wb") as file:
-            torch.save(state, file)
-            os.fsync(file.fileno())
-
-    taken = timed(write)
-    return taken, taken
-
-
-def dcp_save(state: State, path: Path) -> Times:
-    taken = timed(lambda: save(state, storage_writer=FileSystemWriter(path, thread_count=2)))
-    return taken, taken
-
-
 def dcp_zstandard(state: State, path: Path) -> Times:
     taken = timed(lambda: save(state, storage_writer=FileSystemWriter(path, thread_count=2, _extensions=[ZStandard()])))
     return taken, taken
-
-
-def dcp_async(state: State, path: Path, **options: Any) -> Times:
-    begun = time.perf_counter()
-    saving = async_save(state, storage_writer=FileSystemWriter(path, thread_count=2), **options)
-    held = time.perf_counter() - begun
-    done: Future[Any] = saving.upload_completion if isinstance(saving, AsyncSaveResponse) else saving
-    done.result()
-    return held, time.perf_counter() - begun - held
 
 
 class TorchCheckpointing:
@@ -149,21 +95,6 @@ class TorchCheckpointing:
         self._manager.close()
 
 
-class Ckptd:
-    def __init__(self, agent: Agent) -> None:
-        self._agent, self._step = agent, 0
-
-    def __call__(self, state: State, path: Path) -> Times:
-        self._step += 1
-        begun = time.perf_counter()
-        pending = self._agent.snapshot(state, step=self._step)
-        held = time.perf_counter() - begun
-        pending.wait("sealed")
-        sealed = time.perf_counter()
-        pending.wait("durable")
-        return held, time.perf_counter() - sealed
-
-
 def most_memory(pid: int) -> float:
     """Return the most memory that a process has had, in MB. The slots do not count: the daemon reads them, and does not map them."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -186,12 +117,12 @@ def measured(state: State, rounds: int, codecs: tuple[str, ...]) -> tuple[dict[s
         agent.prepare(state)
         agent._link.handovers.slots.settle()  # a training would continue meanwhile
     stager = DefaultStager(StagingOptions(False, True, False, False))
-    ways: dict[str, Callable[[State, Path], Times]] = {
-        **{f"ckptd {codec}": Ckptd(agent) for codec, agent in zip(codecs, agents, strict=True)},
-        "plain copy": Copy(state), "O_DIRECT write": DirectWrite(nbytes), "torch.save": torch_save, "dcp.save": dcp_save,
-        "dcp.save + ZStandard": dcp_zstandard, "dcp.async_save, thread": dcp_async,
-        "dcp.async_save, process": lambda s, p: dcp_async(s, p, async_checkpointer_type=AsyncCheckpointerType.PROCESS),
-        "dcp.async_save, cached shared stager": lambda s, p: dcp_async(s, p, async_stager=stager),
+    ways: dict[str, Way] = {
+        **{f"ckptd {codec}": WithAgent(agent) for codec, agent in zip(codecs, agents, strict=True)},
+        "plain copy": PlainCopy(state), "O_DIRECT write": DirectWrite(nbytes), "torch.save": by_torch_save, "dcp.save": by_dcp_save,
+        "dcp.save + ZStandard": dcp_zstandard, "dcp.async_save, thread": by_dcp_async_save,
+        "dcp.async_save, process": lambda s, p: by_dcp_async_save(s, p, async_checkpointer_type=AsyncCheckpointerType.PROCESS),
+        "dcp.async_save, cached shared stager": lambda s, p: by_dcp_async_save(s, p, async_stager=stager),
     }  # fmt: skip
     if find_spec("torch_checkpointing"):
         peer = TorchCheckpointing()

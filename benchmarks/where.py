@@ -21,10 +21,11 @@ from unittest import mock
 import torch
 from crc32c import crc32c
 
-from benchmarks.rows import Row, keep, settled, timed
-from benchmarks.saves import Copy, DirectWrite, State, state_and_rounds
+from benchmarks.rows import Row, keep, settled
+from benchmarks.saves import state_and_rounds
 from ckptd.agent import Agent
 from ckptd.agent import agent as agent_module
+from ckptd.agent.bench.ways import DirectWrite, PlainCopy, State, timed
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.plan.kept_plan import KeptPlan
 from ckptd.agent.read import loader, sources
@@ -107,7 +108,7 @@ def daemon_steps(state: State) -> dict[str, float]:
 
 def main() -> None:
     state, rounds = state_and_rounds(__doc__)
-    times, copy = defaultdict[str, list[float]](list), Copy(state)
+    times, copy = defaultdict[str, list[float]](list), PlainCopy(state)
     with home() as place, running(place, "--codec", "raw", "--keep-last", "1"):
         agent = Agent("bench", socket=place.socket)
         agent.prepare(state)

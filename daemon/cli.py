@@ -1,8 +1,6 @@
-"""Defines the `ckptd` command line: run, status, ps, stop, gc, doctor, ls, show, verify, forget, pin.
+"""Defines the `ckptd` command line: run, status, ps, stop, gc, doctor, ls, show, verify, forget, pin, and the verbs of other packages.
 
-Commands print text for people, and JSON for programs with `--json`.
-
-Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
+Commands print text for people, and JSON for programs with `--json`. The exit codes are those of `ckptd.shared.command`.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from functools import wraps
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -22,45 +20,10 @@ import click
 from ckptd.daemon import neighbours, report
 from ckptd.shared import __version__, names
 from ckptd.shared import errors as e
+from ckptd.shared.command import exit_code, json_option, speaks
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 
-EXIT_CODES: dict[type[e.CkptdError], int] = {
-    e.InvalidConfig: 2,
-    e.InvalidName: 2,
-    e.NotFound: 10,
-    e.Busy: 11,
-    e.IntegrityError: 13,
-    e.DaemonUnreachable: 14,
-}
-
-
-def _exit_code(error: e.CkptdError) -> int:
-    return next((code for cls, code in EXIT_CODES.items() if isinstance(error, cls)), 1)
-
-
-def _speaks(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a wrapper of `command` that turns an error into one sentence, or one JSON object with `--json`, and an exit code."""
-
-    @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except KeyboardInterrupt:
-            sys.exit(130)
-        except (e.CkptdError, OSError) as caught:
-            error = caught if isinstance(caught, e.CkptdError) else e.StorageError.of("do that", caught)
-            code = _exit_code(error)
-            if kwargs.get("as_json"):
-                click.echo(json.dumps({"error": {"code": error.code, "message": str(error), "retry": error.retry}, "exit": code}))
-            else:
-                click.echo(f"ckptd: {error}", err=True)
-            sys.exit(code)
-
-    return wrapped
-
-
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text.")
 _socket = click.option("--socket", type=click.Path(path_type=Path), envvar="CKPTD_SOCKET", help="The daemon's Unix socket.")
 
 
@@ -74,7 +37,30 @@ Check every byte of a job:         ckptd verify /ckpts/JOB
 Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
 Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
 Check that this node is fit:       ckptd doctor --root /ckpts
+See how fast it is here:           ckptd bench --root /ckpts
 """
+
+
+_VERBS = {"bench": "Measure ckptd and its peers on this machine."}
+"""The verbs that need torch, and what they do. Entry points of the group "ckptd.verbs" say where they are."""
+
+
+class Verb(click.Command):
+    """A verb of a package that this one does not import. It is loaded when it is called."""
+
+    def load(self) -> click.Command:
+        """Import the verb. Raises ClickException if it is not installed."""
+        assert self.name is not None
+        for found in entry_points(group="ckptd.verbs", name=self.name):
+            try:
+                command: click.Command = found.load()
+                return command
+            except ModuleNotFoundError as error:
+                raise click.ClickException(f"`ckptd {self.name}` needs {error.name}: pip install 'ckptd[torch]'") from None
+        raise click.ClickException(f"this installation of ckptd has no verb {self.name}: install it again")
+
+    def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:
+        return self.load().make_context(info_name, args, parent, **extra)
 
 
 @click.group(
@@ -115,7 +101,7 @@ def main() -> None:
 @click.option("--strict-journal", is_flag=True, default=None, help="Refuse to start on a corrupt journal instead of rebuilding it.")
 @click.option("--private", is_flag=True, default=None, hidden=True)
 @click.option("--ready-fd", type=int, default=-1, hidden=True)
-@_speaks
+@speaks
 def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     """Run the daemon of this node, in the foreground.
 
@@ -167,7 +153,7 @@ def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
             click.echo(f"ckptd: {error}", err=True)
         logging.shutdown()
         sys.stderr.flush()
-        os._exit(0 if error is None else _exit_code(error))
+        os._exit(0 if error is None else exit_code(error))
 
 
 def _give_way() -> None:
@@ -212,8 +198,8 @@ def _default_socket() -> Path:
 @main.command(short_help="Tell what a daemon is doing.")
 @click.argument("root", type=click.Path(path_type=Path), required=False)
 @_socket
-@_json
-@_speaks
+@json_option
+@speaks
 def status(root: Path | None, socket: Path | None, as_json: bool) -> None:
     """Tell what the daemon is doing: the one that serves ROOT, or else the one at --socket. Exit code 0 only if it is ready."""
     found = neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
@@ -224,8 +210,8 @@ def status(root: Path | None, socket: Path | None, as_json: bool) -> None:
 
 
 @main.command(short_help="List your daemons on this node.")
-@_json
-@_speaks
+@json_option
+@speaks
 def ps(as_json: bool) -> None:
     """List all daemons of this user on this node, private ones too."""
     rows = [neighbour.row() for neighbour in neighbours.find_all()]
@@ -235,8 +221,8 @@ def ps(as_json: bool) -> None:
 @main.command(short_help="Stop a daemon, after it has saved what it owes.")
 @click.argument("root", type=click.Path(path_type=Path), required=False)
 @click.option("--timeout", default=600.0, help="Seconds to wait until the daemon has saved what it owes. Default: 600.")
-@_json
-@_speaks
+@json_option
+@speaks
 def stop(root: Path | None, timeout: float, as_json: bool) -> None:
     """Stop the daemon that serves ROOT, or else that of CKPTD_SOCKET or CKPTD_ROOT. It first saves the newest snapshots in memory.
 
@@ -251,8 +237,8 @@ def stop(root: Path | None, timeout: float, as_json: bool) -> None:
 @main.command(short_help="List or delete what dead daemons have left.")
 @click.option("--delete", is_flag=True, help="Delete what is listed, with the snapshots that are sealed in it.")
 @click.option("--shm-dir", type=click.Path(path_type=Path), default="/dev/shm", envvar="CKPTD_SHM_DIR", help="Default: /dev/shm.")
-@_json
-@_speaks
+@json_option
+@speaks
 def gc(delete: bool, shm_dir: Path, as_json: bool) -> None:
     """List what dead daemons have left in shared memory, and their sockets, with owner and size. What is in use is left out.
 
@@ -274,8 +260,8 @@ def gc(delete: bool, shm_dir: Path, as_json: bool) -> None:
 @click.option("--root", envvar="CKPTD_ROOT", help="Directory for the checkpoints; without it only the node is checked.")
 @click.option("--socket", envvar="CKPTD_SOCKET", help="Unix socket that the daemon is to listen on. Default: as for run.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with the daemon's settings.")
-@_json
-@_speaks
+@json_option
+@speaks
 def doctor(root: str | None, socket: str | None, file: Path | None, as_json: bool) -> None:
     """Check that this node is fit for a daemon: limits, shared memory, the root, the socket's directory, the kernel.
 
@@ -301,8 +287,8 @@ def doctor(root: str | None, socket: str | None, file: Path | None, as_json: boo
 @main.command(short_help="List the checkpoints under a root.")
 @click.argument("path", type=click.Path(path_type=Path), required=False)
 @_socket
-@_json
-@_speaks
+@json_option
+@speaks
 def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
     """List the checkpoints of all jobs under a root, or of one job.
 
@@ -315,8 +301,8 @@ def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
 @main.command(short_help="Describe one checkpoint.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--keys", is_flag=True, help="List every tensor with its shape and dtype.")
-@_json
-@_speaks
+@json_option
+@speaks
 def show(path: Path, keys: bool, as_json: bool) -> None:
     """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory outside every root that is a checkpoint."""
     manifest = report.manifest_at(path)
@@ -329,8 +315,8 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
 
 @main.command(short_help="Check every byte of checkpoints.")
 @click.argument("path", type=click.Path(path_type=Path))
-@_json
-@_speaks
+@json_option
+@speaks
 def verify(path: Path, as_json: bool) -> None:
     """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB) or of a root (DIR), against its checksums.
 
@@ -352,8 +338,8 @@ def verify(path: Path, as_json: bool) -> None:
 @click.option("--keep", multiple=True, metavar="POLICY", help="For a job: what to keep, like LatestN(5) or BestN('loss',3). Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @_socket
-@_json
-@_speaks
+@json_option
+@speaks
 def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None, as_json: bool) -> None:
     """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep policy keeps.
 
@@ -383,8 +369,8 @@ def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None
 @main.command(short_help="Keep a checkpoint from being deleted.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--remove", is_flag=True, help="Remove the pin.")
-@_json
-@_speaks
+@json_option
+@speaks
 def pin(path: Path, remove: bool, as_json: bool) -> None:
     """Keep a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB) from being deleted, by retention or by hand, until the pin is removed."""
     from ckptd.daemon import forgetting
@@ -393,6 +379,9 @@ def pin(path: Path, remove: bool, as_json: bool) -> None:
     found = {"job": job, "tag": tag, "pinned": not remove}
     click.echo(json.dumps(found) if as_json else f"{job}/{tag}: {'no longer pinned' if remove else 'pinned'}")
 
+
+for _name, _does in _VERBS.items():
+    main.add_command(Verb(_name, short_help=_does))
 
 if __name__ == "__main__":
     main()

@@ -22,11 +22,11 @@ from typing import Any
 from ckptd.daemon import limits
 from ckptd.daemon.config import Config
 from ckptd.daemon.peers import SO_PEERPIDFD
-from ckptd.daemon.units import size_text
 from ckptd.shared import owners
 from ckptd.shared.errors import Forbidden
 from ckptd.shared.state_directory import nearest_existing
 from ckptd.shared.storage import posix_probe
+from ckptd.shared.units import size_text
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h

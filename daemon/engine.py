@@ -23,7 +23,6 @@ from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.steps import Steps
-from ckptd.daemon.units import count_text
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed
@@ -31,6 +30,7 @@ from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.messages import Progress
 from ckptd.shared.segment import SlotState
+from ckptd.shared.units import count_text
 
 log = logging.getLogger("ckptd.engine")
 

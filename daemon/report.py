@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ckptd.daemon.units import count_text, size_text, span_text
 from ckptd.shared import names
 from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
@@ -19,6 +18,7 @@ from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_root, meant, tags_of
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.units import count_text, size_text, span_text
 
 SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipped", "failed": "failed"}
 

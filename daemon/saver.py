@@ -29,7 +29,6 @@ from ckptd.daemon.save_progress import SaveProgress
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.tasks import all_of, watched
-from ckptd.daemon.units import size_text
 from ckptd.shared import codec, names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
@@ -42,6 +41,7 @@ from ckptd.shared.reuse import ChunkCheck, StoredPart
 from ckptd.shared.segment import write_check
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
+from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.saver")
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 
 from ckptd.daemon.segment_directory import SegmentDirectory
-from ckptd.daemon.units import size_text
 from ckptd.shared import names
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
@@ -26,6 +25,7 @@ from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import READ, FileSystem
 from ckptd.shared.numa import UNKNOWN, near
 from ckptd.shared.segment import SegmentHeader, read_header, this_boot, write_header
+from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.slots")
 

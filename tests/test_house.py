@@ -161,6 +161,7 @@ ROOMS = (
     "agent",
     "default",
     "schedule",
+    "bench",
     "__init__",
 )
 """The rooms of `agent/`, lowest first."""
@@ -222,6 +223,8 @@ FILE_CALLS = {
 }  # fmt: skip
 FILE_METHODS = {"open_directory", "directory", "iterdir", "glob", "rglob", "mkdir", "unlink", "rmdir", "touch", "read_bytes", "write_bytes"}
 TOUCH_FILES = {
+    "agent/bench/measure.py": "a directory of its own",
+    "agent/bench/ways.py": "files that are compared with those of ckptd",
     "agent/copy/mapped_slot.py": "locks the segment that it maps",
     "agent/link/launch.py": "the log of a private daemon",
     "daemon/app.py": "removes its socket",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 
 from click_man.core import write_man_pages
 
-from ckptd.daemon.cli import main
+from ckptd.daemon.cli import Verb, main
 from ckptd.shared import __version__
 
 DIRECTORY = Path(__file__).parents[2] / "docs" / "man"
@@ -15,8 +16,10 @@ DIRECTORY = Path(__file__).parents[2] / "docs" / "man"
 
 def pages() -> dict[str, str]:
     """Return the text of each manual page by its file name. The pages have no date, so that only a changed command changes them."""
+    whole = copy.copy(main)
+    whole.commands = {name: command.load() if isinstance(command, Verb) else command for name, command in main.commands.items()}
     with tempfile.TemporaryDirectory() as place:
-        write_man_pages("ckptd", main, version=f"ckptd {__version__}", target_dir=place, date=" ")
+        write_man_pages("ckptd", whole, version=f"ckptd {__version__}", target_dir=place, date=" ")
         return {page.name: page.read_text() for page in Path(place).iterdir()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.daemon.units import count_text, size_text, span_text
+from ckptd.shared.units import count_text, size_text, span_text
 
 
 @pytest.mark.parametrize(

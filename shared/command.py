@@ -1,0 +1,51 @@
+"""Turns the errors of a command into one sentence and an exit code. Every command of the command line uses it.
+
+Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import click
+
+from ckptd.shared import errors as e
+
+EXIT_CODES: dict[type[e.CkptdError], int] = {
+    e.InvalidConfig: 2,
+    e.InvalidName: 2,
+    e.NotFound: 10,
+    e.Busy: 11,
+    e.IntegrityError: 13,
+    e.DaemonUnreachable: 14,
+}
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text.")
+
+
+def exit_code(error: e.CkptdError) -> int:
+    return next((code for cls, code in EXIT_CODES.items() if isinstance(error, cls)), 1)
+
+
+def speaks(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a wrapper of `command` that turns an error into one sentence, or one JSON object with `--json`, and an exit code."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except (e.CkptdError, OSError) as caught:
+            error = caught if isinstance(caught, e.CkptdError) else e.StorageError.of("do that", caught)
+            code = exit_code(error)
+            if kwargs.get("as_json"):
+                click.echo(json.dumps({"error": {"code": error.code, "message": str(error), "retry": error.retry}, "exit": code}))
+            else:
+                click.echo(f"ckptd: {error}", err=True)
+            sys.exit(code)
+
+    return wrapped

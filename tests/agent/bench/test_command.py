@@ -1,0 +1,102 @@
+"""Runs `ckptd bench` as a user does, with a small state."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ckptd.agent.bench.command import bench, text_of
+from ckptd.agent.bench.measure import Figures, Report
+from ckptd.daemon.cli import main
+
+WAYS = ["ckptd", "torch.save", "dcp.save", "dcp.async_save", "limit: plain copy"]
+
+
+def test_the_report_has_every_way_and_nothing_is_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ckptd.daemon", "bench", "--root", str(tmp_path), "--megabytes", "13", "--rounds", "1", "--json"]
+    environment = os.environ | {"CKPTD_CODEC": "raw"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [name for name in report["saves"] if name != "limit: O_DIRECT write"] == WAYS
+    assert all(found["held"] > 0 and found["durable"] > 0 for found in report["saves"].values())
+    nbytes = report["nbytes"]
+    assert 12e6 < nbytes < 14e6
+    assert nbytes < report["saves"]["ckptd"]["stored"] < 1.05 * nbytes, "CKPTD_CODEC=raw sets up the daemon"
+    assert nbytes <= report["saves"]["dcp.save"]["stored"] < 1.05 * nbytes
+    assert report["restores"].keys() == {"ckptd recover, from memory", "ckptd StorageReader", "dcp.load"}
+    assert report["first"] > 0
+    assert report["step"] > 0
+    assert report["daemon_peak"] > 10e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_without_room_is_refused(tmp_path: Path) -> None:
+    found = CliRunner().invoke(bench, ["--root", str(tmp_path), "--megabytes", str(10**9)])
+    assert found.exit_code == 1
+    assert "are needed for a state of" in found.output
+    assert "choose a smaller --megabytes or another --root" in found.output
+
+
+def test_the_table() -> None:
+    report = Report(
+        machine={"ckptd": "1", "torch": "2", "cpus": 2, "load": 0.5, "accelerator": "H100"}, nbytes=1000, tensors=3, rounds=5,
+        saves={"ckptd": Figures(0.1, 0.5, 800), "torch.save": Figures(2.0, 2.0, 1000), "limit: plain copy": Figures(0.2, 0.2, None)},
+        restores={"dcp.load": 0.25}, first=0.3, lost=0.4, step=0.6, daemon_peak=123_000_000,
+    )  # fmt: skip
+    assert text_of(report).splitlines() == [
+        "ckptd 1, torch 2, 2 CPUs, load 0.5",
+        "1.0 kB of fp32 weights and moments in 3 tensors on H100; medians of 5",
+        "",
+        "saving                      training held   then durable   stored",
+        "ckptd                             0.100 s        0.500 s      80%",
+        "torch.save                        2.000 s                    100%",
+        "limit: plain copy                 0.200 s                        ",
+        "",
+        "first snapshot after prepare        0.300 s",
+        "training time lost by a snapshot    0.400 s, the call included; a step takes 0.600 s",
+        "memory of the daemon, most          123.0 MB",
+        "",
+        "dcp.load                            0.250 s",
+    ]
+
+
+# -- the command line, which does not import this package
+
+
+def test_the_help_of_the_command_line_names_the_verb_and_loads_no_torch() -> None:
+    code = "import sys\nfrom ckptd.daemon.cli import main\nmain(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "bench   Measure ckptd and its peers on this machine." in done.stdout
+
+
+def test_the_verb_has_its_own_help() -> None:
+    found = CliRunner().invoke(main, ["bench", "--help"])
+    assert found.exit_code == 0
+    assert "--megabytes" in found.output
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "`ckptd bench` needs torch: pip install 'ckptd[torch]'"),
+        (None, "this installation of ckptd has no verb bench: install it again"),
+    ],
+)
+def test_a_verb_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, installed: Exception | None, words: str) -> None:
+    class EntryPoint:
+        def load(self) -> click.Command:
+            assert installed is not None
+            raise installed
+
+    monkeypatch.setattr("ckptd.daemon.cli.entry_points", lambda **_: [EntryPoint()] if installed else [])
+    found = CliRunner().invoke(main, ["bench", "--root", "/x"])
+    assert (found.exit_code, found.output) == (1, f"Error: {words}\n")

@@ -1,0 +1,52 @@
+"""Errors of commands become one sentence, or one JSON object, and an exit code."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ckptd.shared import errors as e
+from ckptd.shared.command import exit_code, json_option, speaks
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (e.InvalidName("x"), 2), (e.NotFound("x"), 10), (e.Busy("x"), 11), (e.IntegrityError("x"), 13), (e.NewerFormat("x"), 13),
+        (e.DaemonUnreachable("x"), 14), (e.StorageError("x"), 1),
+    ],
+)  # fmt: skip
+def test_exit_codes(error: e.CkptdError, code: int) -> None:
+    assert exit_code(error) == code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [(e.NotFound("no such thing"), 10, "no such thing"), (PermissionError(13, "Permission denied", "/x"), 1, "Permission denied")],
+)
+def test_an_error_is_one_sentence_or_one_object(error: Exception, code: int, words: str) -> None:
+    @click.command()
+    @json_option
+    @speaks
+    def verb(as_json: bool) -> None:
+        raise error
+
+    text = CliRunner().invoke(verb, [])
+    assert text.exit_code == code
+    assert text.output.startswith("ckptd: ")
+    assert words in text.output
+    assert text.output.count("\n") == 1
+    found = json.loads(CliRunner().invoke(verb, ["--json"]).output)
+    assert (found["exit"], words in found["error"]["message"]) == (code, True)
+
+
+def test_ctrl_c_has_the_exit_code_of_shells() -> None:
+    @click.command()
+    @speaks
+    def verb() -> None:
+        raise KeyboardInterrupt
+
+    assert CliRunner().invoke(verb, []).exit_code == 130
