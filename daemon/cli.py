@@ -49,14 +49,14 @@ class Verb(click.Command):
     """A verb of a package that this one does not import. It is loaded when it is called."""
 
     def load(self) -> click.Command:
-        """Import the verb. Raises ClickException if it is not installed."""
+        """Import the verb. Raises ClickException if that is not possible."""
         assert self.name is not None
         for found in entry_points(group="ckptd.verbs", name=self.name):
             try:
                 command: click.Command = found.load()
                 return command
-            except ModuleNotFoundError as error:
-                raise click.ClickException(f"`ckptd {self.name}` needs {error.name}: pip install 'ckptd[torch]'") from None
+            except e.CkptdError as error:  # torch is missing or too old
+                raise click.ClickException(str(error)) from None
         raise click.ClickException(f"this installation of ckptd has no verb {self.name}: install it again")
 
     def make_context(self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any) -> click.Context:

@@ -169,8 +169,8 @@ class Pipeline:
         Chunks that are those of the part `before` are not written again, if that part was steady. Then the first chunk is written only
         when the checksums are known. At most `at_once` threads work on the part, by default all.
 
-        `wait_for_checks` returns what `checksum` computes, and waits for it if it still runs. `written` is called on the event loop with
-        the raw bytes of each chunk that has been written. With `with_digests`, a part after this one can link the files of this one.
+        `wait_for_checks` returns the checksums of the seal, or waits for `checksum` to compute them. `written` is called on the event loop
+        with the raw bytes of each chunk that has been written. With `with_digests`, a later part can link the files of this one.
 
         After a failure the files are removed. Raises IntegrityError if the written bytes of a chunk do not have its checksum, OSError if
         the part cannot be written, and what `wait_for_checks` raises.

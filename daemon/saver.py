@@ -1,8 +1,8 @@
 """Saves sealed snapshots as committed checkpoints, and owns the order of operations on storage.
 
 The order of a save must not change: journal the intent, write the parts, compare them with the checksums of the slots, make the parts
-durable, journal them, publish the manifest, journal the commit, tell the ranks, update `newest`, apply retention. The checksums of the
-slots are computed as soon as the slots are sealed, while the parts are being written. A job has one save at a time, and saves wait for
+durable, journal them, publish the manifest, journal the commit, tell the ranks, update `newest`, apply retention. The checksums of slots
+that were sealed without them are computed at once, while the parts are being written. A job has one save at a time, and saves wait for
 their turn in the order of the seals. Each failure is recorded in `Snapshot.reason`, sent to the ranks as a Progress message, and counted.
 The copy in memory stays.
 """

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -89,19 +89,24 @@ def measure(root: Path, nbytes: int, rounds: int, tell: Callable[[str], None] = 
 
 @contextmanager
 def _agent(place: Path) -> Iterator[Agent]:
-    """Context manager. Start a private daemon in this directory, and stop it at the end."""
+    """Context manager. Start a private daemon in this directory. At the end stop it, and delete what it has in shared memory."""
     for name in ("CKPTD_SOCKET", "CKPTD_ROOT", "CKPTD_JOB"):
         os.environ.pop(name, None)
     os.environ["CKPTD_STATE_DIR"] = str(place / "state")
     os.environ.setdefault("CKPTD_KEEP_LAST", "1")
     agent = Agent(_JOB, root=place / "root")
-    daemon = psutil.Process(_status(agent)["pid"])
+    status = _status(agent)
     try:
         yield agent
         agent.close()
     finally:
-        daemon.terminate()
-        daemon.wait(60)
+        if not agent.closed:
+            agent._link.let_go()  # after an error, nothing is to be saved
+        with suppress(psutil.NoSuchProcess):
+            daemon = psutil.Process(status["pid"])
+            daemon.terminate()
+            daemon.wait(60)
+        shutil.rmtree(status["shared_memory"]["directory"], ignore_errors=True)
 
 
 def _status(agent: Agent) -> dict[str, Any]:
@@ -166,11 +171,11 @@ def _lost(training: Training, agent: Agent, rounds: int) -> tuple[float, float]:
     found, quiet = [], list[float]()
     for _ in range(rounds):
         _settle()
-        quiet += [timed(training.step) for _ in range(_QUIET_STEPS)]
+        quiet += [timed(training.synchronized_step) for _ in range(_QUIET_STEPS)]
         begun, steps = time.perf_counter(), 0
         pending = agent.snapshot(training.tensors, step=agent.last_step + 1)
         while not pending.done or not steps:
-            training.step()
+            training.synchronized_step()
             steps += 1
         found.append(time.perf_counter() - begun - steps * median(quiet))
         pending.wait("durable")

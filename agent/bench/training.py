@@ -35,3 +35,9 @@ class Training:
         self._optimizer.zero_grad()
         torch.nn.functional.mse_loss(self._model(self._data), self._data).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
+
+    def synchronized_step(self) -> None:
+        """Take a step, and wait until an accelerator has done it."""
+        self.step()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()

@@ -57,10 +57,13 @@ __attribute__((target("sse4.2"))) static void fill_table(void)
         of_bit[bit] = (uint32_t)reg;
     }
     for (int byte = 0; byte < 4; byte++)
-        for (int value = 0; value < 256; value++)
+        for (int value = 0; value < 256; value++) {
+            uint32_t reg = 0;
             for (int bit = 0; bit < 8; bit++)
                 if (value >> bit & 1)
-                    behind_zeros[byte][value] ^= of_bit[8 * byte + bit];
+                    reg ^= of_bit[8 * byte + bit];
+            behind_zeros[byte][value] = reg; /* the same at each import, even if another thread copies meanwhile */
+        }
 }
 
 static uint64_t shifted(uint64_t reg)
@@ -78,30 +81,34 @@ static inline Word load(const char *place)
     return *(const volatile Word *)place;
 }
 
-/* Copies through the cache, and returns the register of the crc32c behind these bytes. */
-__attribute__((target("sse4.2"))) static uint64_t copy_short(char *target, const char *source, size_t length, uint64_t reg)
+#define INLINED __attribute__((target("sse4.2"), always_inline)) static inline
+
+/* Copies through the cache, and returns the register of the crc32c behind these bytes. With `storing` 0, nothing is stored. */
+INLINED uint64_t pass_short(char *target, const char *source, size_t length, uint64_t reg, const int storing)
 {
     size_t i = 0;
     for (; i + sizeof(Word) <= length; i += sizeof(Word)) {
         Word word = load(source + i);
-        *(Word *)(target + i) = word;
+        if (storing)
+            *(Word *)(target + i) = word;
         reg = _mm_crc32_u64(reg, word);
     }
     for (; i < length; i++) {
         char byte = *(const volatile char *)(source + i);
-        target[i] = byte;
+        if (storing)
+            target[i] = byte;
         reg = _mm_crc32_u8((uint32_t)reg, (uint8_t)byte);
     }
     return reg;
 }
 
-/* Copies past the cache, as far as that pays, and returns the register of the crc32c behind these bytes. */
-__attribute__((target("sse4.2"))) static uint64_t copy_piece(char *target, const char *source, size_t length, uint64_t reg)
+/* Does the same past the cache, as far as that pays. */
+INLINED uint64_t pass(char *target, const char *source, size_t length, uint64_t reg, const int storing)
 {
     size_t at = 0;
     if (length >= 3 * LANE) {
         at = -(uintptr_t)target % LINE;
-        reg = copy_short(target, source, at, reg);
+        reg = pass_short(target, source, at, reg, storing);
     }
     for (; at + 3 * LANE <= length; at += 3 * LANE) {
         const char *from = source + at;
@@ -111,12 +118,18 @@ __attribute__((target("sse4.2"))) static uint64_t copy_piece(char *target, const
             for (int lane = 0; lane < 3; lane++)
                 for (size_t i = lane * LANE + line; i < lane * LANE + line + LINE; i += sizeof(Word)) {
                     Word word = load(from + i);
-                    _mm_stream_si64((long long *)(to + i), (long long)word);
+                    if (storing)
+                        _mm_stream_si64((long long *)(to + i), (long long)word);
                     of_lane[lane] = _mm_crc32_u64(of_lane[lane], word);
                 }
         reg = shifted(shifted(of_lane[0]) ^ of_lane[1]) ^ of_lane[2];
     }
-    return copy_short(target + at, source + at, length - at, reg);
+    return pass_short(target + at, source + at, length - at, reg, storing);
+}
+
+__attribute__((target("sse4.2"))) static uint64_t copy_piece(char *target, const char *source, size_t length, uint64_t reg)
+{
+    return target == source ? pass(target, source, length, reg, 0) : pass(target, source, length, reg, 1);
 }
 
 static void copy_part(const Piece *piece, Part *part)
@@ -144,15 +157,18 @@ static void *copy_parts(void *argument)
     return NULL;
 }
 
-/* Runs the work on so many threads, the calling thread among them. Signals stay with the threads of the caller. */
+/* Runs the work on so many threads, the calling thread among them. Signals stay with the threads of the caller, except those of a fault. */
 static void share_out(Work *work, long threads)
 {
     pthread_t started[MOST_THREADS];
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP};
     sigset_t all, before;
     long count = 0;
     if (threads > MOST_THREADS)
         threads = MOST_THREADS;
     sigfillset(&all);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        sigdelset(&all, faults[i]);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     while (count + 1 < threads && (size_t)(count + 1) < work->count && pthread_create(&started[count], NULL, copy_parts, work) == 0)
         count++;
@@ -217,8 +233,13 @@ static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
     if (numbers_of(targets, numbers, count) < 0 || numbers_of(sources, numbers + count, count) < 0 ||
         numbers_of(lengths, numbers + 2 * count, count) < 0 || numbers_of(ends, of_ends, parts_count) < 0)
         goto done;
-    for (Py_ssize_t i = 0; i < count; i++)
+    for (Py_ssize_t i = 0; i < count; i++) {
         pieces[i] = (Piece){(char *)numbers[i], (const char *)numbers[count + i], numbers[2 * count + i]};
+        if (pieces[i].length && (!pieces[i].target || !pieces[i].source)) {
+            PyErr_SetString(PyExc_ValueError, "expected addresses of memory");
+            goto done;
+        }
+    }
     if (divide(pieces, count, of_ends, parts, parts_count) < 0) {
         PyErr_SetString(PyExc_ValueError, "expected ends that ascend to the sum of the lengths");
         goto done;

@@ -28,6 +28,7 @@ with suppress(ImportError):
     from ckptd.agent.copy._checked_copy import copy as copy_bytes
 
 _address, _stride, _is_neg, _is_conj = torch.Tensor.data_ptr, torch.Tensor.stride, torch.Tensor.is_neg, torch.Tensor.is_conj
+_has_no_memory = torch.Tensor._is_zerotensor  # as some gradients are, of which torch knows without memory that they are zero
 _dtype, _shape, _is_cpu = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 
 
@@ -64,6 +65,7 @@ class Targets:
             and list(map(_stride, sources)) == self.strides
             and not any(map(_is_neg, sources))
             and not any(map(_is_conj, sources))
+            and not any(map(_has_no_memory, sources))
         ):
             return []
         return [number for number, pair in enumerate(zip(self.tensors, sources, strict=True)) if not _are_alike(*pair)]
@@ -74,7 +76,7 @@ def _are_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
     return (
         (type(source) in PLAIN and source.is_cpu and source.dtype == target.dtype and source.shape == target.shape)
         and (source.stride() == target.stride() or (source.is_contiguous() and target.is_contiguous()))
-        and not (source.is_neg() or source.is_conj())
+        and not (source.is_neg() or source.is_conj() or source._is_zerotensor())
     )
 
 

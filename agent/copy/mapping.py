@@ -54,17 +54,20 @@ def map_segment(fd: int, length: int, *, writable: bool = True) -> Any:
 def present(address: int, length: int) -> Iterator[None]:
     """Context manager. Map all pages of a range of a segment, and no longer need them at the end.
 
-    Raises OSError if a page cannot be read, so that no access can end this process: the segment has been cut short, its memory has failed,
-    or the kernel is older than Linux 5.14 and cannot tell.
+    Raises OSError if a page cannot be read now, where an access would end this process: the segment has been cut short, its memory has
+    failed, or the kernel is older than Linux 5.14 and cannot tell. A segment that is cut later still ends the process at the next access.
     """
-    skipped = address % mmap.PAGESIZE
-    start, length = address - skipped, length + skipped
+    page, end = mmap.PAGESIZE, address + length
+    start = address - address % page
+    if error := advise(start, end - start, MADV_POPULATE_READ):
+        raise OSError(error, os.strerror(error))
     try:
-        if error := advise(start, length, MADV_POPULATE_READ):
-            raise OSError(error, os.strerror(error))
         yield
     finally:
-        advise(start, length, mmap.MADV_DONTNEED)  # by each thread for its own range; one call for the whole segment would take longer
+        # By each thread for its own range, since one call for the whole segment would take longer. Other threads may use the border pages.
+        own, own_end = -(-address // page) * page, end - end % page
+        if own < own_end:
+            advise(own, own_end - own, mmap.MADV_DONTNEED)
 
 
 def _unmap(owner: int, address: int, length: int) -> None:

@@ -60,17 +60,21 @@ class KeptPlan:
         return self._kept is not None and self._has == self._wanted
 
     def plan_ahead(self, captured: Captured) -> Layout | None:
-        """Plan now, so that the next snapshot need not, and return the kept layout. If there are other ranks, or a plan, do not plan.
+        """Return the kept layout if this state can use it. If there are no other ranks, plan for this state now, so that there is one.
 
-        Runs on the calling thread: the structure and the layout must be those of one instant. Raises UnsavableValue.
+        Return None if the next snapshot will plan. Runs on the calling thread: the structure and the layout must be those of one instant.
+        Raises UnsavableValue.
         """
-        if self._ranks.world_size == 1 and not self.valid:
-            wanted = self._wanted
-            with paused_collector():
-                found, _ = Structure.of(captured.tensors)
-                layout = self._lay_out_alone(captured)
-                self._kept, self._has = (found, layout, Sources(found, captured.tensors, layout.plan)), wanted
-        return self._kept[1] if self._kept is not None and self.valid else None
+        if (same := self.reuse(captured)) is not None:
+            return same[0]
+        if self._ranks.world_size > 1:
+            return None
+        wanted = self._wanted
+        with paused_collector():
+            found, _ = Structure.of(captured.tensors)
+            layout = self._lay_out_alone(captured)
+            self._kept, self._has = (found, layout, Sources(found, captured.tensors, layout.plan)), wanted
+        return layout
 
     @staticmethod
     def _lay_out_alone(captured: Captured) -> Layout:

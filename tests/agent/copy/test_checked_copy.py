@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -60,11 +61,24 @@ def test_bytes_and_checksums_of_any_pieces_and_parts(compiled: Callable[..., lis
     ]
 
 
-def test_a_source_that_is_its_own_target_is_only_checked(compiled: Callable[..., list[int]]) -> None:
-    tensor = torch.randint(0, 256, (1_000_001,), dtype=torch.uint8)
-    before = tensor.numpy().tobytes()
-    assert compiled([tensor.data_ptr()], [tensor.data_ptr()], [len(before)], [len(before)], 2, 0) == [crc32c(before)]
-    assert tensor.numpy().tobytes() == before
+def test_a_source_that_is_its_own_target_is_only_read(compiled: Callable[..., list[int]], tmp_path: Path) -> None:
+    data = random.Random(1).randbytes(1_000_001)
+    (tmp_path / "a.seg").write_bytes(data)
+    with (tmp_path / "a.seg").open("r+b") as file:
+        mapped = map_segment(file.fileno(), len(data), writable=False)  # a store would end this process
+    address = ctypes.addressof(mapped)
+    assert compiled([address], [address], [len(data)], [len(data)], 2, 0) == [crc32c(data)]
+
+
+def test_a_second_import_computes_the_same_checksums(compiled: Callable[..., list[int]]) -> None:
+    code = (
+        "import sys, ckptd.agent.copy._checked_copy as first; del sys.modules[first.__name__]; import ctypes, crc32c; "
+        "import ckptd.agent.copy._checked_copy as second; data = bytearray(range(256)) * 1000; "
+        "at = ctypes.addressof(ctypes.c_char.from_buffer(data)); assert first is not second; "
+        "assert [m.copy([at], [at], [len(data)], [len(data)], 1, 0) for m in (first, second)] == [[crc32c.crc32c(data)]] * 2"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_changes_meanwhile(compiled: Callable[..., list[int]]) -> None:
@@ -99,6 +113,8 @@ def test_the_checksum_is_that_of_the_bytes_that_are_stored_even_if_the_source_ch
         (([1], [1], [0], [1]), "expected ends that ascend to the sum of the lengths"),
         (([1, 1], [1, 1], [5, 5], [9]), "expected ends that ascend to the sum of the lengths"),
         (([1, 1], [1, 1], [5, 5], [7, 5, 10]), "expected ends that ascend to the sum of the lengths"),
+        (([0], [1], [5], [5]), "expected addresses of memory"),
+        (([1], [0], [5], [5]), "expected addresses of memory"),
         (([1], [1], [5], []), "expected ends that ascend to the sum of the lengths"),
     ],
 )
@@ -217,6 +233,14 @@ def test_a_source_of_another_dtype_is_converted() -> None:
     assert torch.equal(targets.tensors[1], torch.ones(5))
     if checked_copy.copy_bytes is not None:
         assert copying.checks(b"") == checksums(regions, buffer)
+
+
+def test_a_source_without_memory_is_written_as_zeros() -> None:
+    """A planner of DCP may return one, as some gradients are."""
+    regions, targets, buffer, _ = lay_out({"a": torch.ones(5000)})
+    targets.tensors[0].fill_(1.0)
+    CheckedCopy(regions, CHUNK).copy(targets, [torch._efficientzerotensor((5000,))])
+    assert not any(buffer)
 
 
 def test_a_source_of_another_shape_is_refused() -> None:

@@ -170,6 +170,16 @@ def test_the_estimate_has_room_for_a_share_of_the_replicas() -> None:
     assert made()[0].estimate(capture({"w": view, "v": view[:10]})) == 4000 + 2 * 300
 
 
+def test_planning_ahead_for_another_state_plans_for_that_state() -> None:
+    plan, _ = made()
+    small = plan.plan_ahead(capture({"a": torch.ones(3)}))
+    larger = plan.plan_ahead(capture({"a": torch.ones(3), "b": torch.ones(1000)}))
+    assert small is not None
+    assert larger is not None
+    assert (small.data_length, larger.data_length) == (12, 4012)
+    assert plan.plan_ahead(capture({"a": torch.zeros(3), "b": torch.zeros(1000)})) is larger
+
+
 def test_a_plan_made_ahead_is_the_one_that_a_snapshot_would_make() -> None:
     state = {"a": torch.ones(3), "b": torch.ones(2, 2).T, "n": 1}
     state["view"] = cast(torch.Tensor, state["a"])[1:]
