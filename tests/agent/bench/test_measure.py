@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ckptd.agent.bench import measure
@@ -24,6 +27,32 @@ def test_a_file_system_without_direct_writes_has_no_such_limit(tmp_path: Path, m
 
     monkeypatch.setattr(DirectWrite, "_write", refuse)
     assert measure._has_direct(tmp_path) is False
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_leaves_no_daemon_and_no_memory(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from ckptd.agent.bench import measure as m
+
+def fail(*_):
+    raise OSError(28, "No space left on device")
+
+def status(agent, found=m._status):
+    said = found(agent)
+    print(said["pid"], said["shared_memory"]["directory"], flush=True)
+    return said
+
+m.by_dcp_save, m._status = fail, status
+m.measure(Path(sys.argv[1]), 13_000_000, 1)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("OSError: [Errno 28] No space left on device")
+    pid, memory = done.stdout.split()
+    assert not psutil.pid_exists(int(pid))
+    assert not Path(memory).exists()
     assert list(tmp_path.iterdir()) == []
 
 
