@@ -268,12 +268,12 @@ class Agent:
 
         if found is None or not link.handovers.slots.fit(needed(found[0])):
             handover.check_not_refused()  # before the ranks plan, since a step that is refused is refused on all ranks
-        layout, sources = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
+        layout, sources, unlike = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
         handover.reserve(needed(layout), deadline)
         documents = Documents(values_document(captured, rng=rng), encoded)
         self._rng_room = max(self._rng_room, len(documents.values) - len(captured.state))
         handover.acquire()
-        transfer = handover.copy(sources, layout, modules_of(state))
+        transfer = handover.copy(sources, layout, modules_of(state), unlike)
         handover.seal_after(transfer, layout, documents)
 
     def _hand_over_planned(

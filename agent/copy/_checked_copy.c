@@ -24,7 +24,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LANE = 4096, LINE = 64, MOST_THREADS = 64 };
+enum { LANE = 4096, LINE = 64, MOST_THREADS = 64, LEAST_SHARE = 1 << 20 }; /* to start a thread takes as long as to copy LEAST_SHARE bytes */
 
 typedef struct {
     char *target;
@@ -41,7 +41,7 @@ typedef struct {
 typedef struct {
     const Piece *pieces;
     Part *parts;
-    size_t count, next;
+    size_t count, nbytes, next;
 } Work;
 
 /* The register of a crc32c after LANE bytes of zeros is a linear function of the register before: here for each byte of that register. */
@@ -166,6 +166,8 @@ static void share_out(Work *work, long threads)
     long count = 0;
     if (threads > MOST_THREADS)
         threads = MOST_THREADS;
+    if ((size_t)threads > work->nbytes / LEAST_SHARE)
+        threads = (long)(work->nbytes / LEAST_SHARE);
     sigfillset(&all);
     for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
         sigdelset(&all, faults[i]);
@@ -245,7 +247,7 @@ static PyObject *copy(PyObject *Py_UNUSED(module), PyObject *args)
         goto done;
     }
     parts[0].crc = (uint32_t)crc;
-    Work work = {pieces, parts, (size_t)parts_count, 0};
+    Work work = {pieces, parts, (size_t)parts_count, parts_count ? of_ends[parts_count - 1] : 0, 0};
     Py_BEGIN_ALLOW_THREADS
     share_out(&work, (long)threads);
     Py_END_ALLOW_THREADS

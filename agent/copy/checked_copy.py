@@ -101,12 +101,17 @@ class CheckedCopy:
         """Make `checks` return None, because some items are copied in another way."""
         self._checked = False
 
-    def copy(self, targets: Targets, sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its target. A source has the shape of its target. Its dtype and layout may differ."""
+    def copy(self, targets: Targets, sources: Sequence[torch.Tensor], unlike: Sequence[int] | None = None) -> None:
+        """Copy each source into its target. A source has the shape of its target. Its dtype and layout may differ.
+
+        unlike: what `targets.unlike(sources)` returns, if it is known already.
+        """
         if copy_bytes is None:
             _copy_by_torch(targets.tensors, sources)
             return
-        if unlike := targets.unlike(sources):
+        if unlike is None:
+            unlike = targets.unlike(sources)
+        if unlike:
             sources = list(sources)
             _copy_by_torch([targets.tensors[n] for n in unlike], [sources[n] for n in unlike])
             for number in unlike:

@@ -137,14 +137,17 @@ class MappedSlot:
             if not self._forgotten and self._views is _NO_VIEWS:
                 self._views_of(layout)
 
-    def fill(self, sources: list[torch.Tensor], layout: Layout, step: int, carry: Carry) -> Transfer | None:
+    def fill(
+        self, sources: list[torch.Tensor], layout: Layout, step: int, carry: Carry, unlike: list[int] | None = None
+    ) -> Transfer | None:
         """Begin to fill the slot, and copy all sources into it. The sources may change when this returns.
 
+        unlike: the numbers of the sources that differ from their item in dtype or layout, or None if that is not known.
         Sources on the CPU are copied at once. `carry` enqueues the copies of those on accelerators, ordered before later writes. Return the
         transfer of these copies, or None if there are none. The slot is complete once that transfer is finished.
         """
         self.begin(layout, step)
-        transfer = self.copy(sources, layout, range(len(layout.plan.items)), carry)
+        transfer = self.copy(sources, layout, range(len(layout.plan.items)), carry, unlike)
         failpoint("agent.copied")
         return transfer
 
@@ -155,15 +158,18 @@ class MappedSlot:
         self._copying = CheckedCopy(layout.plan.regions, header.chunk_size)
         failpoint("agent.filling")
 
-    def copy(self, sources: list[torch.Tensor], layout: Layout, numbers: range, carry: Carry) -> Transfer | None:
+    def copy(
+        self, sources: list[torch.Tensor], layout: Layout, numbers: range, carry: Carry, unlike: list[int] | None = None
+    ) -> Transfer | None:
         """Copy one source for each of these item numbers of the plan, as `fill` does for all items. Call `begin` first.
 
-        The first call has the first items, and each later call the items that follow.
+        The first call has the first items, and each later call the items that follow. `unlike` has numbers of sources, as for `fill`.
         """
         views, transfer = self._views_of(layout), None
         targets = views.targets.part(slice(numbers.start, numbers.stop))
         if views.elsewhere:
             self._copying.skip_checks()
+            unlike = None
             elsewhere = [n - numbers.start for n in views.elsewhere if n in numbers]
             if elsewhere:
                 transfer = carry([copyable(targets.tensors[n]) for n in elsewhere], [copyable(sources[n]) for n in elsewhere])
@@ -171,9 +177,9 @@ class MappedSlot:
             targets, sources = Targets.of([targets.tensors[n] for n in here]), [sources[n] for n in here]
         half = len(sources) // 2
         try:
-            self._copying.copy(targets.part(slice(half)), sources[:half])
+            self._copying.copy(targets.part(slice(half)), sources[:half], unlike and [n for n in unlike if n < half])
             failpoint("agent.copying")
-            self._copying.copy(targets.part(slice(half, None)), sources[half:])
+            self._copying.copy(targets.part(slice(half, None)), sources[half:], unlike and [n - half for n in unlike if n >= half])
         except BaseException:
             if transfer is not None:
                 transfer.wait()

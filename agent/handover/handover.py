@@ -110,13 +110,15 @@ class Handover:
         self._all.pending.pop((self.pending.attempt, self.pending.step), None)
         raise self.pending.why
 
-    def copy(self, sources: list[torch.Tensor], layout: Layout, modules: list[torch.nn.Module]) -> Transfer | None:
-        """Copy one source for each item of the layout. Sources on the CPU may change as soon as this returns.
+    def copy(
+        self, sources: list[torch.Tensor], layout: Layout, modules: list[torch.nn.Module], unlike: list[int] | None = None
+    ) -> Transfer | None:
+        """Copy one source for each item of the layout. Sources on the CPU may change as soon as this returns. For `unlike` see `Sources`.
 
         Returns the transfer of the sources on accelerators, for `seal_after`, or None if there are none. If it is still running when
         `load_state_dict` of one of the `modules` is called, the load is ordered behind it.
         """
-        return self.slot.fill(sources, layout, self.pending.step, lambda to, of: self._all.sealer.carry(to, of, modules))
+        return self.slot.fill(sources, layout, self.pending.step, lambda to, of: self._all.sealer.carry(to, of, modules), unlike)
 
     def fill(self, layout: Layout, source: Callable[[int], torch.Tensor], *, singly: bool) -> None:
         """Copy `source(number)` into the slot for the number of every item of the layout, and wait until all items are copied.

@@ -37,8 +37,8 @@ _ITEM_BYTES = 300
 """An estimate of the bytes that one item takes in plan and metadata."""
 
 
-Found = tuple[Layout, list[torch.Tensor]]
-"""A layout, and the live tensor behind each of its items."""
+Found = tuple[Layout, list[torch.Tensor], list[int] | None]
+"""A layout, the live tensor behind each of its items, and `Sources.unlike`, or None if these tensors must be looked at for that."""
 
 
 class KeptPlan:
@@ -87,7 +87,8 @@ class KeptPlan:
             return None
         _, layout, sources = self._kept
         self._kept = same[0], layout, sources
-        return layout, sources.of(same[1], captured.tensors)
+        unlike = sources.unlike if same[0].guard is not None else None  # the columns do not tell a negative view from another tensor
+        return layout, sources.of(same[1], captured.tensors), unlike
 
     def renew(self, captured: Captured, state: Any, pending: Pending, budget: float) -> Found:
         """Plan with the other ranks, keep the layout, and return it with its live tensors.
@@ -108,7 +109,7 @@ class KeptPlan:
         layout = self._plan(captured, state, pending, deadline)
         sources = Sources(found, captured.tensors, layout.plan)
         self._kept, self._has = (found, layout, sources), wanted
-        return layout, sources.of(parts, captured.tensors)
+        return layout, sources.of(parts, captured.tensors), sources.unlike
 
     def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
         if self._ranks.world_size == 1:

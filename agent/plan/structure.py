@@ -197,13 +197,18 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 class Sources:
-    """A finder of the live tensors behind the items of a plan, for any state that has the plan's structure."""
+    """A finder of the live tensors behind the items of a plan, for any state that has the plan's structure.
+
+    unlike: the numbers of the items whose bytes in the slot are not those of their tensor, as for a strided view.
+    """
 
     def __init__(self, structure: Structure, tensors: dict[str, torch.Tensor], plan: Plan) -> None:
         self._plan = plan
         numbers = {name: number for number, name in enumerate(structure.names)}
         self._numbers = [numbers.get(item.fqn, -1) for item in plan.items]
         self._special = [n for n, item in enumerate(plan.items) if item.fqn not in numbers or isinstance(tensors[item.fqn], ShardedTensor)]
+        found = self.of([local_part(tensor) for tensor in tensors.values()], tensors)
+        self.unlike = [n for n, (item, tensor) in enumerate(zip(plan.items, found, strict=True)) if not _has_bytes_of(item, tensor)]
 
     def of(self, parts: list[torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the live tensor behind each item, in the order of the plan. `parts` is this rank's part of each of `tensors`."""
@@ -213,6 +218,14 @@ class Sources:
             tensor = tensors.get(item.fqn)
             found[number] = shard_at(tensor, item.offsets) if isinstance(tensor, ShardedTensor) else _hidden(tensors, self._plan, item)
         return found
+
+
+def _has_bytes_of(item: Item, tensor: torch.Tensor) -> bool:
+    return (
+        (type(tensor) in PLAIN and tensor.is_cpu and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()))
+        and (tensor.is_contiguous() if item.stride is None else tensor.stride() == item.stride)
+        and tensor.shape == item.sizes
+    )
 
 
 def shard_at(tensor: ShardedTensor, offsets: tuple[int, ...]) -> torch.Tensor:

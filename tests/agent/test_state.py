@@ -516,6 +516,14 @@ def test_metrics_user_content_and_tag_are_in_the_manifest(agent: Agent, daemon: 
     assert (recovered.step, recovered.source, recovered.user_content) == (1, "memory", {"a": [1, None]})
 
 
+def test_a_view_that_becomes_negative_is_saved_right_by_a_kept_plan(agent: Agent, daemon: Daemon) -> None:
+    tensor = torch.arange(5000.0)
+    for step, view in enumerate((tensor, tensor, torch._neg_view(tensor), tensor)):
+        agent.snapshot({"w": view}, step=step).wait("durable", timeout=60)
+        with Checkpoint.open(daemon.home.root / agent.job) as checkpoint:
+            assert torch.equal(checkpoint.tensor("w"), -tensor if step == 2 else tensor), step
+
+
 def test_lazy_conjugates_are_captured_and_restored(agent: Agent, daemon: Daemon) -> None:
     x = torch.tensor([1 + 2j, 3 - 4j])
     agent.snapshot({"a": x, "b": x}, step=1).wait("durable", timeout=60)

@@ -137,7 +137,7 @@ def test_the_header_says_that_a_slot_is_filled_before_its_first_byte_changes(
 ) -> None:
     """The older snapshot of the slot must not be taken for whole if the trainer dies during the copy."""
     seen: list[SlotState] = []
-    monkeypatch.setattr(CheckedCopy, "copy", lambda self, targets, sources: seen.append(read(shm)[0]))
+    monkeypatch.setattr(CheckedCopy, "copy", lambda self, *_: seen.append(read(shm)[0]))
     found = layout(STATE)
     slot.fill(sources(STATE, found), found, 1, carry)
     assert seen == [SlotState.FILLING, SlotState.FILLING]

@@ -56,10 +56,10 @@ def agent(daemon: Daemon, device: Gated, monkeypatch: pytest.MonkeyPatch) -> Ite
     original = KeptPlan.renew
 
     def elsewhere(self: KeptPlan, *arguments: Any) -> Found:
-        layout, sources = original(self, *arguments)
+        layout, sources, _ = original(self, *arguments)
         items = [msgspec.structs.replace(item, device="cuda") for item in layout.plan.items]
         plan = msgspec.structs.replace(layout.plan, items=items)
-        return Layout(plan, plan.encode(), signature(plan.encode())), sources
+        return Layout(plan, plan.encode(), signature(plan.encode())), sources, None
 
     monkeypatch.setattr(KeptPlan, "renew", elsewhere)
     monkeypatch.setattr(KeptPlan, "valid", False)  # so that the plan is made at every snapshot

@@ -69,7 +69,7 @@ def test_a_kept_plan_gives_the_live_tensors_of_the_next_state() -> None:
     plan, client = made()
     state = {"w": torch.ones(4), "b": torch.zeros(2, dtype=torch.int64), "n": 1}
     assert (plan.valid, plan.reuse(capture(state))) == (False, None)
-    layout, sources = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    layout, sources, _ = plan.renew(capture(state), state, Pending(1, 1), 5.0)
     assert plan.valid
     later = {"w": torch.full((4,), 7.0), "b": torch.ones(2, dtype=torch.int64), "n": 2}
     found = plan.reuse(capture(later))
@@ -154,7 +154,7 @@ def test_a_planning_that_fails_leaves_no_valid_plan() -> None:
 def test_replicas_are_shared_and_plain_values_compared() -> None:
     plan, _ = made(ranks := TwoRanks())
     state = {"a": torch.ones(1000), "b": torch.ones(1000), "n": 1}
-    layout, _ = plan.renew(capture(state), state, Pending(1, 3), 5.0)
+    layout, _, _ = plan.renew(capture(state), state, Pending(1, 3), 5.0)
     assert len(layout.plan.items) == 1
     ranks.other = lambda offer: Offer(offer.rows, {**offer.values, "n": b"12345678"})
     with pytest.raises(UnsavableValue, match="^n differs between ranks 0 and 1: make it the same"):
@@ -188,9 +188,28 @@ def test_a_plan_made_ahead_is_the_one_that_a_snapshot_would_make() -> None:
     assert plan.valid
     ahead = plan.reuse(capture(state))
     assert ahead is not None
-    layout, sources = made()[0].renew(capture(state), state, Pending(1, 1), 5.0)
+    layout, sources, _ = made()[0].renew(capture(state), state, Pending(1, 1), 5.0)
     assert ahead[0] == layout
     assert [id(source) for source in ahead[1]] == [id(source) for source in sources]
+
+
+def test_the_tensors_that_a_copy_converts_are_known_unless_they_may_have_changed() -> None:
+    plan, _ = made()
+    state = {
+        "plain": torch.ones(4),
+        "strided": torch.ones(8)[::2],
+        "transposed": torch.ones(2, 3).T,
+        "negative": torch._neg_view(torch.ones(4)),
+    }
+    layout, _, unlike = plan.renew(capture(state), state, Pending(1, 1), 5.0)
+    assert unlike is not None
+    assert {layout.plan.items[n].fqn for n in unlike} == {"strided", "negative"}
+    again = plan.reuse(capture(state))
+    assert again is not None
+    assert again[2] in (unlike, None), "None if this torch has no guard"
+    changed = plan.reuse(capture(state | {"plain": torch._neg_view(torch.ones(4))}))
+    assert changed is not None
+    assert changed[2] is None
 
 
 def test_a_plan_made_ahead_of_another_structure_is_made_again() -> None:
