@@ -66,13 +66,16 @@ class Wrong(Exception):
 
 
 @cache
-def _exits(code: CodeType) -> frozenset[int]:
-    """Return the offsets at which `with` statements of this code call `__exit__` at their normal end.
+def _unsignalled(code: CodeType) -> frozenset[int]:
+    """Return the offsets at which lines of this code begin, and at which Python handles no signal. A trace function could raise there.
 
-    Python handles no signal between the end of the body and that call. A trace function could raise there, so these lines are not counted.
+    These are the calls of `__exit__` at the normal end of `with` statements, and the instructions NOP of `try:` lines, which the compiler
+    may leave out of the block of a `with` around them.
     """
     found, last = set(), list[dis.Instruction]()
     for instruction in dis.get_instructions(code):
+        if instruction.opname == "NOP":
+            found.add(instruction.offset)
         last = [*last[-3:], instruction]
         if len(last) == 4 and all(one.opname == "LOAD_CONST" and one.argval is None for one in last[:3]) and "CALL" in last[3].opname:
             found.add(last[0].offset)
@@ -80,7 +83,7 @@ def _exits(code: CodeType) -> frozenset[int]:
 
 
 class Lines:
-    """Counts the lines of ckptd that this thread runs, and calls `act` at the n-th of them."""
+    """Counts the lines of ckptd that this thread runs and that a signal could interrupt, and calls `act` at the n-th of them."""
 
     def __init__(self, at: int, act: Callable[[], None]) -> None:
         self.seen = 0
@@ -98,7 +101,7 @@ class Lines:
         return self._line if frame.f_code.co_filename.startswith(PLACES) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and frame.f_lasti not in _exits(frame.f_code):
+        if event == "line" and frame.f_lasti not in _unsignalled(frame.f_code):
             self.seen += 1
             if self.seen == self._at:
                 self._act()
