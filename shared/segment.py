@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -170,19 +170,10 @@ PIECE = 1 << 20
 """The bytes that are read and checked at a time. They stay in the cache of a core: a pass over whole chunks took 1.5 times as long."""
 
 
-def read_data(
-    fd: int,
-    header: SegmentHeader,
-    offset: int,
-    length: int,
-    buffer: memoryview,
-    crc: int = 0,
-    use: Callable[[memoryview], None] = lambda piece: None,
-) -> int:
-    """Read `length` bytes of the data, from `offset` on, into `buffer`, and return their crc32c, or that of all bytes since `crc` was 0.
+def read_pieces(fd: int, header: SegmentHeader, offset: int, length: int, buffer: memoryview) -> Iterator[memoryview]:
+    """Read `length` bytes of the data, from `offset` on, into `buffer`, and yield them piece by piece, each when it has been read.
 
-    If `buffer` is shorter, it is used for one piece after another. `use` is called with each piece. Raises IntegrityError if the segment
-    has been cut short, and OSError.
+    If `buffer` is shorter, it is used for one piece after another. Raises IntegrityError if the segment has been cut short, and OSError.
     """
     start, most = header.data_offset + offset, max(1, min(PIECE, len(buffer)))
     for at in range(0, length, most):
@@ -190,8 +181,13 @@ def read_data(
         piece = buffer[place : place + min(most, length - at)]
         if read_exactly(fd, piece, start + at) < len(piece):
             raise IntegrityError(f"the slot of step {header.step} has been cut short: that copy in memory is lost")
+        yield piece
+
+
+def read_data(fd: int, header: SegmentHeader, offset: int, length: int, buffer: memoryview, crc: int = 0) -> int:
+    """Read data as `read_pieces` does, and return their crc32c, or that of all bytes since `crc` was 0. Raises the same."""
+    for piece in read_pieces(fd, header, offset, length, buffer):
         crc = crc32c(piece, crc)
-        use(piece)
     return crc
 
 

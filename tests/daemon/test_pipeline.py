@@ -124,6 +124,29 @@ def test_memory_that_changes_after_the_checksums_leaves_no_part(fd: int, pipelin
     assert os.listdir(tmp_path) == []
 
 
+def test_a_changed_chunk_is_not_linked_because_its_old_checksum_is_that_of_the_part_before(
+    fd: int, pipeline: Pipeline, tmp_path: Path
+) -> None:
+    slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
+
+    async def save_twice() -> None:
+        crcs = [ChunkCheck(check.crc) for check in await pipeline.checksum(slot)]
+
+        async def checks() -> list[ChunkCheck]:
+            return crcs
+
+        writer = PartWriter(files_in(tmp_path), NONCE, codec.encoder("raw"))
+        _, before = await pipeline.write_part(slot, writer, TAG, checks, with_digests=True)
+        same = await pipeline._with_digests(slot, before, crcs)
+        assert [check.digest for check in same] == before.digests
+        os.pwrite(fd, b"?", slot.header.data_offset + 100_000)
+        again = PartWriter(files_in(tmp_path), NONCE[::-1], codec.encoder("raw"))
+        await pipeline.write_part(slot, again, TAG, checks, before=before, with_digests=True)
+
+    with pytest.raises(IntegrityError, match="chunk [0-9] of gpt step 5 has changed in memory since it was sealed"):
+        asyncio.run(save_twice())
+
+
 def test_every_chunk_has_a_result_or_nothing_is_written(fd: int, pipeline: Pipeline, tmp_path: Path) -> None:
     slot = SealedSlot.read(fd, seal(fd, HEADER, PLAN))
     pipeline._memory.threads = 0  # no worker does anything, and none fails
