@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+_QUIET, _MOST_SETTLING = 0.3, 5.0
+"""A disk is idle if its counters do not change for so many seconds. A disk that others use is not waited for any longer than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +46,17 @@ class Row:
 
 
 def settled() -> None:
-    """Wait until the disk has written everything that earlier rounds have left to it."""
+    """Wait until the disk is idle: it has written everything that earlier rounds have left to it, and discarded their files."""
     os.sync()
-    time.sleep(0.2)
+    device = Path(tempfile.gettempdir()).stat().st_dev
+    counters = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    before, end = "", time.monotonic() + _MOST_SETTLING
+    while time.monotonic() < end:
+        now = counters.read_text() if counters.exists() else ""
+        if before == now and before:
+            return
+        before = now
+        time.sleep(_QUIET)
 
 
 def machine() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Measures how long a save holds the training, and how long it takes until it is durable: ckptd, its peers, and the machine's limits.
 
 `python -m benchmarks.saves [--copies N] [--rounds N]`. The state is a trained model and its moments (`trained.py`), several times over, in
-fp32. All ways run in one process on the same bytes, interleaved. Every tensor changes between the rounds, and each measurement starts with
+fp32. All ways run in one process on the same bytes, in another order each round. Every tensor changes between the rounds, and each starts with
 an idle disk. "held" is the time until the call returns. "durable" begins when the state has been copied, which for ckptd is the seal, and
 ends when the bytes are synced.
 
@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 from statistics import median
 
 import torch
@@ -132,7 +133,8 @@ def measured(state: State, rounds: int, codecs: tuple[str, ...]) -> tuple[dict[s
     with home() as files:
         for number in range(rounds + 1):
             change(state)
-            for name, way in ways.items():
+            for name in Random(number).sample(list(ways), len(ways)):  # no way always follows the same other one
+                way = ways[name]
                 settled()
                 path = files.path / "file"
                 times = way(state, path)
@@ -149,7 +151,7 @@ def measured(state: State, rounds: int, codecs: tuple[str, ...]) -> tuple[dict[s
         sizes[f"ckptd {codec}"] = sum(f.stat().st_size for f in (place.root / "bench").rglob("*.ckpt"))
     most = max(most_memory(daemon.process.pid) for daemon in daemons)
     stack.close()
-    return results, sizes, first, most
+    return {name: results[name] for name in ways}, sizes, first, most
 
 
 def rows_of(results: dict[str, list[Times]], sizes: dict[str, int], first: float, most: float, nbytes: int) -> list[Row]:

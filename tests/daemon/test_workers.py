@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +36,26 @@ def test_results_come_in_the_order_of_the_chunks(workers: Workers) -> None:
     assert found == [(number, 2) for number in range(50)]
     assert workers.chunks_done == 50
     assert asyncio.run(workers.each([], lambda number, buffers: number)) == []
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_the_buffers_ask_for_huge_pages() -> None:
+    workers, size = Workers("test", 1, 64 << 20, 8 << 20, 2), 8 << 20
+
+    def flags(number: int, buffers: Buffers) -> list[bool]:
+        """Return for each buffer if its mapping has the flag of MADV_HUGEPAGE (proc_pid_smaps(5))."""
+        found, maps = [], Path("/proc/self/smaps").read_text().split("VmFlags:")
+        for buffer in buffers:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            for mapping, following in pairwise(maps):
+                lines = [line for line in mapping.splitlines() if "-" in line.split(" ")[0]]
+                start, end = (int(number, 16) for number in lines[-1].split(" ")[0].split("-"))
+                if start <= address < end:
+                    found.append("hg" in following.splitlines()[0].split())
+        return found
+
+    assert asyncio.run(workers.each([ChunkRange(0, size, 4)], flags)) == [[True, True]]
+    workers.close()
 
 
 def test_the_threads_have_a_low_priority_and_never_a_higher_one_than_the_process() -> None:
