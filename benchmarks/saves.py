@@ -1,9 +1,9 @@
 """Measures how long a save holds the training, and how long it takes until it is durable: ckptd, its peers, and the machine's limits.
 
 `python -m benchmarks.saves [--copies N] [--rounds N]`. The state is a trained model and its moments (`trained.py`), several times over, in
-fp32. All ways run in one process on the same bytes, in another order each round. Every tensor changes between the rounds, and each starts with
-an idle disk. "held" is the time until the call returns. "durable" begins when the state has been copied, which for ckptd is the seal, and
-ends when the bytes are synced.
+fp32. All ways run in one process on the same bytes, in another order each round. Every tensor changes between the rounds, and each
+measurement starts with an idle disk. "held" is the time until the call returns. "durable" begins when the state has been copied, which for
+ckptd is the seal, and ends when the bytes are synced.
 
 Limits: a copy into memory that is there already, and an O_DIRECT write of the same bytes from shared memory, 16 MiB at a time.
 """
