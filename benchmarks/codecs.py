@@ -12,6 +12,7 @@ from collections import defaultdict
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.rows import Row, keep
@@ -27,6 +28,20 @@ WANTED = {"bf16": (0.651, 1.2, 1.8), "fp32": (0.825, 1.4, 2.4), "exp_avg": (0.83
 
 def block(named: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten() for name, tensor in named.items() if name.startswith("blocks.0.")])
+
+
+def entropy(tensor: torch.Tensor) -> float:
+    """Return the share of its bytes that a coder of single bytes needs at least for a floating-point tensor.
+
+    It is the entropy, of order 0, of the planes of bytes that `planes` makes: of each word rotated left by one bit. Coders that see runs or
+    repetitions may get below it.
+    """
+    width = tensor.itemsize
+    words = tensor.flatten().view(torch.int16 if width == 2 else torch.int32).numpy().view(f"<u{width}")
+    rotated = words << 1 | words >> (8 * width - 1)
+    counts = [np.bincount((rotated >> (8 * place) & 255).astype(np.uint8), minlength=256) for place in range(width)]
+    shares = [count[count > 0] / len(words) for count in counts]
+    return float(-sum((share * np.log2(share)).sum() for share in shares) / (8 * width))
 
 
 class Ours:
@@ -103,7 +118,9 @@ def main() -> None:
                 speeds[f"{name} decode"].append(len(raw) / timed(coder.decode) / 1e9)
         best, sizes = {name: max(found) for name, found in speeds.items()}, {name: coder.size / len(raw) for name, coder in coders.items()}
         size, encode, decode = WANTED[kind]
-        rows.append(Row(name=f"size of {kind}, planes", value=sizes["planes"], unit="", limit=size, beside=sizes))
+        rows.append(
+            Row(name=f"size of {kind}, planes", value=sizes["planes"], unit="", limit=size, beside={**sizes, "entropy": entropy(tensor)})
+        )
         if "ZipNN" in sizes:
             rows.append(Row(name=f"size of {kind}, planes / ZipNN", value=sizes["planes"] / sizes["ZipNN"], unit="x", limit=1.005))
         for direction, least in (("encode", encode), ("decode", decode)):
