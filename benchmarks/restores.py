@@ -36,7 +36,7 @@ def drop(place: Path) -> None:
 
 def from_storage(path: Path, state: State) -> None:
     with Checkpoint.open(path) as checkpoint:
-        fill(checkpoint._opened.saved, state)
+        fill(checkpoint.opened.saved, state)
 
 
 def from_dcp(path: Path, state: State) -> None:

@@ -37,11 +37,12 @@ Check every byte of a job:         ckptd verify /ckpts/JOB
 Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
 Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
 Check that this node is fit:       ckptd doctor --root /ckpts
+Take one elsewhere:                ckptd export /ckpts/JOB --to hf --out model
 See how fast it is here:           ckptd bench --root /ckpts
 """
 
 
-_VERBS = {"bench": "Measure ckptd and its peers on this machine."}
+_VERBS = {"bench": "Measure ckptd and its peers on this machine.", "export": "Write a checkpoint in the format of another tool."}
 """The verbs that need torch, and what they do. Entry points of the group "ckptd.verbs" say where they are."""
 
 

@@ -34,15 +34,15 @@ class Checkpoint:
     or use it in a `with` statement.
 
     step: of the checkpoint, or None if it was saved without one. attempt: the run of the job that saved it. tag: the name of its directory.
-    metrics, user_content: as they were saved. manifest: the whole manifest.
+    metrics, user_content: as they were saved. manifest: the whole manifest. opened: its open parts, for other modules of ckptd.
     """
 
     def __init__(self, repository: Repository, job: str, manifest: Manifest) -> None:
         try:
-            self._opened: Opened = open_checkpoint(repository, job, manifest.tag, manifest)
+            self.opened: Opened = open_checkpoint(repository, job, manifest.tag, manifest)
         except OSError as error:
             raise StorageError.of(f"read {repository.where(job, manifest.tag)}", error) from None
-        self.manifest = self._opened.manifest or manifest
+        self.manifest = self.opened.manifest or manifest
 
     @classmethod
     @paused_collector()
@@ -91,19 +91,19 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self._opened.metrics
+        return self.opened.metrics
 
     @property
     def user_content(self) -> Any:
-        return self._opened.user_content
+        return self.opened.user_content
 
     def keys(self) -> list[str]:
         """Return the names of all tensors."""
-        return self._opened.saved.names()
+        return self.opened.saved.names()
 
     def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and shape of a tensor. Raises NotFound."""
-        saved = self._opened.saved
+        saved = self.opened.saved
         return saved.dtype(name), torch.Size(saved.describe(name).size)
 
     def tensor(
@@ -123,15 +123,15 @@ class Checkpoint:
         Raises NotFound; InvalidRequest for slices that the tensor does not have; IntegrityError; StorageError. A chunk holds many small
         tensors and is decoded at every call, so `load` is faster for most of a checkpoint.
         """
-        described = self._opened.saved.describe(name)
+        described = self.opened.saved.describe(name)
         try:
             if slices is not None:
-                return read_slice(self._opened.saved, name, tuple(slices), device=device, dtype=dtype)
+                return read_slice(self.opened.saved, name, tuple(slices), device=device, dtype=dtype)
             if isinstance(described, Alias) or (dtype is None and torch.device(device).type == "cpu"):
-                made = materialize(self._opened.saved, [name])[name]
+                made = materialize(self.opened.saved, [name])[name]
                 return made.to(device=device, dtype=dtype) if dtype or torch.device(device).type != "cpu" else made
-            made = torch.empty(described.size, dtype=dtype or self._opened.saved.dtype(name), device=device)
-            load(self._opened.saved, {name: made})
+            made = torch.empty(described.size, dtype=dtype or self.opened.saved.dtype(name), device=device)
+            load(self.opened.saved, {name: made})
         except OSError as error:
             raise StorageError.of(f"read {name}", error) from None
         return made
@@ -146,8 +146,8 @@ class Checkpoint:
         code could bring back.
         """
         try:
-            documents = [self._opened.document(rank) for rank in range(self.manifest.world_size)]
-            made = materialize(self._opened.saved, self.keys())
+            documents = [self.opened.document(rank) for rank in range(self.manifest.world_size)]
+            made = materialize(self.opened.saved, self.keys())
         except OSError as error:
             raise StorageError.of(f"read {self.tag}", error) from None
         return filled(bare(merge([document["state"] for document in documents])), made.__getitem__)
@@ -155,12 +155,12 @@ class Checkpoint:
     def verify(self) -> int:
         """Read every byte and compare it with its checksum. Return the number of raw bytes. Raises IntegrityError, StorageError."""
         try:
-            return self._opened.verify()
+            return self.opened.verify()
         except OSError as error:
             raise StorageError.of(f"read {self.tag}", error) from None
 
     def close(self) -> None:
-        self._opened.close()
+        self.opened.close()
 
     def __enter__(self) -> Checkpoint:
         return self

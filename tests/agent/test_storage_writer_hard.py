@@ -450,9 +450,9 @@ def test_a_damaged_manifest_is_not_taken_for_checkpoints_of_each_rank(tmp_path: 
 def test_shards_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(40)}, storage_writer=StorageWriter(tmp_path, codec="raw"))
     with Checkpoint.open(tmp_path) as checkpoint:
-        (shard,) = checkpoint._opened.saved.shards["a"]
+        (shard,) = checkpoint.opened.saved.shards["a"]
         cut = replace_item(shard.item, sizes=(2,))
-        checkpoint._opened.saved.shards["a"] = [msgspec.structs.replace(shard, item=cut)]
+        checkpoint.opened.saved.shards["a"] = [msgspec.structs.replace(shard, item=cut)]
         with pytest.raises(IntegrityError, match="a: only 2 of 40 elements are stored"):
             checkpoint.load()
         with pytest.raises(IntegrityError, match="a: only 2 of 40 elements are stored"):

@@ -81,7 +81,7 @@ def check_storage(place: Home, job: str = JOB) -> set[int]:
             tensors = dict(zip(found := checkpoint.keys(), map(checkpoint.tensor, found), strict=True))
             assert [name for name, wanted in trainer.whole(step).items() if not torch.equal(tensors[name], wanted)] == []
             for rank in WORLD:
-                state = values.decode(checkpoint._opened.values(rank), tensors.__getitem__, objects=False)["state"]
+                state = values.decode(checkpoint.opened.values(rank), tensors.__getitem__, objects=False)["state"]
                 assert state["step"] == step
                 assert trainer.differences(state, {"own": trainer.own(step, rank)}) == []
             steps.add(step)

@@ -186,6 +186,6 @@ def test_parameters_views_and_other_dtypes_are_filled_alike(tmp_path: Path) -> N
         "turned": torch.zeros(4, 3).T,
     }  # fmt: skip
     with Checkpoint.open(tmp_path / "it") as checkpoint:
-        load(checkpoint._opened.saved, places)
+        load(checkpoint.opened.saved, places)
     for name, place in places.items():
         assert torch.equal(place.detach().to(torch.float32), saved[name]), name

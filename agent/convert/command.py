@@ -1,0 +1,128 @@
+"""Defines the verb `ckptd export`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckptd.agent.convert.export import FORMATS, SHARD, Exported
+from ckptd.agent.convert.export import export as export_checkpoint
+from ckptd.agent.state.dtypes import torch_dtype
+from ckptd.shared.command import json_option, speaks
+from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.units import size_text
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_FEW = 8
+"""The most names that are printed of a long list."""
+
+
+@click.command(short_help="Write a checkpoint in the format of another tool.")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--to", type=click.Choice(list(FORMATS)), required=True, help="Format: dcp and hf are directories, the others one file.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new file or directory. It must not exist.")
+@click.option("--step", type=int, help="Step of the checkpoint, if PATH is a job. Default: the newest.")
+@click.option("--only", default="", metavar="NAME", help='Part of the state, like "model". For hf, the default is the only module.')
+@click.option("--dtype", metavar="DTYPE", help="Dtype of floating-point tensors, like bf16 or float32. Default: as saved.")
+@click.option("--rename", multiple=True, metavar="REGEX=NEW", help="Rename tensors, as re.sub does. Repeatable.")
+@click.option("--map", "names", type=click.Path(path_type=Path), metavar="FILE", help="JSON object with new names by old ones.")
+@click.option("--files", type=click.Path(path_type=Path), metavar="DIR", help="For hf: directory with config.json and tokenizer files.")
+@click.option("--max-shard-size", default=SHARD, show_default=True, help="For hf: most bytes of a file with several tensors.")
+@click.option("--dry-run", is_flag=True, help="Check everything, and write nothing.")
+@json_option
+@speaks
+def export(
+    path: Path,
+    to: str,
+    out: Path,
+    step: int | None,
+    only: str,
+    dtype: str | None,
+    rename: tuple[str, ...],
+    names: Path | None,
+    files: Path | None,
+    max_shard_size: int,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write a checkpoint, or a part of it, in the format of another tool.
+
+    PATH is DIR/JOB for the newest checkpoint of a job, DIR/JOB/TAG, or a directory that is one checkpoint by itself. --out
+    appears only when it is whole, synced and compared with what was read. The checkpoint is not changed.
+    """
+    bars: list[Any] = []
+
+    def begin(nbytes: int) -> None:
+        if not dry_run and not as_json:
+            bars.append(click.progressbar(length=nbytes, label=f"{size_text(nbytes)} to {out}", file=click.get_text_stream("stderr")))
+            bars[0].render_progress()
+
+    def progress(length: int) -> None:
+        for bar in bars:
+            bar.update(length)
+
+    try:
+        found = export_checkpoint(
+            path,
+            to,
+            out,
+            which="newest" if step is None else step,
+            only=only,
+            dtype=None if dtype is None else _dtype(dtype),
+            rename=dict(map(_renaming, rename)),
+            names=None if names is None else _map(names),
+            files=files,
+            max_shard_size=max_shard_size,
+            dry_run=dry_run,
+            begin=begin,
+            progress=progress,
+        )
+    finally:
+        for bar in bars:
+            bar.render_finish()
+    click.echo(json.dumps(asdict(found) | {"out": str(found.out)}, indent=1) if as_json else text_of(found, dry_run=dry_run))
+
+
+def text_of(found: Exported, *, dry_run: bool = False) -> str:
+    """Return what was exported as text for people."""
+    lines = [f"{'would write' if dry_run else 'wrote'} {found.out}: {found.tensors:,d} tensors, {size_text(found.nbytes)}"]
+    if found.files:
+        lines.append(f"files: {_some(found.files)}")
+    if found.tied:
+        lines.append(f"stored once: {_some([f'{name} is {first}' for name, first in found.tied.items()])}")
+    if found.left_out:
+        lines.append(f"left out, because the format holds tensors only: {_some(found.left_out)}")
+    return "\n".join(lines)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _FEW
+    return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
+
+
+def _dtype(name: str) -> Any:
+    try:
+        return torch_dtype(_SHORT.get(name, name))
+    except NotFound:
+        raise InvalidRequest(f"--dtype {name}: torch has no such dtype; expected one like bf16, fp16, fp32 or float8_e4m3fn") from None
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    pattern, sign, new = text.rpartition("=")
+    if not sign:
+        raise InvalidRequest(f"--rename {text}: expected REGEX=NEW")
+    return pattern, new
+
+
+def _map(file: Path) -> dict[str, str]:
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise InvalidRequest(f"--map {file}: not JSON: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(new, str) for new in found.values()):
+        raise InvalidRequest(f"--map {file}: expected a JSON object with new names by old ones")
+    return found

@@ -1,0 +1,138 @@
+"""Exports a checkpoint into the format of another tool, whole or in part: `export`, and the formats that it knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, torch_file
+from ckptd.agent.convert.contents import Contents, Leaf, flat
+from ckptd.agent.convert.output import Progress, published
+from ckptd.agent.convert.selection import Selection
+from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.shared.errors import InvalidRequest, StorageError
+
+FORMATS = {
+    "dcp": "a directory that torch.distributed.checkpoint reads",
+    "hf": "a model directory in the Hugging Face layout: safetensors files and their index",
+    "safetensors": "one safetensors file",
+    "torch": "one file that torch.load reads",
+}
+"""The formats of an export, each with its description."""
+SHARD = 5_000_000_000
+"""The bytes after which an export to "hf" begins another file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export has written, or would write.
+
+    out: the file or directory. tensors, nbytes: the number of tensors and their bytes. left_out: the names of the parts without tensors
+    that the format cannot hold, and that are therefore not in it. tied: second names of tensors that are stored once, each with the name
+    that is stored. files: for "hf", the names of the files.
+    """
+
+    out: Path
+    tensors: int
+    nbytes: int
+    left_out: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+
+def export(
+    path: str | os.PathLike[str],
+    to: str,
+    out: str | os.PathLike[str],
+    *,
+    which: str | int = "newest",
+    only: str = "",
+    dtype: torch.dtype | None = None,
+    rename: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+    files: str | os.PathLike[str] | None = None,
+    max_shard_size: int = SHARD,
+    dry_run: bool = False,
+    progress: Progress = lambda length: None,
+    begin: Callable[[int], None] = lambda nbytes: None,
+) -> Exported:
+    """Write a checkpoint in the format of another tool, and return what was written.
+
+    path, which: the checkpoint, as for `Checkpoint.open`. to: a key of `FORMATS`. out: the new file or directory. It appears only when it
+    is whole, synced and compared with what was read.
+    only: the dotted name of a part of the state, such as "model". dtype: the dtype of floating-point tensors in the export. rename: regular
+    expressions with their replacements, applied to every name in turn. names: new names by old ones.
+    files: for "hf", a directory with config.json, tokenizer files and the like, which are copied. Without it, those in the checkpoint's
+    `user_content` are written. max_shard_size: for "hf", the most bytes of one file with several tensors.
+    dry_run: check everything, and write nothing. begin, progress: called with all bytes that will be written, and with those that were.
+
+    At any size, this takes the memory of the largest tensor and 512 MB. Tensors that share a storage share it in a "torch" file. Elsewhere
+    tied tensors are stored once ("safetensors", "hf"), and others as copies.
+
+    Raises NotFound; AlreadyExists if `out` exists; InvalidRequest for wrong arguments; UnsavableValue for a tensor or a value that the
+    format cannot hold, by its name; IntegrityError if the checkpoint is damaged; StorageError.
+    """
+    if to not in FORMATS:
+        raise InvalidRequest(f"to: there is no format {to!r}; there are {', '.join(FORMATS)}")
+    if max_shard_size < 1:
+        raise InvalidRequest(f"max_shard_size: {max_shard_size} is too small; expected the bytes of a file, such as {SHARD}")
+    if files is not None and to != "hf":
+        raise InvalidRequest(f"files: an export to {to!r} carries no files; only 'hf' does")
+    try:
+        with Checkpoint.open(path, which) as checkpoint:
+            contents = Contents(checkpoint.opened)
+            selection = Selection(only or (_model_of(contents) if to == "hf" else ""), dtype, tuple((rename or {}).items()), names or {})
+            plan = _planned(contents, selection, to, Path(out), None if files is None else Path(files), max_shard_size)
+            begin(plan.summary.nbytes)
+            if not dry_run:
+                with published(Path(out), plan.summary.nbytes, directory=to in ("dcp", "hf")) as beside:
+                    plan.write(beside, progress)
+            return plan.summary
+    except OSError as error:
+        raise StorageError.of(f"export {path} to {out}", error) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """An export that has been checked: its summary, and the function that writes it to a path."""
+
+    summary: Exported
+    write: Callable[[Path, Progress], None]
+
+
+def _planned(contents: Contents, selection: Selection, to: str, out: Path, files: Path | None, max_shard_size: int) -> _Planned:
+    """Check that the format can hold what is selected, and return the export. Raises as `export`."""
+    if to in ("torch", "dcp"):
+        tree = selection.of(contents.tree)
+        leaves = [leaf for _, leaf in flat(tree) if isinstance(leaf, Leaf)]
+        summary = Exported(out, len(leaves), sum(leaf.nbytes for leaf in leaves))
+        if to == "torch":
+            torch_file.check_values(tree)
+            return _Planned(summary, lambda path, progress: torch_file.write_file(path, tree, contents, progress))
+        dcp_directory.planned(tree)
+        return _Planned(summary, lambda path, progress: dcp_directory.write_directory(path, tree, contents, progress))
+    named, left_out = selection.flat(contents.tree)
+    kept, tied = safetensors_file.without_ties(named)
+    safetensors_file.check_dtypes(kept)
+    nbytes = sum(leaf.nbytes for leaf in kept.values())
+    if to == "safetensors":
+        metadata = {"format": "pt", **tied}
+        summary = Exported(out, len(kept), nbytes, left_out, tied)
+        return _Planned(summary, lambda path, progress: safetensors_file.write_file(path, kept, contents, metadata, progress))
+    shards, carried = huggingface.shards_of(kept, max_shard_size), huggingface.carried_files(files, contents.user_content, selection.dtype)
+    summary = Exported(out, len(kept), nbytes, left_out, tied, [*carried, *shards])
+    return _Planned(summary, lambda path, progress: huggingface.write_directory(path, shards, contents, carried, progress))
+
+
+def _model_of(contents: Contents) -> str:
+    """Return the dotted name of the one module in a state, or of its part "model". Raises InvalidRequest if it is not clear which."""
+    if len(contents.modules) == 1:
+        return contents.modules[0]
+    if not contents.modules and isinstance(contents.tree, dict) and "model" in contents.tree:
+        return "model"
+    found = f"the modules {', '.join(contents.modules)}" if contents.modules else "no module"
+    raise InvalidRequest(f"the state has {found}: choose the part that is the model with `only`, like only='model'")

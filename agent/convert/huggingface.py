@@ -1,0 +1,101 @@
+"""Writes a model as a directory in the Hugging Face layout: safetensors files of bounded size, their index, and the files of the model.
+
+`transformers` reads it with `from_pretrained`, and other loaders read the index or the single file `model.safetensors`. The layout is that
+of https://huggingface.co/docs/transformers/main_classes/model#transformers.PreTrainedModel.save_pretrained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptd.agent.convert.contents import Contents, Leaf
+from ckptd.agent.convert.output import CheckedFile, Progress
+from ckptd.agent.convert.safetensors_file import write_file
+from ckptd.shared.errors import InvalidRequest, NotFound
+
+CARRIED = (
+    "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.*", "preprocessor_config.json", "processor_config.json", "spiece.model",
+)  # fmt: skip
+"""The names of the files beside the tensors that a model directory may have."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def shards_of(leaves: Mapping[str, Leaf], most: int) -> dict[str, dict[str, Leaf]]:
+    """Return the files to write, by name, each with its tensors: at most `most` bytes in each, unless it is a single tensor."""
+    shards, size = list[dict[str, Leaf]](), 0
+    for name, leaf in leaves.items():
+        if not shards or (size + leaf.nbytes > most and shards[-1]):
+            shards.append({})
+            size = 0
+        shards[-1][name] = leaf
+        size += leaf.nbytes
+    if len(shards) <= 1:
+        return {"model.safetensors": shards[0] if shards else {}}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+
+
+def write_directory(
+    directory: Path, shards: Mapping[str, Mapping[str, Leaf]], contents: Contents, files: Mapping[str, bytes], progress: Progress
+) -> None:
+    """Write the files of a model into an empty directory, the index last. Raises OSError, IntegrityError."""
+    for name, data in files.items():
+        _write_small(directory / name, data)
+    for name, shard in shards.items():
+        write_file(directory / name, shard, contents, {"format": "pt"}, progress)
+    if len(shards) > 1:
+        total = sum(leaf.nbytes for shard in shards.values() for leaf in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, shard in shards.items() for name in shard}}
+        _write_small(directory / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+
+
+def _write_small(path: Path, data: bytes) -> None:
+    with CheckedFile(path, lambda length: None) as file:
+        file.write(data)
+
+
+def carried_files(directory: Path | None, user_content: Any, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """Return the files to write beside the tensors, by name: those of `directory`, and those that `user_content` holds.
+
+    `user_content` may be a dict with names from `CARRIED` as keys, and text or a JSON object as values. The files of the directory come
+    first. With `dtype`, config.json names it as the dtype of the model. Raises NotFound if the directory has no such file or does not
+    exist, InvalidRequest if config.json is no JSON object, OSError.
+    """
+    found = dict[str, bytes]()
+    if isinstance(user_content, dict):
+        for name, value in user_content.items():
+            if isinstance(name, str) and is_carried(name) and isinstance(value, (str, dict)):
+                found[name] = (value if isinstance(value, str) else json.dumps(value, indent=2)).encode()
+    if directory is not None:
+        if not directory.is_dir():
+            raise NotFound(f"files: {directory} is not a directory; expected one with config.json")
+        names = [entry.name for entry in os.scandir(directory) if is_carried(entry.name) and entry.is_file()]
+        if not names:
+            raise NotFound(f"files: {directory} has none of the files of a model, such as config.json or tokenizer.json")
+        found.update({name: (directory / name).read_bytes() for name in sorted(names)})
+    if dtype is not None and "config.json" in found:
+        found["config.json"] = _with_dtype(found["config.json"], dtype)
+    return found
+
+
+def is_carried(name: str) -> bool:
+    """Return True for the name of a file that a model directory may have beside its tensors."""
+    return "/" not in name and any(fnmatch(name, pattern) for pattern in CARRIED)
+
+
+def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    try:
+        found = json.loads(config)
+    except ValueError as error:
+        raise InvalidRequest(f"config.json cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("config.json is no JSON object")
+    keys = [key for key in _DTYPE_KEYS if key in found] or [_DTYPE_KEYS[0]]
+    return json.dumps(found | dict.fromkeys(keys, str(dtype).removeprefix("torch.")), indent=2).encode()

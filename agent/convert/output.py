@@ -1,0 +1,121 @@
+"""Makes the file or directory of an export beside its place, checks what was written, and then publishes it whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from crc32c import crc32c
+
+from ckptd.shared.errors import AlreadyExists, IntegrityError, StorageError
+from ckptd.shared.fs import PosixFileSystem, opened_directory
+from ckptd.shared.units import size_text
+
+_PIECE = 8 << 20
+_SPARE = 16 << 20
+"""The bytes beside the tensors that an export may take: names, shapes and plain values."""
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes that have been written since the last call."""
+
+
+@contextmanager
+def published(out: Path, nbytes: int, *, directory: bool) -> Iterator[Path]:
+    """Context manager. Yields a path beside `out`, where a file or directory is to be made, and then renames it to `out`.
+
+    After an error nothing is left there. `nbytes` are the bytes of the tensors that will be written. Raises AlreadyExists if `out` exists,
+    StorageError if there is no room for them, OSError.
+    """
+    out = Path(os.path.abspath(out))
+    if os.path.lexists(out):
+        raise AlreadyExists(f"{out} exists already: choose another name, or remove it first")
+    if not out.parent.is_dir():
+        raise StorageError(f"{out.parent} is not a directory: make it first")
+    free = shutil.disk_usage(out.parent).free
+    if free < nbytes + _SPARE:
+        raise StorageError(f"no room for {size_text(nbytes)} at {out}: {size_text(free)} are free there")
+    beside = out.with_name(f".{out.name}.partial")
+    _remove(beside)  # of an export that was killed
+    if directory:
+        beside.mkdir()
+    try:
+        yield beside
+        fs = PosixFileSystem()
+        if directory:
+            with opened_directory(fs, str(beside)) as made:
+                fs.sync_directory(made)
+        with opened_directory(fs, str(out.parent)) as parent:
+            try:
+                fs.rename(beside.name, out.name, parent, replace=False)
+            except FileExistsError:
+                raise AlreadyExists(f"{out} was made by another program meanwhile: choose another name") from None
+            fs.sync_directory(parent)
+    finally:
+        _remove(beside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class CheckedFile:
+    """A file that is compared with the checksums of what was written into it, when the `with` statement ends.
+
+    It is first synced, and read back from the disk as far as the kernel can be asked to. Raises OSError, and at the end IntegrityError if
+    the disk returns other bytes.
+    """
+
+    def __init__(self, path: Path, progress: Progress, *, exists: bool = False) -> None:
+        """`exists`: True if the file is there already, and bytes in it are to be replaced. Otherwise raises FileExistsError if it is."""
+        self._path, self._progress = path, progress
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if exists else os.O_CREAT | os.O_EXCL), 0o666)
+        self._written: list[tuple[int, int, int]] = []
+        self._position = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes. Return their number."""
+        self.write_at(self._position, data)
+        self._position += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._position
+
+    def write_at(self, position: int, data: bytes | memoryview) -> None:
+        """Write bytes at a position. No byte may be written twice."""
+        with memoryview(data) as view:
+            for start in range(0, len(view), _PIECE):
+                piece, at = view[start : start + _PIECE], position + start
+                self._written.append((at, len(piece), crc32c(piece)))
+                done = 0
+                while done < len(piece):
+                    done += os.pwrite(self._file, piece[done:], at + done)
+                self._progress(len(piece))
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._file)
+                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+                self._check()
+        finally:
+            os.close(self._file)
+
+    def _check(self) -> None:
+        buffer = bytearray(_PIECE)
+        for at, length, crc in self._written:
+            with memoryview(buffer)[:length] as piece:
+                if os.preadv(self._file, [piece], at) != length or crc32c(piece) != crc:
+                    raise IntegrityError(
+                        f"{self._path.name}: the bytes at {at} are not those that were written: the disk or memory is faulty"
+                    )
