@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def export(
 
     def begin(nbytes: int) -> None:
         if not dry_run and not as_json:
-            bars.append(click.progressbar(length=nbytes, label=f"{size_text(nbytes)} to {out}", file=click.get_text_stream("stderr")))
+            bars.append(click.progressbar(length=nbytes, label=f"{size_text(nbytes)} to {out}", file=sys.stderr))
             bars[0].render_progress()
 
     def progress(length: int) -> None:

@@ -116,6 +116,4 @@ class CheckedFile:
         for at, length, crc in self._written:
             with memoryview(buffer)[:length] as piece:
                 if os.preadv(self._file, [piece], at) != length or crc32c(piece) != crc:
-                    raise IntegrityError(
-                        f"{self._path.name}: the bytes at {at} are not those that were written: the disk or memory is faulty"
-                    )
+                    raise IntegrityError(f"{self._path.name}: the bytes at {at} are not those that were written")

@@ -92,7 +92,7 @@ def part_of(tree: Any, path: str) -> Any:
     If no container has the name, but keys of a dict begin with it and a dot, as those of a submodule do, the part is a dict of their
     values, without that beginning.
     """
-    found = _part(tree, path)
+    found = _part(tree, path) if path else (tree,)
     if found is None:
         keys = [str(key) for key in tree] if isinstance(tree, dict) else []
         raise NotFound(f"the checkpoint has no {path!r}; at its top are {', '.join(keys[:8]) or 'no names'}")
@@ -100,8 +100,6 @@ def part_of(tree: Any, path: str) -> Any:
 
 
 def _part(tree: Any, path: str) -> tuple[Any] | None:
-    if not path:
-        return (tree,)
     if isinstance(tree, (list, tuple)):
         tree = dict(enumerate(tree))
     if not isinstance(tree, dict):

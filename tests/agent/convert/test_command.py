@@ -1,0 +1,106 @@
+"""Runs `ckptd export` as a user does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from ckptd.agent.convert.command import export, text_of
+from ckptd.agent.convert.export import Exported
+from tests.agent.convert.saved import assert_same, save
+
+STATE: dict[str, Any] = {"model": {"a.w": torch.arange(6.0), "a.b": torch.ones(2)}, "epoch": 3}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(STATE, tmp_path / "checkpoint")
+
+
+def run(checkpoint: Path, *options: str) -> Result:
+    return CliRunner().invoke(export, [str(checkpoint), *options])
+
+
+def test_the_verb_is_found_by_the_command_line(tmp_path: Path, checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "ckptd.daemon", "export", str(checkpoint), "--to", "safetensors", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"wrote {tmp_path / 'out'}: 2 tensors, 32 B\nleft out, because the format holds tensors only: epoch\n"
+    assert_same(dict(sorted(load_file(tmp_path / "out").items())), {f"model.{name}": STATE["model"][name] for name in ("a.b", "a.w")})
+
+
+def test_every_option(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "map.json").write_text('{"a.w": "weight"}')
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    options = [
+        "--to",
+        "hf",
+        "--out",
+        str(out),
+        "--only",
+        "model",
+        "--dtype",
+        "bf16",
+        "--rename",
+        "^a.=",
+        "--map",
+        str(tmp_path / "map.json"),
+    ]
+    done = run(checkpoint, *options, "--files", str(tmp_path / "files"), "--max-shard-size", "8", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["files"] == ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert (found["tensors"], found["nbytes"], found["out"]) == (2, 16, str(out))
+    assert load_file(out / found["files"][1])["weight"].tolist() == list(range(6))
+    assert load_file(out / found["files"][2])["b"].dtype is torch.bfloat16
+    assert json.loads((out / "config.json").read_text()) == {"dtype": "bfloat16"}
+
+
+def test_a_dry_run_says_what_it_would_write(tmp_path: Path, checkpoint: Path) -> None:
+    done = run(checkpoint, "--to", "torch", "--out", str(tmp_path / "out"), "--dry-run")
+    assert (done.exit_code, done.stdout) == (0, f"would write {tmp_path / 'out'}: 2 tensors, 32 B\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--only", "nothing"), 10, "the checkpoint has no 'nothing'; at its top are model, epoch"),
+        (("--dtype", "float7"), 1, "--dtype float7: torch has no such dtype; expected one like bf16, fp16, fp32 or float8_e4m3fn"),
+        (("--rename", "a"), 1, "--rename a: expected REGEX=NEW"),
+        (("--step", "9"), 10, "no checkpoint 9"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path: Path, checkpoint: Path, options: tuple[str, ...], code: int, said: str) -> None:
+    done = run(checkpoint, "--to", "torch", "--out", str(tmp_path / "out"), *options)
+    assert done.exit_code == code
+    assert done.stderr.startswith(f"ckptd: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "not JSON: "), ("[]", "expected a JSON object with new names by old ones"), ('{"a": 1}', "expected")]
+)
+def test_a_bad_map_is_refused(tmp_path: Path, checkpoint: Path, text: str, said: str) -> None:
+    (tmp_path / "map.json").write_text(text)
+    done = run(checkpoint, "--to", "torch", "--out", str(tmp_path / "out"), "--map", str(tmp_path / "map.json"))
+    assert done.exit_code == 1
+    assert said in done.stderr
+
+
+def test_long_lists_are_cut() -> None:
+    text = text_of(Exported(Path("out"), 10, 100, left_out=[str(number) for number in range(20)], tied={"b": "a"}))
+    assert text.splitlines()[1:] == [
+        "stored once: b is a",
+        "left out, because the format holds tensors only: 0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
+    ]

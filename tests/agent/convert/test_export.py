@@ -1,0 +1,273 @@
+"""Exports every kind of content into every format, and reads it with the tools that the format belongs to, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from ckptd.agent import Agent
+from ckptd.agent.convert import FORMATS, export
+from ckptd.agent.convert.contents import flat
+from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, NotFound, StorageError, UnsavableValue
+from tests.agent.convert.saved import STATES, assert_same, loaded, one_process, save
+from tests.support import sharded
+from tests.support.daemons import Daemon
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that returns a checkpoint with a state of STATES as its model, by name."""
+    made: dict[str, Path] = {}
+
+    def checkpoint(name: str) -> Path:
+        if name not in made:
+            made[name] = save({"model": STATES[name], "epoch": 1}, tmp_path_factory.mktemp("saved") / "checkpoint")
+        return made[name]
+
+    return checkpoint
+
+
+def read(to: str, out: Path, scratch: Path) -> Any:
+    """Read an export with the tool that its format belongs to, without ckptd."""
+    if to == "torch":
+        return torch.load(out, weights_only=True)
+    if to == "dcp":
+        with one_process():
+            dcp_to_torch_save(out, scratch)
+        return torch.load(scratch, weights_only=False)
+    if to == "safetensors":
+        return load_file(out)
+    index = out / "model.safetensors.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    return {name: tensor for file in files for name, tensor in load_file(out / file).items()}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("to", FORMATS)
+def test_every_content_in_every_format(tmp_path: Path, saved: Any, to: str, name: str) -> None:
+    path, out, written = saved(name), tmp_path / "out", list[int]()
+    before = sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir())
+    summary = export(path, to, out, only="model", max_shard_size=100, progress=written.append)
+    assert os.listdir(tmp_path) == ["out"]
+    found, expected = read(to, out, tmp_path / "scratch"), loaded(path)["model"]
+    if to in ("torch", "dcp"):
+        assert_same(found, expected)
+    else:
+        named = dict(flat(expected))
+        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        assert {*found, *summary.tied} == tensors.keys()
+        assert_same({name: found[summary.tied.get(name, name)] for name in tensors}, tensors)
+        assert all(any(name == part or name.startswith(f"{part}.") for part in summary.left_out) for name in named.keys() - tensors.keys())
+    assert sum(written) >= summary.nbytes
+    assert before == sorted((file.name, file.stat().st_mtime_ns) for file in path.iterdir()), "the checkpoint is not changed"
+
+
+@pytest.fixture
+def tied(daemon: Daemon) -> Path:
+    """Return a job with a state whose tensors share a storage. A DCP save would have stored them as copies."""
+    agent = Agent("tied", socket=daemon.home.socket)
+    agent.snapshot({"model": STATES["shared"]}, step=1)
+    agent.close()
+    return daemon.home.root / "tied"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_tensors_that_share_a_storage_are_in_every_format(tmp_path: Path, tied: Path, to: str) -> None:
+    summary = export(tied, to, tmp_path / "out", only="model")
+    found = read(to, tmp_path / "out", tmp_path / "scratch")
+    assert_same({name: found[summary.tied.get(name, name)] for name in STATES["shared"]}, STATES["shared"])
+
+
+def test_tensors_that_share_a_storage_share_it_in_a_torch_file(tmp_path: Path, tied: Path) -> None:
+    export(tied, "torch", tmp_path / "out", only="model")
+    found = torch.load(tmp_path / "out", weights_only=True)
+    assert len({found[name].untyped_storage().data_ptr() for name in ("a", "b", "rows", "transposed")}) == 1
+    assert found["transposed"].stride() == (1, 4)
+    assert (tmp_path / "out").stat().st_size < 8000
+
+
+def test_the_checksums_in_a_torch_file_are_right(tmp_path: Path, saved: Any) -> None:
+    export(saved("shapes"), "torch", tmp_path / "out")
+    with zipfile.ZipFile(tmp_path / "out") as archive:
+        assert archive.testzip() is None
+
+
+def test_tied_weights_are_stored_once_and_named(tmp_path: Path, tied: Path) -> None:
+    summary = export(tied, "safetensors", tmp_path / "out", only="model")
+    assert summary.tied == {"b": "a"}
+    with safe_open(tmp_path / "out", "pt") as file:
+        assert file.metadata() == {"format": "pt", "b": "a"}
+        assert sorted(file.keys()) == ["a", "own", "rows", "transposed"]
+
+
+def test_stock_dcp_loads_into_a_template(tmp_path: Path, saved: Any) -> None:
+    export(saved("nested"), "dcp", tmp_path / "out")
+    state: dict[str, Any] = {"model": {"net": {"w": torch.zeros(2)}, "epoch": 0}}
+    with one_process():
+        dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert_same(state, {"model": {"net": {"w": torch.ones(2)}, "epoch": 3}})
+
+
+def test_a_checkpoint_of_four_ranks(tmp_path: Path) -> None:
+    with sharded.saved("fsdp2", 4, "storage") as four:
+        path = next((four.place.root).glob("job*"))
+        expected = loaded(path)
+        for to in FORMATS:
+            export(path, to, tmp_path / to, only="model")
+        model = expected["model"]
+        assert_same(read("torch", tmp_path / "torch", tmp_path), model)
+        assert_same(read("dcp", tmp_path / "dcp", tmp_path / "scratch"), model)
+        assert_same({name: read("hf", tmp_path / "hf", tmp_path)[name] for name in model}, dict(model))
+        assert_same({name: read("safetensors", tmp_path / "safetensors", tmp_path)[name] for name in model}, dict(model))
+
+
+def test_the_only_module_is_the_model(tmp_path: Path, daemon: Daemon) -> None:
+    model = torch.nn.Linear(3, 2)
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"trained": {"net": model}, "optim": torch.optim.SGD(model.parameters()), "epoch": 3}, step=1)
+    agent.snapshot({"a": model, "b": torch.nn.Linear(1, 1)}, step=2)
+    agent.close()
+    export(daemon.home.root / "job", "hf", tmp_path / "out", which=1)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), {"weight": model.weight, "bias": model.bias})
+    with pytest.raises(InvalidRequest, match="^the state has the modules a, b: choose the part that is the model with `only`, like"):
+        export(daemon.home.root / "job", "hf", tmp_path / "other")
+
+
+def test_files_of_the_model_come_from_user_content_and_a_directory(tmp_path: Path, daemon: Daemon) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    content = {"config.json": {"model_type": "gpt2", "dtype": "float32"}, "merges.txt": "a b", "notes": "not a file of a model"}
+    agent.snapshot({"model": torch.nn.Linear(3, 2)}, step=1, user_content=content)
+    agent.close()
+    job, files = daemon.home.root / "job", tmp_path / "files"
+    files.mkdir()
+    (files / "merges.txt").write_text("c d")
+    (files / "weights.bin").write_text("not carried")
+    summary = export(job, "hf", tmp_path / "out", files=files, dtype=torch.bfloat16)
+    assert summary.files == ["config.json", "merges.txt", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == summary.files
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "gpt2", "dtype": "bfloat16"}
+    assert (tmp_path / "out" / "merges.txt").read_text() == "c d"
+    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].dtype is torch.bfloat16
+
+
+def test_names_and_dtypes_change_on_request(tmp_path: Path, saved: Any) -> None:
+    path = saved("float32")
+    options: dict[str, Any] = {"only": "model", "dtype": torch.bfloat16, "names": {"x": "layer.x"}, "rename": {"^y$": "layer.y"}}
+    expected = {f"layer.{name}": tensor.bfloat16() for name, tensor in STATES["float32"].items()}
+    for to in FORMATS:
+        export(path, to, tmp_path / to, **options)
+        assert_same(read(to, tmp_path / to, tmp_path / "scratch"), expected)
+
+
+def test_a_dry_run_checks_and_writes_nothing(tmp_path: Path, saved: Any) -> None:
+    for to in FORMATS:
+        summary = export(saved("float32"), to, tmp_path / "out", only="model", dry_run=True)
+        assert (summary.tensors, summary.nbytes) == (2, 4 * 22)
+    assert os.listdir(tmp_path) == []
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"to": "onnx"}, InvalidRequest, "^to: there is no format 'onnx'; there are dcp, hf, safetensors, torch$"),
+        ({"only": "modl"}, NotFound, "^the checkpoint has no 'modl'; at its top are model, epoch$"),
+        ({"which": 7}, NotFound, "no checkpoint"),
+        ({"dtype": torch.int8}, InvalidRequest, "^dtype: torch.int8 is no floating-point dtype"),
+        ({"only": "model", "rename": {"(": ""}}, InvalidRequest, r"^rename: '\(' is not a regular expression"),
+        (
+            {"only": "model", "rename": {"[xy]": "z"}},
+            InvalidRequest,
+            "^x and y would both get the name 'z': give each tensor",
+        ),
+        ({"only": "model", "rename": {"x": r"\1"}}, InvalidRequest, r"^rename: '\\\\1' cannot replace 'x': invalid group reference"),
+        ({"only": "model", "names": {"z": "x"}}, InvalidRequest, "^map: there is no tensor 'z'; there are 2, such as x, y$"),
+        ({"rename": {"x": "z"}, "to": "torch"}, InvalidRequest, "^tensors can be renamed in a flat dict only, such as the state dict of a"),
+        ({"files": "."}, InvalidRequest, "^files: an export to 'safetensors' carries no files; only 'hf' does$"),
+        ({"to": "hf", "files": "/nowhere"}, NotFound, "^files: /nowhere is not a directory; expected one with config.json$"),
+        ({"max_shard_size": 0}, InvalidRequest, "^max_shard_size: 0 is too small"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path: Path, saved: Any, options: Any, error: type[Exception], said: str) -> None:
+    path = saved("float32")
+    with pytest.raises(error, match=said):
+        export(path, **({"to": "safetensors", "out": tmp_path / "out"} | options))
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_output_that_exists_is_not_touched(tmp_path: Path, saved: Any) -> None:
+    out = tmp_path / "out"
+    out.write_text("mine")
+    with pytest.raises(AlreadyExists, match="out exists already: choose another name, or remove it first$"):
+        export(saved("float32"), "torch", out)
+    assert out.read_text() == "mine"
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Path, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(StorageError, match="^no room for 88 B at .*out: 100 B are free there$"):
+        export(saved("float32"), "torch", tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_dtype_that_a_format_lacks_is_named(tmp_path: Path) -> None:
+    path = save({"model": {"x": torch.zeros(2, dtype=torch.complex128)}}, tmp_path / "checkpoint")
+    with pytest.raises(UnsavableValue, match="^x has the dtype torch.complex128, which safetensors cannot hold: choose a part without it"):
+        export(path, "hf", tmp_path / "out")
+    assert_same(torch.load(_exported(path, "torch", tmp_path), weights_only=True), loaded(path))
+
+
+def test_values_that_weights_only_refuses_are_named(tmp_path: Path, daemon: Daemon) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"model": torch.nn.Linear(1, 1), "run": {"path": Path("/data"), "seed": 3}}, step=1)
+    agent.close()
+    job = daemon.home.root / "job"
+    with pytest.raises(UnsavableValue, match=r"^run.path: a pathlib.\w*Path cannot be loaded with torch.load\(weights_only=True\)"):
+        export(job, "torch", tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+    assert list(torch.load(_exported(job, "torch", tmp_path, only="model"), weights_only=True)) == ["weight", "bias"]
+
+
+def test_sparse_tensors_come_whole_where_the_format_can(tmp_path: Path, daemon: Daemon) -> None:
+    agent, dense = Agent("job", socket=daemon.home.socket), torch.eye(3)
+    agent.snapshot({"sparse": dense.to_sparse(), "x": dense}, step=1)
+    agent.close()
+    job = daemon.home.root / "job"
+    assert torch.equal(torch.load(_exported(job, "torch", tmp_path), weights_only=True)["sparse"].to_dense(), dense)
+    with pytest.raises(
+        UnsavableValue, match="^sparse is a sparse tensor or .*, which DCP cannot hold: choose a part without it with `only`$"
+    ):
+        export(job, "dcp", tmp_path / "out")
+
+
+def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:
+    path = save({"x": torch.arange(100_000)}, tmp_path / "checkpoint")
+    part = next(path.glob("*.ckpt"))
+    damaged = bytearray(part.read_bytes())
+    damaged[len(damaged) // 3] ^= 1
+    part.write_bytes(damaged)
+    for to in ("torch", "dcp", "safetensors"):
+        with pytest.raises(IntegrityError):
+            export(path, to, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def _exported(path: Path, to: str, directory: Path, **options: Any) -> Path:
+    """Export into a new file of this directory, and return it."""
+    out = directory / f"out-{len(os.listdir(directory))}"
+    export(path, to, out, **options)
+    return out
