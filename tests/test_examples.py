@@ -102,6 +102,17 @@ def test_the_policies_example_keeps_what_it_says(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("root/tiny/*/*.ckpt"))) == 12
 
 
+def test_the_export_example_is_read_by_the_tools_of_every_format(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.export", str(tmp_path)]
+    variables = environment(tmp_path) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "Hugging Face: config.json, model.safetensors; lm_head.weight is transformer.wte.weight",
+        "transformers, safetensors, torch.load and torch.distributed.checkpoint read the same model.",
+    ]
+
+
 def test_a_missing_root_is_reported_in_one_sentence(tmp_path: Path) -> None:
     clean = {key: value for key, value in environment(tmp_path).items() if key != "XDG_RUNTIME_DIR"}
     result = subprocess.run([sys.executable, str(TRAINER), *TINY], env=clean, timeout=200, capture_output=True, text=True, check=False)

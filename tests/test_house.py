@@ -162,6 +162,7 @@ ROOMS = (
     "default",
     "schedule",
     "bench",
+    "convert",
     "__init__",
 )
 """The rooms of `agent/`, lowest first."""
@@ -225,6 +226,9 @@ FILE_METHODS = {"open_directory", "directory", "iterdir", "glob", "rglob", "mkdi
 TOUCH_FILES = {
     "agent/bench/measure.py": "a directory of its own",
     "agent/bench/ways.py": "files that are compared with those of ckptd",
+    "agent/convert/command.py": "the names for --map",
+    "agent/convert/huggingface.py": "the files of a model that are carried over, outside every root",
+    "agent/convert/output.py": "the file or directory of an export, outside every root",
     "agent/copy/mapped_slot.py": "locks the segment that it maps",
     "agent/link/launch.py": "the log of a private daemon",
     "daemon/app.py": "removes its socket",
