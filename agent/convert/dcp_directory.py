@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -43,12 +43,14 @@ def write_directory(directory: Path, tree: Any, contents: Contents, progress: Pr
             for item in plain if number == 0 else []:
                 data = planner.resolve_data(item)
                 assert isinstance(data, io.BytesIO)
-                results.append(_written(file, name, item, data.getbuffer()))
+                start = file.tell()
+                file.write(data.getbuffer())
+                results.append(_written(item, name, start, file.tell()))
             read = contents.read(leaves[item.index.fqn] for item in part)
             for item, (_, tensor) in zip(part, read, strict=True):
-                buffer = io.BytesIO()
-                torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), buffer)
-                results.append(_written(file, name, item, buffer.getbuffer()))
+                start = file.tell()
+                torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), cast(IO[bytes], file))
+                results.append(_written(item, name, start, file.tell()))
     writer = FileSystemWriter(directory)
     metadata.storage_meta = writer.storage_meta()
     writer.finish(metadata, [results])
@@ -86,7 +88,5 @@ def _parts(items: list[WriteItem], leaves: dict[str, Leaf]) -> Iterator[list[Wri
     yield part
 
 
-def _written(file: CheckedFile, name: str, item: WriteItem, data: memoryview) -> WriteResult:
-    start = file.tell()
-    length = file.write(data)
-    return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length))
+def _written(item: WriteItem, file: str, start: int, end: int) -> WriteResult:
+    return WriteResult(index=item.index, size_in_bytes=end - start, storage_data=_StorageInfo(file, start, end - start))

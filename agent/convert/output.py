@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,8 @@ from ckptd.shared.errors import AlreadyExists, IntegrityError, StorageError
 from ckptd.shared.fs import PosixFileSystem, opened_directory
 from ckptd.shared.units import size_text
 
-_PIECE = 8 << 20
+_PIECE, _STEP = 8 << 20, 64 << 20
+"""The bytes that are written at a time, and those after which the check begins of what was written."""
 _SPARE = 16 << 20
 """The bytes beside the tensors that an export may take: names, shapes and plain values."""
 
@@ -66,10 +68,10 @@ def _remove(path: Path) -> None:
 
 
 class CheckedFile:
-    """A file that is compared with the checksums of what was written into it, when the `with` statement ends.
+    """A file that is compared with the checksums of what is written into it. Use it in a `with` statement.
 
-    It is first synced, and read back from the disk as far as the kernel can be asked to. Raises OSError, and at the end IntegrityError if
-    the disk returns other bytes.
+    What was written is synced, and read back from the disk as far as the kernel can be asked to, on a thread that is one step behind.
+    Raises OSError; also IntegrityError, at the end at the latest, if the disk returns other bytes.
     """
 
     def __init__(self, path: Path, progress: Progress, *, exists: bool = False) -> None:
@@ -77,7 +79,9 @@ class CheckedFile:
         self._path, self._progress = path, progress
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if exists else os.O_CREAT | os.O_EXCL), 0o666)
         self._written: list[tuple[int, int, int]] = []
-        self._position = 0
+        self._unchecked, self._position = 0, 0
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="ckptd-check")
+        self._checking: Future[None] | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes. Return their number."""
@@ -88,6 +92,9 @@ class CheckedFile:
     def tell(self) -> int:
         return self._position
 
+    def flush(self) -> None:
+        """Do nothing. torch.save calls this."""
+
     def write_at(self, position: int, data: bytes | memoryview) -> None:
         """Write bytes at a position. No byte may be written twice."""
         with memoryview(data) as view:
@@ -97,6 +104,9 @@ class CheckedFile:
                 done = 0
                 while done < len(piece):
                     done += os.pwrite(self._file, piece[done:], at + done)
+                self._unchecked += len(piece)
+                if self._unchecked >= _STEP:
+                    self._check_behind()
                 self._progress(len(piece))
 
     def __enter__(self) -> CheckedFile:
@@ -105,15 +115,28 @@ class CheckedFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None:
+                self._check_behind()
+                self._wait()
                 os.fsync(self._file)
-                os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
-                self._check()
         finally:
+            self._behind.shutdown()
             os.close(self._file)
 
-    def _check(self) -> None:
+    def _check_behind(self) -> None:
+        """Have everything checked that was written since the last call, once the check before it has ended."""
+        self._wait()
+        self._checking = self._behind.submit(self._check, self._written)
+        self._written, self._unchecked = [], 0
+
+    def _wait(self) -> None:
+        if self._checking is not None:
+            self._checking.result()
+
+    def _check(self, written: list[tuple[int, int, int]]) -> None:
+        os.fdatasync(self._file)
         buffer = bytearray(_PIECE)
-        for at, length, crc in self._written:
+        for at, length, crc in written:
+            os.posix_fadvise(self._file, at, length, os.POSIX_FADV_DONTNEED)
             with memoryview(buffer)[:length] as piece:
                 if os.preadv(self._file, [piece], at) != length or crc32c(piece) != crc:
                     raise IntegrityError(f"{self._path.name}: the bytes at {at} are not those that were written")

@@ -56,9 +56,7 @@ def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) ->
     with CheckedFile(path, progress, exists=True) as file:
         read = contents.read(leaf for leaves in groups.values() for leaf in leaves)
         for group, leaves in groups.items():
-            storage = torch.zeros(_length(leaves), dtype=leaves[0].dtype)
-            for leaf, (_, tensor) in zip(leaves, read, strict=False):
-                _view(storage, leaf).copy_(tensor)
+            storage = _storage(leaves, [tensor for _, (_, tensor) in zip(leaves, read, strict=False)])
             data = memory(storage, storage.nbytes)
             file.write_at(places[group], data)
             crcs[places[group]] = zlib.crc32(data)
@@ -71,6 +69,16 @@ def _group(leaf: Leaf) -> Group:
 
 def _view(storage: torch.Tensor, leaf: Leaf) -> torch.Tensor:
     return storage.as_strided(leaf.shape, leaf.stride, leaf.offset // leaf.saved.itemsize)
+
+
+def _storage(leaves: list[Leaf], tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor over the whole storage that these leaves have, with the elements of their tensors."""
+    if len(tensors) == 1 and tensors[0].numel() == _length(leaves) and tensors[0].stride() == leaves[0].stride:
+        return tensors[0].as_strided((tensors[0].numel(),), (1,))  # without a copy
+    storage = torch.zeros(_length(leaves), dtype=leaves[0].dtype)
+    for leaf, tensor in zip(leaves, tensors, strict=True):
+        _view(storage, leaf).copy_(tensor)
+    return storage
 
 
 def _length(leaves: list[Leaf]) -> int:
