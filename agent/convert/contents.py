@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from ckptd.agent.read.loader import materialize
 from ckptd.agent.read.sources import Opened
-from ckptd.agent.state.components import TENSOR_KINDS
+from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor
 from ckptd.agent.state.merge import bare, merge
-from ckptd.agent.state.tree import ObjectNode, filled, inside, tensor_names
+from ckptd.agent.state.tree import ObjectNode, filled, inside, like, tensor_names
+from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import Alias
+
+T = TypeVar("T")
 
 BATCH = 256 << 20
 """The bytes of tensors that are read at a time. A larger tensor is read by itself."""
@@ -25,7 +28,8 @@ class Leaf:
     """The place of a tensor in a state that is converted.
 
     name: in the checkpoint. saved: its dtype there. dtype: the dtype that it is to be written in. shape: in elements. stride: in elements.
-    offset: in bytes from the start of its storage. storage: the name of that storage; tensors that share it have the same.
+    offset: in bytes from the start of its storage. storage: the name of that storage; tensors that share it have the same. value: the
+    tensor itself if it is in memory already, as one that DCP has pickled with other values, or None.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Leaf:
     stride: tuple[int, ...]
     offset: int
     storage: str
+    value: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +55,8 @@ class Leaf:
 class Contents:
     """The contents of an open checkpoint.
 
-    tree: the state as `Checkpoint.load` returns it, with a Leaf in place of each tensor. modules: the dotted names of the modules in it.
+    tree: the state as `Checkpoint.load` returns it, with a Leaf in place of each tensor, except of sparse tensors and those of wrapper
+    subclasses, which are there as they are. modules: the dotted names of the modules in it.
     user_content: as it was saved.
     """
 
@@ -61,7 +67,8 @@ class Contents:
         tree = bare(merged)
         apart = sorted({name for node in _taken_apart(tree) for name in tensor_names(node)})
         whole = materialize(self._saved, apart)  # of sparse tensors and wrapper subclasses, which are made from their parts here
-        self.tree: Any = filled(tree, lambda name: whole[name] if name in whole else self._leaf(name))
+        tree = filled(tree, lambda name: whole[name] if name in whole else self._leaf(name))
+        self.tree: Any = replaced(tree, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else _leaf_of(tensor))
         self.modules = list(_modules(merged))
         self.user_content = opened.user_content
 
@@ -89,22 +96,48 @@ class Contents:
         yield from self._read(batch)
 
     def _read(self, batch: list[Leaf]) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        found = materialize(self._saved, [leaf.name for leaf in batch])
+        found = materialize(self._saved, [leaf.name for leaf in batch if leaf.value is None])
         for leaf in batch:
-            yield leaf, found[leaf.name].detach().to(leaf.dtype)
+            tensor = found[leaf.name] if leaf.value is None else leaf.value
+            yield leaf, tensor.detach().to(leaf.dtype)
+
+
+def _leaf_of(tensor: torch.Tensor) -> Leaf:
+    """Return the leaf of a tensor that is in memory."""
+    tensor = tensor.detach().contiguous()
+    name = f"in memory at {id(tensor)}"
+    return Leaf(name, tensor.dtype, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0, name, tensor)
+
+
+def replaced(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
+    """Return a tree with `change(value)` in place of each value of this type. Containers keep their types."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, dict):
+        made = tree.copy()
+        made.update({key: replaced(value, kind, change) for key, value in tree.items()})
+        return made
+    return like(tree, [replaced(value, kind, change) for value in tree]) if type(tree) in (list, tuple, deque) else tree
+
+
+def not_dense(name: str) -> UnsavableValue:
+    """Return the error for a tensor that a format cannot hold because it is not one dense array."""
+    return UnsavableValue(
+        f"{name} is a sparse tensor or one of a subclass, which the format cannot hold: choose a part without it with `only`"
+    )
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value in nested dicts, lists and tuples, with its dotted name. A Leaf and any other value is not looked into."""
-    children = _children(tree)
-    if children is None:
+    items = children(tree)
+    if items is None:
         yield prefix, tree
     else:
-        for key, value in children:
+        for key, value in items:
             yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _children(tree: Any) -> Iterable[tuple[Any, Any]] | None:
+def children(tree: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the items of a container with their keys or numbers, or None for any other value."""
     if isinstance(tree, dict):
         return tree.items()
@@ -117,7 +150,7 @@ def without_tensors(tree: Any, prefix: str = "") -> Iterator[str]:
         if any(True for _ in flat(tree)):
             yield prefix
     elif not isinstance(tree, Leaf):
-        for key, value in _children(tree) or ():
+        for key, value in children(tree) or ():
             yield from without_tensors(value, f"{prefix}.{key}" if prefix else str(key))
 
 

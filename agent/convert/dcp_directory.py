@@ -6,7 +6,6 @@ DCP's own planner names the items, and DCP's own classes are in the `.metadata`.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -18,75 +17,82 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptd.agent.convert.contents import Contents, Leaf, flat
+from ckptd.agent.convert.contents import Contents, Leaf, flat, not_dense, replaced
 from ckptd.agent.convert.output import CheckedFile, Progress
-from ckptd.agent.convert.selection import mapped
-from ckptd.shared.errors import InvalidRequest, UnsavableValue
+from ckptd.shared.errors import InvalidRequest
 
 _FILE_BYTES = 4 << 30
 """Bytes after which another file begins."""
 
 
-def write_directory(directory: Path, tree: Any, contents: Contents, progress: Progress) -> None:
-    """Write a DCP checkpoint into an empty directory, `.metadata` last.
+class Planned:
+    """A state as DCP's planner sees it: with tensors that have no memory, each of which stands for a leaf.
 
-    Raises InvalidRequest for a state that is no dict, UnsavableValue for a tensor that DCP cannot hold, OSError, IntegrityError.
+    Raises InvalidRequest for a state that is no dict, and UnsavableValue for a tensor that DCP cannot hold.
     """
-    planner, leaves = planned(tree)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    items = planner.finish_plan(plans[0]).items
-    plain = [item for item in items if item.type is WriteItemType.BYTE_IO]
+
+    def __init__(self, tree: Any) -> None:
+        if not isinstance(tree, dict):
+            raise InvalidRequest(
+                f"a DCP checkpoint holds a dict, and the chosen part is a {type(tree).__name__}: choose another with `only`"
+            )
+        if other := next((name for name, value in flat(tree) if isinstance(value, torch.Tensor)), None):
+            raise not_dense(other)
+        self._leaves: dict[int, Leaf] = {}
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(replaced(tree, Leaf, self._without_memory), is_coordinator=True)
+        plans, self.metadata = self._planner.create_global_plan([self._planner.create_local_plan()])
+        self.items = self._planner.finish_plan(plans[0]).items
+
+    def _without_memory(self, leaf: Leaf) -> torch.Tensor:
+        made = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        self._leaves[id(made)] = leaf  # the planner keeps the tensor, so that no other gets its id
+        return made
+
+    def leaf(self, item: WriteItem) -> Leaf:
+        return self._leaves[id(self._planner.state_dict[item.index.fqn])]
+
+    def value(self, item: WriteItem, contents: Contents) -> Any:
+        """Return a value that is no tensor. DCP pickles tensors in tuples and the like with the value, so it comes with these."""
+        value = self._planner.state_dict[item.index.fqn]
+        return replaced(value, torch.Tensor, lambda tensor: next(contents.read([self._leaves[id(tensor)]]))[1])
+
+
+def write_directory(directory: Path, planned: Planned, contents: Contents, progress: Progress) -> None:
+    """Write a DCP checkpoint into an empty directory, `.metadata` last. Raises OSError, IntegrityError."""
+    plain = [item for item in planned.items if item.type is WriteItemType.BYTE_IO]
     results = list[WriteResult]()
-    for number, part in enumerate(_parts([item for item in items if item.type is not WriteItemType.BYTE_IO], leaves)):
+    for number, part in enumerate(_parts(planned)):
         name = f"__0_{number}.distcp"
         with CheckedFile(directory / name, progress) as file:
             for item in plain if number == 0 else []:
-                data = planner.resolve_data(item)
-                assert isinstance(data, io.BytesIO)
-                start = file.tell()
-                file.write(data.getbuffer())
-                results.append(_written(item, name, start, file.tell()))
-            read = contents.read(leaves[item.index.fqn] for item in part)
-            for item, (_, tensor) in zip(part, read, strict=True):
-                start = file.tell()
-                torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), cast(IO[bytes], file))
-                results.append(_written(item, name, start, file.tell()))
+                results.append(_written(file, name, item, planned.value(item, contents)))
+            for item, (_, tensor) in zip(part, contents.read(map(planned.leaf, part)), strict=True):
+                dense = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+                results.append(_written(file, name, item, dense))
     writer = FileSystemWriter(directory)
-    metadata.storage_meta = writer.storage_meta()
-    writer.finish(metadata, [results])
+    planned.metadata.storage_meta = writer.storage_meta()
+    writer.finish(planned.metadata, [results])
 
 
-def planned(tree: Any) -> tuple[DefaultSavePlanner, dict[str, Leaf]]:
-    """Return DCP's planner for a state with tensors that have no memory, and the leaves by DCP's names for them."""
-    if not isinstance(tree, dict):
-        raise InvalidRequest(f"a DCP checkpoint holds a dict, and the chosen part is a {type(tree).__name__}: choose another with `only`")
-    if other := next((name for name, value in flat(tree) if isinstance(value, torch.Tensor)), None):
-        raise UnsavableValue(
-            f"{other} is a sparse tensor or one of a subclass, which DCP cannot hold: choose a part without it with `only`"
-        )
-    made: list[tuple[torch.Tensor, Leaf]] = []
-
-    def shown(leaf: Leaf) -> torch.Tensor:
-        made.append((torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), leaf))
-        return made[-1][0]
-
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(mapped(tree, shown), is_coordinator=True)
-    by_id = {id(tensor): leaf for tensor, leaf in made}
-    return planner, {fqn: by_id[id(value)] for fqn, value in planner.state_dict.items() if id(value) in by_id}
+def _written(file: CheckedFile, name: str, item: WriteItem, value: Any) -> WriteResult:
+    """Append an item to a file, as torch.save writes it, and return DCP's entry for it."""
+    start = file.tell()
+    torch.save(value, cast(IO[bytes], file))
+    length = file.tell() - start
+    return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length))
 
 
-def _parts(items: list[WriteItem], leaves: dict[str, Leaf]) -> Iterator[list[WriteItem]]:
-    """Yield the items of each file: about `_FILE_BYTES`, and at least one file."""
+def _parts(planned: Planned) -> Iterator[list[WriteItem]]:
+    """Yield the tensors of each file: about `_FILE_BYTES`. There is at least one file."""
     part, size = list[WriteItem](), 0
-    for item in items:
-        if part and size + leaves[item.index.fqn].nbytes > _FILE_BYTES:
+    for item in planned.items:
+        if item.type is WriteItemType.BYTE_IO:
+            continue
+        nbytes = planned.leaf(item).nbytes
+        if part and size + nbytes > _FILE_BYTES:
             yield part
             part, size = [], 0
         part.append(item)
-        size += leaves[item.index.fqn].nbytes
+        size += nbytes
     yield part
-
-
-def _written(item: WriteItem, file: str, start: int, end: int) -> WriteResult:
-    return WriteResult(index=item.index, size_in_bytes=end - start, storage_data=_StorageInfo(file, start, end - start))

@@ -113,8 +113,8 @@ def _planned(contents: Contents, selection: Selection, to: str, out: Path, files
         if to == "torch":
             torch_file.check_values(tree)
             return _Planned(summary, lambda path, progress: torch_file.write_file(path, tree, contents, progress))
-        dcp_directory.planned(tree)
-        return _Planned(summary, lambda path, progress: dcp_directory.write_directory(path, tree, contents, progress))
+        planned = dcp_directory.Planned(tree)
+        return _Planned(summary, lambda path, progress: dcp_directory.write_directory(path, planned, contents, progress))
     named, left_out = selection.flat(contents.tree)
     kept, tied = safetensors_file.without_ties(named)
     safetensors_file.check_dtypes(kept)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ckptd.agent.convert.contents import Leaf, flat, without_tensors
+from ckptd.agent.convert.contents import Leaf, flat, not_dense, replaced, without_tensors
 from ckptd.shared.errors import InvalidRequest, NotFound
 
 
@@ -52,10 +52,15 @@ class Selection:
         return self.renamed(part)
 
     def flat(self, tree: Any) -> tuple[dict[str, Leaf], list[str]]:
-        """Return the tensors of the selected part by their new names, and the names of the parts of it that have none. Raises as `of`."""
+        """Return the tensors of the selected part by their new names, and the names of the parts of it that have none.
+
+        Raises as `of`, and UnsavableValue for a tensor that is not one dense array.
+        """
         part = _cast(part_of(tree, self.only), self.dtype)
         leaves = dict[str, Leaf]()
         for name, value in flat(part):
+            if isinstance(value, torch.Tensor):
+                raise not_dense(name)
             if isinstance(value, Leaf):
                 if name in leaves:
                     raise InvalidRequest(f"two tensors of the state have the name {name!r}: choose one of them with `only`")
@@ -118,17 +123,4 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     """Return the tree with this dtype in every leaf that is a floating-point tensor."""
     if dtype is None:
         return tree
-    return mapped(tree, lambda leaf: replace(leaf, dtype=dtype) if leaf.saved.is_floating_point else leaf)
-
-
-def mapped(tree: Any, change: Callable[[Leaf], Any]) -> Any:
-    """Return a tree with `change(leaf)` in place of each leaf. Containers keep their types."""
-    if isinstance(tree, Leaf):
-        return change(tree)
-    if isinstance(tree, dict):
-        made = tree.copy()
-        made.update({key: mapped(value, change) for key, value in tree.items()})
-        return made
-    if type(tree) in (list, tuple):
-        return type(tree)(mapped(value, change) for value in tree)
-    return tree
+    return replaced(tree, Leaf, lambda leaf: replace(leaf, dtype=dtype) if leaf.saved.is_floating_point else leaf)

@@ -17,9 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from ckptd.agent.convert.contents import Contents, Leaf, flat
+from ckptd.agent.convert.contents import Contents, Leaf, children, flat, replaced
 from ckptd.agent.convert.output import CheckedFile, Progress
-from ckptd.agent.convert.selection import mapped
 from ckptd.agent.plan.layout import memory
 from ckptd.shared.errors import IntegrityError, UnsavableValue
 
@@ -37,7 +36,7 @@ def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) ->
     """
     check_values(tree)
     if any(isinstance(value, torch.Tensor) for _, value in flat(tree)):  # a sparse tensor, or one of a wrapper subclass
-        torch.save(mapped(tree, lambda leaf: next(contents.read([leaf]))[1]), path)
+        torch.save(replaced(tree, Leaf, lambda leaf: next(contents.read([leaf]))[1]), path)
         with CheckedFile(path, progress, exists=True):
             return
     groups: dict[Group, list[Leaf]] = {}
@@ -46,7 +45,7 @@ def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) ->
             groups.setdefault(_group(leaf), []).append(leaf)
     with FakeTensorMode():
         storages = {group: torch.empty(_length(leaves), dtype=leaves[0].dtype) for group, leaves in groups.items()}
-        shown = mapped(tree, lambda leaf: _view(storages[_group(leaf)], leaf))
+        shown = replaced(tree, Leaf, lambda leaf: _view(storages[_group(leaf)], leaf))
     with skip_data(materialize_fake_tensors=True):
         torch.save(shown, path)
     places = dict(_places(tree, path))
@@ -95,10 +94,9 @@ def _places(tree: Any, path: Path) -> Iterator[tuple[Group, int]]:
     """Yield the place of each storage in a file that torch has written, in bytes."""
     with FakeTensorMode():
         loaded = torch.load(path, weights_only=True)
-    tensors = dict(flat(loaded))
-    for name, leaf in flat(tree):
+    for (_, leaf), (_, tensor) in zip(flat(tree), flat(loaded), strict=True):
         if isinstance(leaf, Leaf):
-            yield _group(leaf), tensors[name].untyped_storage()._checkpoint_offset
+            yield _group(leaf), tensor.untyped_storage()._checkpoint_offset
 
 
 def _set_checksums(path: Path, file: CheckedFile, crcs: dict[int, int]) -> None:
@@ -125,16 +123,23 @@ def _set_checksums(path: Path, file: CheckedFile, crcs: dict[int, int]) -> None:
 
 def check_values(tree: Any) -> None:
     """Raise UnsavableValue, naming the value, if `torch.load(weights_only=True)` could not load a value of a tree that is no tensor."""
-    without = mapped(tree, lambda leaf: None)
-    if _loads(without):
-        return
-    for name, value in flat(without):
-        if not _loads(value):
-            raise UnsavableValue(
-                f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} cannot be loaded with "
-                "torch.load(weights_only=True): choose a part of the state without it with `only`"
-            )
-    raise UnsavableValue("the containers of the state cannot be loaded with torch.load(weights_only=True): choose a part with `only`")
+    without = replaced(tree, Leaf, lambda leaf: None)
+    if (refused := _refused(without, "")) is not None:
+        name, value = refused
+        raise UnsavableValue(
+            f"{name or 'the state'}: a {type(value).__module__}.{type(value).__qualname__} cannot be loaded with "
+            "torch.load(weights_only=True): choose a part of the state without it with `only`"
+        )
+
+
+def _refused(tree: Any, name: str) -> tuple[str, Any] | None:
+    """Return the first smallest part of a tree that cannot be loaded, with its dotted name, or None."""
+    if _loads(tree):
+        return None
+    for key, value in children(tree) or ():
+        if (found := _refused(value, f"{name}.{key}" if name else str(key))) is not None:
+            return found
+    return name, tree
 
 
 def _loads(value: Any) -> bool:

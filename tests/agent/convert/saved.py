@@ -48,6 +48,7 @@ STATES: dict[str, Any] = {
         "large": random(torch.float32, 300, 500),
     },
     "nested": {"net": OrderedDict(w=torch.ones(2)), "groups": [{"lr": 0.1, "m": torch.zeros(3)}, {"lr": 0.2}], "epoch": 3, "name": "x"},
+    "tuples": {"pair": (random(torch.float32, 3), [random(torch.int64, 2), 3]), "plain": (1, "x")},
     "names": {"a/b": torch.ones(1), "with space": torch.ones(2), "ünï": torch.ones(3), "0": torch.ones(4)},
 }
 

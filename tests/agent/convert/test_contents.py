@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint, per_rank
 from ckptd.agent.convert import contents
-from ckptd.agent.convert.contents import Contents, Leaf, flat, without_tensors
+from ckptd.agent.convert.contents import Contents, Leaf, flat, replaced, without_tensors
 from ckptd.agent.read import loader
 from tests.agent.convert.saved import bits, save
 from tests.support.daemons import Daemon
@@ -67,3 +68,11 @@ def test_names_of_what_has_no_tensor() -> None:
     assert list(without_tensors(tree)) == ["groups.0.lr", "groups.1", "epoch", "run"]
     assert list(without_tensors({"epoch": 3})) == [""]
     assert [name for name, _ in flat(tree)] == ["a", "groups.0.lr", "groups.0.t", "groups.1.lr", "epoch", "run.seed", "run.tags.0"]
+
+
+def test_replaced_keeps_the_containers() -> None:
+    tree = (1, [2, "x"], OrderedDict(c=3), deque([4], 9))
+    found = replaced(tree, int, lambda number: number * 10)
+    assert found == (10, [20, "x"], OrderedDict(c=30), deque([40]))
+    assert (type(found[2]), found[3].maxlen) == (OrderedDict, 9)
+    assert tree[2]["c"] == 3

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from ckptd.agent import Checkpoint
 from ckptd.agent.convert import dcp_directory
 from ckptd.agent.convert.contents import Contents
-from ckptd.agent.convert.dcp_directory import write_directory
+from ckptd.agent.convert.dcp_directory import Planned, write_directory
 from ckptd.shared.errors import InvalidRequest
 from tests.agent.convert.saved import save
 
@@ -24,7 +24,7 @@ def test_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     out.mkdir()
     with Checkpoint.open(save(state, tmp_path / "checkpoint")) as checkpoint:
         contents = Contents(checkpoint.opened)
-        write_directory(out, contents.tree, contents, lambda length: None)
+        write_directory(out, Planned(contents.tree), contents, lambda length: None)
     assert len(list(out.glob("*.distcp"))) == files
     metadata = FileSystemReader(out).read_metadata()
     assert list(metadata.state_dict_metadata) == list(state)
@@ -33,4 +33,4 @@ def test_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_state_that_is_no_dict_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="^a DCP checkpoint holds a dict, and the chosen part is a list: choose another with `only`$"):
-        dcp_directory.planned([1])
+        Planned([1])

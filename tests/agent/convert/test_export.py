@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import zipfile
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,14 +245,31 @@ def test_values_that_weights_only_refuses_are_named(tmp_path: Path, daemon: Daem
 
 def test_sparse_tensors_come_whole_where_the_format_can(tmp_path: Path, daemon: Daemon) -> None:
     agent, dense = Agent("job", socket=daemon.home.socket), torch.eye(3)
-    agent.snapshot({"sparse": dense.to_sparse(), "x": dense}, step=1)
+    agent.snapshot({"model": {"sparse": dense.to_sparse(), "x": dense}}, step=1)
     agent.close()
     job = daemon.home.root / "job"
-    assert torch.equal(torch.load(_exported(job, "torch", tmp_path), weights_only=True)["sparse"].to_dense(), dense)
-    with pytest.raises(
-        UnsavableValue, match="^sparse is a sparse tensor or .*, which DCP cannot hold: choose a part without it with `only`$"
-    ):
-        export(job, "dcp", tmp_path / "out")
+    assert torch.equal(torch.load(_exported(job, "torch", tmp_path), weights_only=True)["model"]["sparse"].to_dense(), dense)
+    for to in ("dcp", "hf", "safetensors"):
+        with pytest.raises(UnsavableValue, match="sparse is a sparse tensor or one of a subclass, which the format cannot hold"):
+            export(job, to, tmp_path / "out")
+
+
+def test_tensors_in_tuples_and_queues_are_not_lost(tmp_path: Path, daemon: Daemon) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    state: dict[str, Any] = {
+        "pair": (torch.ones(2), {"x": torch.arange(3)}),
+        "queue": deque([torch.ones(1), torch.zeros(2)], 5),
+        "epoch": 3,
+    }
+    agent.snapshot(state, step=1)
+    agent.close()
+    job = daemon.home.root / "job"
+    found = read("dcp", _exported(job, "dcp", tmp_path), tmp_path / "scratch")
+    assert_same(found, {"pair": state["pair"], "queue": found["queue"], "epoch": 3})
+    assert_same(list(found["queue"]), list(queue))
+    assert sorted(load_file(_exported(job, "safetensors", tmp_path))) == ["pair.0", "pair.1.x", "queue.0", "queue.1"]
+    with pytest.raises(UnsavableValue, match="^queue: a collections.deque cannot be loaded with torch.load"):
+        export(job, "torch", tmp_path / "out")
 
 
 def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:

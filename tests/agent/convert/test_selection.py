@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptd.agent.convert.contents import Leaf
-from ckptd.agent.convert.selection import Selection, mapped, part_of
+from ckptd.agent.convert.selection import Selection, part_of
 from ckptd.shared.errors import InvalidRequest, NotFound
 
 
@@ -68,10 +68,3 @@ def test_two_tensors_of_one_name_are_refused() -> None:
         Selection("model", rename=((r"h\.\d\.", ""),)).of(STATE)
     with pytest.raises(InvalidRequest, match="^h.0.w would get an empty name$"):
         Selection("model", rename=((r"^h.*", ""),)).of(STATE)
-
-
-def test_mapped_keeps_the_containers() -> None:
-    tree = (leaf("a"), [leaf("b"), 3], OrderedDict(c=leaf("c")))
-    found = mapped(tree, lambda one: one.name)
-    assert found == ("a", ["b", 3], OrderedDict(c="c"))
-    assert type(found[2]) is OrderedDict
