@@ -13,7 +13,7 @@ from ckptd.agent.read.loader import materialize
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor
 from ckptd.agent.state.merge import bare, merge
-from ckptd.agent.state.tree import ObjectNode, filled, inside, like, tensor_names
+from ckptd.agent.state.tree import ObjectNode, filled, like, tensor_names
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.plan import Alias
 
@@ -55,24 +55,35 @@ class Leaf:
 class Contents:
     """The contents of an open checkpoint.
 
-    tree: the state as `Checkpoint.load` returns it, with a Leaf in place of each tensor, except of sparse tensors and those of wrapper
-    subclasses, which are there as they are. modules: the dotted names of the modules in it.
-    user_content: as it was saved.
+    tree: the state in dicts, lists and other plain containers, with a Leaf in place of each tensor. A dict of its fields takes the place of
+    a record, such as a dataclass. Sparse tensors and those of wrapper subclasses are there as they are. modules: the dotted names of the
+    modules in it. user_content: as it was saved.
     """
 
     def __init__(self, opened: Opened) -> None:
-        """Raises IntegrityError, OSError; NotFound for an enum whose class is not imported, or a dtype that this torch does not have."""
+        """Raises UnsavableValue for a tensor in a set; NotFound for an enum whose class is not imported, or a dtype that this torch does not
+        have; IntegrityError, OSError.
+        """
         self._saved = opened.saved
+        self._named: list[str] = []  # the tensors for which there are leaves
         merged = merge([opened.document(rank)["state"] for rank in range(len(opened.sources))])
         tree = bare(merged)
-        apart = sorted({name for node in _taken_apart(tree) for name in tensor_names(node)})
-        whole = materialize(self._saved, apart)  # of sparse tensors and wrapper subclasses, which are made from their parts here
-        tree = filled(tree, lambda name: whole[name] if name in whole else self._leaf(name))
+        tree = filled(replaced(tree, ObjectNode, self._made), self._leaf, records=False)
         self.tree: Any = replaced(tree, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else _leaf_of(tensor))
+        reached = {value.name for _, value in flat(self.tree) if isinstance(value, Leaf)}
+        if lost := [name for name in self._named if name not in reached]:
+            raise UnsavableValue(f"{lost[0]} is a tensor in a set, which an export cannot write: save it in a list")
         self.modules = list(_modules(merged))
         self.user_content = opened.user_content
 
+    def _made(self, node: ObjectNode) -> Any:
+        """Return the sparse tensor or the tensor of a wrapper subclass that a node stands for. Any other node stays."""
+        if node.kind in TENSOR_KINDS:
+            return filled(node, materialize(self._saved, tensor_names(node)).__getitem__)
+        return ObjectNode(node.kind, replaced(node.tree, ObjectNode, self._made), node.cls)
+
     def _leaf(self, name: str) -> Leaf:
+        self._named.append(name)
         described, dtype = self._saved.describe(name), self._saved.dtype(name)
         size = tuple(described.size)
         if isinstance(described, Alias):
@@ -152,15 +163,6 @@ def without_tensors(tree: Any, prefix: str = "") -> Iterator[str]:
     elif not isinstance(tree, Leaf):
         for key, value in children(tree) or ():
             yield from without_tensors(value, f"{prefix}.{key}" if prefix else str(key))
-
-
-def _taken_apart(tree: Any) -> Iterator[Any]:
-    """Yield the nodes of a bare tree that are made from several tensors, such as a sparse tensor."""
-    if isinstance(tree, ObjectNode) and tree.kind in TENSOR_KINDS:
-        yield tree
-    else:
-        for value in inside(tree) or ():
-            yield from _taken_apart(value)
 
 
 def _modules(tree: Any, prefix: str = "") -> Iterator[str]:

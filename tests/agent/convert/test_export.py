@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import zipfile
+from argparse import Namespace
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,6 +271,29 @@ def test_tensors_in_tuples_and_queues_are_not_lost(tmp_path: Path, daemon: Daemo
     assert sorted(load_file(_exported(job, "safetensors", tmp_path))) == ["pair.0", "pair.1.x", "queue.0", "queue.1"]
     with pytest.raises(UnsavableValue, match="^queue: a collections.deque cannot be loaded with torch.load"):
         export(job, "torch", tmp_path / "out")
+
+
+def test_records_come_as_dicts_of_their_fields(tmp_path: Path, daemon: Daemon) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    state = {"run": Namespace(ema=torch.arange(3), seed=3), "inside": [SimpleNamespace(sparse=torch.eye(2).to_sparse(), where=slice(1, 2))]}
+    agent.snapshot(state, step=1)
+    agent.close()
+    job = daemon.home.root / "job"
+    found = torch.load(_exported(job, "torch", tmp_path), weights_only=True)
+    assert_same(found["run"], {"ema": torch.arange(3), "seed": 3})
+    assert torch.equal(found["inside"][0]["sparse"].to_dense(), torch.eye(2))
+    assert found["inside"][0]["where"] == {"start": 1, "stop": 2, "step": None}
+    assert_same(read("dcp", _exported(job, "dcp", tmp_path, only="run"), tmp_path / "scratch"), {"ema": torch.arange(3), "seed": 3})
+    assert_same(load_file(_exported(job, "safetensors", tmp_path, only="run")), {"ema": torch.arange(3)})
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_tensor_in_a_set_is_refused(tmp_path: Path, daemon: Daemon, to: str) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"model": {"x": {torch.ones(1)}, "y": torch.ones(2)}}, step=1)
+    agent.close()
+    with pytest.raises(UnsavableValue, match="^model.x.0 is a tensor in a set, which an export cannot write: save it in a list$"):
+        export(daemon.home.root / "job", to, tmp_path / "out")
 
 
 def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:
