@@ -61,8 +61,8 @@ class Contents:
     """
 
     def __init__(self, opened: Opened) -> None:
-        """Raises UnsavableValue for a tensor in a set; NotFound for an enum whose class is not imported, or a dtype that this torch does not
-        have; IntegrityError, OSError.
+        """Raises UnsavableValue for a tensor in a set; NotFound for an enum whose class is not imported, or a dtype that this torch lacks;
+        IntegrityError, OSError.
         """
         self._saved = opened.saved
         self._named: list[str] = []  # the tensors for which there are leaves
