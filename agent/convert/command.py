@@ -18,6 +18,7 @@ from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.units import size_text
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FEW = 8
 """The most names that are printed of a long list."""
 
@@ -30,7 +31,7 @@ _FEW = 8
 @click.option("--only", default="", metavar="NAME", help='Part of the state, like "model". For hf, the default is the only module.')
 @click.option("--dtype", metavar="DTYPE", help="Dtype of floating-point tensors, like bf16 or float32. Default: as saved.")
 @click.option("--rename", multiple=True, metavar="REGEX=NEW", help="Rename tensors, as re.sub does. Repeatable.")
-@click.option("--map", "names", type=click.Path(path_type=Path), metavar="FILE", help="JSON object with new names by old ones.")
+@click.option("--map", "names", type=_FILE, metavar="FILE", help="JSON object with new names by old ones.")
 @click.option("--files", type=click.Path(path_type=Path), metavar="DIR", help="For hf: directory with config.json and tokenizer files.")
 @click.option("--max-shard-size", default=SHARD, show_default=True, help="For hf: most bytes of a file with several tensors.")
 @click.option("--dry-run", is_flag=True, help="Check everything, and write nothing.")
@@ -58,7 +59,7 @@ def export(
     bars: list[Any] = []
 
     def begin(nbytes: int) -> None:
-        if not dry_run and not as_json:
+        if not as_json:
             bars.append(click.progressbar(length=nbytes, label=f"{size_text(nbytes)} to {out}", file=sys.stderr))
             bars[0].render_progress()
 
@@ -74,7 +75,7 @@ def export(
             which="newest" if step is None else step,
             only=only,
             dtype=None if dtype is None else _dtype(dtype),
-            rename=dict(map(_renaming, rename)),
+            rename=[_renaming(one) for one in rename],
             names=None if names is None else _map(names),
             files=files,
             max_shard_size=max_shard_size,

@@ -112,12 +112,19 @@ class Contents:
             tensor = found[leaf.name] if leaf.value is None else leaf.value
             yield leaf, tensor.detach().to(leaf.dtype)
 
+    def together(self, leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
+        """Return all these tensors by their names in the checkpoint. Those that share a storage share it here, if none is converted."""
+        leaves = list(leaves)
+        found = materialize(self._saved, [leaf.name for leaf in leaves if leaf.value is None])
+        return {leaf.name: (found[leaf.name] if leaf.value is None else leaf.value).detach().to(leaf.dtype) for leaf in leaves}
+
 
 def _leaf_of(tensor: torch.Tensor) -> Leaf:
     """Return the leaf of a tensor that is in memory."""
-    tensor = tensor.detach().contiguous()
-    name = f"in memory at {id(tensor)}"
-    return Leaf(name, tensor.dtype, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0, name, tensor)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    storage, offset = f"in memory at {tensor.untyped_storage().data_ptr()}", int(tensor.storage_offset()) * tensor.itemsize
+    name = f"{storage}, {offset}, {tensor.dtype}, {tensor.shape}, {tensor.stride()}"
+    return Leaf(name, tensor.dtype, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset, storage, tensor)
 
 
 def replaced(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:

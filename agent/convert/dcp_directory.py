@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptd.agent.convert.contents import Contents, Leaf, flat, not_dense, replaced
 from ckptd.agent.convert.output import CheckedFile, Progress
+from ckptd.agent.convert.torch_file import save
 from ckptd.shared.errors import InvalidRequest
 
 _FILE_BYTES = 4 << 30
@@ -33,14 +34,16 @@ class Planned:
 
     def __init__(self, tree: Any) -> None:
         if not isinstance(tree, dict):
-            raise InvalidRequest(
-                f"a DCP checkpoint holds a dict, and the chosen part is a {type(tree).__name__}: choose another with `only`"
-            )
+            kind = "tensor" if isinstance(tree, (Leaf, torch.Tensor)) else type(tree).__name__
+            raise InvalidRequest(f"a DCP checkpoint holds a dict, and the chosen part is a {kind}: choose another with `only`")
         if other := next((name for name, value in flat(tree) if isinstance(value, torch.Tensor)), None):
             raise not_dense(other)
         self._leaves: dict[int, Leaf] = {}
         self._planner = DefaultSavePlanner()
-        self._planner.set_up_planner(replaced(tree, Leaf, self._without_memory), is_coordinator=True)
+        try:
+            self._planner.set_up_planner(replaced(tree, Leaf, self._without_memory), is_coordinator=True)
+        except ValueError as error:
+            raise InvalidRequest(f"DCP cannot name the values of the state: {error}: choose another part with `only`") from None
         plans, self.metadata = self._planner.create_global_plan([self._planner.create_local_plan()])
         self.items = self._planner.finish_plan(plans[0]).items
 
@@ -78,7 +81,7 @@ def write_directory(directory: Path, planned: Planned, contents: Contents, progr
 def _written(file: CheckedFile, name: str, item: WriteItem, value: Any) -> WriteResult:
     """Append an item to a file, as torch.save writes it, and return DCP's entry for it."""
     start = file.tell()
-    torch.save(value, cast(IO[bytes], file))
+    save(value, file)
     length = file.tell() - start
     return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length))
 

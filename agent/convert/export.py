@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 
 from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, torch_file
 from ckptd.agent.convert.contents import Contents, Leaf, flat
-from ckptd.agent.convert.output import Progress, published
+from ckptd.agent.convert.output import Progress, check_place, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.shared.errors import InvalidRequest, StorageError
@@ -52,7 +52,7 @@ def export(
     which: str | int = "newest",
     only: str = "",
     dtype: torch.dtype | None = None,
-    rename: Mapping[str, str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
     names: Mapping[str, str] | None = None,
     files: str | os.PathLike[str] | None = None,
     max_shard_size: int = SHARD,
@@ -64,14 +64,15 @@ def export(
 
     path, which: the checkpoint, as for `Checkpoint.open`. to: a key of `FORMATS`. out: the new file or directory. It appears only when it
     is whole, synced and compared with what was read.
-    only: the dotted name of a part of the state, such as "model". dtype: the dtype of floating-point tensors in the export. rename: regular
-    expressions with their replacements, applied to every name in turn. names: new names by old ones.
+    only: the dotted name of a part of the state, such as "model". dtype: the dtype of all floating-point tensors in the export. rename:
+    pairs of a regular expression and its replacement, applied to every name in turn. names: new names by old ones.
     files: for "hf", a directory with config.json, tokenizer files and the like, which are copied. Without it, those in the checkpoint's
     `user_content` are written. max_shard_size: for "hf", the most bytes of one file with several tensors.
     dry_run: check everything, and write nothing. begin, progress: called with all bytes that will be written, and with those that were.
 
-    At any size, this takes the memory of the largest tensor and 512 MB. Tensors that share a storage share it in a "torch" file. Elsewhere
-    tied tensors are stored once ("safetensors", "hf"), and others as copies.
+    At any size, this takes the memory of the largest storage and 512 MB. Only a "torch" file with sparse tensors is made in memory.
+    Tensors that share a storage share it in a "torch" file. Elsewhere tied tensors are stored once ("safetensors", "hf"), and others as
+    copies.
 
     Raises NotFound; AlreadyExists if `out` exists; InvalidRequest for wrong arguments; UnsavableValue for a tensor or a value that the
     format cannot hold, by its name; IntegrityError if the checkpoint is damaged; StorageError.
@@ -85,11 +86,13 @@ def export(
     try:
         with Checkpoint.open(path, which) as checkpoint:
             contents = Contents(checkpoint.opened)
-            selection = Selection(only or (_model_of(contents) if to == "hf" else ""), dtype, tuple((rename or {}).items()), names or {})
-            plan = _planned(contents, selection, to, Path(out), None if files is None else Path(files), max_shard_size)
-            begin(plan.summary.nbytes)
+            selection = Selection(only or (_model_of(contents) if to == "hf" else ""), dtype, tuple(rename), names or {})
+            place = Path(os.path.abspath(out))
+            plan = _planned(contents, selection, to, place, None if files is None else Path(files), max_shard_size)
+            check_place(place, plan.summary.nbytes)
             if not dry_run:
-                with published(Path(out), plan.summary.nbytes, directory=to in ("dcp", "hf")) as beside:
+                begin(plan.summary.nbytes)
+                with published(place, directory=to in ("dcp", "hf")) as beside:
                     plan.write(beside, progress)
             return plan.summary
     except OSError as error:
@@ -117,10 +120,10 @@ def _planned(contents: Contents, selection: Selection, to: str, out: Path, files
         return _Planned(summary, lambda path, progress: dcp_directory.write_directory(path, planned, contents, progress))
     named, left_out = selection.flat(contents.tree)
     kept, tied = safetensors_file.without_ties(named)
-    safetensors_file.check_dtypes(kept)
+    safetensors_file.check(kept)
     nbytes = sum(leaf.nbytes for leaf in kept.values())
     if to == "safetensors":
-        metadata = {"format": "pt", **tied}
+        metadata = {**tied, "format": "pt"}
         summary = Exported(out, len(kept), nbytes, left_out, tied)
         return _Planned(summary, lambda path, progress: safetensors_file.write_file(path, kept, contents, metadata, progress))
     shards, carried = huggingface.shards_of(kept, max_shard_size), huggingface.carried_files(files, contents.user_content, selection.dtype)

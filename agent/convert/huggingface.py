@@ -65,13 +65,17 @@ def carried_files(directory: Path | None, user_content: Any, dtype: torch.dtype 
     """Return the files to write beside the tensors, by name: those of `directory`, and those that `user_content` holds.
 
     `user_content` may be a dict with names from `CARRIED` as keys, and text or a JSON object as values. The files of the directory come
-    first. With `dtype`, config.json names it as the dtype of the model. Raises NotFound if the directory has no such file or does not
-    exist, InvalidRequest if config.json is no JSON object, OSError.
+    first. With `dtype`, config.json names it as the dtype of the model and of its parts.
+
+    Raises NotFound if the directory has no such file or does not exist, InvalidRequest for a value of another type or if config.json is no
+    JSON object, OSError.
     """
     found = dict[str, bytes]()
     if isinstance(user_content, dict):
         for name, value in user_content.items():
-            if isinstance(name, str) and is_carried(name) and isinstance(value, (str, dict)):
+            if isinstance(name, str) and is_carried(name):
+                if not isinstance(value, (str, dict)):
+                    raise InvalidRequest(f"user_content: {name} is a {type(value).__name__}; expected text or a JSON object")
                 found[name] = (value if isinstance(value, str) else json.dumps(value, indent=2)).encode()
     if directory is not None:
         if not directory.is_dir():
@@ -80,22 +84,30 @@ def carried_files(directory: Path | None, user_content: Any, dtype: torch.dtype 
         if not names:
             raise NotFound(f"files: {directory} has none of the files of a model, such as config.json or tokenizer.json")
         found.update({name: (directory / name).read_bytes() for name in sorted(names)})
-    if dtype is not None and "config.json" in found:
-        found["config.json"] = _with_dtype(found["config.json"], dtype)
+    if "config.json" in found:
+        config = _config(found["config.json"])
+        if dtype is not None:
+            key = {} if any(name in config for name in _DTYPE_KEYS) else {_DTYPE_KEYS[0]: ""}
+            found["config.json"] = json.dumps(_with_dtype(config | key, str(dtype).removeprefix("torch.")), indent=2).encode()
     return found
 
 
 def is_carried(name: str) -> bool:
     """Return True for the name of a file that a model directory may have beside its tensors."""
-    return "/" not in name and any(fnmatch(name, pattern) for pattern in CARRIED)
+    return "/" not in name and name.isprintable() and any(fnmatch(name, pattern) for pattern in CARRIED)
 
 
-def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+def _config(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(config)
+        found = json.loads(data)
     except ValueError as error:
         raise InvalidRequest(f"config.json cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise InvalidRequest("config.json is no JSON object")
-    keys = [key for key in _DTYPE_KEYS if key in found] or [_DTYPE_KEYS[0]]
-    return json.dumps(found | dict.fromkeys(keys, str(dtype).removeprefix("torch.")), indent=2).encode()
+    return found
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration in which this dtype is named wherever one was, also in the configurations of the parts of a model."""
+    nested = {key: _with_dtype(value, dtype) for key, value in config.items() if isinstance(value, dict)}
+    return config | nested | {key: dtype for key in _DTYPE_KEYS if key in config}

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from crc32c import crc32c
 
+from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, IntegrityError, StorageError
 from ckptd.shared.fs import PosixFileSystem, opened_directory
 from ckptd.shared.units import size_text
@@ -25,14 +26,11 @@ Progress = Callable[[int], None]
 """Called with the number of bytes that have been written since the last call."""
 
 
-@contextmanager
-def published(out: Path, nbytes: int, *, directory: bool) -> Iterator[Path]:
-    """Context manager. Yields a path beside `out`, where a file or directory is to be made, and then renames it to `out`.
+def check_place(out: Path, nbytes: int) -> None:
+    """Check that an export of so many bytes can be made at `out`.
 
-    After an error nothing is left there. `nbytes` are the bytes of the tensors that will be written. Raises AlreadyExists if `out` exists,
-    StorageError if there is no room for them, OSError.
+    Raises AlreadyExists if `out` exists, StorageError if its directory does not or has no room, OSError.
     """
-    out = Path(os.path.abspath(out))
     if os.path.lexists(out):
         raise AlreadyExists(f"{out} exists already: choose another name, or remove it first")
     if not out.parent.is_dir():
@@ -40,8 +38,16 @@ def published(out: Path, nbytes: int, *, directory: bool) -> Iterator[Path]:
     free = shutil.disk_usage(out.parent).free
     if free < nbytes + _SPARE:
         raise StorageError(f"no room for {size_text(nbytes)} at {out}: {size_text(free)} are free there")
-    beside = out.with_name(f".{out.name}.partial")
-    _remove(beside)  # of an export that was killed
+
+
+@contextmanager
+def published(out: Path, *, directory: bool) -> Iterator[Path]:
+    """Context manager. Yields a new path beside `out` where a file or directory is to be made, and then renames it to `out`.
+
+    The name begins with a dot and ends in ".partial". In the end nothing is left there, also after an error, unless this process is killed.
+    Raises AlreadyExists if another program has made `out` meanwhile, OSError.
+    """
+    beside = out.with_name(f".{out.name[:100]}.{names.new_nonce().hex()[:8]}.partial")
     if directory:
         beside.mkdir()
     try:
@@ -57,14 +63,10 @@ def published(out: Path, nbytes: int, *, directory: bool) -> Iterator[Path]:
                 raise AlreadyExists(f"{out} was made by another program meanwhile: choose another name") from None
             fs.sync_directory(parent)
     finally:
-        _remove(beside)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        if beside.is_dir():
+            shutil.rmtree(beside)
+        else:
+            beside.unlink(missing_ok=True)
 
 
 class CheckedFile:
@@ -82,10 +84,16 @@ class CheckedFile:
         self._unchecked, self._position = 0, 0
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="ckptd-check")
         self._checking: Future[None] | None = None
+        self.failure: BaseException | None = None
+        """The error of the last `write`. torch.save raises a RuntimeError in its place."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes. Return their number."""
-        self.write_at(self._position, data)
+        try:
+            self.write_at(self._position, data)
+        except BaseException as error:
+            self.failure = error
+            raise
         self._position += len(data)
         return len(data)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckptd.agent.convert.contents import Leaf, flat, not_dense, replaced, without_tensors
+from ckptd.agent.convert.contents import Leaf, children, flat, not_dense, replaced, without_tensors
 from ckptd.shared.errors import InvalidRequest, NotFound
 
 
@@ -33,8 +33,8 @@ class Selection:
                 re.compile(pattern)
             except re.error as error:
                 raise InvalidRequest(f"rename: {pattern!r} is not a regular expression: {error}") from None
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise InvalidRequest(f"dtype: {self.dtype} is no floating-point dtype; expected one like torch.bfloat16")
+        if self.dtype is not None and not _can_hold_floats(self.dtype):
+            raise InvalidRequest(f"dtype: torch cannot convert to {self.dtype}; expected a floating-point dtype like torch.bfloat16")
 
     def of(self, tree: Any) -> Any:
         """Return the selected part of a tree, with the new dtype in its leaves, and with new names if it is a dict of tensors.
@@ -57,28 +57,32 @@ class Selection:
         Raises as `of`, and UnsavableValue for a tensor that is not one dense array.
         """
         part = _cast(part_of(tree, self.only), self.dtype)
+        if isinstance(part, Leaf):
+            part = {self.only.rpartition(".")[2]: part}
         leaves = dict[str, Leaf]()
         for name, value in flat(part):
             if isinstance(value, torch.Tensor):
                 raise not_dense(name)
             if isinstance(value, Leaf):
                 if name in leaves:
-                    raise InvalidRequest(f"two tensors of the state have the name {name!r}: choose one of them with `only`")
+                    raise InvalidRequest(f"two tensors would have the name {name!r}: choose a part with one of them with `only`")
                 leaves[name] = value
         return self.renamed(leaves), list(without_tensors(part))
 
-    def renamed(self, named: Mapping[str, Any]) -> dict[str, Any]:
+    def renamed(self, named: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the values with their new names. Raises InvalidRequest if two get one name or an old name is unknown."""
         if unknown := [name for name in self.names if name not in named]:
-            raise InvalidRequest(f"map: there is no tensor {unknown[0]!r}; there are {len(named)}, such as {', '.join(list(named)[:3])}")
-        made, old_names = dict[str, Any](), dict[str, str]()
+            raise InvalidRequest(
+                f"map: there is no tensor {unknown[0]!r}; there are {len(named)}, such as {', '.join(map(str, list(named)[:3]))}"
+            )
+        made, old_names = dict[Any, Any](), dict[str, Any]()
         for old, value in named.items():
-            new = self._renamed(old)
+            new = self._renamed(str(old))
             if not new:
-                raise InvalidRequest(f"{old} would get an empty name")
-            if new in made:
+                raise InvalidRequest(f"{old!r} would get an empty name")
+            if new in old_names:
                 raise InvalidRequest(f"{old_names[new]} and {old} would both get the name {new!r}: give each tensor a name of its own")
-            made[new], old_names[new] = value, old
+            made[old if new == str(old) else new], old_names[new] = value, old
         return made
 
     def _renamed(self, name: str) -> str:
@@ -89,6 +93,13 @@ class Selection:
             except (re.error, IndexError) as error:
                 raise InvalidRequest(f"rename: {replacement!r} cannot replace {pattern!r}: {error}") from None
         return name
+
+
+def _can_hold_floats(dtype: torch.dtype) -> bool:
+    try:
+        return dtype.is_floating_point and torch.ones(1).to(dtype).to(torch.float32).item() == 1.0
+    except RuntimeError:  # also NotImplementedError
+        return False
 
 
 def part_of(tree: Any, path: str) -> Any:
@@ -105,17 +116,16 @@ def part_of(tree: Any, path: str) -> Any:
 
 
 def _part(tree: Any, path: str) -> tuple[Any] | None:
-    if isinstance(tree, (list, tuple)):
-        tree = dict(enumerate(tree))
-    if not isinstance(tree, dict):
+    items = children(tree)
+    if items is None:
         return None
-    for key, value in tree.items():
+    for key, value in items:
         name = str(key)
         if path == name:
             return (value,)
         if path.startswith(f"{name}.") and (found := _part(value, path[len(name) + 1 :])):
             return found
-    inside = {str(key)[len(path) + 1 :]: value for key, value in tree.items() if str(key).startswith(f"{path}.")}
+    inside = {str(key)[len(path) + 1 :]: value for key, value in children(tree) or () if str(key).startswith(f"{path}.")}
     return (inside,) if inside else None
 
 

@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +20,8 @@ from torch.serialization import skip_data
 from ckptd.agent.convert.contents import Contents, Leaf, children, flat, replaced
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.plan.layout import memory
-from ckptd.shared.errors import IntegrityError, UnsavableValue
+from ckptd.shared.errors import IntegrityError, StorageError, UnsavableValue
+from ckptd.shared.plan import is_dense
 
 _CENTRAL, _LOCAL_CRC, _CENTRAL_CRC = struct.Struct("<4s6H3I5H2I"), 14, 16
 """The entry of a file in the directory of a zip, and the places of its CRC-32 in its own header and in that entry (APPNOTE.TXT, 4.3)."""
@@ -36,9 +37,10 @@ def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) ->
     """
     check_values(tree)
     if any(isinstance(value, torch.Tensor) for _, value in flat(tree)):  # a sparse tensor, or one of a wrapper subclass
-        torch.save(replaced(tree, Leaf, lambda leaf: next(contents.read([leaf]))[1]), path)
-        with CheckedFile(path, progress, exists=True):
-            return
+        whole = contents.together(leaf for _, leaf in flat(tree) if isinstance(leaf, Leaf))
+        with CheckedFile(path, progress) as file:
+            save(replaced(tree, Leaf, lambda leaf: whole[leaf.name]), file)
+        return
     groups: dict[Group, list[Leaf]] = {}
     for _, leaf in flat(tree):
         if isinstance(leaf, Leaf):
@@ -47,7 +49,10 @@ def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) ->
         storages = {group: torch.empty(_length(leaves), dtype=leaves[0].dtype) for group, leaves in groups.items()}
         shown = replaced(tree, Leaf, lambda leaf: _view(storages[_group(leaf)], leaf))
     with skip_data(materialize_fake_tensors=True):
-        torch.save(shown, path)
+        try:
+            torch.save(shown, path)
+        except RuntimeError as error:
+            raise StorageError(f"torch could not write {path.name}, maybe because the disk is full: {str(error).splitlines()[0]}") from None
     places = dict(_places(tree, path))
     if places.keys() != groups.keys():
         raise IntegrityError(f"torch wrote {len(places)} of {len(groups)} storages into {path.name}")
@@ -62,6 +67,16 @@ def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) ->
         _set_checksums(path, file, crcs)
 
 
+def save(value: Any, file: CheckedFile) -> None:
+    """Append a value as torch.save writes it. Raises OSError, IntegrityError."""
+    try:
+        torch.save(value, cast(IO[bytes], file))
+    except RuntimeError:
+        if file.failure is None:
+            raise
+        raise file.failure from None
+
+
 def _group(leaf: Leaf) -> Group:
     return leaf.storage, leaf.saved
 
@@ -72,11 +87,16 @@ def _view(storage: torch.Tensor, leaf: Leaf) -> torch.Tensor:
 
 def _storage(leaves: list[Leaf], tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return a tensor over the whole storage that these leaves have, with the elements of their tensors."""
-    if len(tensors) == 1 and tensors[0].numel() == _length(leaves) and tensors[0].stride() == leaves[0].stride:
-        return tensors[0].as_strided((tensors[0].numel(),), (1,))  # without a copy
-    storage = torch.zeros(_length(leaves), dtype=leaves[0].dtype)
+    first, length = tensors[0], _length(leaves)
+    if len(tensors) == 1 and first.numel() == length and first.stride() == leaves[0].stride and is_dense(first.shape, first.stride()):
+        return first.as_strided((length,), (1,))  # without a copy
+    storage = torch.zeros(length, dtype=leaves[0].dtype)
     for leaf, tensor in zip(leaves, tensors, strict=True):
-        _view(storage, leaf).copy_(tensor)
+        view = _view(storage, leaf)
+        for dimension, step in enumerate(leaf.stride):
+            if step == 0 and leaf.shape[dimension]:  # expanded: its elements are one in the storage
+                view, tensor = view.narrow(dimension, 0, 1), tensor.narrow(dimension, 0, 1)
+        view.copy_(tensor)
     return storage
 
 

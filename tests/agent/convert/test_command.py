@@ -42,27 +42,15 @@ def test_every_option(tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "config.json").write_text("{}")
     out = tmp_path / "out"
-    options = [
-        "--to",
-        "hf",
-        "--out",
-        str(out),
-        "--only",
-        "model",
-        "--dtype",
-        "bf16",
-        "--rename",
-        "^a.=",
-        "--map",
-        str(tmp_path / "map.json"),
-    ]
+    names = ("--rename", "^a.=", "--rename", "^b$=bias", "--map", str(tmp_path / "map.json"))
+    options = ("--to", "hf", "--out", str(out), "--only", "model", "--dtype", "bf16", *names)
     done = run(checkpoint, *options, "--files", str(tmp_path / "files"), "--max-shard-size", "8", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.output)
     assert found["files"] == ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert (found["tensors"], found["nbytes"], found["out"]) == (2, 16, str(out))
     assert load_file(out / found["files"][1])["weight"].tolist() == list(range(6))
-    assert load_file(out / found["files"][2])["b"].dtype is torch.bfloat16
+    assert load_file(out / found["files"][2])["bias"].dtype is torch.bfloat16
     assert json.loads((out / "config.json").read_text()) == {"dtype": "bfloat16"}
 
 
@@ -77,6 +65,7 @@ def test_a_dry_run_says_what_it_would_write(tmp_path: Path, checkpoint: Path) ->
     [
         (("--only", "nothing"), 10, "the checkpoint has no 'nothing'; at its top are model, epoch"),
         (("--dtype", "float7"), 1, "--dtype float7: torch has no such dtype; expected one like bf16, fp16, fp32 or float8_e4m3fn"),
+        (("--map", "nowhere.json"), 2, "Usage: "),
         (("--rename", "a"), 1, "--rename a: expected REGEX=NEW"),
         (("--step", "9"), 10, "no checkpoint 9"),
     ],
@@ -84,8 +73,11 @@ def test_a_dry_run_says_what_it_would_write(tmp_path: Path, checkpoint: Path) ->
 def test_mistakes_are_one_sentence(tmp_path: Path, checkpoint: Path, options: tuple[str, ...], code: int, said: str) -> None:
     done = run(checkpoint, "--to", "torch", "--out", str(tmp_path / "out"), *options)
     assert done.exit_code == code
-    assert done.stderr.startswith(f"ckptd: {said}")
-    assert done.stderr.count("\n") == 1
+    if code == 2:
+        assert "'nowhere.json' does not exist" in done.stderr
+    else:
+        assert done.stderr.startswith(f"ckptd: {said}")
+        assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

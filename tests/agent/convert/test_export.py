@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import signal
 import zipfile
 from argparse import Namespace
 from collections import deque
@@ -166,7 +168,7 @@ def test_files_of_the_model_come_from_user_content_and_a_directory(tmp_path: Pat
 
 def test_names_and_dtypes_change_on_request(tmp_path: Path, saved: Any) -> None:
     path = saved("float32")
-    options: dict[str, Any] = {"only": "model", "dtype": torch.bfloat16, "names": {"x": "layer.x"}, "rename": {"^y$": "layer.y"}}
+    options: dict[str, Any] = {"only": "model", "dtype": torch.bfloat16, "names": {"x": "layer.x"}, "rename": [("^y$", "layer.y")]}
     expected = {f"layer.{name}": tensor.bfloat16() for name, tensor in STATES["float32"].items()}
     for to in FORMATS:
         export(path, to, tmp_path / to, **options)
@@ -189,16 +191,21 @@ def test_a_dry_run_checks_and_writes_nothing(tmp_path: Path, saved: Any) -> None
         ({"to": "onnx"}, InvalidRequest, "^to: there is no format 'onnx'; there are dcp, hf, safetensors, torch$"),
         ({"only": "modl"}, NotFound, "^the checkpoint has no 'modl'; at its top are model, epoch$"),
         ({"which": 7}, NotFound, "no checkpoint"),
-        ({"dtype": torch.int8}, InvalidRequest, "^dtype: torch.int8 is no floating-point dtype"),
-        ({"only": "model", "rename": {"(": ""}}, InvalidRequest, r"^rename: '\(' is not a regular expression"),
+        ({"dtype": torch.float4_e2m1fn_x2}, InvalidRequest, "^dtype: torch cannot convert to torch.float4_e2m1fn_x2; expected"),
+        ({"dtype": torch.int8}, InvalidRequest, "^dtype: torch cannot convert to torch.int8; expected a floating-point dtype"),
+        ({"only": "model", "rename": [("(", "")]}, InvalidRequest, r"^rename: '\(' is not a regular expression"),
         (
-            {"only": "model", "rename": {"[xy]": "z"}},
+            {"only": "model", "rename": [("[xy]", "z")]},
             InvalidRequest,
             "^x and y would both get the name 'z': give each tensor",
         ),
-        ({"only": "model", "rename": {"x": r"\1"}}, InvalidRequest, r"^rename: '\\\\1' cannot replace 'x': invalid group reference"),
+        ({"only": "model", "rename": [("x", r"\1")]}, InvalidRequest, r"^rename: '\\\\1' cannot replace 'x': invalid group reference"),
         ({"only": "model", "names": {"z": "x"}}, InvalidRequest, "^map: there is no tensor 'z'; there are 2, such as x, y$"),
-        ({"rename": {"x": "z"}, "to": "torch"}, InvalidRequest, "^tensors can be renamed in a flat dict only, such as the state dict of a"),
+        (
+            {"rename": [("x", "z")], "to": "torch"},
+            InvalidRequest,
+            "^tensors can be renamed in a flat dict only",
+        ),
         ({"files": "."}, InvalidRequest, "^files: an export to 'safetensors' carries no files; only 'hf' does$"),
         ({"to": "hf", "files": "/nowhere"}, NotFound, "^files: /nowhere is not a directory; expected one with config.json$"),
         ({"max_shard_size": 0}, InvalidRequest, "^max_shard_size: 0 is too small"),
@@ -294,6 +301,86 @@ def test_a_tensor_in_a_set_is_refused(tmp_path: Path, daemon: Daemon, to: str) -
     agent.close()
     with pytest.raises(UnsavableValue, match="^model.x.0 is a tensor in a set, which an export cannot write: save it in a list$"):
         export(daemon.home.root / "job", to, tmp_path / "out")
+
+
+def test_views_of_every_kind_come_back(tmp_path: Path, daemon: Daemon) -> None:
+    base, other = torch.arange(32.0), torch.arange(8.0)
+    state = {
+        "window": base.as_strided((3, 4), (2, 1), 4), "bits": base.view(torch.int32), "tail": base[5:9], "wide": other,
+        "expanded": other[2:3].expand(4), "rows": other.view(2, 4)[:, :1].expand(2, 3),
+    }  # fmt: skip
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"model": state}, step=1)
+    agent.close()
+    for to in FORMATS:
+        out = _exported(daemon.home.root / "job", to, tmp_path, only="model")
+        found = read(to, out, tmp_path / "scratch")
+        assert_same({name: found[name] for name in state}, state)
+
+
+def test_tensors_that_dcp_has_pickled_with_other_values(tmp_path: Path) -> None:
+    whole, lazy = torch.arange(4.0), torch.tensor([1 + 2j]).conj()
+    path = save({"model": {"x": torch.ones(1), "pair": (lazy, whole, whole[1:], 1)}}, tmp_path / "checkpoint")
+    expected = {"x": torch.ones(1), "pair": (lazy.resolve_conj(), whole, whole[1:], 1)}
+    found = read("torch", _exported(path, "torch", tmp_path, only="model"), tmp_path)
+    assert_same(found, expected)
+    assert found["pair"][1].untyped_storage().data_ptr() == found["pair"][2].untyped_storage().data_ptr()
+    assert_same(read("dcp", _exported(path, "dcp", tmp_path, only="model"), tmp_path / "scratch"), expected)
+    tensors = load_file(_exported(path, "safetensors", tmp_path, only="model"))
+    assert_same(dict(sorted(tensors.items())), {"pair.0": lazy.resolve_conj(), "pair.1": whole, "pair.2": whole[1:], "x": torch.ones(1)})
+
+
+def test_ties_beside_sparse_tensors_stay_tied(tmp_path: Path, daemon: Daemon) -> None:
+    agent, weight = Agent("job", socket=daemon.home.socket), torch.ones(100)
+    agent.snapshot({"sparse": torch.eye(3).to_sparse(), "a": weight, "b": weight, "part": weight[5:10]}, step=1)
+    agent.close()
+    found = torch.load(_exported(daemon.home.root / "job", "torch", tmp_path), weights_only=True)
+    assert len({found[name].untyped_storage().data_ptr() for name in ("a", "b", "part")}) == 1
+
+
+def test_names_that_a_format_cannot_hold_are_refused(tmp_path: Path, daemon: Daemon) -> None:
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, step=1)
+    agent.snapshot({"model": {"a": torch.ones(1), "__metadata__": torch.ones(2)}, 1: torch.ones(3), "epoch": 3}, step=2)
+    agent.close()
+    job, out = daemon.home.root / "job", tmp_path / "out"
+    with pytest.raises(InvalidRequest, match="^DCP cannot name the values of the state: .*a.b.*: choose another part with `only`$"):
+        export(job, "dcp", out, which=1)
+    with pytest.raises(InvalidRequest, match="^two tensors would have the name 'a.b': choose a part with one of them with `only`$"):
+        export(job, "safetensors", out, which=1)
+    with pytest.raises(InvalidRequest, match="^__metadata__ is the name of no tensor in this format: rename the tensor$"):
+        export(job, "hf", out)
+    with pytest.raises(InvalidRequest, match="^the chosen part of the state has no tensors, and the format holds nothing else"):
+        export(job, "safetensors", out, only="epoch")
+    with pytest.raises(InvalidRequest, match="^a DCP checkpoint holds a dict, and the chosen part is a tensor: choose another"):
+        export(job, "dcp", out, only="model.a")
+    assert os.listdir(tmp_path) == []
+    assert load_file(_exported(job, "safetensors", tmp_path, only="model.a"))["a"].tolist() == [1.0]
+    found = load_file(_exported(job, "safetensors", tmp_path, rename=[("model.__metadata__", "meta"), ("model.a", "format")]))
+    assert sorted(found) == ["1", "format", "meta"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_disk_that_fills_up_is_one_sentence_and_leaves_nothing(tmp_path: Path, to: str) -> None:
+    path = save({"model": {f"x{number}": torch.zeros(300_000) for number in range(10)}}, tmp_path / "checkpoint")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, before[1]))  # stands for a full disk: a write fails with EFBIG
+    try:
+        with pytest.raises(StorageError, match="File too large|torch could not write .*, maybe because the disk is full: "):
+            export(path, to, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_a_dry_run_checks_the_output_too(tmp_path: Path, saved: Any) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(AlreadyExists):
+        export(saved("float32"), "dcp", tmp_path / "out", dry_run=True)
+    with pytest.raises(StorageError, match="nowhere is not a directory: make it first$"):
+        export(saved("float32"), "dcp", tmp_path / "nowhere" / "out", dry_run=True)
 
 
 def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:

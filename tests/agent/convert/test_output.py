@@ -8,38 +8,46 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.agent.convert.output import CheckedFile, published
+from ckptd.agent.convert.output import CheckedFile, check_place, published
 from ckptd.shared.errors import AlreadyExists, IntegrityError, StorageError
 
 
 @pytest.mark.parametrize("directory", [True, False])
 def test_the_output_appears_whole_or_not_at_all(tmp_path: Path, directory: bool) -> None:
     out = tmp_path / "out"
-    with suppress(ZeroDivisionError), published(out, 10, directory=directory) as beside:
+    with suppress(ZeroDivisionError), published(out, directory=directory) as beside:
         (beside / "x" if directory else beside).write_text("half")
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == []
-    with published(out, 10, directory=directory) as beside:
+    with published(out, directory=directory) as beside:
         (beside / "x" if directory else beside).write_text("whole")
         assert not out.exists()
     assert os.listdir(tmp_path) == ["out"]
     assert (out / "x" if directory else out).read_text() == "whole"
 
 
-def test_the_rest_of_an_export_that_was_killed_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "old").write_text("old")
-    with published(tmp_path / "out", 10, directory=True) as beside:
-        (beside / "new").write_text("new")
-    assert os.listdir(tmp_path / "out") == ["new"]
-    assert os.listdir(tmp_path) == ["out"]
+def test_two_exports_to_one_place_do_not_meet(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / ".out.partial").mkdir()  # not ours
+
+    def second() -> None:
+        with published(out, directory=True) as two:
+            with published(out, directory=True) as one:
+                assert one != two
+                (one / "x").write_text("one")
+            (two / "x").write_text("two")
+
+    with pytest.raises(AlreadyExists, match="out was made by another program meanwhile"):
+        second()
+    assert (out / "x").read_text() == "one"
+    assert sorted(os.listdir(tmp_path)) == [".out.partial", "out"]
 
 
 def test_an_output_that_another_program_has_made_meanwhile_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def write() -> None:
-        with published(out, 10, directory=False) as beside:
+        with published(out, directory=False) as beside:
             beside.write_text("ours")
             out.write_text("theirs")
 
@@ -49,10 +57,15 @@ def test_an_output_that_another_program_has_made_meanwhile_stays(tmp_path: Path)
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_place_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "nowhere" / "out"
-    with pytest.raises(StorageError, match="nowhere is not a directory: make it first$"), published(out, 1, directory=True):
-        pass
+def test_a_place_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    check_place(tmp_path / "out", 10)
+    with pytest.raises(StorageError, match="nowhere is not a directory: make it first$"):
+        check_place(tmp_path / "nowhere" / "out", 1)
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(AlreadyExists, match="link exists already: choose another name, or remove it first$"):
+        check_place(tmp_path / "link", 1)
+    with pytest.raises(StorageError, match="^no room for 1000000.00 TB at .*out: .* are free there$"):
+        check_place(tmp_path / "out", 10**18)
 
 
 def test_bytes_that_change_on_the_disk_are_noticed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from safetensors.torch import load_file, save
 
 from ckptd.agent import Checkpoint
 from ckptd.agent.convert.contents import Contents, Leaf
-from ckptd.agent.convert.safetensors_file import DTYPES, check_dtypes, without_ties, write_file
-from ckptd.shared.errors import UnsavableValue
+from ckptd.agent.convert.safetensors_file import DTYPES, check, without_ties, write_file
+from ckptd.shared.errors import InvalidRequest, UnsavableValue
 from tests.agent.convert.saved import assert_same
 from tests.agent.convert.saved import save as save_state
 
@@ -33,8 +34,21 @@ def test_second_names_of_tied_tensors_are_dropped() -> None:
 
 
 def test_a_dtype_that_the_format_lacks_is_refused() -> None:
-    with pytest.raises(UnsavableValue, match="^y has the dtype torch.float8_e8m0fnu, .*, or give it another dtype with `dtype`$"):
-        check_dtypes({"x": leaf("x", "x"), "y": leaf("y", "y", dtype=torch.float8_e8m0fnu)})
+    with pytest.raises(UnsavableValue, match="^y has the dtype torch.float4_e2m1fn_x2, .*, or give it another dtype with `dtype`$"):
+        check({"x": leaf("x", "x"), "y": leaf("y", "y", dtype=torch.float4_e2m1fn_x2)})
+    with pytest.raises(
+        UnsavableValue, match="^y has the dtype torch.float4_e2m1fn_x2, which safetensors cannot hold: choose another `dtype`$"
+    ):
+        check({"y": replace(leaf("y", "y"), dtype=torch.float4_e2m1fn_x2)})
+    with pytest.raises(UnsavableValue, match="which safetensors cannot hold: choose a part without it with `only`$"):
+        check({"y": leaf("y", "y", dtype=torch.complex128)})
+
+
+def test_names_and_parts_that_the_format_cannot_hold_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="^__metadata__ is the name of no tensor in this format: rename the tensor$"):
+        check({"__metadata__": leaf("x", "x")})
+    with pytest.raises(InvalidRequest, match="^the chosen part of the state has no tensors, and the format holds nothing else: choose"):
+        check({})
 
 
 def test_every_tensor_is_aligned_whatever_the_names_are(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ STATE: dict[Any, Any] = {
     "model": OrderedDict({"wte.weight": leaf("model.wte.weight"), "h.0.w": leaf("model.h.0.w"), "h.1.w": leaf("model.h.1.w")}),
     "groups": [{"m": leaf("groups.0.m")}],
     "steps": leaf("steps", torch.int64),
+    "queue": deque([4, 5]),
     3: "three",
 }
 
@@ -34,6 +35,7 @@ STATE: dict[Any, Any] = {
         ("model.h", {"0.w": STATE["model"]["h.0.w"], "1.w": STATE["model"]["h.1.w"]}),
         ("model.h.1", {"w": STATE["model"]["h.1.w"]}),
         ("groups.0", STATE["groups"][0]),
+        ("queue.1", 5),
         ("3", "three"),
     ],
 )
@@ -43,7 +45,7 @@ def test_parts_by_their_dotted_names(path: str, expected: Any) -> None:
 
 @pytest.mark.parametrize("path", ["x", "model.x", "model.h.1.w.x", "groups.1", "steps.x", "model."])
 def test_a_part_that_is_not_there_is_refused(path: str) -> None:
-    with pytest.raises(NotFound, match="^the checkpoint has no '.*'; at its top are model, groups, steps, 3$"):
+    with pytest.raises(NotFound, match="^the checkpoint has no '.*'; at its top are model, groups, steps, queue, 3$"):
         part_of(STATE, path)
 
 
@@ -62,9 +64,9 @@ def test_names_come_first_and_patterns_in_turn() -> None:
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="^two tensors of the state have the name 'a.b': choose one of them with `only`$"):
+    with pytest.raises(InvalidRequest, match="^two tensors would have the name 'a.b': choose a part with one of them with `only`$"):
         Selection().flat({"a": {"b": leaf("x")}, "a.b": leaf("y")})
     with pytest.raises(InvalidRequest, match="^h.0.w and h.1.w would both get the name 'w': give each tensor a name of its own$"):
         Selection("model", rename=((r"h\.\d\.", ""),)).of(STATE)
-    with pytest.raises(InvalidRequest, match="^h.0.w would get an empty name$"):
+    with pytest.raises(InvalidRequest, match="^'h.0.w' would get an empty name$"):
         Selection("model", rename=((r"^h.*", ""),)).of(STATE)
