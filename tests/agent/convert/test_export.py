@@ -116,6 +116,14 @@ def test_tied_weights_are_stored_once_and_named(tmp_path: Path, tied: Path) -> N
         assert sorted(file.keys()) == ["a", "own", "rows", "transposed"]
 
 
+def test_a_second_name_does_not_hide_the_format_of_a_file(tmp_path: Path, daemon: Daemon) -> None:
+    agent, weight = Agent("job", socket=daemon.home.socket), torch.ones(2)
+    agent.snapshot({"weight": weight, "format": weight}, step=1)
+    agent.close()
+    with safe_open(_exported(daemon.home.root / "job", "safetensors", tmp_path), "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
 def test_stock_dcp_loads_into_a_template(tmp_path: Path, saved: Any) -> None:
     export(saved("nested"), "dcp", tmp_path / "out")
     state: dict[str, Any] = {"model": {"net": {"w": torch.zeros(2)}, "epoch": 0}}
@@ -304,9 +312,9 @@ def test_a_tensor_in_a_set_is_refused(tmp_path: Path, daemon: Daemon, to: str) -
 
 
 def test_views_of_every_kind_come_back(tmp_path: Path, daemon: Daemon) -> None:
-    base, other = torch.arange(32.0), torch.arange(8.0)
+    base, other, third = torch.arange(32.0), torch.arange(8.0), torch.arange(9.0)
     state = {
-        "window": base.as_strided((3, 4), (2, 1), 4), "bits": base.view(torch.int32), "tail": base[5:9], "wide": other,
+        "window": base.as_strided((3, 4), (2, 1), 4), "bits": base.view(torch.int32), "tail": third[5:], "head": third[:6], "wide": other,
         "expanded": other[2:3].expand(4), "rows": other.view(2, 4)[:, :1].expand(2, 3),
     }  # fmt: skip
     agent = Agent("job", socket=daemon.home.socket)
