@@ -88,26 +88,26 @@ def export(
             contents = Contents(checkpoint.opened)
             selection = Selection(only or (_model_of(contents) if to == "hf" else ""), dtype, tuple(rename), names or {})
             place = Path(os.path.abspath(out))
-            plan = _planned(contents, selection, to, place, None if files is None else Path(files), max_shard_size)
-            check_place(place, plan.summary.nbytes)
+            checked = _checked(contents, selection, to, place, None if files is None else Path(files), max_shard_size)
+            check_place(place, checked.summary.nbytes)
             if not dry_run:
-                begin(plan.summary.nbytes)
+                begin(checked.summary.nbytes)
                 with published(place, directory=to in ("dcp", "hf")) as beside:
-                    plan.write(beside, progress)
-            return plan.summary
+                    checked.write(beside, progress)
+            return checked.summary
     except OSError as error:
         raise StorageError.of(f"export {path} to {out}", error) from None
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class _Checked:
     """An export that has been checked: its summary, and the function that writes it to a path."""
 
     summary: Exported
     write: Callable[[Path, Progress], None]
 
 
-def _planned(contents: Contents, selection: Selection, to: str, out: Path, files: Path | None, max_shard_size: int) -> _Planned:
+def _checked(contents: Contents, selection: Selection, to: str, out: Path, files: Path | None, max_shard_size: int) -> _Checked:
     """Check that the format can hold what is selected, and return the export. Raises as `export`."""
     if to in ("torch", "dcp"):
         tree = selection.of(contents.tree)
@@ -115,9 +115,9 @@ def _planned(contents: Contents, selection: Selection, to: str, out: Path, files
         summary = Exported(out, len(leaves), sum(leaf.nbytes for leaf in leaves))
         if to == "torch":
             torch_file.check_values(tree)
-            return _Planned(summary, lambda path, progress: torch_file.write_file(path, tree, contents, progress))
+            return _Checked(summary, lambda path, progress: torch_file.write_file(path, tree, contents, progress))
         planned = dcp_directory.Planned(tree)
-        return _Planned(summary, lambda path, progress: dcp_directory.write_directory(path, planned, contents, progress))
+        return _Checked(summary, lambda path, progress: dcp_directory.write_directory(path, planned, contents, progress))
     named, left_out = selection.flat(contents.tree)
     kept, tied = safetensors_file.without_ties(named)
     safetensors_file.check(kept)
@@ -125,10 +125,10 @@ def _planned(contents: Contents, selection: Selection, to: str, out: Path, files
     if to == "safetensors":
         metadata = {**tied, "format": "pt"}
         summary = Exported(out, len(kept), nbytes, left_out, tied)
-        return _Planned(summary, lambda path, progress: safetensors_file.write_file(path, kept, contents, metadata, progress))
+        return _Checked(summary, lambda path, progress: safetensors_file.write_file(path, kept, contents, metadata, progress))
     shards, carried = huggingface.shards_of(kept, max_shard_size), huggingface.carried_files(files, contents.user_content, selection.dtype)
     summary = Exported(out, len(kept), nbytes, left_out, tied, [*carried, *shards])
-    return _Planned(summary, lambda path, progress: huggingface.write_directory(path, shards, contents, carried, progress))
+    return _Checked(summary, lambda path, progress: huggingface.write_directory(path, shards, contents, carried, progress))
 
 
 def _model_of(contents: Contents) -> str:
