@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+PAGE = os.sysconf("SC_PAGESIZE")
 EXT4_IOC_SHUTDOWN = 0x8004587D  # linux/fs/ext4/ext4.h
 FLUSHED, NOT_FLUSHED = 1, 2
 """Whether the journal of the file system itself is written to the disk before the cut. Data that was not synced is lost in both cases."""
@@ -86,7 +87,7 @@ class ThinImage(Image):
         sparse, self.file = self.thin / "sparse", self.thin / "image"
         with sparse.open("wb") as file:
             file.truncate(megabytes << 20)
-        call("mkfs.ext4", "-q", "-F", "-E", "nodiscard", str(sparse))
+        call("mkfs.ext4", "-q", "-F", "-b", str(PAGE), "-E", "nodiscard", str(sparse))
         call("cp", "--sparse=never", str(sparse), str(self.file))  # keeps room for journal and tables
         sparse.unlink()
         self.mount()
@@ -94,14 +95,17 @@ class ThinImage(Image):
         unmount(self.where)
 
     def mount(self) -> None:
-        """Mount with requests of one page each. The loop device would report success for a larger request of which only half had room."""
+        """Mount with requests of one page each. The loop device would report success for a larger request of which only half had room.
+
+        Blocks are as large as pages, too: a request of two smaller blocks may lie across the edge of a page.
+        """
         super().mount()
         device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[1] == str(self.where))
-        Path("/sys/block", Path(device).name, "queue/max_sectors_kb").write_text("4")
+        Path("/sys/block", Path(device).name, "queue/max_sectors_kb").write_text(str(PAGE >> 10))
 
     def starve(self) -> None:
         with (self.thin / "ballast").open("wb", buffering=0) as file:
-            for size in (1 << 20, 1 << 12):
+            for size in (1 << 20, PAGE):
                 fill(file, size)
 
     def feed(self) -> None:
