@@ -42,7 +42,11 @@ See how fast it is here:           ckptd bench --root /ckpts
 """
 
 
-_VERBS = {"bench": "Measure ckptd and its peers on this machine.", "export": "Write a checkpoint in the format of another tool."}
+_VERBS = {
+    "bench": "Measure ckptd and its peers on this machine.",
+    "export": "Write a checkpoint in the format of another tool.",
+    "import": "Make a checkpoint of one that another tool wrote.",
+}
 """The verbs that need torch, and what they do. Entry points of the group "ckptd.verbs" say where they are."""
 
 

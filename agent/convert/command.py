@@ -1,17 +1,23 @@
-"""Defines the verb `ckptd export`."""
+"""Defines the verbs `ckptd export` and `ckptd import`."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
-from ckptd.agent.convert.export import FORMATS, SHARD, Exported
+from ckptd.agent.convert.export import SHARD, Exported
 from ckptd.agent.convert.export import export as export_checkpoint
+from ckptd.agent.convert.formats import FORMATS
+from ckptd.agent.convert.importing import import_checkpoint
+from ckptd.agent.convert.output import Progress
 from ckptd.agent.state.dtypes import torch_dtype
 from ckptd.shared.command import json_option, speaks
 from ckptd.shared.errors import InvalidRequest, NotFound
@@ -23,18 +29,27 @@ _FEW = 8
 """The most names that are printed of a long list."""
 
 
+def _selecting(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that select a part of a state, and its names and dtype."""
+    for option in reversed((
+        click.option("--only", default="", metavar="NAME", help='Part of the state, like "model".'),
+        click.option("--dtype", metavar="DTYPE", help="Dtype of floating-point tensors, like bf16 or float32. Default: as saved."),
+        click.option("--rename", multiple=True, metavar="REGEX=NEW", help="Rename tensors, as re.sub does. Repeatable."),
+        click.option("--map", "names", type=_FILE, metavar="FILE", help="JSON object with new names by old ones."),
+        click.option("--dry-run", is_flag=True, help="Check everything, and write nothing."),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @click.command(short_help="Write a checkpoint in the format of another tool.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--to", type=click.Choice(list(FORMATS)), required=True, help="Format: dcp and hf are directories, the others one file.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The new file or directory. It must not exist.")
 @click.option("--step", type=int, help="Step of the checkpoint, if PATH is a job. Default: the newest.")
-@click.option("--only", default="", metavar="NAME", help='Part of the state, like "model". For hf, the default is the only module.')
-@click.option("--dtype", metavar="DTYPE", help="Dtype of floating-point tensors, like bf16 or float32. Default: as saved.")
-@click.option("--rename", multiple=True, metavar="REGEX=NEW", help="Rename tensors, as re.sub does. Repeatable.")
-@click.option("--map", "names", type=_FILE, metavar="FILE", help="JSON object with new names by old ones.")
+@_selecting
 @click.option("--files", type=click.Path(path_type=Path), metavar="DIR", help="For hf: directory with config.json and tokenizer files.")
 @click.option("--max-shard-size", default=SHARD, show_default=True, help="For hf: most bytes of a file with several tensors.")
-@click.option("--dry-run", is_flag=True, help="Check everything, and write nothing.")
 @json_option
 @speaks
 def export(
@@ -46,20 +61,95 @@ def export(
     dtype: str | None,
     rename: tuple[str, ...],
     names: Path | None,
+    dry_run: bool,
     files: Path | None,
     max_shard_size: int,
-    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Write a checkpoint, or a part of it, in the format of another tool.
 
     PATH is DIR/JOB for the newest checkpoint of a job, DIR/JOB/TAG, or a directory that is one checkpoint by itself. --out
-    appears only when it is whole, synced and compared with what was read. The checkpoint is not changed.
+    appears only when it is whole, synced and compared with what was read. The checkpoint is not changed. For hf, --only is the
+    only module in the state, unless it is given.
     """
+    with _bar(out, as_json) as (begin, progress):
+        found = export_checkpoint(
+            path,
+            to,
+            out,
+            which="newest" if step is None else step,
+            only=only,
+            dtype=_dtype(dtype),
+            rename=[_renaming(one) for one in rename],
+            names=_map(names),
+            files=files,
+            max_shard_size=max_shard_size,
+            dry_run=dry_run,
+            begin=begin,
+            progress=progress,
+        )
+    click.echo(json.dumps(asdict(found) | {"out": str(found.out)}, indent=1) if as_json else text_of(found, dry_run=dry_run))
+
+
+@click.command("import", short_help="Make a checkpoint of one that another tool wrote.")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new directory. It must not exist.")
+@click.option("--from", "format", type=click.Choice(list(FORMATS)), help="Format of PATH. Default: looked up in PATH.")
+@_selecting
+@click.option("--under", metavar="KEY", help='Key to put the state under. Default: "model" for hf, none otherwise.')
+@click.option("--codec", default="auto", show_default=True, metavar="CODEC", help="Codec of the new checkpoint.")
+@json_option
+@speaks
+def import_(
+    path: Path,
+    out: Path,
+    format: str | None,
+    only: str,
+    dtype: str | None,
+    rename: tuple[str, ...],
+    names: Path | None,
+    dry_run: bool,
+    under: str | None,
+    codec: str,
+    as_json: bool,
+) -> None:
+    """Make a checkpoint of ckptd from one that another tool wrote, or from a part of it.
+
+    PATH is a file of torch.save, a safetensors file, a model directory in the Hugging Face layout, or a directory of
+    torch.distributed.checkpoint. --out appears only when it is whole, synced and read back. PATH is not changed, and nothing
+    in it is run.
+    """
+    with _bar(out, as_json) as (begin, progress):
+        found = import_checkpoint(
+            path,
+            out,
+            format=format or "",
+            only=only,
+            under=under,
+            dtype=_dtype(dtype),
+            rename=[_renaming(one) for one in rename],
+            names=_map(names),
+            codec=codec,
+            dry_run=dry_run,
+            begin=begin,
+            progress=progress,
+        )
+    if as_json:
+        click.echo(json.dumps(asdict(found) | {"out": str(found.out)}, indent=1))
+        return
+    did = "would write" if dry_run else "wrote"
+    click.echo(f"{did} {found.out} from {found.format}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
+    if found.left_out:
+        click.echo(f"left out, because it is too large for user_content: {_some(found.left_out)}")
+
+
+@contextmanager
+def _bar(out: Path, hidden: bool) -> Iterator[tuple[Callable[[int], None], Progress]]:
+    """Context manager. Yields `begin` and `progress` of a progress bar, which shows nothing if it is hidden."""
     bars: list[Any] = []
 
     def begin(nbytes: int) -> None:
-        if not as_json:
+        if not hidden:
             bars.append(click.progressbar(length=nbytes, label=f"{size_text(nbytes)} to {out}", file=sys.stderr))
             bars[0].render_progress()
 
@@ -68,25 +158,10 @@ def export(
             bar.update(length)
 
     try:
-        found = export_checkpoint(
-            path,
-            to,
-            out,
-            which="newest" if step is None else step,
-            only=only,
-            dtype=None if dtype is None else _dtype(dtype),
-            rename=[_renaming(one) for one in rename],
-            names=None if names is None else _map(names),
-            files=files,
-            max_shard_size=max_shard_size,
-            dry_run=dry_run,
-            begin=begin,
-            progress=progress,
-        )
+        yield begin, progress
     finally:
         for bar in bars:
             bar.render_finish()
-    click.echo(json.dumps(asdict(found) | {"out": str(found.out)}, indent=1) if as_json else text_of(found, dry_run=dry_run))
 
 
 def text_of(found: Exported, *, dry_run: bool = False) -> str:
@@ -106,7 +181,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
     try:
         return torch_dtype(_SHORT.get(name, name))
     except NotFound:
@@ -120,7 +197,9 @@ def _renaming(text: str) -> tuple[str, str]:
     return pattern, new
 
 
-def _map(file: Path) -> dict[str, str]:
+def _map(file: Path | None) -> dict[str, str] | None:
+    if file is None:
+        return None
     try:
         found = json.loads(file.read_bytes())
     except ValueError as error:

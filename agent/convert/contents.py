@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
-from ckptd.agent.read.loader import materialize
-from ckptd.agent.read.sources import Opened
-from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor
-from ckptd.agent.state.merge import bare, merge
-from ckptd.agent.state.tree import ObjectNode, filled, like, tensor_names
+from ckptd.agent.state.tree import like
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import Alias
 
 T = TypeVar("T")
 
@@ -52,44 +47,20 @@ class Leaf:
         return mine == theirs
 
 
+@dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of an open checkpoint.
+    """The contents of a checkpoint that is open, in any format.
 
     tree: the state in dicts, lists and other plain containers, with a Leaf in place of each tensor. A dict of its fields takes the place of
-    a record, such as a dataclass. Sparse tensors and those of wrapper subclasses are there as they are. modules: the dotted names of the
-    modules in it. user_content: as it was saved.
+    a record, such as a dataclass. Sparse tensors and those of wrapper subclasses are there as they are. find: reads leaves without a value,
+    and returns their tensors by the names of the leaves, each in the dtype in which it was saved. modules: the dotted names of the modules
+    in it, as far as they are known. user_content: as it was saved.
     """
 
-    def __init__(self, opened: Opened) -> None:
-        """Raises UnsavableValue for a tensor in a set; NotFound for an enum whose class is not imported, or a dtype that this torch lacks;
-        IntegrityError, OSError.
-        """
-        self._saved = opened.saved
-        self._named: list[str] = []  # the tensors for which there are leaves
-        merged = merge([opened.document(rank)["state"] for rank in range(len(opened.sources))])
-        tree = bare(merged)
-        tree = filled(replaced(tree, ObjectNode, self._made), self._leaf, records=False)
-        self.tree: Any = replaced(tree, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else _leaf_of(tensor))
-        reached = {value.name for _, value in flat(self.tree) if isinstance(value, Leaf)}
-        if lost := [name for name in self._named if name not in reached]:
-            raise UnsavableValue(f"{lost[0]} is a tensor in a set, which an export cannot write: save it in a list")
-        self.modules = list(_modules(merged))
-        self.user_content = opened.user_content
-
-    def _made(self, node: ObjectNode) -> Any:
-        """Return the sparse tensor or the tensor of a wrapper subclass that a node stands for. Any other node stays."""
-        if node.kind in TENSOR_KINDS:
-            return filled(node, materialize(self._saved, tensor_names(node)).__getitem__)
-        return ObjectNode(node.kind, replaced(node.tree, ObjectNode, self._made), node.cls)
-
-    def _leaf(self, name: str) -> Leaf:
-        self._named.append(name)
-        described, dtype = self._saved.describe(name), self._saved.dtype(name)
-        size = tuple(described.size)
-        if isinstance(described, Alias):
-            return Leaf(name, dtype, dtype, size, tuple(described.stride), described.offset, described.base)
-        stride = self._saved.shards[name][0].stride if self._saved.shard_of_whole(name) else torch.empty(size, device="meta").stride()
-        return Leaf(name, dtype, dtype, size, tuple(stride), 0, name)
+    tree: Any
+    find: Callable[[Sequence[Leaf]], Mapping[str, torch.Tensor]]
+    modules: Sequence[str] = ()
+    user_content: Any = None
 
     def read(self, leaves: Iterable[Leaf]) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Yield each leaf with its tensor on the CPU, verified, in the dtype of the leaf.
@@ -107,19 +78,19 @@ class Contents:
         yield from self._read(batch)
 
     def _read(self, batch: list[Leaf]) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        found = materialize(self._saved, [leaf.name for leaf in batch if leaf.value is None])
+        found = self.find([leaf for leaf in batch if leaf.value is None])
         for leaf in batch:
             tensor = found[leaf.name] if leaf.value is None else leaf.value
             yield leaf, tensor.detach().to(leaf.dtype)
 
     def together(self, leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
-        """Return all these tensors by their names in the checkpoint. Those that share a storage share it here, if none is converted."""
+        """Return all these tensors by the names of the leaves. Those that `find` makes in one storage share it, if none is converted."""
         leaves = list(leaves)
-        found = materialize(self._saved, [leaf.name for leaf in leaves if leaf.value is None])
+        found = self.find([leaf for leaf in leaves if leaf.value is None])
         return {leaf.name: (found[leaf.name] if leaf.value is None else leaf.value).detach().to(leaf.dtype) for leaf in leaves}
 
 
-def _leaf_of(tensor: torch.Tensor) -> Leaf:
+def leaf_of(tensor: torch.Tensor) -> Leaf:
     """Return the leaf of a tensor that is in memory."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     storage, offset = f"in memory at {tensor.untyped_storage().data_ptr()}", int(tensor.storage_offset()) * tensor.itemsize
@@ -170,14 +141,3 @@ def without_tensors(tree: Any, prefix: str = "") -> Iterator[str]:
     elif not isinstance(tree, Leaf):
         for key, value in children(tree) or ():
             yield from without_tensors(value, f"{prefix}.{key}" if prefix else str(key))
-
-
-def _modules(tree: Any, prefix: str = "") -> Iterator[str]:
-    if isinstance(tree, ObjectNode):
-        if tree.kind == "module":
-            yield prefix
-        else:
-            yield from _modules(tree.tree, prefix)
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _modules(value, f"{prefix}.{key}" if prefix else str(key))

@@ -1,26 +1,33 @@
-"""Writes a state as a directory that `torch.distributed.checkpoint` reads, tensor after tensor, so that only few are in memory at a time.
+"""Writes a state as a directory that `torch.distributed.checkpoint` reads, and reads such a directory.
 
-DCP's own planner names the items, and DCP's own classes are in the `.metadata`. Each item in a file is written by `torch.save`, as
-`FileSystemWriter` does. That writer would keep all tensors of a file in memory.
+Tensors are written and read one after another, so that only few are in memory at a time. DCP's own planner names the items, and DCP's own
+classes are in the `.metadata`. Each item in a file is written by `torch.save`, as `FileSystemWriter` does. That writer would keep all
+tensors of a file in memory, and `FileSystemReader` would unpickle the metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 
-from ckptd.agent.convert.contents import Contents, Leaf, flat, not_dense, replaced
+from ckptd.agent.convert.contents import Contents, Leaf, flat, leaf_of, not_dense, replaced
+from ckptd.agent.convert.dcp_metadata import Entry, Piece, read_metadata
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.torch_file import save
-from ckptd.shared.errors import InvalidRequest
+from ckptd.agent.state.components import kind_of_tensor
+from ckptd.agent.state.dtypes import copyable
+from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 
 _FILE_BYTES = 4 << 30
 """Bytes after which another file begins."""
@@ -99,3 +106,67 @@ def _parts(planned: Planned) -> Iterator[list[WriteItem]]:
         part.append(item)
         size += nbytes
     yield part
+
+
+def read_directory(directory: Path) -> Contents:
+    """Return the contents of a DCP checkpoint, nested as they were saved. Tensors stay in the files until they are read.
+
+    Raises NotFound if there is no `.metadata`; UnsavableValue if only pickled code could load it or one of its values; IntegrityError if it
+    is damaged or not complete; OSError.
+    """
+    entries = read_metadata(directory)
+    tree: dict[str, Any] = {}
+    for name, entry in entries.items():
+        value = _value(directory, name, entry) if entry.dtype is None else _leaf(name, entry, entry.dtype)
+        try:
+            set_element(tree, entry.path, value)
+        except (TypeError, IndexError, KeyError, AttributeError):
+            raise IntegrityError(f"{directory}: {name} cannot be at {list(entry.path)}, where another value is") from None
+    return Contents(tree, lambda leaves: {leaf.name: _tensor(directory, leaf, entries[leaf.name]) for leaf in leaves})
+
+
+def _leaf(name: str, entry: Entry, dtype: torch.dtype) -> Leaf:
+    return Leaf(name, dtype, dtype, entry.size, torch.empty(entry.size, device="meta").stride(), 0, name)
+
+
+def _value(directory: Path, name: str, entry: Entry) -> Any:
+    value = _loaded(directory, name, entry.pieces[0])
+    return replaced(value, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor))
+
+
+def _tensor(directory: Path, leaf: Leaf, entry: Entry) -> torch.Tensor:
+    """Return a tensor, made from its shards. Raises IntegrityError, OSError."""
+    whole = None
+    for piece in entry.pieces:
+        shard = _loaded(directory, leaf.name, piece)
+        if not isinstance(shard, torch.Tensor) or (shard.dtype, tuple(shard.shape)) != (leaf.saved, piece.sizes):
+            raise IntegrityError(f"{directory / piece.file}: the bytes of {leaf.name} are not the shard that the metadata describes")
+        if piece.sizes == entry.size:
+            return shard
+        whole = torch.empty(leaf.shape, dtype=leaf.saved) if whole is None else whole
+        part = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))
+        copyable(whole)[part].copy_(copyable(shard))
+    return torch.empty(leaf.shape, dtype=leaf.saved) if whole is None else whole
+
+
+def _loaded(directory: Path, name: str, piece: Piece) -> Any:
+    """Return the tensor or value that torch.save has written. Raises UnsavableValue, IntegrityError, OSError."""
+    path = directory / piece.file
+    try:
+        with path.open("rb") as file:
+            data: Any = _create_file_view(file, piece.offset, piece.length)
+            if piece.transforms:
+                data = io.BytesIO(_reversed(directory, piece.transforms, data))
+            return torch.load(data, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises errors of many types
+        if "weights_only" in str(error):
+            raise UnsavableValue(f"{name} can only be loaded by running pickled code, which ckptd does not do") from None
+        raise IntegrityError(f"{path}: the bytes of {name} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _reversed(directory: Path, transforms: Sequence[str], data: IO[bytes]) -> bytes:
+    """Return bytes as they were before the named codecs of DCP, such as ZStandard."""
+    stream = FileSystemReader(directory).transforms.transform_load_stream(cast(Any, None), transforms, data)
+    return stream.read(-1)

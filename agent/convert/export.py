@@ -1,4 +1,4 @@
-"""Exports a checkpoint into the format of another tool, whole or in part: `export`, and the formats that it knows."""
+"""Exports a checkpoint into the format of another tool, whole or in part."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from pathlib import Path
 import torch
 
 from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, torch_file
+from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Contents, Leaf, flat
+from ckptd.agent.convert.formats import FORMATS
 from ckptd.agent.convert.output import Progress, check_place, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.shared.errors import InvalidRequest, StorageError
 
-FORMATS = {
-    "dcp": "a directory that torch.distributed.checkpoint reads",
-    "hf": "a model directory in the Hugging Face layout: safetensors files and their index",
-    "safetensors": "one safetensors file",
-    "torch": "one file that torch.load reads",
-}
-"""The formats of an export, each with its description."""
 SHARD = 5_000_000_000
 """The bytes after which an export to "hf" begins another file."""
 
@@ -85,7 +80,7 @@ def export(
         raise InvalidRequest(f"files: an export to {to!r} carries no files; only 'hf' does")
     try:
         with Checkpoint.open(path, which) as checkpoint:
-            contents = Contents(checkpoint.opened)
+            contents = contents_of(checkpoint.opened)
             selection = Selection(only or (_model_of(contents) if to == "hf" else ""), dtype, tuple(rename), names or {})
             place = Path(os.path.abspath(out))
             checked = _checked(contents, selection, to, place, None if files is None else Path(files), max_shard_size)

@@ -1,4 +1,4 @@
-"""Writes a model as a directory in the Hugging Face layout: safetensors files of bounded size, their index, and the files of the model.
+"""Writes and reads a model as a directory in the Hugging Face layout: safetensors files of bounded size, their index, and other files.
 
 `transformers` reads it with `from_pretrained`, and other loaders read the index or the single file `model.safetensors`. The layout is that
 of https://huggingface.co/docs/transformers/main_classes/model#transformers.PreTrainedModel.save_pretrained.
@@ -17,8 +17,9 @@ import torch
 
 from ckptd.agent.convert.contents import Contents, Leaf
 from ckptd.agent.convert.output import CheckedFile, Progress
-from ckptd.agent.convert.safetensors_file import write_file
-from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.agent.convert.safetensors_file import leaves_of, write_file
+from ckptd.agent.convert.stored import Place, read_stored
+from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 
 CARRIED = (
     "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "merges.txt",
@@ -26,6 +27,9 @@ CARRIED = (
 )  # fmt: skip
 """The names of the files beside the tensors that a model directory may have."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_CARRIED = 512 << 10
+"""The most bytes of the other files of a model that are read into the user's content, together. Larger files are left out."""
 
 
 def shards_of(leaves: Mapping[str, Leaf], most: int) -> dict[str, dict[str, Leaf]]:
@@ -38,7 +42,7 @@ def shards_of(leaves: Mapping[str, Leaf], most: int) -> dict[str, dict[str, Leaf
         shards[-1][name] = leaf
         size += leaf.nbytes
     if len(shards) <= 1:
-        return {"model.safetensors": shards[0] if shards else {}}
+        return {_ONE_FILE: shards[0] if shards else {}}
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
@@ -53,7 +57,7 @@ def write_directory(
     if len(shards) > 1:
         total = sum(leaf.nbytes for shard in shards.values() for leaf in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, shard in shards.items() for name in shard}}
-        _write_small(directory / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+        _write_small(directory / _INDEX, json.dumps(index, indent=2).encode())
 
 
 def _write_small(path: Path, data: bytes) -> None:
@@ -111,3 +115,74 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return a configuration in which this dtype is named wherever one was, also in the configurations of the parts of a model."""
     nested = {key: _with_dtype(value, dtype) for key, value in config.items() if isinstance(value, dict)}
     return config | nested | {key: dtype for key in _DTYPE_KEYS if key in config}
+
+
+def is_model(directory: Path) -> bool:
+    """Return True if a directory has the files of a model in this layout."""
+    return any((directory / name).is_file() for name in (_ONE_FILE, _INDEX))
+
+
+def read_directory(directory: Path) -> tuple[Contents, list[str]]:
+    """Return the contents of a model, a dict of its tensors, and the names of the files beside the tensors that are left out.
+
+    Tensors stay in the files until they are read. The user's content has the other files by name, JSON objects as such and other files as
+    text, from the smallest on, as far as they have at most `MOST_CARRIED` bytes together.
+
+    Raises NotFound if there is no model, IntegrityError if files are damaged or do not agree with the index, OSError.
+    """
+    if not is_model(directory):
+        raise NotFound(f"{directory} has no {_ONE_FILE} and no {_INDEX}: no model in the Hugging Face layout")
+    leaves, places = dict[str, Leaf](), dict[str, Place]()
+    for file, listed in _files(directory).items():
+        found, _, of_file = leaves_of(directory / file)
+        if missing := [name for name in listed if name not in found]:
+            raise IntegrityError(f"{directory / file} lacks {missing[0]}, which the index says is there")
+        if twice := [name for name in found if name in leaves]:
+            raise IntegrityError(f"{directory}: two files have a tensor with the name {twice[0]!r}")
+        leaves |= found
+        places |= of_file
+    carried, left_out = _read_carried(directory)
+    return Contents(leaves, lambda leaves: read_stored(leaves, places), user_content=carried or None), left_out
+
+
+def _files(directory: Path) -> dict[str, list[str]]:
+    """Return the names of the files with tensors, each with the names of the tensors that the index says are in it."""
+    if not (directory / _INDEX).is_file():
+        return {_ONE_FILE: []}
+    files: dict[str, list[str]] = {}
+    try:
+        for name, file in json.loads((directory / _INDEX).read_bytes())["weight_map"].items():
+            files.setdefault(file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{directory / _INDEX} cannot be read: {error!r}") from None
+    for file in files:
+        if not isinstance(file, str) or "/" in file or not file.endswith(".safetensors"):
+            raise IntegrityError(f"{directory / _INDEX} names the file {file!r}; expected one beside it that ends in .safetensors")
+        if not (directory / file).is_file():
+            raise IntegrityError(f"{directory} lacks {file}, which its index names: the directory is not complete")
+    return files
+
+
+def _read_carried(directory: Path) -> tuple[dict[str, Any], list[str]]:
+    entries = sorted((entry.stat().st_size, entry.name) for entry in os.scandir(directory) if is_carried(entry.name) and entry.is_file())
+    carried, left_out, room = dict[str, Any](), list[str](), MOST_CARRIED
+    for size, name in entries:
+        value = _text_or_object((directory / name).read_bytes()) if size <= room else None
+        if value is None:
+            left_out.append(name)
+        else:
+            carried[name], room = value, room - size
+    return carried, left_out
+
+
+def _text_or_object(data: bytes) -> Any:
+    """Return a file as a JSON object or as text, or None if it is neither."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text

@@ -1,4 +1,4 @@
-"""Writes tensors as a file in the safetensors format, one after another, so that only few are in memory at a time.
+"""Writes tensors as a file in the safetensors format, and reads such a file, one after another, so that only few are in memory at a time.
 
 The format: 8 bytes with the length of the header (little-endian), the header as JSON, then the bytes of the tensors without holes. The
 header has `dtype`, `shape` and `data_offsets` of each tensor, by name, and text by name in `__metadata__`
@@ -8,15 +8,18 @@ header has `dtype`, `shape` and `data_offsets` of each tensor, by name, and text
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ckptd.agent.convert.contents import Contents, Leaf
 from ckptd.agent.convert.output import CheckedFile, Progress
+from ckptd.agent.convert.stored import Place, read_stored
 from ckptd.agent.plan.layout import memory
-from ckptd.shared.errors import InvalidRequest, UnsavableValue
+from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
@@ -25,9 +28,10 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
 """The dtypes that the format has, each with its name there."""
-
-
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _METADATA = "__metadata__"
+_MOST_HEADER = 100_000_000
+"""The most bytes of a header, as in the library."""
 
 
 def check(leaves: Mapping[str, Leaf]) -> None:
@@ -77,3 +81,69 @@ def _header(ordered: Iterable[tuple[str, Leaf]], metadata: Mapping[str, str]) ->
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)  # with spaces, so that the tensors are aligned
     return len(text).to_bytes(8, "little") + text
+
+
+def read_file(path: Path) -> Contents:
+    """Return the contents of a file. Tensors stay in the file until they are read.
+
+    The text in `__metadata__` is the user's content, except for names of tied tensors, which are tied again.
+
+    Raises IntegrityError if it is damaged, UnsavableValue for a dtype that torch does not have, OSError.
+    """
+    leaves, text, places = leaves_of(path)
+    tied = {name: first for name, first in text.items() if first in leaves and name not in leaves}
+    tree = leaves | {name: leaves[first] for name, first in tied.items()}
+    content = {name: value for name, value in text.items() if name not in tied and name != "format"}
+    return Contents(tree, lambda leaves: read_stored(leaves, places), user_content=content or None)
+
+
+def leaves_of(path: Path) -> tuple[dict[str, Leaf], dict[str, str], dict[str, Place]]:
+    """Return the tensors of a file by name, the text in `__metadata__`, and the place of each storage. Raises as `read_file`."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER):
+            raise IntegrityError(f"{path} is no safetensors file, or cut short: its header would have {length:,d} bytes")
+        data = file.read(length)
+    try:
+        header = json.loads(data, object_pairs_hook=_without_twins)
+        text = header.pop(_METADATA, {})
+        if not all(type(value) is str for value in text.values()):
+            raise ValueError(f"{_METADATA} holds other values than text")
+        leaves = {name: _leaf(name, entry, path) for name, entry in header.items()}
+        _check_ends(header, size - 8 - length)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{path} is no safetensors file, or damaged: its header cannot be read: {error}") from None
+    places = {leaf.storage: Place(path, 8 + length + header[name]["data_offsets"][0], leaf.nbytes) for name, leaf in leaves.items()}
+    return leaves, text, places
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"two tensors have the name {next(name for name in names if names.count(name) > 1)!r}")
+    return found
+
+
+def _leaf(name: str, entry: dict[str, Any], path: Path) -> Leaf:
+    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if entry["dtype"] not in _BY_NAME:
+        raise UnsavableValue(f"{path}: {name} has the dtype {entry['dtype']!r}, which this torch does not have")
+    dtype = _BY_NAME[entry["dtype"]]
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+        raise ValueError(f"{name} has the shape {list(shape)} at {start} to {end}")
+    if math.prod(shape) * dtype.itemsize != end - start:
+        raise ValueError(f"{name} has {end - start:,d} bytes; expected {math.prod(shape) * dtype.itemsize:,d}")
+    return Leaf(name, dtype, dtype, shape, torch.empty(shape, device="meta").stride(), 0, f"{path.name}: {name}")
+
+
+def _check_ends(header: Mapping[str, Any], size: int) -> None:
+    """Raise ValueError unless the tensors lie one after another and end with the file, as the format demands."""
+    position = 0
+    for start, end, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+        if start != position:
+            raise ValueError(f"{name} begins at {start:,d}; expected {position:,d}")
+        position = end
+    if position != size:
+        raise ValueError(f"its tensors have {position:,d} bytes, and the file has {size:,d}")

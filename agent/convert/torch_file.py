@@ -1,30 +1,38 @@
-"""Writes a state as a file of `torch.save`, storage after storage, so that only few are in memory at a time.
+"""Writes a state as a file of `torch.save`, and reads such a file, storage after storage, so that only few are in memory at a time.
 
-torch writes the file with room for the storages (`torch.serialization.skip_data`), and then says where the bytes of each of them belong.
+torch writes the file with room for the storages (`torch.serialization.skip_data`), and then says where the bytes of each of them belong. In
+the same way it reads a file without its storages.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
+import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from ckptd.agent.convert.contents import Contents, Leaf, children, flat, replaced
+from ckptd.agent.convert.contents import Contents, Leaf, children, flat, leaf_of, replaced
 from ckptd.agent.convert.output import CheckedFile, Progress
+from ckptd.agent.convert.stored import Place, fill, length_of, read_stored
 from ckptd.agent.plan.layout import memory
+from ckptd.agent.state.components import kind_of_tensor
+from ckptd.agent.state.tree import any_node
 from ckptd.shared.errors import IntegrityError, StorageError, UnsavableValue
 from ckptd.shared.plan import is_dense
 
-_CENTRAL, _LOCAL_CRC, _CENTRAL_CRC = struct.Struct("<4s6H3I5H2I"), 14, 16
-"""The entry of a file in the directory of a zip, and the places of its CRC-32 in its own header and in that entry (APPNOTE.TXT, 4.3)."""
+_CENTRAL, _LOCAL_CRC, _CENTRAL_CRC, _LOCAL_LENGTHS = struct.Struct("<4s6H3I5H2I"), 14, 16, 26
+"""The entry of a file in the directory of a zip, the places of its CRC-32 in its own header and in that entry, and the place of the lengths
+of its name and extra field in its own header, which they end (APPNOTE.TXT, 4.3).
+"""
 
 Group = tuple[str, torch.dtype]
 """The storage of some leaves, and the dtype that they all have in it: torch.save refuses tensors of several dtypes in one storage."""
@@ -92,22 +100,13 @@ def _storage(leaves: list[Leaf], tensors: list[torch.Tensor]) -> torch.Tensor:
         return first.as_strided((length,), (1,))  # without a copy
     storage = torch.zeros(length, dtype=leaves[0].dtype)
     for leaf, tensor in zip(leaves, tensors, strict=True):
-        view = _view(storage, leaf)
-        for dimension, step in enumerate(leaf.stride):
-            if step == 0 and leaf.shape[dimension]:  # expanded: its elements are one in the storage
-                view, tensor = view.narrow(dimension, 0, 1), tensor.narrow(dimension, 0, 1)
-        view.copy_(tensor)
+        fill(_view(storage, leaf), tensor)
     return storage
 
 
 def _length(leaves: list[Leaf]) -> int:
     """Return the number of elements that a storage needs for these leaves."""
-    ends = [0]
-    for leaf in leaves:
-        if 0 not in leaf.shape:
-            last = sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride, strict=True))
-            ends.append(leaf.offset // leaf.saved.itemsize + last + 1)
-    return max(ends)
+    return max((length_of(leaf) // leaf.saved.itemsize for leaf in leaves if 0 not in leaf.shape), default=0)
 
 
 def _places(tree: Any, path: Path) -> Iterator[tuple[Group, int]]:
@@ -121,24 +120,33 @@ def _places(tree: Any, path: Path) -> Iterator[tuple[Group, int]]:
 
 def _set_checksums(path: Path, file: CheckedFile, crcs: dict[int, int]) -> None:
     """Write the CRC-32 of each storage into the zip, which torch does not look at, but other programs do. `crcs` has them by place."""
-    with zipfile.ZipFile(path) as archive:
-        at, infos = archive.start_dir, archive.infolist()
-        with path.open("rb") as raw:
+    for record in _records(path):
+        if record.place in crcs:
+            crc = crcs[record.place].to_bytes(4, "little")
+            file.write_at(record.header + _LOCAL_CRC, crc)
+            file.write_at(record.entry + _CENTRAL_CRC, crc)
+
+
+class _Record(NamedTuple):
+    """A file in a zip: the places of its bytes, of its own header and of its entry in the directory, and the number of its bytes."""
+
+    place: int
+    header: int
+    entry: int
+    length: int
+
+
+def _records(path: Path) -> Iterator[_Record]:
+    """Yield the files in a zip. Raises BadZipFile, OSError."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
+        at = archive.start_dir
+        for info in archive.infolist():
             raw.seek(at)
-            directory = raw.read()
-    position = 0
-    for info in infos:
-        entry = _CENTRAL.unpack_from(directory, position)
-        local = info.header_offset
-        with path.open("rb") as raw:
-            raw.seek(local + 26)
+            entry = _CENTRAL.unpack(raw.read(_CENTRAL.size))
+            raw.seek(info.header_offset + _LOCAL_LENGTHS)
             lengths = struct.unpack("<2H", raw.read(4))
-        place = local + 30 + sum(lengths)
-        if place in crcs:
-            crc = crcs[place].to_bytes(4, "little")
-            file.write_at(local + _LOCAL_CRC, crc)
-            file.write_at(at + position + _CENTRAL_CRC, crc)
-        position += _CENTRAL.size + sum(entry[10:13])
+            yield _Record(info.header_offset + _LOCAL_LENGTHS + 4 + sum(lengths), info.header_offset, at, info.file_size)
+            at += _CENTRAL.size + sum(entry[10:13])
 
 
 def check_values(tree: Any) -> None:
@@ -171,3 +179,75 @@ def _loads(value: Any) -> bool:
     except Exception:  # torch.load raises errors of many types
         return False
     return True
+
+
+def read_file(path: Path) -> Contents:
+    """Return the contents of a file that torch.save has written. The storages stay in the file until they are read.
+
+    A file in the format of torch before 1.6, and one with sparse tensors or tensors in sets, is read whole at once.
+
+    Raises UnsavableValue if only pickled code could load it, IntegrityError if it is damaged, OSError.
+    """
+    found = _without_storages(path) if zipfile.is_zipfile(path) else None
+    if found is not None:
+        return found
+    tree = replaced(_loaded(path), torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor))
+    return Contents(tree, lambda leaves: {})
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises errors of many types for damaged files
+        said = " ".join(str(error).split()) or repr(error)
+        if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"(GLOBAL |class |function )([\w.]+)", said)):
+            raise UnsavableValue(
+                f"{path} can only be loaded by running pickled code, which ckptd does not do: it names {found[2]}"
+            ) from None
+        raise IntegrityError(f"{path} is no file of torch.save, or damaged: {said[:200]}") from None
+
+
+def _without_storages(path: Path) -> Contents | None:
+    """Return the contents of a zip whose storages stay in the file, or None if it has to be read whole.
+
+    Raises IntegrityError if a tensor lies outside its storage; OSError.
+    """
+    try:
+        with FakeTensorMode():
+            loaded = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError:
+        raise
+    except Exception:  # `_loaded` finds out whether the file is damaged
+        return None
+    lengths = {record.place: record.length for record in _records(path)}
+    places = dict[str, Place]()
+
+    def leaf(tensor: torch.Tensor) -> Leaf:
+        start = tensor.untyped_storage()._checkpoint_offset or 0
+        made = Leaf(
+            f"{start}, {tensor.storage_offset()}, {tensor.dtype}, {tuple(tensor.shape)}, {tensor.stride()}", tensor.dtype, tensor.dtype,
+            tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()) * tensor.itemsize, str(start),
+        )  # fmt: skip
+        if tensor.numel() and length_of(made) > lengths.get(start, 0):
+            raise IntegrityError(f"{path} is damaged: a tensor of shape {list(tensor.shape)} lies outside its storage")
+        places[made.storage] = Place(path, start, lengths.get(start, 0))
+        return made
+
+    if any(map(_needs_memory, (value for _, value in flat(loaded)))) or _in_a_set(loaded):
+        return None
+    tree = replaced(loaded, torch.Tensor, leaf)
+    return Contents(tree, lambda leaves: read_stored(leaves, places))
+
+
+def _needs_memory(value: Any) -> bool:
+    """Return True for a tensor that is not described by dtype, shape, strides and the place of its storage alone."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_conj() or value.is_neg()
+
+
+def _in_a_set(tree: Any) -> bool:
+    """Return True if a tensor is in a container that `replaced` does not look into."""
+    return any_node(tree, lambda node: isinstance(node, (set, frozenset)) and any_node(list(node), torch.is_tensor))

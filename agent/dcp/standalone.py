@@ -69,10 +69,14 @@ class StandalonePart:
         return sink
 
     def write(self, layout: Layout, resolved: Resolved, room: int) -> None:
-        """Write the regions of the packed slot, chunk by chunk. `room` is about how many bytes the documents will take."""
+        """Write the items of a planner. See `write_pieces`."""
+        self.write_pieces(layout, stream(layout, resolved), room)
+
+    def write_pieces(self, layout: Layout, pieces: Iterator[memoryview], room: int) -> None:
+        """Write the regions of the packed slot, chunk by chunk. `pieces` has their bytes. `room`: the bytes for the documents, about."""
         ranges = chunk_ranges(layout.plan.regions, DEFAULT_CHUNK)
         self._create(self._index(layout), ranges, room)
-        self._chunks = self._write(ranges, stream(layout, resolved))
+        self._chunks = self._write(ranges, pieces)
 
     def _create(self, index: PartIndex, ranges: list[ChunkRange], room: int) -> None:
         """Create the files and lock the part. If another save sweeps the part before it is locked, the part is created again."""

@@ -57,7 +57,7 @@ def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
     if found:
         return open_root(path.parent.parent), path.parent.name, found[max(found)]
     if os.path.lexists(path / ".metadata"):
-        raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: read it with its FileSystemReader")
+        raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: make one of ckptd from it with `ckptd import`")
     raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is not a directory"))
 
 

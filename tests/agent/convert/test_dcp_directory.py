@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from ckptd.agent import Checkpoint
 from ckptd.agent.convert import dcp_directory
-from ckptd.agent.convert.contents import Contents
+from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.dcp_directory import Planned, write_directory
 from ckptd.shared.errors import InvalidRequest
 from tests.agent.convert.saved import save
@@ -23,7 +23,7 @@ def test_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     out = tmp_path / "out"
     out.mkdir()
     with Checkpoint.open(save(state, tmp_path / "checkpoint")) as checkpoint:
-        contents = Contents(checkpoint.opened)
+        contents = contents_of(checkpoint.opened)
         write_directory(out, Planned(contents.tree), contents, lambda length: None)
     assert len(list(out.glob("*.distcp"))) == files
     metadata = FileSystemReader(out).read_metadata()

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save
 
 from ckptd.agent import Checkpoint
-from ckptd.agent.convert.contents import Contents, Leaf
+from ckptd.agent.convert.ckptd_directory import contents_of
+from ckptd.agent.convert.contents import Leaf
 from ckptd.agent.convert.safetensors_file import DTYPES, check, without_ties, write_file
 from ckptd.shared.errors import InvalidRequest, UnsavableValue
 from tests.agent.convert.saved import assert_same
@@ -54,7 +55,7 @@ def test_names_and_parts_that_the_format_cannot_hold_are_refused() -> None:
 def test_every_tensor_is_aligned_whatever_the_names_are(tmp_path: Path) -> None:
     state = {'quote " and \\': torch.ones(3, dtype=torch.int8), "é": torch.ones(5, dtype=torch.float64), "x" * 13: torch.ones(1)}
     with Checkpoint.open(save_state(state, tmp_path / "checkpoint")) as checkpoint:
-        contents = Contents(checkpoint.opened)
+        contents = contents_of(checkpoint.opened)
         write_file(tmp_path / "out", contents.tree, contents, {"format": "pt", "note": "ünï"}, lambda length: None)
     assert_same({name: load_file(tmp_path / "out")[name] for name in state}, state)
     data = (tmp_path / "out").read_bytes()

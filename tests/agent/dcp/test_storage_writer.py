@@ -644,7 +644,7 @@ def test_a_checkpoint_of_dcp_itself_is_not_unpickled(
     monkeypatch.setattr(f"{__name__}.MARK", tmp_path / "ran")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(Hostile()))
-    assert "read it with its FileSystemReader" in not_loaded(caplog, {}, StorageReader(tmp_path / "theirs"))
+    assert "make one of ckptd from it with `ckptd import`" in not_loaded(caplog, {}, StorageReader(tmp_path / "theirs"))
     assert not MARK.exists()
 
 

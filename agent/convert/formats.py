@@ -1,0 +1,52 @@
+"""Lists the formats of other tools, tells which one a path has, and opens it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, torch_file
+from ckptd.agent.convert.contents import Contents
+from ckptd.agent.convert.dcp_metadata import METADATA
+from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.names import MANIFEST
+
+FORMATS = {
+    "dcp": "a directory that torch.distributed.checkpoint reads",
+    "hf": "a model directory in the Hugging Face layout: safetensors files and their index",
+    "safetensors": "one safetensors file",
+    "torch": "one file that torch.load reads",
+}
+"""The formats of exports and imports, each with its description."""
+
+
+def format_of(path: Path) -> str:
+    """Return the format of a file or directory, a key of `FORMATS`. Raises NotFound if there is none, OSError."""
+    if not path.exists():
+        raise NotFound(f"{path} is not there")
+    if path.is_dir():
+        if (path / METADATA).is_file():
+            return "dcp"
+        if huggingface.is_model(path):
+            return "hf"
+        if (path / MANIFEST).is_file():
+            raise InvalidRequest(f"{path} is a checkpoint of ckptd already")
+        raise NotFound(
+            f"{path} is in no format that can be imported: it has neither {METADATA}, as a DCP checkpoint, nor model.safetensors "
+            "or its index, as a model in the Hugging Face layout; name one of its files to import that"
+        )
+    with path.open("rb") as file:
+        begin = file.read(9)
+    return "safetensors" if begin[8:] == b"{" else "torch"
+
+
+def open_contents(path: Path, format: str) -> tuple[Contents, list[str]]:
+    """Return the contents of a file or directory in this format, and the names of the files in it that are left out.
+
+    Raises NotFound, UnsavableValue, IntegrityError, OSError.
+    """
+    if (format in ("dcp", "hf")) != path.is_dir():
+        raise NotFound(f"{path} is a {'directory' if path.is_dir() else 'file'}; expected {FORMATS[format]}")
+    if format == "hf":
+        return huggingface.read_directory(path)
+    read = {"dcp": dcp_directory.read_directory, "safetensors": safetensors_file.read_file, "torch": torch_file.read_file}[format]
+    return read(path), []
