@@ -113,6 +113,15 @@ def test_the_export_example_is_read_by_the_tools_of_every_format(tmp_path: Path)
     ]
 
 
+def test_the_import_example_reads_what_other_tools_have_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.imports", str(tmp_path)]
+    variables = environment(tmp_path) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1])
+    assert result.returncode == 0, result.stderr
+    found = [line.partition(",")[0] for line in result.stdout.splitlines()]
+    assert found == ["from-dcp: 29 tensors", "from-hf: 28 tensors", "from-safetensors: 29 tensors", "from-torch: 29 tensors"]
+
+
 def test_a_missing_root_is_reported_in_one_sentence(tmp_path: Path) -> None:
     clean = {key: value for key, value in environment(tmp_path).items() if key != "XDG_RUNTIME_DIR"}
     result = subprocess.run([sys.executable, str(TRAINER), *TINY], env=clean, timeout=200, capture_output=True, text=True, check=False)

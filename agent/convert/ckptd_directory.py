@@ -86,7 +86,7 @@ def _modules(tree: Any, prefix: str = "") -> Iterator[str]:
             yield from _modules(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-class Planned:
+class PlannedPart:
     """A state that is planned as a checkpoint of one rank.
 
     Raises UnsavableValue, naming the key, for a value or a tensor that ckptd cannot save.
@@ -158,7 +158,7 @@ def _with_addresses(tree: Any, leaves: dict[int, Leaf]) -> Any:
         made = torch.empty(0, dtype=leaf.dtype)
         offset = starts[_storage(leaf)] // leaf.dtype.itemsize + leaf.offset // leaf.saved.itemsize
         made.set_(addresses, offset, leaf.shape, leaf.stride)
-        leaves[id(made)] = leaf  # `Planned` keeps the tensor, so that no other gets its id
+        leaves[id(made)] = leaf  # `PlannedPart` keeps the tensor, so that no other gets its id
         return made
 
     return replaced(tree, Leaf, with_address)
@@ -177,7 +177,7 @@ def _reserved(length: int) -> torch.UntypedStorage:
         return torch.frombuffer(reserved, dtype=torch.uint8).untyped_storage()
 
 
-def write_directory(directory: Path, planned: Planned, contents: Contents, codec: str, progress: Progress) -> None:
+def write_directory(directory: Path, planned: PlannedPart, contents: Contents, codec: str, progress: Progress) -> None:
     """Write a checkpoint into an empty directory, and read it back. Raises OSError, IntegrityError."""
     checkpoint = StandaloneCheckpoint(directory)
     part = StandalonePart(checkpoint, 0, 1, codecs.encoder(codec), None, ONE_FILE)

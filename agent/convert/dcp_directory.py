@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from ckptd.agent.convert.contents import Contents, Leaf, flat, leaf_of, not_dense, replaced
-from ckptd.agent.convert.dcp_metadata import Entry, Piece, read_metadata
+from ckptd.agent.convert.dcp_metadata import MetadataEntry, Piece, read_metadata
 from ckptd.agent.convert.output import CheckedFile, Progress
-from ckptd.agent.convert.torch_file import save
+from ckptd.agent.convert.torch_file import not_loaded, save
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.dtypes import copyable
-from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
+from ckptd.shared.errors import IntegrityError, InvalidRequest
 
 _FILE_BYTES = 4 << 30
 """Bytes after which another file begins."""
@@ -125,16 +125,16 @@ def read_directory(directory: Path) -> Contents:
     return Contents(tree, lambda leaves: {leaf.name: _tensor(directory, leaf, entries[leaf.name]) for leaf in leaves})
 
 
-def _leaf(name: str, entry: Entry, dtype: torch.dtype) -> Leaf:
+def _leaf(name: str, entry: MetadataEntry, dtype: torch.dtype) -> Leaf:
     return Leaf(name, dtype, dtype, entry.size, torch.empty(entry.size, device="meta").stride(), 0, name)
 
 
-def _value(directory: Path, name: str, entry: Entry) -> Any:
+def _value(directory: Path, name: str, entry: MetadataEntry) -> Any:
     value = _loaded(directory, name, entry.pieces[0])
     return replaced(value, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor))
 
 
-def _tensor(directory: Path, leaf: Leaf, entry: Entry) -> torch.Tensor:
+def _tensor(directory: Path, leaf: Leaf, entry: MetadataEntry) -> torch.Tensor:
     """Return a tensor, made from its shards. Raises IntegrityError, OSError."""
     whole = None
     for piece in entry.pieces:
@@ -161,9 +161,7 @@ def _loaded(directory: Path, name: str, piece: Piece) -> Any:
     except OSError:
         raise
     except Exception as error:  # torch.load raises errors of many types
-        if "weights_only" in str(error):
-            raise UnsavableValue(f"{name} can only be loaded by running pickled code, which ckptd does not do") from None
-        raise IntegrityError(f"{path}: the bytes of {name} cannot be read: {str(error).splitlines()[0]}") from None
+        raise not_loaded(name, f"{path}: the bytes of {name} cannot be read", error) from None
 
 
 def _reversed(directory: Path, transforms: Sequence[str], data: IO[bytes]) -> bytes:

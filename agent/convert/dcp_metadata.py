@@ -54,7 +54,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MetadataEntry:
     """The entry of a tensor or another value in the metadata.
 
     dtype: None for a value that is no tensor. size: in elements. pieces: the shards. path: the keys of the value in the nested state.
@@ -66,7 +66,7 @@ class Entry:
     path: tuple[str | int, ...]
 
 
-def read_metadata(directory: Path) -> dict[str, Entry]:
+def read_metadata(directory: Path) -> dict[str, MetadataEntry]:
     """Return the entries of the metadata by DCP's names for them.
 
     Raises NotFound if there is no metadata; UnsavableValue if it names something that is no class of DCP's metadata; IntegrityError if it
@@ -134,7 +134,7 @@ class _KeptTuple(tuple[Any, ...]):
     __slots__ = ()
 
 
-def _entries(directory: Path, kept: Any) -> dict[str, Entry]:
+def _entries(directory: Path, kept: Any) -> dict[str, MetadataEntry]:
     described, stored, paths = kept.get("state_dict_metadata"), kept.get("storage_data"), kept.get("planner_data")
     pieces: dict[str, list[Piece]] = {}
     for index, info in stored.items():
@@ -155,12 +155,12 @@ def _entries(directory: Path, kept: Any) -> dict[str, Entry]:
     return found
 
 
-def _entry(name: str, entry: Any, pieces: list[Piece], path: Any, count: int) -> Entry:
+def _entry(name: str, entry: Any, pieces: list[Piece], path: Any, count: int) -> MetadataEntry:
     keys = tuple(path) if isinstance(path, tuple) and path and all(_is_key(key, count) for key in path) else (name,)
     if entry.kind == "BytesStorageMetadata":
         if len(pieces) != 1:
             raise IntegrityError(f"{name} is stored {len(pieces)} times; expected once")
-        return Entry(None, (), pieces, keys)
+        return MetadataEntry(None, (), pieces, keys)
     properties = entry.get("properties").state
     dtype = properties[0]
     if not isinstance(dtype, torch.dtype):
@@ -168,7 +168,7 @@ def _entry(name: str, entry: Any, pieces: list[Piece], path: Any, count: int) ->
     sizes = {_numbers(chunk.get("offsets")): _numbers(chunk.get("sizes")) for chunk in entry.get("chunks")}
     if sizes.keys() != {one.offsets for one in pieces} or len(sizes) != len(pieces):
         raise IntegrityError(f"{name} has {len(sizes)} shards, and those that are stored are {len(pieces)} others")
-    return Entry(dtype, _numbers(entry.get("size")), [replace(one, sizes=sizes[one.offsets]) for one in pieces], keys)
+    return MetadataEntry(dtype, _numbers(entry.get("size")), [replace(one, sizes=sizes[one.offsets]) for one in pieces], keys)
 
 
 def _piece(info: Any, offsets: _Place) -> Piece:

@@ -18,7 +18,7 @@ import torch
 from ckptd.agent.convert.contents import Contents, Leaf
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.safetensors_file import leaves_of, write_file
-from ckptd.agent.convert.stored import Place, read_stored
+from ckptd.agent.convert.stored import StoredBytes, read_stored
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 
 CARRIED = (
@@ -132,7 +132,7 @@ def read_directory(directory: Path) -> tuple[Contents, list[str]]:
     """
     if not is_model(directory):
         raise NotFound(f"{directory} has no {_ONE_FILE} and no {_INDEX}: no model in the Hugging Face layout")
-    leaves, places = dict[str, Leaf](), dict[str, Place]()
+    leaves, places = dict[str, Leaf](), dict[str, StoredBytes]()
     for file, listed in _files(directory).items():
         found, _, of_file = leaves_of(directory / file)
         if missing := [name for name in listed if name not in found]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ckptd.agent.convert.ckptd_directory import Planned, write_directory
+from ckptd.agent.convert.ckptd_directory import PlannedPart, write_directory
 from ckptd.agent.convert.contents import Leaf, flat
 from ckptd.agent.convert.formats import FORMATS, format_of, open_contents
 from ckptd.agent.convert.output import Progress, check_place, published
@@ -78,7 +78,7 @@ def import_checkpoint(
         under = ("model" if format == "hf" else "") if under is None else under
         tree = {under: tree} if under else tree
         leaves = {leaf.name: leaf for _, leaf in flat(tree) if isinstance(leaf, Leaf)}
-        planned = Planned(tree, contents.user_content)
+        planned = PlannedPart(tree, contents.user_content)
         found = Imported(place, format, len(leaves), planned.layout.data_length, left_out)
         check_place(place, found.nbytes)
         if not dry_run:

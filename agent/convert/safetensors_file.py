@@ -17,7 +17,7 @@ import torch
 
 from ckptd.agent.convert.contents import Contents, Leaf
 from ckptd.agent.convert.output import CheckedFile, Progress
-from ckptd.agent.convert.stored import Place, read_stored
+from ckptd.agent.convert.stored import StoredBytes, read_stored
 from ckptd.agent.plan.layout import memory
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 
@@ -97,7 +97,7 @@ def read_file(path: Path) -> Contents:
     return Contents(tree, lambda leaves: read_stored(leaves, places), user_content=content or None)
 
 
-def leaves_of(path: Path) -> tuple[dict[str, Leaf], dict[str, str], dict[str, Place]]:
+def leaves_of(path: Path) -> tuple[dict[str, Leaf], dict[str, str], dict[str, StoredBytes]]:
     """Return the tensors of a file by name, the text in `__metadata__`, and the place of each storage. Raises as `read_file`."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -112,9 +112,11 @@ def leaves_of(path: Path) -> tuple[dict[str, Leaf], dict[str, str], dict[str, Pl
             raise ValueError(f"{_METADATA} holds other values than text")
         leaves = {name: _leaf(name, entry, path) for name, entry in header.items()}
         _check_ends(header, size - 8 - length)
+    except UnsavableValue:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{path} is no safetensors file, or damaged: its header cannot be read: {error}") from None
-    places = {leaf.storage: Place(path, 8 + length + header[name]["data_offsets"][0], leaf.nbytes) for name, leaf in leaves.items()}
+    places = {leaf.storage: StoredBytes(path, 8 + length + header[name]["data_offsets"][0], leaf.nbytes) for name, leaf in leaves.items()}
     return leaves, text, places
 
 

@@ -18,7 +18,7 @@ from ckptd.shared.plan import is_dense
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredBytes:
     """The bytes [offset, offset + length) of a file, which are those of a storage."""
 
     path: Path
@@ -26,7 +26,7 @@ class Place:
     length: int
 
 
-def read_stored(leaves: Iterable[Leaf], places: Mapping[str, Place]) -> dict[str, torch.Tensor]:
+def read_stored(leaves: Iterable[Leaf], places: Mapping[str, StoredBytes]) -> dict[str, torch.Tensor]:
     """Return the tensors of leaves by their names, in new memory. `places` has the place of each storage by its name.
 
     Raises IntegrityError if a file ends before a tensor does, OSError.

@@ -7,7 +7,6 @@ the same way it reads a file without its storages.
 from __future__ import annotations
 
 import io
-import pickle
 import re
 import struct
 import zipfile
@@ -22,7 +21,7 @@ from torch.serialization import skip_data
 
 from ckptd.agent.convert.contents import Contents, Leaf, children, flat, leaf_of, replaced
 from ckptd.agent.convert.output import CheckedFile, Progress
-from ckptd.agent.convert.stored import Place, fill, length_of, read_stored
+from ckptd.agent.convert.stored import StoredBytes, fill, length_of, read_stored
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.tree import any_node
@@ -201,12 +200,18 @@ def _loaded(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # torch.load raises errors of many types for damaged files
-        said = " ".join(str(error).split()) or repr(error)
-        if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"(GLOBAL |class |function )([\w.]+)", said)):
-            raise UnsavableValue(
-                f"{path} can only be loaded by running pickled code, which ckptd does not do: it names {found[2]}"
-            ) from None
-        raise IntegrityError(f"{path} is no file of torch.save, or damaged: {said[:200]}") from None
+        raise not_loaded(str(path), f"{path} is no file of torch.save, or damaged", error) from None
+
+
+def not_loaded(name: str, damaged: str, error: Exception) -> UnsavableValue | IntegrityError:
+    """Return the error for bytes that `torch.load(weights_only=True)` has refused.
+
+    name: of the value. damaged: the sentence for bytes that nothing could load. error: of torch.load.
+    """
+    said = " ".join(str(error).split()) or repr(error)
+    if type(error).__name__ == "UnpicklingError" and (found := re.search(r"(?:GLOBAL |class |function )([\w.]+)", said)):
+        return UnsavableValue(f"{name} can only be loaded by running pickled code, which ckptd does not do: it names {found[1]}")
+    return IntegrityError(f"{damaged}: {said[:200]}")
 
 
 def _without_storages(path: Path) -> Contents | None:
@@ -222,7 +227,7 @@ def _without_storages(path: Path) -> Contents | None:
     except Exception:  # `_loaded` finds out whether the file is damaged
         return None
     lengths = {record.place: record.length for record in _records(path)}
-    places = dict[str, Place]()
+    places = dict[str, StoredBytes]()
 
     def leaf(tensor: torch.Tensor) -> Leaf:
         start = tensor.untyped_storage()._checkpoint_offset or 0
@@ -232,7 +237,7 @@ def _without_storages(path: Path) -> Contents | None:
         )  # fmt: skip
         if tensor.numel() and length_of(made) > lengths.get(start, 0):
             raise IntegrityError(f"{path} is damaged: a tensor of shape {list(tensor.shape)} lies outside its storage")
-        places[made.storage] = Place(path, start, lengths.get(start, 0))
+        places[made.storage] = StoredBytes(path, start, lengths.get(start, 0))
         return made
 
     if any(map(_needs_memory, (value for _, value in flat(loaded)))) or _in_a_set(loaded):

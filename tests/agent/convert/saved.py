@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Checkpoint, StorageWriter
+from tests.support.ranks import HERE
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int16,
@@ -66,6 +67,11 @@ def save(state: Any, path: Path) -> Path:
     with one_process():
         dcp.save(state, storage_writer=StorageWriter(path), no_dist=True)
     return path
+
+
+def save_sharded(path: Path) -> None:
+    """Save the model of this rank and of all others with DCP. Runs on a rank."""
+    dcp.save({"model": HERE["model"].state_dict(), "count": HERE["count"]}, checkpoint_id=path)
 
 
 def loaded(path: Path) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint, per_rank
 from ckptd.agent.convert import ckptd_directory
-from ckptd.agent.convert.ckptd_directory import Planned, contents_of, write_directory
+from ckptd.agent.convert.ckptd_directory import PlannedPart, contents_of, write_directory
 from ckptd.agent.convert.contents import Contents, Leaf, flat, leaf_of, replaced
 from ckptd.agent.dcp import standalone
 from ckptd.shared.errors import IntegrityError, UnsavableValue
@@ -50,7 +50,7 @@ def test_a_plan_has_the_items_and_aliases_of_a_snapshot(daemon: Daemon) -> None:
     agent.close()
     with Checkpoint.open(daemon.home.root / "job") as checkpoint:
         [source] = checkpoint.opened.sources
-        planned = Planned(contents_of(checkpoint.opened).tree, None)
+        planned = PlannedPart(contents_of(checkpoint.opened).tree, None)
         assert planned.layout.plan.items == source.plan.items
         assert planned.layout.plan.aliases == source.plan.aliases
         assert Plan.decode(planned.layout.document).metadata == source.plan.metadata
@@ -62,12 +62,12 @@ def leaf(name: str, storage: str = "", *, shape: tuple[int, ...] = (3,)) -> Leaf
 
 def test_planning_takes_no_memory() -> None:
     tree = {f"x{number}": leaf(f"x{number}", shape=(1 << 40,)) for number in range(4)}
-    assert Planned(tree, None).layout.data_length == 16 << 40
+    assert PlannedPart(tree, None).layout.data_length == 16 << 40
 
 
 def test_user_content_that_is_too_large_is_refused() -> None:
     with pytest.raises(UnsavableValue, match="^user_content: more than 1,048,576 bytes; leave out the largest of its members$"):
-        Planned({"x": leaf("x")}, {"config": "x" * (1 << 20)})
+        PlannedPart({"x": leaf("x")}, {"config": "x" * (1 << 20)})
 
 
 def test_bytes_that_change_on_the_disk_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_bytes_that_change_on_the_disk_are_noticed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(ckptd_directory, "commit", damaging)
     with pytest.raises(IntegrityError):
-        write_directory(tmp_path, Planned(contents.tree, None), contents, "raw", lambda length: None)
+        write_directory(tmp_path, PlannedPart(contents.tree, None), contents, "raw", lambda length: None)
 
 
 def test_leaves_in_memory_and_in_files_are_written_alike(tmp_path: Path) -> None:
@@ -93,6 +93,6 @@ def test_leaves_in_memory_and_in_files_are_written_alike(tmp_path: Path) -> None
     in_files = {name: Leaf(f"file {name}", *(getattr(one, field) for field in ("saved", "dtype", "shape", "stride", "offset", "storage")))
                 for name, one in in_memory.items()}  # fmt: skip
     contents = Contents(in_files, lambda leaves: {one.name: state[one.name.removeprefix("file ")] for one in leaves})
-    write_directory(tmp_path, Planned(in_files, None), contents, "auto", lambda length: None)
+    write_directory(tmp_path, PlannedPart(in_files, None), contents, "auto", lambda length: None)
     assert_same(loaded(tmp_path), state)
     assert bits(loaded(tmp_path)["rows"]) == bits(state["rows"])

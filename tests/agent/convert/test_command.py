@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from ckptd.agent.convert.command import export, text_of
+from ckptd.agent.convert.command import export, import_, text_of
 from ckptd.agent.convert.export import Exported
-from tests.agent.convert.saved import assert_same, save
+from tests.agent.convert.saved import assert_same, loaded, save
 
 STATE: dict[str, Any] = {"model": {"a.w": torch.arange(6.0), "a.b": torch.ones(2)}, "epoch": 3}
 
@@ -96,3 +96,35 @@ def test_long_lists_are_cut() -> None:
         "stored once: b is a",
         "left out, because the format holds tensors only: 0, 1, 2, 3, 4, 5, 6, 7 and 12 more",
     ]
+
+
+def test_an_import_by_the_command_line(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "source")
+    command = [sys.executable, "-m", "ckptd.daemon", "import", str(tmp_path / "source"), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"wrote {tmp_path / 'out'} from torch: 2 tensors, 32 B\n"
+    assert_same(loaded(tmp_path / "out"), STATE)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"ckptd: {tmp_path / 'out'} exists already: choose another name, or remove it first\n"
+
+
+def test_every_option_of_an_import(tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "source")
+    (tmp_path / "map.json").write_text('{"a.w": "weight"}')
+    names = ("--rename", "^a.=", "--map", str(tmp_path / "map.json"), "--only", "model", "--under", "net", "--dtype", "bf16")
+    options = [str(tmp_path / "source"), "--out", str(tmp_path / "out"), "--from", "torch", "--codec", "raw", *names]
+    done = CliRunner().invoke(import_, [*options, "--dry-run"])
+    assert (done.exit_code, done.stdout) == (0, f"would write {tmp_path / 'out'} from torch: 2 tensors, 16 B\n")
+    done = CliRunner().invoke(import_, [*options, "--json"])
+    expected = {"out": str(tmp_path / "out"), "format": "torch", "tensors": 2, "nbytes": 16, "left_out": []}
+    assert (done.exit_code, json.loads(done.stdout)) == (0, expected)
+    assert_same(loaded(tmp_path / "out"), {"net": {"weight": torch.arange(6.0).bfloat16(), "b": torch.ones(2).bfloat16()}})
+
+
+def test_files_that_an_import_leaves_out_are_named(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text("x" * (1 << 20))
+    done = CliRunner().invoke(import_, [str(tmp_path), "--out", str(tmp_path / "out")])
+    assert done.stdout.endswith("1 tensors, 4 B\nleft out, because it is too large for user_content: tokenizer.json\n")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._extension import ZStandard
 
 from ckptd.agent import Checkpoint
-from ckptd.agent.convert import dcp_directory
+from ckptd.agent.convert import dcp_directory, dcp_metadata
 from ckptd.agent.convert.ckptd_directory import contents_of
-from ckptd.agent.convert.dcp_directory import Planned, write_directory
-from ckptd.shared.errors import InvalidRequest
-from tests.agent.convert.saved import save
+from ckptd.agent.convert.contents import Leaf, replaced
+from ckptd.agent.convert.dcp_directory import Planned, read_directory, write_directory
+from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
+from tests.agent.convert.saved import STATES, assert_same, one_process, save, save_sharded
+from tests.support import sharded
+from tests.support.ranks import Ranks
 
 
 @pytest.mark.parametrize(("most", "files"), [(1 << 30, 1), (400, 5), (1, 10)])
@@ -34,3 +41,64 @@ def test_files_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_state_that_is_no_dict_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="^a DCP checkpoint holds a dict, and the chosen part is a list: choose another with `only`$"):
         Planned([1])
+
+
+def read(directory: Path) -> Any:
+    """Return a whole state."""
+    contents = read_directory(directory)
+    return replaced(contents.tree, Leaf, lambda leaf: next(contents.read([leaf]))[1])
+
+
+def test_bytes_that_went_through_a_codec_of_dcp(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "dcp", _extensions=[ZStandard()])
+    with one_process():
+        dcp.save(STATES["nested"], storage_writer=writer, no_dist=True)
+    assert_same(read(tmp_path / "dcp"), STATES["nested"])
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "2d"])
+def test_shards_of_four_ranks_are_put_together(tmp_path: Path, kind: str) -> None:
+    with Ranks(4) as ranks:
+        ranks.call(sharded.build, kind, 1)
+        ranks.call(sharded.train, 1)
+        ranks.call(save_sharded, tmp_path / "dcp")
+        whole = sharded.together(ranks.call(sharded.whole))
+    found = read(tmp_path / "dcp")
+    parameters = {name: value for name, value in whole.items() if name.startswith(("model.up.", "model.down."))}
+    assert len(parameters) == 4
+    assert {f"model.{name}": sharded.plain(tensor) for name, tensor in found["model"].items()}.items() >= parameters.items()
+    assert found["count"] == 1
+
+
+class Custom:
+    pass
+
+
+def test_a_value_that_only_pickled_code_could_load_is_named(tmp_path: Path) -> None:
+    with one_process():
+        dcp.save({"w": torch.ones(1), "own": Custom()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UnsavableValue, match=r"^own can only be loaded by running pickled code, .*: it names tests\..*\.Custom$"):
+        read_directory(tmp_path / "dcp")
+
+
+def test_damaged_bytes_are_named(tmp_path: Path) -> None:
+    with one_process():
+        dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    file = tmp_path / "dcp" / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(IntegrityError, match="__0_0.distcp: the bytes of w cannot be read: "):
+        read(tmp_path / "dcp")
+
+
+def test_two_values_at_one_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_process():
+        dcp.save({"a": {"b": torch.ones(1)}, "c": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    right = dcp_metadata.read_metadata
+
+    def wrong(directory: Path) -> Any:
+        found = right(directory)
+        return found | {"c": replace(found["c"], path=("a", "b", "c"))}
+
+    monkeypatch.setattr(dcp_directory, "read_metadata", wrong)
+    with pytest.raises(IntegrityError, match=r"c cannot be at \['a', 'b', 'c'\], where another value is$"):
+        read_directory(tmp_path / "dcp")

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from ckptd.agent.convert.dcp_metadata import METADATA, Entry, Piece, read_metadata
+from ckptd.agent.convert.dcp_metadata import METADATA, MetadataEntry, Piece, read_metadata
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, UnsavableValue
 from tests.agent.convert.saved import one_process
 
@@ -42,9 +42,9 @@ def test_everything_that_dcp_writes(directory: Path) -> None:
     found, file = read_metadata(directory), "__0_0.distcp"
     plain, w, m = (found[name].pieces[0].length for name in ("runs.1", "net.w", "runs.0.m"))
     assert found == {
-        "net.w": Entry(torch.float32, (2, 3), [Piece(file, plain, w, (0, 0), (2, 3))], ("net", "w")),
-        "runs.0.m": Entry(torch.float32, (4,), [Piece(file, plain + w, m, (0,), (4,))], ("runs", 0, "m")),
-        "runs.1": Entry(None, (), [Piece(file, 0, plain)], ("runs", 1)),
+        "net.w": MetadataEntry(torch.float32, (2, 3), [Piece(file, plain, w, (0, 0), (2, 3))], ("net", "w")),
+        "runs.0.m": MetadataEntry(torch.float32, (4,), [Piece(file, plain + w, m, (0,), (4,))], ("runs", 0, "m")),
+        "runs.1": MetadataEntry(None, (), [Piece(file, 0, plain)], ("runs", 1)),
     }
     assert plain + w + m == (directory / file).stat().st_size
 

@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckptd.agent import Checkpoint, StorageReader
-from ckptd.agent.convert import contents, export, import_checkpoint
+from ckptd.agent.convert import contents, export
 from ckptd.agent.convert.contents import flat, replaced
+from ckptd.agent.convert.importing import import_checkpoint
 from ckptd.agent.convert.safetensors_file import DTYPES as SAFE
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidRequest, NotFound, StorageError, UnsavableValue
 from ckptd.shared.plan import HIDDEN

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from ckptd.agent import Checkpoint
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Leaf
-from ckptd.agent.convert.safetensors_file import DTYPES, check, without_ties, write_file
-from ckptd.shared.errors import InvalidRequest, UnsavableValue
+from ckptd.agent.convert.safetensors_file import DTYPES, check, read_file, without_ties, write_file
+from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from tests.agent.convert.saved import assert_same
 from tests.agent.convert.saved import save as save_state
 
@@ -61,3 +63,54 @@ def test_every_tensor_is_aligned_whatever_the_names_are(tmp_path: Path) -> None:
     data = (tmp_path / "out").read_bytes()
     assert int.from_bytes(data[:8], "little") % 8 == 0
     assert len(data) == 8 + int.from_bytes(data[:8], "little") + 3 + 40 + 4
+
+
+def file_with(path: Path, header: object, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(*offsets: int, dtype: str = "U8", shape: object = (4,)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "said"),
+    [
+        (b"{", b"", "its header cannot be read"),
+        (b"[]", b"", "its header cannot be read"),
+        (b"[" * 100_000, b"", "its header cannot be read"),
+        ({"x": 3}, b"", "its header cannot be read"),
+        ({"x": entry(0, 4)}, b"123", "its tensors have 4 bytes, and the file has 3"),
+        ({"x": entry(0, 4)}, b"12345", "its tensors have 4 bytes, and the file has 5"),
+        ({"x": entry(0, 4), "y": entry(2, 6)}, b"123456", "y begins at 2; expected 4"),
+        ({"x": entry(0, 4), "y": entry(5, 9)}, b"123456789", "y begins at 5; expected 4"),
+        ({"x": entry(0, 3)}, b"123", "x has 3 bytes; expected 4"),
+        ({"x": entry(0, 4, shape=(-2, -2))}, b"1234", r"x has the shape \[-2, -2\] at 0 to 4"),
+        ({"x": entry(0, 4, shape=(4.0,))}, b"1234", r"x has the shape \[4.0\] at 0 to 4"),
+        ({"x": entry(0, 4, shape=(True, 4))}, b"1234", r"x has the shape \[True, 4\] at 0 to 4"),
+        ({"x": entry(0, 4, 4)}, b"1234", "its header cannot be read"),
+        ({"__metadata__": {"a": 1}}, b"", "__metadata__ holds other values than text"),
+        (b'{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}', b"",
+         "two tensors have the name 'x'"),
+    ],
+)  # fmt: skip
+def test_a_header_that_cannot_be_right_is_refused(tmp_path: Path, header: object, data: bytes, said: str) -> None:
+    path = file_with(tmp_path / "file", header, data)
+    with pytest.raises(IntegrityError, match=f"file is no safetensors file, or damaged: .*{said}"):
+        read_file(path)
+    if "two tensors" not in said and "True" not in said:
+        with pytest.raises(SafetensorError):
+            load_file(path)  # the library agrees
+
+
+def test_a_header_of_any_length_is_not_read_before_it_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(IntegrityError, match="or cut short: its header would have 4,611,686,018,427,387,904 bytes$"):
+        read_file(tmp_path / "file")
+
+
+def test_a_dtype_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsavableValue, match="file: x has the dtype 'F6_E2M3', which this torch does not have$"):
+        read_file(file_with(tmp_path / "file", {"x": entry(0, 3, dtype="F6_E2M3")}, b"123"))

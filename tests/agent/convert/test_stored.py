@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptd.agent.convert.contents import Leaf, leaf_of
-from ckptd.agent.convert.stored import Place, as_stored, fill, length_of, read_stored
+from ckptd.agent.convert.stored import StoredBytes, as_stored, fill, length_of, read_stored
 from ckptd.shared.errors import IntegrityError
 from tests.agent.convert.saved import bits, random
 
@@ -26,7 +26,7 @@ def test_parts_of_a_storage(tmp_path: Path) -> None:
         "none": whole[:0],
     }
     leaves = [replace(leaf_of(view), name=name, storage="s", value=None) for name, view in views.items()]
-    found = read_stored(leaves, {"s": Place(tmp_path / "file", 6, 48)})
+    found = read_stored(leaves, {"s": StoredBytes(tmp_path / "file", 6, 48)})
     assert {name: bits(tensor) for name, tensor in found.items()} == {name: bits(view) for name, view in views.items()}
     assert found["transposed"].stride() == (1, 4)
 
@@ -34,7 +34,7 @@ def test_parts_of_a_storage(tmp_path: Path) -> None:
 def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(11))
     with pytest.raises(IntegrityError, match="file is cut short: x lies beyond its end$"):
-        read_stored([Leaf("x", torch.float32, torch.float32, (3,), (1,), 0, "s")], {"s": Place(tmp_path / "file", 0, 12)})
+        read_stored([Leaf("x", torch.float32, torch.float32, (3,), (1,), 0, "s")], {"s": StoredBytes(tmp_path / "file", 0, 12)})
 
 
 def test_length_from_the_start_of_the_storage() -> None:
