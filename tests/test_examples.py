@@ -122,6 +122,18 @@ def test_the_import_example_reads_what_other_tools_have_written(tmp_path: Path) 
     assert found == ["from-dcp: 29 tensors", "from-hf: 28 tensors", "from-safetensors: 29 tensors", "from-torch: 29 tensors"]
 
 
+def test_the_fine_tuning_example_writes_what_has_changed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.fine_tune", str(tmp_path)]
+    variables = environment(tmp_path) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1])
+    assert result.returncode == 0, result.stderr
+    new, sizes = result.stdout.splitlines()
+    assert new == (
+        "new in the model: transformer.h.0.attn.c_attn.down.weight, transformer.h.0.attn.c_attn.up.weight and 6 more; unexpected: 0"
+    )
+    assert sizes.startswith("step 3: ")
+
+
 def test_a_missing_root_is_reported_in_one_sentence(tmp_path: Path) -> None:
     clean = {key: value for key, value in environment(tmp_path).items() if key != "XDG_RUNTIME_DIR"}
     result = subprocess.run([sys.executable, str(TRAINER), *TINY], env=clean, timeout=200, capture_output=True, text=True, check=False)

@@ -23,7 +23,7 @@ from ckptd.agent.dcp.standalone import StandalonePart, commit
 from ckptd.agent.plan.layout import Layout, memory, plan_locally
 from ckptd.agent.plan.shares import Offer, share_out
 from ckptd.agent.read.checkpoint import Checkpoint
-from ckptd.agent.read.loader import materialize
+from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.state.capture import Captured, capture, values_document
 from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor
@@ -72,7 +72,13 @@ def contents_of(opened: Opened) -> Contents:
     reached = {value.name for _, value in flat(tree) if isinstance(value, Leaf)}
     if lost := [name for name in named if name not in reached]:
         raise UnsavableValue(f"{lost[0]} is a tensor in a set, which an export cannot write: save it in a list")
-    return Contents(tree, lambda leaves: materialize(saved, [one.name for one in leaves]), list(_modules(merged)), opened.user_content)
+    return Contents(
+        tree,
+        lambda leaves: materialize(saved, [one.name for one in leaves]),
+        list(_modules(merged)),
+        opened.user_content,
+        lambda places: load(saved, {one.name: tensor for one, tensor in places}),
+    )
 
 
 def _modules(tree: Any, prefix: str = "") -> Iterator[str]:

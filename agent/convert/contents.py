@@ -54,13 +54,15 @@ class Contents:
     tree: the state in dicts, lists and other plain containers, with a Leaf in place of each tensor. A dict of its fields takes the place of
     a record, such as a dataclass. Sparse tensors and those of wrapper subclasses are there as they are. find: reads leaves without a value,
     and returns their tensors by the names of the leaves, each in the dtype in which it was saved. modules: the dotted names of the modules
-    in it, as far as they are known. user_content: as it was saved.
+    in it, as far as they are known. user_content: as it was saved. fill: copies leaves into given tensors, and reads only the shards that
+    this rank has; None if the format cannot do that.
     """
 
     tree: Any
     find: Callable[[Sequence[Leaf]], Mapping[str, torch.Tensor]]
     modules: Sequence[str] = ()
     user_content: Any = None
+    fill: Callable[[Sequence[tuple[Leaf, torch.Tensor]]], object] | None = None
 
     def read(self, leaves: Iterable[Leaf]) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Yield each leaf with its tensor on the CPU, verified, in the dtype of the leaf.
@@ -141,3 +143,10 @@ def without_tensors(tree: Any, prefix: str = "") -> Iterator[str]:
     elif not isinstance(tree, Leaf):
         for key, value in children(tree) or ():
             yield from without_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def model_of(contents: Contents) -> str:
+    """Return the dotted name of the one module in a state, or of its part "model", or "" if neither is there."""
+    if len(contents.modules) == 1:
+        return contents.modules[0]
+    return "model" if not contents.modules and isinstance(contents.tree, dict) and "model" in contents.tree else ""

@@ -11,7 +11,7 @@ import torch
 
 from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, torch_file
 from ckptd.agent.convert.ckptd_directory import contents_of
-from ckptd.agent.convert.contents import Contents, Leaf, flat
+from ckptd.agent.convert.contents import Contents, Leaf, flat, model_of
 from ckptd.agent.convert.formats import FORMATS
 from ckptd.agent.convert.output import Progress, check_place, published
 from ckptd.agent.convert.selection import Selection
@@ -81,7 +81,7 @@ def export(
     try:
         with Checkpoint.open(path, which) as checkpoint:
             contents = contents_of(checkpoint.opened)
-            selection = Selection(only or (_model_of(contents) if to == "hf" else ""), dtype, tuple(rename), names or {})
+            selection = Selection(only or (_model_in(contents) if to == "hf" else ""), dtype, tuple(rename), names or {})
             place = Path(os.path.abspath(out))
             checked = _checked(contents, selection, to, place, None if files is None else Path(files), max_shard_size)
             check_place(place, checked.summary.nbytes)
@@ -126,11 +126,9 @@ def _checked(contents: Contents, selection: Selection, to: str, out: Path, files
     return _Checked(summary, lambda path, progress: huggingface.write_directory(path, shards, contents, carried, progress))
 
 
-def _model_of(contents: Contents) -> str:
-    """Return the dotted name of the one module in a state, or of its part "model". Raises InvalidRequest if it is not clear which."""
-    if len(contents.modules) == 1:
-        return contents.modules[0]
-    if not contents.modules and isinstance(contents.tree, dict) and "model" in contents.tree:
-        return "model"
-    found = f"the modules {', '.join(contents.modules)}" if contents.modules else "no module"
-    raise InvalidRequest(f"the state has {found}: choose the part that is the model with `only`, like only='model'")
+def _model_in(contents: Contents) -> str:
+    """Return the dotted name of the part of a state that is the model. Raises InvalidRequest if it is not clear which."""
+    if found := model_of(contents):
+        return found
+    said = f"the modules {', '.join(contents.modules)}" if contents.modules else "no module"
+    raise InvalidRequest(f"the state has {said}: choose the part that is the model with `only`, like only='model'")

@@ -19,6 +19,11 @@ FORMATS = {
 """The formats of exports and imports, each with its description."""
 
 
+def is_of_another_tool(path: Path) -> bool:
+    """Return True if a path is a file, or a directory that a tool other than ckptd has written."""
+    return path.is_file() or (path / METADATA).is_file() or huggingface.is_model(path)
+
+
 def format_of(path: Path) -> str:
     """Return the format of a file or directory, a key of `FORMATS`. Raises NotFound if there is none, OSError."""
     if not path.exists():
@@ -39,11 +44,12 @@ def format_of(path: Path) -> str:
     return "safetensors" if begin[8:] == b"{" else "torch"
 
 
-def open_contents(path: Path, format: str) -> tuple[Contents, list[str]]:
-    """Return the contents of a file or directory in this format, and the names of the files in it that are left out.
+def open_contents(path: Path, format: str = "") -> tuple[Contents, list[str]]:
+    """Return the contents of a file or directory, and the names of the files in it that are left out.
 
-    Raises NotFound, UnsavableValue, IntegrityError, OSError.
+    format: a key of `FORMATS`, or "" to look which it is. Raises NotFound, UnsavableValue, IntegrityError, OSError.
     """
+    format = format or format_of(path)
     if (format in ("dcp", "hf")) != path.is_dir():
         raise NotFound(f"{path} is a {'directory' if path.is_dir() else 'file'}; expected {FORMATS[format]}")
     if format == "hf":

@@ -1,0 +1,168 @@
+"""Loads the weights of a model from a checkpoint of any format, by name, as the start of a fine-tuning."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ckptd.agent.convert.ckptd_directory import contents_of
+from ckptd.agent.convert.contents import Contents, Leaf, model_of
+from ckptd.agent.convert.formats import is_of_another_tool, open_contents
+from ckptd.agent.convert.selection import Selection
+from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.agent.read.loader import copy_any
+from ckptd.agent.state.naming import canonical, flattens, unwrapped
+from ckptd.shared.errors import InvalidRequest, StorageError, StructureMismatch
+
+log = logging.getLogger("ckptd.agent")
+_FEW = 8
+"""The most names in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The keys that a load has not touched.
+
+    missing: keys of the model that the checkpoint does not have; they are as they were. unexpected: keys of the checkpoint that the model
+    does not have. on_meta: parameters and buffers of the model that are still on the meta device, and need values before the model can run.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    on_meta: list[str]
+
+
+def load_model(
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    which: str | int = "newest",
+    only: str = "",
+    rename: Sequence[tuple[str, str]] = (),
+    names: Mapping[str, str] | None = None,
+    strict: bool = True,
+    device: str | torch.device = "cpu",
+) -> LoadedModel:
+    """Fill the parameters and buffers of a model from a checkpoint, and return the keys that were not touched.
+
+    path: the job of a ckptd checkpoint, or the checkpoint itself; a model directory in the Hugging Face layout; a safetensors file; a file
+    of torch.save; or a directory of DCP. which: for a job, as for `Checkpoint.open`.
+    only: the dotted name of the part of the state that is the model. Without it, this is the only module in the checkpoint, or its part
+    "model", or the whole. rename: pairs of a regular expression and its replacement, applied to every name of the checkpoint in turn.
+    names: names in the model by names in the checkpoint, which come first.
+    strict: True raises StructureMismatch if a key is missing or unexpected. A tied weight is not missing if it is there under another name.
+    device: of the memory for parameters and buffers that are on the meta device. They become new objects: make the optimizer afterwards.
+
+    Tensors keep the dtype, the device and, as DTensors, the placements that they have in the model; values are converted. From a ckptd
+    checkpoint, a rank reads only the stored shards that overlap its own. Every rank calls this by itself: if the job is still running, pass
+    a step or a tag as `which`.
+
+    Nothing is changed before every name and shape has been compared. Raises StructureMismatch; NotFound; InvalidRequest for wrong arguments
+    or a model that FSDP1 has flattened; UnsavableValue, IntegrityError and StorageError as `Checkpoint.open` and `import_checkpoint` do. If
+    the bytes of a tensor turn out to be damaged, the model is partly overwritten.
+    """
+    if flattens(model):
+        raise InvalidRequest("FSDP1 has flattened parameters of this model: load the weights before it is wrapped, or use FSDP2")
+    module = unwrapped(model)
+    own = _tensors_of(module)
+    try:
+        with _opened(Path(os.path.abspath(path)), which) as contents:
+            leaves, _ = Selection(only or model_of(contents), None, tuple(rename), names or {}).flat(contents.tree)
+            found = LoadedModel(_missing(own, leaves), [name for name in leaves if name not in own], [])
+            _compare(own, leaves, found if strict else None)
+            wanted = {name: leaf for name, leaf in leaves.items() if name in own}
+            _give_memory(module, {id(own[name]) for name in wanted}, device)
+            filled = _tensors_of(module)
+            _fill({name: filled[name] for name in wanted}, wanted, contents)
+    except OSError as error:
+        raise StorageError.of(f"read {path}", error) from None
+    found.on_meta.extend(name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta)
+    if found.on_meta:
+        log.warning("%s: still on the meta device, and without values: %s", path, _some(found.on_meta))
+    return found
+
+
+@contextmanager
+def _opened(path: Path, which: str | int) -> Iterator[Contents]:
+    if is_of_another_tool(path):
+        yield open_contents(path)[0]
+        return
+    with Checkpoint.open(path, which) as checkpoint:
+        yield contents_of(checkpoint.opened)
+
+
+def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and the persistent buffers of a module by name, tied ones under all their names."""
+    found = dict[str, torch.Tensor]()
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        persistent = {name: tensor for name, tensor in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in (part._parameters | persistent).items():
+            if tensor is not None:
+                found[canonical(f"{prefix}.{name}" if prefix else name)] = tensor
+    return found
+
+
+def _missing(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf]) -> list[str]:
+    """Return the keys of a model that a checkpoint has under no name of the same tensor."""
+    there = {id(tensor) for name, tensor in own.items() if name in leaves}
+    return [name for name, tensor in own.items() if id(tensor) not in there]
+
+
+def _compare(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], strictly: LoadedModel | None) -> None:
+    """Raise StructureMismatch, naming what differs: shapes and, with `strictly`, keys that only one side has."""
+    differ = [
+        f"{name}: the checkpoint has shape {list(leaf.shape)}, the model {list(own[name].shape)}"
+        for name, leaf in leaves.items()
+        if name in own and tuple(own[name].shape) != leaf.shape
+    ]
+    if strictly is not None:
+        if strictly.missing:
+            differ.append(f"not in the checkpoint: {_some(strictly.missing)}")
+        if strictly.unexpected:
+            differ.append(f"not in the model: {_some(strictly.unexpected)}")
+        if strictly.missing or strictly.unexpected:
+            differ.append("give the names that the model has with `rename` or `names`, or pass strict=False to leave these keys out")
+    if differ:
+        raise StructureMismatch(f"the model does not fit the checkpoint: {'; '.join(differ[: _FEW + 3])}")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _FEW
+    return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
+
+
+def _give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.device) -> None:
+    """Replace the parameters and buffers with these ids that are on the meta device by such with memory. Tied ones stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for values in (part._parameters, part._buffers):
+            for name, tensor in values.items():
+                if tensor is None or id(tensor) not in wanted or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor.detach(), device=device)
+                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if values is part._parameters else empty
+                values[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _fill(places: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], contents: Contents) -> None:
+    """Copy each leaf into the tensor of its name."""
+    with torch.no_grad():
+        if contents.fill is not None:
+            contents.fill([(leaves[name], tensor.detach()) for name, tensor in places.items()])
+            return
+        by_leaf = zip(leaves, contents.read(leaves.values()), strict=True)
+        for name, (_, tensor) in by_leaf:
+            place = places[name].detach()
+            if isinstance(place, DTensor):
+                whole = tensor.to(device=place.device_mesh.device_type, dtype=place.dtype)
+                tensor = distribute_tensor(whole, place.device_mesh, place.placements, src_data_rank=None).to_local()
+                place = place.to_local()
+            copy_any(place, tensor)
