@@ -95,11 +95,11 @@ def scan(data: bytes, number: int) -> Scan:
     """
     if len(data) < HEADER_SIZE:
         raise IntegrityError("journal header is cut short")
-    check_preamble(data, MAGIC, "journal")
+    check_preamble(data, MAGIC, "journal header", body=_HEADER.size)
     _, found, salt, previous = _HEADER.unpack_from(data)
     header = FileHeader(found, salt, previous)
     if header.encode() != data[:HEADER_SIZE] or found != number:
-        raise IntegrityError("journal header does not match its checksum or its name")
+        raise IntegrityError("journal header does not match its name, or its padding is not zero")
     records: list[RawRecord] = []
     position, crc, sequence = HEADER_SIZE, header.crc, None
     while (found_record := _read(data, position, salt)) is not None:

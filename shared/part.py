@@ -236,14 +236,10 @@ class PartReader:
     def _read_index(self, index_sha256: str | None) -> PartIndex:
         size = self._source.size
         header = _read(self._source, ALIGN, 0)
-        check_preamble(header, PART_MAGIC, "part header", known=SEVERAL_FILES | LINKED_FILES)
-        if _CRC.unpack_from(header, _HEADER.size)[0] != crc32c(header[: _HEADER.size]):
-            raise IntegrityError("part header does not match its checksum")
+        check_preamble(header, PART_MAGIC, "part header", known=SEVERAL_FILES | LINKED_FILES, body=_HEADER.size)
         check_zero(header[_HEADER.size + 4 :], "part header")
         trailer = _read(self._source, TRAILER_SIZE, size - TRAILER_SIZE)
-        check_preamble(trailer, END_MAGIC, "part trailer")
-        if _CRC.unpack_from(trailer, _TRAILER.size)[0] != crc32c(trailer[: _TRAILER.size]):
-            raise IntegrityError("part trailer does not match its checksum")
+        check_preamble(trailer, END_MAGIC, "part trailer", body=_TRAILER.size)
         _, offset, length, whole, index_crc, zero = _TRAILER.unpack_from(trailer)
         check_zero(zero, "part trailer")
         if whole != size or length > MAX_DOCUMENT or offset % ALIGN or offset + align(length + TRAILER_SIZE) != size:

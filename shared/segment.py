@@ -104,9 +104,7 @@ class SegmentHeader:
         """Return the header in one copy. Raises IntegrityError if the copy is not valid, NewerFormat if a newer ckptd has written it."""
         if len(data) != ALIGN:
             raise IntegrityError("segment header is cut short")
-        check_preamble(data, SEGMENT_MAGIC, "segment header")
-        if _CRC.unpack_from(data, _HEADER.size)[0] != crc32c(data[: _HEADER.size]):
-            raise IntegrityError("segment header does not match its checksum")
+        check_preamble(data, SEGMENT_MAGIC, "segment header", body=_HEADER.size)
         check_zero(data[_HEADER.size + 4 :], "segment header")
         (_, generation, state, rank, world, attempt, step, boot, capacity, check_length, chunk_size, slot, job, signature, *rest) = (
             _HEADER.unpack_from(data)

@@ -10,6 +10,8 @@ import logging
 import os
 from pathlib import Path
 
+from crc32c import crc32c
+
 from ckptd.shared import names
 from ckptd.shared.binary import NEWER, preamble
 from ckptd.shared.fs import FileSystem, make_directories, opened_directory, publish, read_small
@@ -20,6 +22,8 @@ MAGIC = b"CKPTDJNL"
 BARRIER = names.journal_file(0)
 """The name of the file that stops earlier versions. They read journal files in the order of their numbers, and never gave the number 0."""
 MOVED_SUFFIX = ".moved"
+_BODY = 44
+"""The bytes of a journal header that its crc32c protects."""
 _LARGEST = 4 << 20
 """The length in bytes of every journal file of an earlier version."""
 
@@ -45,7 +49,8 @@ def move(fs: FileSystem, directory: int, called: str, target: Path) -> None:
 
 def _stop_earlier_versions(fs: FileSystem, directory: int) -> None:
     if BARRIER not in (name for name, _ in fs.entries(directory)):
-        publish(fs, BARRIER, directory, preamble(MAGIC, version=NEWER).ljust(64, b"\0"), replace=False)
+        body = preamble(MAGIC, version=NEWER).ljust(_BODY, b"\0")
+        publish(fs, BARRIER, directory, (body + crc32c(body).to_bytes(4, "little")).ljust(64, b"\0"), replace=False)
     fs.sync_directory(directory)  # the start that published it may have died before it was durable
 
 

@@ -28,7 +28,7 @@ from ckptd.daemon.journal_file import (
     scan,
 )
 from ckptd.shared.errors import IntegrityError, NewerFormat
-from tests.shared.samples import flip, steady
+from tests.shared.samples import flip, resealed, steady
 
 HEADER = FileHeader(number=7, salt=bytes(range(16)), previous_crc=0x1234)
 
@@ -236,10 +236,13 @@ def test_a_file_is_known_by_its_number() -> None:
 
 @pytest.mark.parametrize(("at", "value"), [(8, 2), (12, 1)])
 def test_a_newer_file_is_not_called_damaged(at: int, value: int) -> None:
-    newer = bytearray(JOURNAL.data)
-    newer[at] = value
     with pytest.raises(NewerFormat):
-        scan(bytes(newer), 7)
+        scan(resealed(JOURNAL.data, at, value, start=0, body=44), 7)
+    damaged = bytearray(JOURNAL.data)
+    damaged[at] = value
+    with pytest.raises(IntegrityError, match="^journal header does not match its checksum$") as caught:
+        scan(bytes(damaged), 7)
+    assert type(caught.value) is IntegrityError
 
 
 @pytest.mark.parametrize(

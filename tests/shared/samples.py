@@ -34,6 +34,14 @@ NONCE = bytes(range(16))
 WRITER = {"ckptd": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
 
 
+def resealed(data: bytes, at: int, value: int, *, start: int, body: int) -> bytes:
+    """Change one byte, and make the checksum match that protects the `body` bytes from `start` on and follows them."""
+    changed = bytearray(data)
+    changed[at] = value
+    changed[start + body : start + body + 4] = crc32c(bytes(changed[start : start + body])).to_bytes(4, "little")
+    return bytes(changed)
+
+
 def encoded(encoder: codecs.Encoder, raw: bytes, element_size: int) -> bytes | None:
     """Return the stored form of a chunk, or None if it would not be smaller."""
     stored = bytearray(b"\xee" * len(raw))

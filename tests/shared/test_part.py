@@ -22,7 +22,7 @@ from ckptd.shared.part import TRAILER_SIZE, PartIndex, PartReader, encode_end, e
 from ckptd.shared.plan import MIN_CHUNK, ChunkRange, Plan, Region
 from ckptd.shared.scatter import verify
 from ckptd.shared.snapshot_request import SnapshotRequest
-from tests.shared.samples import NONCE, WRITER, encode_part, flip, memory_file, packed_slot, sample_plan, values_after
+from tests.shared.samples import NONCE, WRITER, encode_part, flip, memory_file, packed_slot, resealed, sample_plan, values_after
 from tests.support.storage import source
 
 PLAN = sample_plan(floats=40_000)  # 160,000 bytes: three chunks of 64 KiB
@@ -200,12 +200,15 @@ def test_an_index_must_match_the_digest_in_the_manifest() -> None:
 
 
 def test_a_newer_part_is_not_called_damaged() -> None:
-    for at in (8, 12):
-        with pytest.raises(NewerFormat, match=r"^p: "):
-            check(SMALL[:at] + b"\x04" + SMALL[at + 1 :])
-    for at in (len(SMALL) - TRAILER_SIZE + 8, len(SMALL) - TRAILER_SIZE + 12):
-        with pytest.raises(NewerFormat, match=r"^p: "):
-            check(SMALL[:at] + b"\x02" + SMALL[at + 1 :])
+    trailer = len(SMALL) - TRAILER_SIZE
+    for start, body, what in ((0, 184, "part header"), (trailer, 60, "part trailer")):
+        for at, value in ((8, 2), (12, 4)):
+            newer = resealed(SMALL, start + at, value, start=start, body=body)
+            with pytest.raises(NewerFormat, match=rf"^p: {what} was written by a newer ckptd"):
+                check(newer)
+            with pytest.raises(IntegrityError, match=f"^p: {what} does not match its checksum$") as caught:
+                check(SMALL[: start + at] + bytes([value]) + SMALL[start + at + 1 :])
+            assert type(caught.value) is IntegrityError, "a damaged version is damage"
 
 
 # -- forged files: every checksum is right, and the content is impossible

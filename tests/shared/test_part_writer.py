@@ -27,7 +27,7 @@ from ckptd.shared.plan import MIN_CHUNK, ChunkRange, chunk_ranges, signature, wi
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.protocol import Source
-from tests.shared.samples import NONCE, packed_slot, sample_plan, values_after
+from tests.shared.samples import NONCE, packed_slot, resealed, sample_plan, values_after
 from tests.support.descriptors import opened
 from tests.support.storage import files_in, source
 
@@ -150,7 +150,7 @@ def test_a_part_in_several_files_has_a_feature_bit_that_older_versions_refuse(pl
     for path in place.path.iterdir():
         assert path.read_bytes()[12:16] == b"\1\0\0\0"
     part = place.path / part_file(0, NONCE)
-    part.write_bytes(part.read_bytes()[:12] + b"\5" + part.read_bytes()[13:])
+    part.write_bytes(resealed(part.read_bytes(), 12, 5, start=0, body=184))
     with pytest.raises(NewerFormat, match="features 0x5"):
         place.read()
 

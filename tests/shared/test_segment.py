@@ -182,6 +182,14 @@ def test_a_newer_header_is_not_called_damaged(segment: int) -> None:
         read_header(segment)
 
 
+def test_a_damaged_version_is_damage(segment: int) -> None:
+    for copy in (0, ALIGN):
+        os.pwrite(segment, HEADER.encode()[:8] + b"\x02" + HEADER.encode()[9:], copy)
+    with pytest.raises(IntegrityError, match="^segment header does not match its checksum$") as caught:
+        read_header(segment)
+    assert type(caught.value) is IntegrityError
+
+
 @pytest.mark.parametrize(
     ("at", "value"),
     [

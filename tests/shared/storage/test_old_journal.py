@@ -47,7 +47,7 @@ def test_the_journal_is_moved_and_an_earlier_version_refuses_the_root(tmp_path: 
     assert {name: left[f"{name}.moved"] for name in FILES} == FILES
     assert OTHER.items() <= left.items()
     assert sorted(number for name in left if (number := names.parse_journal_file(name)) is not None) == [0]
-    with pytest.raises(NewerFormat, match="journal was written by a newer ckptd"):
+    with pytest.raises(NewerFormat, match="journal header was written by a newer ckptd"):
         jf.scan(left[old_journal.BARRIER], 0)
 
 
