@@ -56,9 +56,9 @@ STATES: dict[str, Any] = {
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """Context manager. While it is held, DCP does not warn that there is no process group."""
+    """Context manager. While it is held, DCP does not warn that there is no process group, and not of its own use of torch (2.8)."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled|TypedStorage is deprecated")
         yield
 
 
