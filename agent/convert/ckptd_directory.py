@@ -9,14 +9,14 @@ from __future__ import annotations
 import mmap
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from ckptd.agent.convert.contents import Contents, Leaf, flat, leaf_of, replaced
+from ckptd.agent.convert.contents import Contents, Leaf, flat, in_c_order, leaf_of, replaced
 from ckptd.agent.convert.output import Progress
 from ckptd.agent.convert.stored import as_stored, fill, length_of
 from ckptd.agent.dcp.standalone import StandalonePart, commit
@@ -36,11 +36,14 @@ from ckptd.shared.part_writer import ONE_FILE
 from ckptd.shared.plan import HIDDEN, Alias, Item
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.units import size_text
 
 _ROOM = 1 << 16
 """Bytes of the part for its documents, beside the values document and the plan."""
 _APART = 64
 """The addresses of two storages are at least so many bytes apart."""
+_MOST_ADDRESSES = 1 << 46
+"""The most addresses that are reserved: half of those that a process has."""
 
 
 def contents_of(opened: Opened) -> Contents:
@@ -63,7 +66,7 @@ def contents_of(opened: Opened) -> Contents:
         size = tuple(described.size)
         if isinstance(described, Alias):
             return Leaf(name, dtype, dtype, size, tuple(described.stride), described.offset, described.base)
-        stride = saved.shards[name][0].stride if saved.shard_of_whole(name) else torch.empty(size, device="meta").stride()
+        stride = saved.shards[name][0].stride if saved.shard_of_whole(name) else in_c_order(size)
         return Leaf(name, dtype, dtype, size, tuple(stride), 0, name)
 
     merged = merge([opened.document(rank)["state"] for rank in range(len(opened.sources))])
@@ -102,10 +105,13 @@ class PlannedPart:
         self._leaves: dict[int, Leaf] = {}
         captured = capture(_with_addresses(tree, self._leaves))
         self._tensors = captured.tensors
+        self._inside: dict[str, list[Alias]] = {}
         if self._leaves.keys() != {id(tensor) for tensor in self._tensors.values()} & self._leaves.keys():
             raise UnsavableValue("a tensor is in a container that cannot be looked into: save it in a dict, a list or a tuple")
         local = plan_locally(captured.tensors)
         self.layout: Layout = share_out([Offer(local.rows)])[0].lay_out(local)
+        for alias in self.layout.plan.aliases:
+            self._inside.setdefault(alias.base, []).append(alias)
         self.values = values_document(Captured(captured.state, {}), rng=False)
         self.request = SnapshotRequest(user_content=msgspec.json.encode(user_content).decode(), created=time.time())
         if len(self.request.encode()) > MAX_REQUEST:
@@ -118,11 +124,11 @@ class PlannedPart:
         read = contents.read(whole.values())
         for item in items:
             names = self._members(item)
-            tensors = [next(read)[1] if name in whole else self._tensors[name] for name in names]
+            tensors = (next(read)[1] if name in whole else self._tensors[name] for name in names)
             if item.fqn.startswith(HIDDEN):
                 dense = self._together(item, tensors)
             else:
-                dense = as_stored(tensors[0], item.stride)
+                dense = as_stored(next(tensors), item.stride)
             yield memory(dense, item.length)
 
     def _leaf(self, name: str) -> Leaf | None:
@@ -132,13 +138,12 @@ class PlannedPart:
         """Return the names of the tensors with the bytes of an item: itself, or those inside a storage that several share."""
         if not item.fqn.startswith(HIDDEN):
             return [item.fqn]
-        return [alias.fqn for alias in self.layout.plan.aliases if alias.base == item.fqn]
+        return [alias.fqn for alias in self._inside[item.fqn]]
 
-    def _together(self, item: Item, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _together(self, item: Item, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the bytes of a hidden item, which are those of its members at their places."""
         whole = torch.zeros(item.length, dtype=torch.uint8)
-        members = [alias for alias in self.layout.plan.aliases if alias.base == item.fqn]
-        for alias, tensor in zip(members, tensors, strict=True):
+        for alias, tensor in zip(self._inside[item.fqn], tensors, strict=True):
             width, elements = tensor.dtype.itemsize, copyable(tensor)
             place = whole[: item.length // width * width].view(elements.dtype)
             fill(place.as_strided(tensor.shape, alias.stride, alias.offset // width), elements)
@@ -158,6 +163,8 @@ def _with_addresses(tree: Any, leaves: dict[int, Leaf]) -> Any:
     for storage, length in lengths.items():
         starts[storage] = end
         end += -(-(length + 1) // _APART) * _APART
+    if end > _MOST_ADDRESSES:
+        raise UnsavableValue(f"the state would have {size_text(end)}; expected at most {size_text(_MOST_ADDRESSES)}")
     addresses = _reserved(max(end, 1))
 
     def with_address(leaf: Leaf) -> torch.Tensor:
@@ -184,7 +191,7 @@ def _reserved(length: int) -> torch.UntypedStorage:
 
 
 def write_directory(directory: Path, planned: PlannedPart, contents: Contents, codec: str, progress: Progress) -> None:
-    """Write a checkpoint into an empty directory, and read it back. Raises OSError, IntegrityError."""
+    """Write a checkpoint into an empty directory, and read it back. Raises OSError; IntegrityError, also for values that cannot be made."""
     checkpoint = StandaloneCheckpoint(directory)
     part = StandalonePart(checkpoint, 0, 1, codecs.encoder(codec), None, ONE_FILE)
     layout = planned.layout
@@ -198,6 +205,7 @@ def write_directory(directory: Path, planned: PlannedPart, contents: Contents, c
     part.close()
     with Checkpoint.open(directory) as written:
         written.verify()
+        contents_of(written.opened)  # makes every value that is no plain tensor
 
 
 def _counted(pieces: Iterator[memoryview], progress: Callable[[int], None]) -> Iterator[memoryview]:

@@ -191,8 +191,8 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _renaming(text: str) -> tuple[str, str]:
-    pattern, sign, new = text.rpartition("=")
-    if not sign:
+    pattern, _, new = text.rpartition("=")
+    if not pattern:
         raise InvalidRequest(f"--rename {text}: expected REGEX=NEW")
     return pattern, new
 

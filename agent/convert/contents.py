@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckptd.agent.state.tree import like
+from ckptd.agent.state.tree import empty_like, like
+from ckptd.shared.bounds import MAX_DEPTH, MAX_OBJECTS
 from ckptd.shared.errors import UnsavableValue
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class Contents:
         found = self.find([leaf for leaf in batch if leaf.value is None])
         for leaf in batch:
             tensor = found[leaf.name] if leaf.value is None else leaf.value
-            yield leaf, tensor.detach().to(leaf.dtype)
+            yield leaf, tensor.detach().resolve_conj().resolve_neg().to(leaf.dtype)
 
     def together(self, leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
         """Return all these tensors by the names of the leaves. Those that `find` makes in one storage share it, if none is converted."""
@@ -92,8 +93,19 @@ class Contents:
         return {leaf.name: (found[leaf.name] if leaf.value is None else leaf.value).detach().to(leaf.dtype) for leaf in leaves}
 
 
+def in_c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape in C order, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
 def leaf_of(tensor: torch.Tensor) -> Leaf:
-    """Return the leaf of a tensor that is in memory."""
+    """Return the leaf of a tensor that is in memory. Raises UnsavableValue if it is on the meta device."""
+    if tensor.is_meta:
+        raise UnsavableValue(f"a tensor of shape {list(tensor.shape)} was saved on the meta device, so that it has no values: leave it out")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     storage, offset = f"in memory at {tensor.untyped_storage().data_ptr()}", int(tensor.storage_offset()) * tensor.itemsize
     name = f"{storage}, {offset}, {tensor.dtype}, {tensor.shape}, {tensor.stride()}"
@@ -105,8 +117,9 @@ def replaced(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, dict):
-        made = tree.copy()
-        made.update({key: replaced(value, kind, change) for key, value in tree.items()})
+        made = empty_like(tree)
+        for key, value in children(tree) or ():
+            made[key] = replaced(value, kind, change)
         return made
     return like(tree, [replaced(value, kind, change) for value in tree]) if type(tree) in (list, tuple, deque) else tree
 
@@ -128,10 +141,22 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
 
 
+def check_tree(tree: Any) -> None:
+    """Raise UnsavableValue if containers are nested too deep, contain themselves, or hold too many values for a checkpoint."""
+    level, count, depth = [tree], 0, 0
+    while level:
+        level = [value for container in level for _, value in children(container) or ()]
+        count, depth = count + len(level), depth + 1
+        if depth > MAX_DEPTH:
+            raise UnsavableValue(f"the state is nested more than {MAX_DEPTH} levels deep, or contains itself: nest it less")
+        if count > MAX_OBJECTS:
+            raise UnsavableValue(f"the state holds more than {MAX_OBJECTS:,d} values: save them as tensors instead")
+
+
 def children(tree: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the items of a container with their keys or numbers, or None for any other value."""
     if isinstance(tree, dict):
-        return tree.items()
+        return type(tree).items(tree)  # not tree.items(), which a file may have given another meaning
     return enumerate(tree) if isinstance(tree, (list, tuple, deque)) else None
 
 

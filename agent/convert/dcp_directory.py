@@ -14,14 +14,13 @@ from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from ckptd.agent.convert.contents import Contents, Leaf, flat, leaf_of, not_dense, replaced
+from ckptd.agent.convert.contents import Contents, Leaf, check_tree, flat, in_c_order, leaf_of, not_dense, replaced
 from ckptd.agent.convert.dcp_metadata import MetadataEntry, Piece, read_metadata
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.torch_file import not_loaded, save
@@ -115,22 +114,41 @@ def read_directory(directory: Path) -> Contents:
     is damaged or not complete; OSError.
     """
     entries = read_metadata(directory)
-    tree: dict[str, Any] = {}
+    tree: dict[str | int, Any] = {}
     for name, entry in entries.items():
         value = _value(directory, name, entry) if entry.dtype is None else _leaf(name, entry, entry.dtype)
-        try:
-            set_element(tree, entry.path, value)
-        except (TypeError, IndexError, KeyError, AttributeError):
-            raise IntegrityError(f"{directory}: {name} cannot be at {list(entry.path)}, where another value is") from None
+        container: Any = tree
+        for key in entry.path[:-1]:
+            container = container.setdefault(key, _Container()) if isinstance(container, dict) else None
+        if not isinstance(container, dict) or entry.path[-1] in container:
+            raise IntegrityError(f"{directory}: {name} cannot be at {list(entry.path)}, where another value is")
+        container[entry.path[-1]] = value
+    tree = {key: _as_list(value) for key, value in tree.items()}
     return Contents(tree, lambda leaves: {leaf.name: _tensor(directory, leaf, entries[leaf.name]) for leaf in leaves})
 
 
+class _Container(dict[str | int, Any]):
+    """A dict or list of the state while it is put together from the paths of its values."""
+
+
+def _as_list(value: Any) -> Any:
+    """Return a container as a dict or, if its keys are places, as a list, with None in places that have no value."""
+    if not isinstance(value, _Container):
+        return value
+    made = {key: _as_list(inner) for key, inner in value.items()}
+    places = [key for key in made if isinstance(key, int)]
+    if len(places) < len(made) or not places or max(places) > 2 * len(places) + 64:
+        return made
+    return [made.get(place) for place in range(max(places) + 1)]
+
+
 def _leaf(name: str, entry: MetadataEntry, dtype: torch.dtype) -> Leaf:
-    return Leaf(name, dtype, dtype, entry.size, torch.empty(entry.size, device="meta").stride(), 0, name)
+    return Leaf(name, dtype, dtype, entry.size, in_c_order(entry.size), 0, name)
 
 
 def _value(directory: Path, name: str, entry: MetadataEntry) -> Any:
     value = _loaded(directory, name, entry.pieces[0])
+    check_tree(value)
     return replaced(value, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor))
 
 
@@ -141,6 +159,7 @@ def _tensor(directory: Path, leaf: Leaf, entry: MetadataEntry) -> torch.Tensor:
         shard = _loaded(directory, leaf.name, piece)
         if not isinstance(shard, torch.Tensor) or (shard.dtype, tuple(shard.shape)) != (leaf.saved, piece.sizes):
             raise IntegrityError(f"{directory / piece.file}: the bytes of {leaf.name} are not the shard that the metadata describes")
+        shard = shard.resolve_conj().resolve_neg()
         if piece.sizes == entry.size:
             return shard
         whole = torch.empty(leaf.shape, dtype=leaf.saved) if whole is None else whole

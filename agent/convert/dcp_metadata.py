@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ckptd.shared.bounds import MAX_DEPTH
 from ckptd.shared.coverage import check_all
 from ckptd.shared.errors import IntegrityError, NotFound, UnsavableValue
 
@@ -35,6 +36,7 @@ _CLASSES = {
 }  # fmt: skip
 """The classes that the metadata of DCP may name, by module."""
 _Place = tuple[int, ...]
+_MOST_METADATA = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ def read_metadata(directory: Path) -> dict[str, MetadataEntry]:
     is damaged; OSError.
     """
     path = directory / METADATA
+    if path.is_file() and path.stat().st_size > _MOST_METADATA:
+        raise IntegrityError(f"{path} has {path.stat().st_size:,d} bytes; expected at most {_MOST_METADATA:,d}")
     if not path.is_file():
         raise NotFound(f"{directory} has no {METADATA}: it is no DCP checkpoint, or its save did not end")
     try:
@@ -146,7 +150,7 @@ def _entries(directory: Path, kept: Any) -> dict[str, MetadataEntry]:
         if end > (directory / piece.file).stat().st_size:
             raise IntegrityError(f"the file {piece.file} is cut short: {_text(index.get('fqn'))} would end at {end:,d}")
     found = {
-        _text(name): _entry(name, entry, pieces.get(name, []), paths.get(name) if isinstance(paths, dict) else None, len(described))
+        _text(name): _entry(name, entry, pieces.get(name, []), paths.get(name) if isinstance(paths, dict) else None)
         for name, entry in described.items()
     }
     check_all({
@@ -155,8 +159,8 @@ def _entries(directory: Path, kept: Any) -> dict[str, MetadataEntry]:
     return found
 
 
-def _entry(name: str, entry: Any, pieces: list[Piece], path: Any, count: int) -> MetadataEntry:
-    keys = tuple(path) if isinstance(path, tuple) and path and all(_is_key(key, count) for key in path) else (name,)
+def _entry(name: str, entry: Any, pieces: list[Piece], path: Any) -> MetadataEntry:
+    keys = tuple(path) if isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(map(_is_key, path)) else (name,)
     if entry.kind == "BytesStorageMetadata":
         if len(pieces) != 1:
             raise IntegrityError(f"{name} is stored {len(pieces)} times; expected once")
@@ -168,7 +172,11 @@ def _entry(name: str, entry: Any, pieces: list[Piece], path: Any, count: int) ->
     sizes = {_numbers(chunk.get("offsets")): _numbers(chunk.get("sizes")) for chunk in entry.get("chunks")}
     if sizes.keys() != {one.offsets for one in pieces} or len(sizes) != len(pieces):
         raise IntegrityError(f"{name} has {len(sizes)} shards, and those that are stored are {len(pieces)} others")
-    return MetadataEntry(dtype, _numbers(entry.get("size")), [replace(one, sizes=sizes[one.offsets]) for one in pieces], keys)
+    placed = [replace(one, sizes=sizes[one.offsets]) for one in pieces]
+    for one in placed:
+        if not one.transforms and math.prod(one.sizes) * dtype.itemsize > one.length:
+            raise IntegrityError(f"{name}: a shard of shape {list(one.sizes)} cannot be in {one.length:,d} bytes")
+    return MetadataEntry(dtype, _numbers(entry.get("size")), placed, keys)
 
 
 def _piece(info: Any, offsets: _Place) -> Piece:
@@ -178,9 +186,9 @@ def _piece(info: Any, offsets: _Place) -> Piece:
     return Piece(file, offset, length, offsets, (), tuple(map(_text, info.get("transform_descriptors") or ())))
 
 
-def _is_key(key: Any, count: int) -> bool:
-    """Return True for a key of a dict, or a place in a list that has no more members than the checkpoint has values."""
-    return type(key) is str or (type(key) is int and 0 <= key < count)
+def _is_key(key: Any) -> bool:
+    """Return True for a key of a dict, or a place in a list."""
+    return type(key) is str or (type(key) is int and key >= 0)
 
 
 def _text(value: Any) -> str:

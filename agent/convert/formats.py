@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, torch_file
 from ckptd.agent.convert.contents import Contents
 from ckptd.agent.convert.dcp_metadata import METADATA
-from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.names import MANIFEST
 
 FORMATS = {
@@ -28,6 +30,8 @@ def format_of(path: Path) -> str:
     """Return the format of a file or directory, a key of `FORMATS`. Raises NotFound if there is none, OSError."""
     if not path.exists():
         raise NotFound(f"{path} is not there")
+    if not path.is_dir() and not path.is_file():
+        raise NotFound(f"{path} is neither a file nor a directory")
     if path.is_dir():
         if (path / METADATA).is_file():
             return "dcp"
@@ -44,12 +48,25 @@ def format_of(path: Path) -> str:
     return "safetensors" if begin[8:] == b"{" else "torch"
 
 
+@contextmanager
+def one_sentence(path: Path) -> Iterator[None]:
+    """Context manager. Turns the errors of torch, which have many types, into IntegrityError while a foreign source is read."""
+    try:
+        yield
+    except (CkptdError, OSError):
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())[:200] or type(error).__name__
+        raise IntegrityError(f"{path} cannot be read; it is damaged, or holds what torch cannot handle: {said}") from error
+
+
 def open_contents(path: Path, format: str = "") -> tuple[Contents, list[str]]:
     """Return the contents of a file or directory, and the names of the files in it that are left out.
 
     format: a key of `FORMATS`, or "" to look which it is. Raises NotFound, UnsavableValue, IntegrityError, OSError.
     """
-    format = format or format_of(path)
+    found = format_of(path)
+    format = format or found
     if (format in ("dcp", "hf")) != path.is_dir():
         raise NotFound(f"{path} is a {'directory' if path.is_dir() else 'file'}; expected {FORMATS[format]}")
     if format == "hf":

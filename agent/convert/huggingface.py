@@ -13,12 +13,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from ckptd.agent.convert.contents import Contents, Leaf
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.safetensors_file import leaves_of, write_file
 from ckptd.agent.convert.stored import StoredBytes, read_stored
+from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 
 CARRIED = (
@@ -153,6 +155,8 @@ def _files(directory: Path) -> dict[str, list[str]]:
     try:
         for name, file in json.loads((directory / _INDEX).read_bytes())["weight_map"].items():
             files.setdefault(file, []).append(name)
+        if not files:
+            raise ValueError("it names no tensor")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(f"{directory / _INDEX} cannot be read: {error!r}") from None
     for file in files:
@@ -183,6 +187,9 @@ def _text_or_object(data: bytes) -> Any:
         return None
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError):
+        if not isinstance(found, dict) or deeper_than(found, MAX_DEPTH - 1):
+            return text
+        same = msgspec.json.decode(msgspec.json.encode(found)) == found
+    except (ValueError, RecursionError):  # also for surrogates
         return text
-    return found if isinstance(found, dict) else text
+    return found if same else text  # NaN, for example, is no JSON

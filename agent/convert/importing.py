@@ -11,7 +11,7 @@ import torch
 
 from ckptd.agent.convert.ckptd_directory import PlannedPart, write_directory
 from ckptd.agent.convert.contents import Leaf, flat
-from ckptd.agent.convert.formats import FORMATS, format_of, open_contents
+from ckptd.agent.convert.formats import FORMATS, format_of, one_sentence, open_contents
 from ckptd.agent.convert.output import Progress, check_place, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.shared import codec as codecs
@@ -71,20 +71,23 @@ def import_checkpoint(
         raise InvalidRequest(f"format: there is no {format!r}; there are {', '.join(FORMATS)}")
     codecs.encoder(codec)
     source, place = Path(os.path.abspath(path)), Path(os.path.abspath(out))
+    if place.is_relative_to(source):
+        raise InvalidRequest(f"{place} is inside {source}, which an import does not change: choose another place")
     try:
-        format = format or format_of(source)
-        contents, left_out = open_contents(source, format)
-        tree = Selection(only, dtype, tuple(rename), names or {}).of(contents.tree)
-        under = ("model" if format == "hf" else "") if under is None else under
-        tree = {under: tree} if under else tree
-        leaves = {leaf.name: leaf for _, leaf in flat(tree) if isinstance(leaf, Leaf)}
-        planned = PlannedPart(tree, contents.user_content)
-        found = Imported(place, format, len(leaves), planned.layout.data_length, left_out)
-        check_place(place, found.nbytes)
-        if not dry_run:
-            begin(found.nbytes)
-            with published(place, directory=True) as beside:
-                write_directory(beside, planned, contents, codec, progress)
-        return found
+        with one_sentence(source):
+            format = format or format_of(source)
+            contents, left_out = open_contents(source, format)
+            tree = Selection(only, dtype, tuple(rename), names or {}).of(contents.tree)
+            under = ("model" if format == "hf" else "") if under is None else under
+            tree = {under: tree} if under else tree
+            leaves = {leaf.name: leaf for _, leaf in flat(tree) if isinstance(leaf, Leaf)}
+            planned = PlannedPart(tree, contents.user_content)
+            found = Imported(place, format, len(leaves), planned.layout.data_length, left_out)
+            check_place(place, found.nbytes)
+            if not dry_run:
+                begin(found.nbytes)
+                with published(place, directory=True) as beside:
+                    write_directory(beside, planned, contents, codec, progress)
+            return found
     except OSError as error:
         raise StorageError.of(f"import {path} to {out}", error) from None

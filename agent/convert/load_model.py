@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Contents, Leaf, model_of
-from ckptd.agent.convert.formats import is_of_another_tool, open_contents
+from ckptd.agent.convert.formats import is_of_another_tool, one_sentence, open_contents
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.loader import copy_any
@@ -92,7 +92,8 @@ def load_model(
 @contextmanager
 def _opened(path: Path, which: str | int) -> Iterator[Contents]:
     if is_of_another_tool(path):
-        yield open_contents(path)[0]
+        with one_sentence(path):
+            yield open_contents(path)[0]
         return
     with Checkpoint.open(path, which) as checkpoint:
         yield contents_of(checkpoint.opened)

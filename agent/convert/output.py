@@ -47,7 +47,8 @@ def published(out: Path, *, directory: bool) -> Iterator[Path]:
     The name begins with a dot and ends in ".partial". In the end nothing is left there, also after an error, unless this process is killed.
     Raises AlreadyExists if another program has made `out` meanwhile, OSError.
     """
-    beside = out.with_name(f".{out.name[:100]}.{names.new_nonce().hex()[:8]}.partial")
+    short = out.name.encode(errors="surrogateescape")[:100].decode(errors="ignore")
+    beside = out.with_name(f".{short}.{names.new_nonce().hex()[:8]}.partial")
     if directory:
         beside.mkdir()
     try:

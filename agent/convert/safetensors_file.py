@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckptd.agent.convert.contents import Contents, Leaf
+from ckptd.agent.convert.contents import Contents, Leaf, in_c_order
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.stored import StoredBytes, read_stored
 from ckptd.agent.plan.layout import memory
@@ -121,23 +121,24 @@ def leaves_of(path: Path) -> tuple[dict[str, Leaf], dict[str, str], dict[str, St
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"two tensors have the name {next(name for name in names if names.count(name) > 1)!r}")
+    found = dict[str, Any]()
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"two tensors have the name {name!r}")
+        found[name] = value
     return found
 
 
 def _leaf(name: str, entry: dict[str, Any], path: Path) -> Leaf:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     if entry["dtype"] not in _BY_NAME:
-        raise UnsavableValue(f"{path}: {name} has the dtype {entry['dtype']!r}, which this torch does not have")
+        raise UnsavableValue(f"{path}: {name} has the dtype {entry['dtype']!r}, which is not supported")
     dtype = _BY_NAME[entry["dtype"]]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError(f"{name} has the shape {list(shape)} at {start} to {end}")
     if math.prod(shape) * dtype.itemsize != end - start:
         raise ValueError(f"{name} has {end - start:,d} bytes; expected {math.prod(shape) * dtype.itemsize:,d}")
-    return Leaf(name, dtype, dtype, shape, torch.empty(shape, device="meta").stride(), 0, f"{path.name}: {name}")
+    return Leaf(name, dtype, dtype, shape, in_c_order(shape), 0, f"{path.name}: {name}")
 
 
 def _check_ends(header: Mapping[str, Any], size: int) -> None:

@@ -14,7 +14,9 @@ from ckptd.agent.plan.layout import memory
 from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.fs import read_exactly
-from ckptd.shared.plan import is_dense
+from ckptd.shared.plan import ELEMENT_SIZES, is_dense
+
+_WIDEST = max(ELEMENT_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +29,29 @@ class StoredBytes:
 
 
 def read_stored(leaves: Iterable[Leaf], places: Mapping[str, StoredBytes]) -> dict[str, torch.Tensor]:
-    """Return the tensors of leaves by their names, in new memory. `places` has the place of each storage by its name.
+    """Return the tensors of leaves by their names, in new memory. Those of one storage share it.
 
+    `places` has the place of each storage by its name. Between the tensors of one storage, bytes that none of them has are read, too.
     Raises IntegrityError if a file ends before a tensor does, OSError.
     """
+    by_storage: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        by_storage.setdefault(leaf.storage, []).append(leaf)
     found, files = dict[str, torch.Tensor](), dict[Path, int]()
     try:
-        for leaf in leaves:
-            place = places[leaf.storage]
+        for storage, members in by_storage.items():
+            place = places[storage]
             if place.path not in files:
                 files[place.path] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
-            length = length_of(leaf) - leaf.offset
-            storage = torch.empty(length // leaf.saved.itemsize, dtype=leaf.saved)
-            if read_exactly(files[place.path], memory(storage, length), place.offset + leaf.offset) != length:
-                raise IntegrityError(f"{place.path} is cut short: {leaf.name} lies beyond its end")
-            found[leaf.name] = storage.as_strided(leaf.shape, leaf.stride)
+            start = min(leaf.offset for leaf in members) // _WIDEST * _WIDEST
+            length = max(0, max(map(length_of, members)) - start)
+            raw = torch.empty(length, dtype=torch.uint8)
+            if read_exactly(files[place.path], memory(raw, length), place.offset + start) != length:
+                raise IntegrityError(f"{place.path} is cut short: {members[0].name} lies beyond its end")
+            for leaf in members:
+                view = torch.empty(0, dtype=leaf.saved)
+                offset = 0 if 0 in leaf.shape else (leaf.offset - start) // leaf.saved.itemsize
+                found[leaf.name] = view.set_(raw.untyped_storage(), offset, leaf.shape, leaf.stride)
     finally:
         for file in files.values():
             os.close(file)

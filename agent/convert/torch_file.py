@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from ckptd.agent.convert.contents import Contents, Leaf, children, flat, leaf_of, replaced
+from ckptd.agent.convert.contents import Contents, Leaf, check_tree, children, flat, leaf_of, replaced
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.stored import StoredBytes, fill, length_of, read_stored
 from ckptd.agent.plan.layout import memory
@@ -122,17 +123,16 @@ def _set_checksums(path: Path, file: CheckedFile, crcs: dict[int, int]) -> None:
     for record in _records(path):
         if record.place in crcs:
             crc = crcs[record.place].to_bytes(4, "little")
-            file.write_at(record.header + _LOCAL_CRC, crc)
+            file.write_at(record.info.header_offset + _LOCAL_CRC, crc)
             file.write_at(record.entry + _CENTRAL_CRC, crc)
 
 
 class _Record(NamedTuple):
-    """A file in a zip: the places of its bytes, of its own header and of its entry in the directory, and the number of its bytes."""
+    """A file in a zip, the place of its bytes, and the place of its entry in the directory."""
 
+    info: zipfile.ZipInfo
     place: int
-    header: int
     entry: int
-    length: int
 
 
 def _records(path: Path) -> Iterator[_Record]:
@@ -144,7 +144,7 @@ def _records(path: Path) -> Iterator[_Record]:
             entry = _CENTRAL.unpack(raw.read(_CENTRAL.size))
             raw.seek(info.header_offset + _LOCAL_LENGTHS)
             lengths = struct.unpack("<2H", raw.read(4))
-            yield _Record(info.header_offset + _LOCAL_LENGTHS + 4 + sum(lengths), info.header_offset, at, info.file_size)
+            yield _Record(info, info.header_offset + _LOCAL_LENGTHS + 4 + sum(lengths), at)
             at += _CENTRAL.size + sum(entry[10:13])
 
 
@@ -183,15 +183,16 @@ def _loads(value: Any) -> bool:
 def read_file(path: Path) -> Contents:
     """Return the contents of a file that torch.save has written. The storages stay in the file until they are read.
 
-    A file in the format of torch before 1.6, and one with sparse tensors or tensors in sets, is read whole at once.
+    A file is read whole at once if it is in the format of torch before 1.6, was compressed or written on a big-endian machine, or has
+    sparse tensors, conjugate views, or tensors in sets.
 
-    Raises UnsavableValue if only pickled code could load it, IntegrityError if it is damaged, OSError.
+    Raises UnsavableValue if only pickled code could load it, or if a tensor has no values; IntegrityError if it is damaged; OSError.
     """
-    found = _without_storages(path) if zipfile.is_zipfile(path) else None
-    if found is not None:
+    if (found := _without_storages(path)) is not None:
         return found
-    tree = replaced(_loaded(path), torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor))
-    return Contents(tree, lambda leaves: {})
+    loaded = _loaded(path)
+    check_tree(loaded)
+    return Contents(replaced(loaded, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor)), lambda leaves: {})
 
 
 def _loaded(path: Path) -> Any:
@@ -209,48 +210,73 @@ def not_loaded(name: str, damaged: str, error: Exception) -> UnsavableValue | In
     name: of the value. damaged: the sentence for bytes that nothing could load. error: of torch.load.
     """
     said = " ".join(str(error).split()) or repr(error)
-    if type(error).__name__ == "UnpicklingError" and (found := re.search(r"(?:GLOBAL |class |function )([\w.]+)", said)):
-        return UnsavableValue(f"{name} can only be loaded by running pickled code, which ckptd does not do: it names {found[1]}")
-    return IntegrityError(f"{damaged}: {said[:200]}")
+    if type(error).__name__ == "UnpicklingError":
+        if found := re.search(r"(?:GLOBAL |class |function )([\w.]+)", said):
+            return UnsavableValue(f"{name} can only be loaded by running pickled code, which ckptd does not do: it names {found[1]}")
+        if found := re.search(r"WeightsUnpickler error: (.{1,150}?)(?= Check the documentation|$)", said):  # without torch's advice
+            said = found[1]
+    return IntegrityError(f"{damaged}, or it holds what torch.load(weights_only=True) refuses: {said[:200]}")
 
 
 def _without_storages(path: Path) -> Contents | None:
-    """Return the contents of a zip whose storages stay in the file, or None if it has to be read whole.
+    """Return the contents of a file whose storages stay in it, or None if it has to be read whole, which also finds damage. Raises OSError.
 
-    Raises IntegrityError if a tensor lies outside its storage; OSError.
+    torch computes the places of storages from their sizes, so they count only if the file has a storage of that size there.
     """
     try:
+        lengths = _storages(path)
         with FakeTensorMode():
-            loaded = torch.load(path, weights_only=True, map_location="cpu")
+            loaded = torch.load(path, weights_only=True, map_location="cpu") if lengths is not None else None
     except OSError:
         raise
-    except Exception:  # `_loaded` finds out whether the file is damaged
+    except Exception:  # torch.load and zipfile raise errors of many types
         return None
-    lengths = {record.place: record.length for record in _records(path)}
-    places = dict[str, StoredBytes]()
+    if lengths is None:
+        return None
+    check_tree(loaded)
+    tensors = [value for _, value in flat(loaded) if isinstance(value, torch.Tensor)]
+    if any(map(_needs_memory, tensors)) or _in_a_set(loaded):
+        return None
+    storages = {(tensor.untyped_storage()._checkpoint_offset or 0, tensor.untyped_storage().nbytes()) for tensor in tensors}
+    if any(nbytes and lengths.get(place) != nbytes for place, nbytes in storages):
+        return None
+    places = {str(place): StoredBytes(path, place, nbytes) for place, nbytes in storages}
 
     def leaf(tensor: torch.Tensor) -> Leaf:
-        start = tensor.untyped_storage()._checkpoint_offset or 0
-        made = Leaf(
-            f"{start}, {tensor.storage_offset()}, {tensor.dtype}, {tuple(tensor.shape)}, {tensor.stride()}", tensor.dtype, tensor.dtype,
-            tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()) * tensor.itemsize, str(start),
-        )  # fmt: skip
-        if tensor.numel() and length_of(made) > lengths.get(start, 0):
-            raise IntegrityError(f"{path} is damaged: a tensor of shape {list(tensor.shape)} lies outside its storage")
-        places[made.storage] = StoredBytes(path, start, lengths.get(start, 0))
-        return made
+        storage, offset = str(tensor.untyped_storage()._checkpoint_offset or 0), int(tensor.storage_offset()) * tensor.itemsize
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return Leaf(f"{storage}, {offset}, {tensor.dtype}, {shape}, {stride}", tensor.dtype, tensor.dtype, shape, stride, offset, storage)
 
-    if any(map(_needs_memory, (value for _, value in flat(loaded)))) or _in_a_set(loaded):
-        return None
     tree = replaced(loaded, torch.Tensor, leaf)
+    leaves = [value for _, value in flat(tree) if isinstance(value, Leaf)]
+    if any(length_of(one) > places[one.storage].length for one in leaves if 0 not in one.shape):
+        raise IntegrityError(f"{path} is damaged: a tensor in it lies outside its storage")
     return Contents(tree, lambda leaves: read_stored(leaves, places))
 
 
-def _needs_memory(value: Any) -> bool:
+def _storages(path: Path) -> dict[int, int] | None:
+    """Return the lengths of the storages in a zip by their places, or None if they do not lie there as torch.save writes them.
+
+    Raises BadZipFile, OSError.
+    """
+    records = sorted(_records(path), key=lambda record: record.info.header_offset) if zipfile.is_zipfile(path) else []
+    storages = [record for record in records if "/data/" in record.info.filename]
+    with path.open("rb") as file:
+        for record in records:
+            if record.info.filename.endswith("/byteorder"):
+                file.seek(record.place)
+                if file.read(record.info.file_size) != sys.byteorder.encode():
+                    return None
+    names = [record.info.filename.rpartition("/")[2] for record in storages]
+    if not records or names != list(map(str, range(len(names)))) or any(record.info.compress_type for record in records):
+        return None
+    return {record.place: record.info.file_size for record in storages}
+
+
+def _needs_memory(tensor: torch.Tensor) -> bool:
     """Return True for a tensor that is not described by dtype, shape, strides and the place of its storage alone."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_conj() or value.is_neg()
+    plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    return not plain or tensor.is_conj() or tensor.is_neg()
 
 
 def _in_a_set(tree: Any) -> bool:

@@ -124,7 +124,8 @@ def test_every_option_of_an_import(tmp_path: Path) -> None:
 
 
 def test_files_that_an_import_leaves_out_are_named(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "tokenizer.json").write_text("x" * (1 << 20))
-    done = CliRunner().invoke(import_, [str(tmp_path), "--out", str(tmp_path / "out")])
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.ones(1)}, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "tokenizer.json").write_text("x" * (1 << 20))
+    done = CliRunner().invoke(import_, [str(tmp_path / "hf"), "--out", str(tmp_path / "out")])
     assert done.stdout.endswith("1 tensors, 4 B\nleft out, because it is too large for user_content: tokenizer.json\n")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptd.agent.convert import contents
-from ckptd.agent.convert.contents import Contents, Leaf, flat, replaced, without_tensors
+from ckptd.agent.convert.contents import Contents, Leaf, flat, in_c_order, replaced, without_tensors
 from tests.agent.convert.saved import bits
 
 
@@ -44,3 +44,23 @@ def test_replaced_keeps_the_containers() -> None:
     assert found == (10, [20, "x"], OrderedDict(c=30), deque([40]))
     assert (type(found[2]), found[3].maxlen) == (OrderedDict, 9)
     assert tree[2]["c"] == 3
+
+
+def test_nothing_of_an_object_is_called_that_a_file_may_have_set() -> None:
+    tree = OrderedDict(a=1)
+    tree.__dict__.update(items=5, copy=5)
+    assert replaced(tree, int, lambda number: number + 1) == OrderedDict(a=2)
+    assert list(flat(tree)) == [("a", 1)]
+
+
+def test_strides_in_c_order() -> None:
+    for shape in ((), (3,), (2, 3, 4), (0, 3), (2, 0, 3), (1, 1)):
+        assert in_c_order(shape) == torch.empty(shape).stride()
+
+
+def test_a_tensor_that_shares_a_storage_is_converted_after_its_values_are_resolved() -> None:
+    tensor = torch.tensor([1 + 2j]).conj()
+    leaf = Leaf("x", torch.complex64, torch.complex64, (1,), (1,), 0, "x")
+    [(_, found)] = Contents(None, lambda leaves: {"x": tensor}).read([leaf])
+    assert not found.is_conj()
+    assert found.tolist() == [1 - 2j]

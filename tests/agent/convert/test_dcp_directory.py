@@ -86,19 +86,34 @@ def test_damaged_bytes_are_named(tmp_path: Path) -> None:
         dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     file = tmp_path / "dcp" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(IntegrityError, match="__0_0.distcp: the bytes of w cannot be read: "):
+    with pytest.raises(IntegrityError, match="__0_0.distcp: the bytes of w cannot be read, or it holds what torch.load"):
         read(tmp_path / "dcp")
 
 
-def test_two_values_at_one_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [("a", "b", "c"), ("a", "b"), ("a",)])
+def test_two_values_at_one_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: tuple[str, ...]) -> None:
     with one_process():
         dcp.save({"a": {"b": torch.ones(1)}, "c": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     right = dcp_metadata.read_metadata
 
     def wrong(directory: Path) -> Any:
         found = right(directory)
-        return found | {"c": replace(found["c"], path=("a", "b", "c"))}
+        return found | {"c": replace(found["c"], path=path)}
 
     monkeypatch.setattr(dcp_directory, "read_metadata", wrong)
-    with pytest.raises(IntegrityError, match=r"c cannot be at \['a', 'b', 'c'\], where another value is$"):
+    with pytest.raises(IntegrityError, match=r"c cannot be at \[.*\], where another value is$"):
         read_directory(tmp_path / "dcp")
+
+
+def test_places_in_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_process():
+        dcp.save({f"x{number}": torch.full((1,), float(number)) for number in range(4)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    paths: dict[str, tuple[str | int, ...]] = {"x0": ("list", 2), "x1": ("list", 0), "x2": ("huge", 1 << 40), "x3": ("mixed", "a")}
+    right = dcp_metadata.read_metadata
+    monkeypatch.setattr(
+        dcp_directory, "read_metadata", lambda place: {name: replace(one, path=paths[name]) for name, one in right(place).items()}
+    )
+    found = read(tmp_path / "dcp")
+    assert [None if one is None else int(one) for one in found["list"]] == [1, None, 0]
+    assert int(found["huge"][1 << 40]) == 2
+    assert int(found["mixed"]["a"]) == 3

@@ -148,11 +148,25 @@ def test_metadata_that_cannot_be_right_is_refused(directory: Path, change: Calla
         read_metadata(changed(directory, change))
 
 
-def test_a_place_in_a_list_that_would_take_all_memory_is_not_made(directory: Path) -> None:
-    def change(metadata: Metadata) -> None:
-        metadata.planner_data["runs.1"] = ("runs", 1 << 40)
+def test_a_path_that_no_state_has_is_not_used(directory: Path) -> None:
+    for path in (("runs", -1), (), ("x",) * 101, [1], ("runs", 1.5), 3):
+        made = changed(directory, lambda metadata, path=path: metadata.planner_data.update({"runs.1": path}))  # type: ignore[misc]
+        assert read_metadata(made)["runs.1"].path == ("runs.1",)
 
-    assert read_metadata(changed(directory, change))["runs.1"].path == ("runs.1",)
+
+def test_a_shard_that_would_take_more_than_its_bytes_is_refused(directory: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        entry: Any = metadata.state_dict_metadata["net.w"]
+        entry.size = entry.chunks[0].sizes = torch.Size([1 << 31, 1 << 10])
+
+    with pytest.raises(IntegrityError, match=r"net.w: a shard of shape \[2147483648, 1024\] cannot be in 1,\d+ bytes$"):
+        read_metadata(changed(directory, change))
+
+
+def test_metadata_of_any_length_is_not_read(directory: Path) -> None:
+    os.truncate(directory / METADATA, (1 << 30) + 1)
+    with pytest.raises(IntegrityError, match="has 1,073,741,825 bytes; expected at most 1,073,741,824$"):
+        read_metadata(directory)
 
 
 def test_no_metadata(tmp_path: Path) -> None:

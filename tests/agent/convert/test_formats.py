@@ -30,5 +30,6 @@ def test_formats_are_told_by_their_files(tmp_path: Path) -> None:
 
 
 def test_a_directory_where_a_file_is_expected(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").touch()
     with pytest.raises(NotFound, match="is a directory; expected one file that torch.load reads$"):
         open_contents(tmp_path, "torch")

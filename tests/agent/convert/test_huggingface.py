@@ -102,6 +102,7 @@ def test_a_model_in_several_files(model: Path) -> None:
         ({"a": "three.safetensors"}, "lacks three.safetensors, which its index names: the directory is not complete"),
         ({"a": "one.safetensors", "x": "one.safetensors"}, "one.safetensors lacks x, which the index says is there"),
         ([1], "index.json cannot be read"),
+        ({}, "index.json cannot be read: ValueError.'it names no tensor'."),
         (None, "index.json cannot be read"),
     ],
 )
@@ -121,6 +122,13 @@ def test_an_index_that_is_no_json_is_refused(model: Path) -> None:
         (model / "model.safetensors.index.json").write_text(text)
         with pytest.raises(IntegrityError, match="index.json cannot be read"):
             read_directory(model)
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1e400}', '{"a": "\\ud800"}', '{"a":' * 100 + "1" + "}" * 100, "[1]", "text"])
+def test_a_file_that_is_no_json_object_stays_text(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    contents, _ = read_directory(model)
+    assert contents.user_content == {"config.json": text}
 
 
 def test_files_that_have_no_room_in_the_user_content_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

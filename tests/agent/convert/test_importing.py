@@ -8,8 +8,12 @@ import resource
 import signal
 import time
 import weakref
-from collections import OrderedDict
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,10 +22,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from ckptd.agent import Checkpoint, StorageReader
-from ckptd.agent.convert import contents, export
+from ckptd.agent.convert import contents, export, stored
 from ckptd.agent.convert.contents import flat, replaced
 from ckptd.agent.convert.importing import import_checkpoint
 from ckptd.agent.convert.safetensors_file import DTYPES as SAFE
+from ckptd.shared import fs
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidRequest, NotFound, StorageError, UnsavableValue
 from ckptd.shared.plan import HIDDEN
 from tests.agent.convert.saved import DTYPES, STATES, assert_same, loaded, one_process, random, save
@@ -203,6 +208,138 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path: Path) -> None:
     refused(tmp_path, InvalidRequest, "ours is a checkpoint of ckptd already", "ours")
     (tmp_path / "out").mkdir()
     refused(tmp_path, AlreadyExists, "out exists already")
+
+
+def rezipped(path: Path, compression: int = zipfile.ZIP_STORED, order: int = 1, changed: dict[str, bytes] | None = None) -> None:
+    """Write the zip again: compressed or not, its files in another order, and some of them with other bytes."""
+    with zipfile.ZipFile(path) as old:
+        files = [(info.filename, (changed or {}).get(info.filename.rpartition("/")[2], old.read(info))) for info in old.infolist()]
+    with zipfile.ZipFile(path, "w", compression) as new:
+        for name, data in files[::order]:
+            new.writestr(name, data)
+
+
+def swapped(values: torch.Tensor) -> bytes:
+    return values.numpy().byteswap().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:The default load endianness")
+def test_files_that_torch_has_not_laid_out_itself(tmp_path: Path) -> None:
+    state = {"a": random(torch.float32, 50), "b": random(torch.float32, 50, seed=2)}
+    for number, (compression, order) in enumerate(((zipfile.ZIP_DEFLATED, 1), (zipfile.ZIP_STORED, 1), (zipfile.ZIP_STORED, -1))):
+        place = tmp_path / str(number)
+        place.mkdir()
+        torch.save(state, place / "source")
+        rezipped(place / "source", compression, order)
+        assert_same(torch.load(place / "source", weights_only=True), state)
+        assert_same(imported(place / "source"), state)
+    values = torch.arange(6.0)
+    torch.save({"a": values}, tmp_path / "source")
+    rezipped(tmp_path / "source", changed={"byteorder": b"big", "0": swapped(values)})
+    assert_same(imported(tmp_path / "source"), {"a": values})
+
+
+def test_conjugate_views_keep_their_values(tmp_path: Path) -> None:
+    state = {"c": torch.tensor([1 + 2j, 3 - 4j]).conj(), "n": torch.tensor([1 + 2j]).conj().imag}
+    resolved = {"c": torch.tensor([1 - 2j, 3 + 4j]), "n": torch.tensor([-2.0])}
+    torch.save(state, tmp_path / "source")
+    assert_same(imported(tmp_path / "source"), resolved)
+    (tmp_path / "two").mkdir()
+    with one_process():
+        dcp.save({"c": state["c"]}, checkpoint_id=tmp_path / "two" / "source", no_dist=True)
+    assert_same(imported(tmp_path / "two" / "source"), {"c": resolved["c"]})
+
+
+def test_counters_are_not_multiplied(tmp_path: Path) -> None:
+    torch.save({"c": Counter(a=3), "d": OrderedDict(b=1, a=2)}, tmp_path / "source")
+    found = imported(tmp_path / "source")
+    assert (found["c"], list(found["d"])) == (Counter(a=3), ["b", "a"])
+
+
+def test_many_views_of_one_storage_are_read_with_it(tmp_path: Path) -> None:
+    columns = torch.arange(250_000.0).reshape(500, 500).unbind(1)
+    torch.save({"columns": list(columns)}, tmp_path / "source")
+    with peak_of_reads() as read:
+        found = imported(tmp_path / "source")
+    assert all(torch.equal(one, other) for one, other in zip(found["columns"], columns, strict=True))
+    assert sum(read) <= 2 * 1_000_000
+
+
+@contextmanager
+def peak_of_reads() -> Iterator[list[int]]:
+    """Context manager. Gives a list of the bytes of every read of a source."""
+    read, right = list[int](), fs.read_exactly
+
+    def counting(fd: int, buffer: memoryview, offset: int) -> int:
+        read.append(len(buffer))
+        return right(fd, buffer, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored, "read_exactly", counting)
+        yield read
+
+
+def test_a_tensor_without_values_is_refused(tmp_path: Path) -> None:
+    for new in (True, False):
+        torch.save({"m": torch.ones(2, device="meta")}, tmp_path / "source", _use_new_zipfile_serialization=new)
+        refused(tmp_path, UnsavableValue, r"a tensor of shape \[2\] was saved on the meta device, so that it has no values")
+
+
+def test_a_value_that_cannot_be_made_again_is_not_published(tmp_path: Path) -> None:
+    torch.save({"s": torch.sparse_coo_tensor(torch.tensor([[5]]), torch.tensor([1.0]), (3,), check_invariants=False)}, tmp_path / "source")
+    refused(tmp_path, IntegrityError, "a value of kind sparse cannot be made from its fields|damaged")
+
+
+def test_containers_that_would_never_end(tmp_path: Path) -> None:
+    own: list[Any] = []
+    own.append(own)
+    deep: Any = 0
+    for _ in range(150):
+        deep = [deep]
+    doubled: Any = 0
+    for _ in range(30):
+        doubled = [doubled, doubled]
+    for value, said in ((own, "or contains itself"), (deep, "nested more than 100 levels deep"), (doubled, "more than 8,388,608 values")):
+        torch.save({"x": value}, tmp_path / "source")
+        refused(tmp_path, UnsavableValue, said)
+
+
+def test_special_files_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "source")
+    for format in ("", "torch", "safetensors"):
+        refused(tmp_path, NotFound, "source is neither a file nor a directory", format=format)
+
+
+def test_the_output_is_not_inside_the_source(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    save_file({"w": torch.ones(1)}, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(InvalidRequest, match="out is inside .*source, which an import does not change: choose another place"):
+        import_checkpoint(tmp_path / "source", tmp_path / "source" / "out")
+
+
+def test_errors_of_torch_become_one_sentence(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1).expand(1 << 61)}, tmp_path / "source")
+    refused(tmp_path, CkptdError, "^no room for 9223372.04 TB at ")
+    header = b'{"x":{"dtype":"U8","shape":[4611686018427387904,4611686018427387904,0],"data_offsets":[0,0]}}'
+    (tmp_path / "source").write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(tmp_path, IntegrityError, "source cannot be read; it is damaged, or holds what torch cannot handle")
+
+
+def test_every_flipped_bit_around_the_data_is_harmless(tmp_path: Path) -> None:
+    """The import is refused in one sentence, or has what torch.load has."""
+    torch.save({"w": torch.arange(8.0), "b": torch.ones(3)}, tmp_path / "whole")
+    data, chance = (tmp_path / "whole").read_bytes(), Random(1)
+    for number in range(250):
+        changed = bytearray(data)
+        changed[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        place = tmp_path / str(number)
+        place.mkdir()
+        (place / "source").write_bytes(changed)
+        try:
+            found = imported(place / "source")
+        except CkptdError:
+            continue
+        assert_same(found, torch.load(place / "source", weights_only=True, map_location="cpu"))
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 100, 700])

@@ -112,5 +112,5 @@ def test_a_header_of_any_length_is_not_read_before_it_is_checked(tmp_path: Path)
 
 
 def test_a_dtype_that_torch_does_not_have_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsavableValue, match="file: x has the dtype 'F6_E2M3', which this torch does not have$"):
+    with pytest.raises(UnsavableValue, match="file: x has the dtype 'F6_E2M3', which is not supported$"):
         read_file(file_with(tmp_path / "file", {"x": entry(0, 3, dtype="F6_E2M3")}, b"123"))
