@@ -83,7 +83,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.daemon
 	$(RUN) -m benchmarks.steady
 	$(RUN) -m benchmarks.single_tensor
-	$(RUN) -m benchmarks.exports
+	$(RUN) -m benchmarks.conversions
 	$(RUN) -m benchmarks.table
 
 # Writes the manual pages from the commands.

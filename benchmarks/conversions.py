@@ -1,10 +1,11 @@
-"""Measures the time, the bytes and the memory of exports, beside the ways that PyTorch and transformers have for the same result.
+"""Measures the time, the bytes and the memory of exports and imports, beside the ways that PyTorch and transformers have.
 
-`python -m benchmarks.exports [--gigabytes N]`. The state is that of a transformer with random weights in bf16 and no optimizer, 5 GB by
+`python -m benchmarks.conversions [--gigabytes N]`. The state is that of a transformer with random weights in bf16 and no optimizer, 5 GB by
 default. Each way runs in a process of its own, whose most memory (ru_maxrss) counts, without that of the imports. The files that are read
 were dropped from the page cache, and the time ends when what was written is synced.
 
-dcp_to_torch_save and save_pretrained check nothing of what they read or write. Exports check both, and read back what they have written.
+dcp_to_torch_save, save_pretrained and dcp.load check nothing of what they read or write, and dcp.load writes nothing. Exports check both,
+imports check what they write, and both read it back.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.rows import Row, keep, settled
 from ckptd.agent import StorageWriter
-from ckptd.agent.convert import FORMATS, export
+from ckptd.agent.convert import FORMATS, export, import_checkpoint
 from tests.support.daemons import home
 
 LARGEST = 512 << 20
 """The bytes of the largest tensor."""
 SPARE = 512 << 20
-"""The memory that an export may take beside the largest tensor."""
+"""The memory that a conversion may take beside the largest tensor."""
 
 
 def state_of(nbytes: int) -> dict[str, torch.Tensor]:
@@ -49,6 +50,21 @@ def by_export(to: str) -> Callable[[Path, Path], None]:
         export(place / "ckptd", to, out, only="model")
 
     return way
+
+
+def by_import(name: str) -> Callable[[Path, Path], None]:
+    def way(place: Path, out: Path) -> None:
+        import_checkpoint(place / name, out, codec="raw")
+
+    return way
+
+
+def by_dcp_load(place: Path, out: Path) -> None:
+    """Load into new tensors, and write nothing."""
+    out.mkdir()
+    entries = FileSystemReader(place / "dcp").read_metadata().state_dict_metadata
+    state = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}  # type: ignore[union-attr]
+    dcp.load(state, checkpoint_id=place / "dcp", no_dist=True)
 
 
 def by_dcp_to_torch_save(place: Path, out: Path) -> None:
@@ -107,13 +123,28 @@ def main() -> None:
         writer.start()
         writer.join()
         found = {name: measured(way, place.path) for name, way in ways.items()}
+        for to in FORMATS:
+            found[f"import from {to}"] = _imported(place.path, to)
+        found["dcp.load"] = measured(by_dcp_load, place.path)
     rows = []
     for name, (seconds, size, memory) in found.items():
         beside = {"GB/s": nbytes / seconds / 1e9, "bytes": size / nbytes}
         rows.append(Row(name=f"{name}: seconds", value=seconds, unit="s", beside=beside))
-        limit = (LARGEST + SPARE) / 1e6 if "export" in name else None
+        limit = (LARGEST + SPARE) / 1e6 if "port" in name else None
         rows.append(Row(name=f"{name}: memory", value=memory / 1e6, unit="MB", limit=limit))
-    keep(rows, "exports")
+    keep(rows, "conversions")
+
+
+def _imported(place: Path, to: str) -> tuple[float, int, int]:
+    """Export to a format, and measure the import of that."""
+    if to == "dcp":
+        return measured(by_import("dcp"), place)
+    source = place / f"{to}-source"
+    export(place / "ckptd", to, source, only="model")
+    try:
+        return measured(by_import(source.name), place)
+    finally:
+        shutil.rmtree(source) if source.is_dir() else source.unlink()
 
 
 def _make(place: Path, nbytes: int) -> None:
