@@ -103,7 +103,7 @@ class Agent:
     ) -> None:
         ranks = ranks_of(process_group)
         try:
-            self._retention = None if retention is None else checked(retention)
+            self.retention = None if retention is None else checked(retention)
         except (ValueError, TypeError) as error:
             refusal = InvalidRequest(str(error))
             begin(ranks, refusal)  # raises it on all ranks: the others are waiting for this one
@@ -208,7 +208,7 @@ class Agent:
             with link.calls("snapshot", link.stall_budget):
                 handover = link.handovers.open(pending, tag)
                 try:
-                    request = make_request(step, tag, persist, on_busy, metrics, user_content, self._retention)
+                    request = make_request(step, tag, persist, on_busy, metrics, user_content, self.retention)
                     check_choice("on_error", on_error, ("raise", "log", None))
                     check_choice("unsavable", unsavable, ("refuse", "skip"))
                     pending.unsaved = {} if unsavable == "skip" else None

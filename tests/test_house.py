@@ -163,6 +163,7 @@ ROOMS = (
     "schedule",
     "bench",
     "convert",
+    "smp",
     "__init__",
 )
 """The rooms of `agent/`, lowest first."""
@@ -233,6 +234,7 @@ TOUCH_FILES = {
     "agent/convert/stored.py": "files that are imported, outside every root",
     "agent/copy/mapped_slot.py": "locks the segment that it maps",
     "agent/link/launch.py": "the log of a private daemon",
+    "agent/smp.py": "the files of full checkpoints, beside the jobs",
     "daemon/app.py": "removes its socket",
     "daemon/journal_directory.py": "the journal, on the local disk",
     "daemon/journal_place.py": "the directory of the journal, on the local disk",

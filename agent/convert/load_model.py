@@ -68,24 +68,37 @@ def load_model(
     or a model that FSDP1 has flattened; UnsavableValue, IntegrityError and StorageError as `Checkpoint.open` and `import_checkpoint` do. If
     the bytes of a tensor turn out to be damaged, the model is partly overwritten.
     """
+    try:
+        with _opened(Path(os.path.abspath(path)), which) as contents:
+            selection = Selection(only or model_of(contents), None, tuple(rename), names or {})
+            return load_contents(model, contents, selection, strict=strict, device=device)
+    except OSError as error:
+        raise StorageError.of(f"read {path}", error) from None
+
+
+def load_contents(
+    model: torch.nn.Module, contents: Contents, selection: Selection, *, strict: bool, device: str | torch.device
+) -> LoadedModel:
+    """Fill the parameters and buffers of a model from selected contents. See `load_model`."""
     if flattens(model):
         raise InvalidRequest("FSDP1 has flattened parameters of this model: load the weights before it is wrapped, or use FSDP2")
     module = unwrapped(model)
-    own = _tensors_of(module)
-    try:
-        with _opened(Path(os.path.abspath(path)), which) as contents:
-            leaves, _ = Selection(only or model_of(contents), None, tuple(rename), names or {}).flat(contents.tree)
-            found = LoadedModel(_missing(own, leaves), [name for name in leaves if name not in own], [])
-            _compare(own, leaves, found if strict else None)
-            wanted = {name: leaf for name, leaf in leaves.items() if name in own}
-            _give_memory(module, {id(own[name]) for name in wanted}, device)
-            filled = _tensors_of(module)
-            _fill({name: filled[name] for name in wanted}, wanted, contents)
-    except OSError as error:
-        raise StorageError.of(f"read {path}", error) from None
-    found.on_meta.extend(name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta)
-    if found.on_meta:
-        log.warning("%s: still on the meta device, and without values: %s", path, _some(found.on_meta))
+    own, (leaves, _) = tensors_of(module), selection.flat(contents.tree)
+    found = LoadedModel(_missing(own, leaves), [name for name in leaves if name not in own], [])
+    _compare(own, leaves, found if strict else None)
+    wanted = {name: leaf for name, leaf in leaves.items() if name in own}
+    give_memory(module, {id(own[name]) for name in wanted}, device)
+    filled = tensors_of(module)
+    _fill({name: filled[name] for name in wanted}, wanted, contents)
+    found.on_meta.extend(on_meta(module))
+    return found
+
+
+def on_meta(module: torch.nn.Module) -> list[str]:
+    """Return the names of parameters and buffers that are on the meta device, and warn of them."""
+    found = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
+    if found:
+        log.warning("still on the meta device, and without values: %s", _some(found))
     return found
 
 
@@ -99,7 +112,7 @@ def _opened(path: Path, which: str | int) -> Iterator[Contents]:
         yield contents_of(checkpoint.opened)
 
 
-def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and the persistent buffers of a module by name, tied ones under all their names."""
     found = dict[str, torch.Tensor]()
     for prefix, part in module.named_modules(remove_duplicate=False):
@@ -139,7 +152,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
 
 
-def _give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.device) -> None:
+def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.device) -> None:
     """Replace the parameters and buffers with these ids that are on the meta device by such with memory. Tied ones stay tied."""
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():

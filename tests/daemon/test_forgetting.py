@@ -450,7 +450,7 @@ def test_an_invalid_policy_is_refused(place: Home, given: Any, words: str) -> No
 
 def test_a_newer_policy_keeps_everything(daemon: Daemon) -> None:
     agent = Agent("gpt", socket=daemon.home.socket, retention=LatestN(1))
-    agent._retention = ("LatestMoon",)  # type: ignore[assignment]
+    agent.retention = ("LatestMoon",)  # type: ignore[assignment]
     for step in range(1, 4):
         agent.snapshot({"w": torch.ones(3)}, step=step).wait("durable", timeout=60)
     agent.close()

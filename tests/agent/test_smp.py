@@ -1,0 +1,246 @@
+"""Saves and resumes with SageMaker's calls, on one rank and on several."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptd.agent import Checkpoint, smp
+from ckptd.shared.errors import AlreadyExists, InvalidName, InvalidRequest, NotFound, StructureMismatch, UnsavableValue
+from tests.support import sharded
+from tests.support.daemons import Daemon
+from tests.support.ranks import HERE, Ranks
+
+
+@pytest.fixture
+def root(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the root of a daemon, as a path for SageMaker's calls."""
+    monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
+    yield daemon.home.root
+    smp.close()
+
+
+def pair(seed: int, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    for _ in range(steps):
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    found = {name: sharded.plain(tensor) for name, tensor in model.state_dict().items()}
+    states = optimizer.state_dict()["state"]
+    return found | {f"{number}.{key}": sharded.plain(value) for number, state in states.items() for key, value in state.items()}
+
+
+def test_the_newest_partial_checkpoint_is_resumed(root: Path) -> None:
+    model, optimizer = pair(1)
+    for number in range(1, 4):
+        wanted = plain(*(pair_now := pair(number, steps=number)))
+        model, optimizer = pair_now
+        smp.save_checkpoint(
+            root, f"total_steps{10 * number}", model=model, optimizer=optimizer, user_content={"epoch": number, "seen": (1, 2)}
+        )
+    smp.close()  # as at the end of a process
+    model, optimizer = pair(9)
+    assert smp.resume_from_checkpoint(root, model=model, optimizer=optimizer) == {"epoch": 3, "seen": (1, 2)}
+    assert plain(model, optimizer) == wanted
+
+
+def test_a_tag_is_resumed(root: Path) -> None:
+    wanted = plain(*(saved := pair(1, steps=1)))
+    smp.save_checkpoint(root, "first", model=saved[0], optimizer=saved[1], user_content=1).wait("durable", timeout=60)
+    other = pair(2, steps=1)
+    smp.save_checkpoint(root, "second", model=other[0], optimizer=other[1], user_content=2).wait("durable", timeout=60)
+    model, optimizer = pair(9)
+    assert smp.resume_from_checkpoint(root, tag="first", model=model, optimizer=optimizer) == 1
+    assert plain(model, optimizer) == wanted
+    with pytest.raises(NotFound, match="no partial checkpoint 'third' in .*; there are first, second$"):
+        smp.resume_from_checkpoint(root, tag="third", model=model)
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:13]) for path in root.glob("partial/*/manifest.json"))
+
+
+def test_the_number_in_a_tag_is_the_step_unless_it_is_taken(root: Path) -> None:
+    model, _ = pair(1)
+    for tag in ("epoch_100", "final", "steps7", "steps300"):
+        smp.save_checkpoint(root, tag, model=model)
+    smp.close()
+    smp.save_checkpoint(root, "steps200", model=model).wait("durable", timeout=60)
+    assert steps(root) == [100, 101, 102, 300, 301]
+
+
+def test_old_partial_checkpoints_are_dropped(root: Path) -> None:
+    model, _ = pair(1)
+    for number in range(1, 6):
+        smp.save_checkpoint(root, f"s{number}", model=model, num_kept_partial_checkpoints=2).wait("durable", timeout=60)
+    until = time.monotonic() + 60
+    while steps(root) != [4, 5]:  # a deletion follows the commit
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_model_only_and_into_the_meta_device(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved, optimizer = pair(1, steps=2)
+    smp.save_checkpoint(root, "s1", model=saved, optimizer=optimizer).wait("durable", timeout=60)
+    other, untouched = pair(2, steps=1)
+    before = plain(nn.Module(), untouched)
+    smp.resume_from_checkpoint(root, model=other, optimizer=untouched, load_optimizer=False)
+    assert plain(other, untouched) == plain(saved, untouched)
+    assert plain(nn.Module(), untouched) == before
+    with torch.device("meta"):
+        late, _ = pair(3)
+    late.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    assert smp.resume_from_checkpoint(root, model=late, load_optimizer=False) is None
+    assert "still on the meta device, and without values: table" in caplog.text
+    assert {name: sharded.plain(tensor) for name, tensor in late.state_dict().items()} == plain(saved, pair(0)[1])
+
+
+def test_keys_that_differ(root: Path) -> None:
+    saved, _ = pair(1)
+    smp.save_checkpoint(root, "s1", model=saved).wait("durable", timeout=60)
+    larger = nn.Sequential(saved[0], saved[1], nn.Linear(2, 2))  # type: ignore[index]
+    with pytest.raises(StructureMismatch, match=r"model\.2\.weight"):
+        smp.resume_from_checkpoint(root, model=larger)
+    smp.resume_from_checkpoint(root, model=larger, strict=False)
+
+
+def test_a_full_checkpoint_is_one_file_with_everything(root: Path) -> None:
+    saved = pair(1, steps=2)
+    smp.save_checkpoint(root, "whole", partial=False, model=saved[0], optimizer=saved[1], user_content={"epoch": 3})
+    loaded = torch.load(root / "whole.pt", weights_only=True)
+    assert torch.equal(loaded["model"]["0.weight"], saved[0][0].weight)  # type: ignore[index]
+    model, optimizer = pair(9)
+    assert smp.resume_from_checkpoint(root, partial=False, model=model, optimizer=optimizer) == {"epoch": 3}
+    assert plain(model, optimizer) == plain(*saved)
+    with pytest.raises(AlreadyExists, match="whole.pt exists already: choose another tag, or remove it first"):
+        smp.save_checkpoint(root, "whole", partial=False, model=saved[0])
+
+
+def test_a_function_translates_the_names(root: Path) -> None:
+    saved, _ = pair(1)
+    smp.save_checkpoint(root, "whole", partial=False, model=saved)
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    model = Named()
+    names = {"0": "first", "1": "second"}
+
+    def translate(state: dict[str, Any]) -> dict[str, Any]:
+        return {f"{names[name[0]]}.{name[2:]}": tensor for name, tensor in state.items()}
+
+    smp.resume_from_checkpoint(root, tag="whole", partial=False, model=model, translate_function=translate)
+    assert torch.equal(model.second.weight, saved[1].weight)  # type: ignore[index]
+    with pytest.raises(InvalidRequest, match="^translate_function: only for partial=False"):
+        smp.resume_from_checkpoint(root, model=model, translate_function=translate)
+
+
+def test_bad_input_is_refused(root: Path) -> None:
+    model, optimizer = pair(1)
+    for tag in ("a/b", "", "../x", "x" * 129):
+        with pytest.raises(InvalidName):
+            smp.save_checkpoint(root, tag, model=model)
+    with pytest.raises(InvalidRequest, match="pass at least one"):
+        smp.save_checkpoint(root, "x")
+    for kept in (0, -1, 1.5, True):
+        with pytest.raises(InvalidRequest, match="num_kept_partial_checkpoints is .*; expected a number from 1 up, or None for all"):
+            smp.save_checkpoint(root, "x", model=model, num_kept_partial_checkpoints=kept)  # type: ignore[arg-type]
+    with pytest.raises(NotFound, match="no partial checkpoint in "):
+        smp.resume_from_checkpoint(root, model=model)
+    with pytest.raises(NotFound, match="no full checkpoint in "):
+        smp.resume_from_checkpoint(root, partial=False, model=model)
+    with pytest.raises(InvalidRequest, match="^a full checkpoint is loaded into a model: pass it"):
+        smp.resume_from_checkpoint(root, partial=False, optimizer=optimizer)
+    torch.save({"w": torch.ones(1)}, root / "other.pt")
+    with pytest.raises(NotFound, match="other.pt is no full checkpoint of save_checkpoint with a model: load it with load_model"):
+        smp.resume_from_checkpoint(root, tag="other", partial=False, model=model)
+    smp.save_checkpoint(root, "without", partial=False, model=model)
+    with pytest.raises(NotFound, match="without.pt has no optimizer: pass load_optimizer=False"):
+        smp.resume_from_checkpoint(root, tag="without", partial=False, model=model, optimizer=optimizer)
+
+
+def test_content_that_torch_cannot_load_fails_a_full_checkpoint_by_its_name(root: Path) -> None:
+    model, _ = pair(1)
+    with pytest.raises(UnsavableValue, match=r"user_content\.content\.place: a pathlib\.PosixPath cannot be loaded"):
+        smp.save_checkpoint(root, "whole", partial=False, model=model, user_content={"place": Path("/x")})
+    assert not (root / "whole.pt").exists()
+
+
+# -- several ranks
+
+
+def save_on_rank(socket: Path, place: Path, partial: bool) -> None:
+    os.environ["CKPTD_SOCKET"] = str(socket)
+    rank = torch.distributed.get_rank()
+    tag = "partial" if partial else "full"
+    smp.save_checkpoint(place, tag, partial=partial, model=HERE["model"], optimizer=HERE["optimizer"], user_content={"of": rank})
+    smp.close()
+
+
+def resume_on_rank(socket: Path, place: Path, partial: bool) -> Any:
+    os.environ["CKPTD_SOCKET"] = str(socket)
+    content = smp.resume_from_checkpoint(place, partial=partial, model=HERE["model"], optimizer=HERE["optimizer"])
+    HERE["count"] = 2
+    smp.close()
+    return content
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_four_ranks_save_and_two_resume(daemon: Daemon, partial: bool) -> None:
+    where = daemon.home.socket, daemon.home.root, partial
+    with Ranks(4) as ranks:
+        ranks.call(sharded.build, "fsdp2", 1)
+        ranks.call(sharded.train, 2)
+        ranks.call(save_on_rank, *where)
+        wanted = sharded.together(ranks.call(sharded.whole))
+    with Ranks(2) as ranks:
+        ranks.call(sharded.build, "fsdp2", 5)
+        assert ranks.call(resume_on_rank, *where) == [{"of": 0}, {"of": 1}]
+        assert sharded.differing(sharded.together(ranks.call(sharded.whole)), wanted) == []
+
+
+def test_more_ranks_than_saved_get_the_content_of_another(daemon: Daemon) -> None:
+    where = daemon.home.socket, daemon.home.root, True
+    with Ranks(2) as ranks:
+        ranks.call(sharded.build, "ddp", 1)
+        ranks.call(save_on_rank, *where)
+    with Checkpoint.open(daemon.home.root / "partial") as checkpoint:
+        assert sum(part.items for part in checkpoint.manifest.parts) == len(checkpoint.keys()), "replicas are written once"
+    with Ranks(3) as ranks:
+        ranks.call(sharded.build, "ddp", 5)
+        assert ranks.call(resume_on_rank, *where) == [{"of": 0}, {"of": 1}, {"of": 0}]
+
+
+def fail_on_rank(socket: Path, place: Path) -> str:
+    os.environ["CKPTD_SOCKET"] = str(socket)
+    try:
+        smp.save_checkpoint(place, "full", partial=False, model=HERE["model"], user_content=Path("/x"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        smp.close()
+    return ""
+
+
+def test_an_error_of_rank_0_is_raised_on_all_ranks(daemon: Daemon) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(sharded.build, "ddp", 1)
+        first, second = ranks.call(fail_on_rank, daemon.home.socket, daemon.home.root)
+    assert first.startswith("UnsavableValue: ")
+    assert second.startswith("StorageError: rank 0 could not write the full checkpoint: ")
