@@ -17,13 +17,14 @@ from typing import TypeVar
 from crc32c import crc32c
 
 from ckptd.daemon.workers import Buffers, Workers
+from ckptd.shared.binary import PIECE
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.plan import ChunkRange, Plan, chunk_ranges, with_values
 from ckptd.shared.reuse import NOTHING, ChunkCheck, StoredPart, choose, is_steady, new_hasher, unchanged
-from ckptd.shared.segment import PIECE, SegmentHeader, read_check, read_data, read_document, read_pieces
+from ckptd.shared.segment import SegmentHeader, read_check, read_data, read_document, read_pieces
 from ckptd.shared.snapshot_request import SnapshotRequest
 
 T = TypeVar("T")

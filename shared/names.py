@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pwd
 import re
 import secrets
 import socket
@@ -165,6 +164,8 @@ def host() -> str:
 
 def user() -> str:
     """Return the name of this process's user, or its uid if it has no name, as in some containers."""
+    import pwd  # Windows has no such module, and a reader of checkpoints needs the rest of this one
+
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:

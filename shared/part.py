@@ -18,10 +18,9 @@ import msgspec
 from crc32c import crc32c
 
 from ckptd.shared import codec, names
-from ckptd.shared.binary import ALIGN, PREAMBLE, align, check_preamble, check_zero, preamble
+from ckptd.shared.binary import ALIGN, NO_STEP, PIECE, PREAMBLE, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.plan import MAX_CHUNK, MAX_CHUNKS, MAX_DOCUMENT, MIN_CHUNK, ChunkRange, Plan, Size, chunk_ranges, signature, with_values
-from ckptd.shared.segment import NO_STEP, PIECE
 from ckptd.shared.storage.protocol import Source
 
 PART_MAGIC, END_MAGIC = b"CKPTDPRT", b"CKPTDEND"

@@ -17,13 +17,12 @@ from pathlib import Path
 
 from crc32c import crc32c
 
-from ckptd.shared.binary import ALIGN, align, check_preamble, check_zero, preamble
+from ckptd.shared.binary import ALIGN, NO_STEP, PIECE, align, check_preamble, check_zero, preamble
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.fs import read_exactly
 from ckptd.shared.plan import MAX_CHUNK, MAX_DOCUMENT, MIN_CHUNK, most_chunks
 
 SEGMENT_MAGIC, CHECK_MAGIC = b"CKPTDSEG", b"CKPTDCHK"
-NO_STEP = (1 << 64) - 1
 CHECK_OFFSET = 2 * ALIGN
 CHECK_HEADER = 64
 
@@ -162,10 +161,6 @@ def write_document(fd: int, header: SegmentHeader, offset: int, data: bytes) -> 
     assert offset + len(data) <= header.capacity
     _write(fd, data, header.data_offset + offset)
     return Extent(offset, len(data), crc32c(data))
-
-
-PIECE = 1 << 20
-"""The bytes that are read and checked at a time. They stay in the cache of a core: a pass over whole chunks took 1.5 times as long."""
 
 
 def read_pieces(fd: int, header: SegmentHeader, offset: int, length: int, buffer: memoryview) -> Iterator[memoryview]:

@@ -21,16 +21,16 @@ import msgspec
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state import standard
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.dtypes import torch_dtype
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import kind_of
 from ckptd.agent.state.refusals import check_tensor, check_text, digits, said, too_deep
-from ckptd.agent.state.standard import parts_of
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, inside
+from ckptd.shared import standard
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, check_msgpack, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
+from ckptd.shared.standard import parts_of
 
 Ext = msgspec.msgpack.Ext
 TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ckptd.shared.fs import Buffer
+if TYPE_CHECKING:  # a reader of files needs this module where there is no POSIX file system
+    from ckptd.shared.fs import Buffer
 
 
 class Entry(NamedTuple):

@@ -12,13 +12,12 @@ from dataclasses import replace
 import pytest
 from crc32c import crc32c
 
-from ckptd.shared.binary import ALIGN
+from ckptd.shared.binary import ALIGN, NO_STEP
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.plan import MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.segment import (
     CHECK_HEADER,
     CHECK_OFFSET,
-    NO_STEP,
     Extent,
     SegmentHeader,
     SlotState,

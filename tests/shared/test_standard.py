@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckptd.agent.state.standard import make, parts_of
 from ckptd.agent.state.values import Packer, decode
 from ckptd.shared.errors import IntegrityError, UnsavableValue
+from ckptd.shared.standard import make, parts_of
 
 ZURICH, EAST = zoneinfo.ZoneInfo("Europe/Zurich"), dt.timezone(dt.timedelta(hours=-5, microseconds=3), "east")
 VALUES = [

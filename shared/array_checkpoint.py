@@ -1,0 +1,254 @@
+"""Reads a checkpoint into NumPy arrays, on any operating system, without torch and without a daemon.
+
+`ArrayCheckpoint.open("ckpts/gpt")` opens the newest checkpoint of a job. Everything that it reads is verified.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ckptd.shared import names
+from ckptd.shared.coverage import check_cover, two_sizes
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.manifest import MAX_MANIFEST, Manifest
+from ckptd.shared.part import PartReader
+from ckptd.shared.plain_values import Undecoded, decode_plain, merged
+from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, element_size
+from ckptd.shared.scatter import scatter, verify
+
+_NUMPY = frozenset({
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64",
+    "complex128",
+})  # fmt: skip
+_ML_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"})
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the NumPy dtype of elements, given the name of their dtype in a plan document.
+
+    bfloat16 and the 8-bit floats need the package ml_dtypes. Without it they come as unsigned integers of their size, with the same bits.
+    So do all dtypes that neither NumPy nor ml_dtypes has.
+    """
+    if name in _NUMPY:
+        return np.dtype(name)
+    if name in _ML_DTYPES:
+        try:
+            found: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), name))
+            return found
+        except (ImportError, AttributeError):
+            pass
+    size = element_size(name)
+    return np.dtype(f"u{size}") if size <= 8 else np.dtype(f"V{size}")
+
+
+class ArrayCheckpoint:
+    """An open, committed checkpoint, made by `ArrayCheckpoint.open`. Use it in a `with` statement.
+
+    manifest: its manifest, with step, tag, metrics and user_content. This reader takes no lease: ckptd may delete the checkpoint while it
+    is read, which then raises FileNotFoundError or IntegrityError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.manifest = _manifest(directory)
+        self._held = ExitStack()
+        self._parts: list[PartReader] = []
+        self._items: dict[str, list[tuple[PartReader, Item]]] = {}
+        self._aliases: dict[str, tuple[PartReader, Item, Alias]] = {}
+        try:
+            for part in self.manifest.parts:
+                file = _File(directory / part.file)
+                self._held.callback(file.close)
+                self._add(PartReader(file, part.file, part.index_sha256, lambda name: _File(directory / name)))
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], which: str | int = "newest") -> ArrayCheckpoint:
+        """Open a checkpoint.
+
+        path: the directory of a job, or of one checkpoint. which: for a job, "newest", a step or a tag; of several attempts with this step
+        or tag, the highest counts.
+
+        Raises NotFound; IntegrityError if the checkpoint is damaged; NewerFormat if a newer ckptd wrote it; OSError. "newest" passes over
+        damaged checkpoints, but not over one that a newer ckptd wrote.
+        """
+        where = Path(os.path.abspath(path))
+        if (where / names.MANIFEST).is_file():
+            return cls(where)
+        failure: IntegrityError | None = None
+        for directory in _newest_first(where, which):
+            try:
+                return cls(directory)
+            except NewerFormat:
+                raise
+            except IntegrityError as error:
+                failure = failure or error
+                if which != "newest":
+                    raise
+        raise failure or NotFound(f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}")
+
+    def _add(self, part: PartReader) -> None:
+        self._parts.append(part)
+        part.check_codecs()
+        own = {item.fqn: item for item in part.plan.items}
+        for item in part.plan.items:
+            others = self._items.setdefault(item.fqn, [])
+            if others and others[0][1].size != item.size:
+                raise two_sizes(item.fqn, others[0][1].size, item.size)
+            others.append((part, item))
+        for alias in part.plan.aliases:
+            self._aliases[alias.fqn] = part, own[alias.base], alias
+
+    def keys(self) -> list[str]:
+        """Return the names of all tensors."""
+        named = [name for name, items in self._items.items() if items[0][1].dtype != BLOB and not name.startswith(HIDDEN)]
+        return named + list(self._aliases)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor. Raises NotFound."""
+        return tuple(self._described(name).size)
+
+    def dtype(self, name: str) -> str:
+        """Return the name that the dtype of a tensor has in torch, without a size. Raises NotFound."""
+        return self._described(name).dtype.partition("/")[0]
+
+    def _described(self, name: str) -> Item | Alias:
+        if name in self._aliases:
+            return self._aliases[name][2]
+        if name not in self._items or name.startswith(HIDDEN) or self._items[name][0][1].dtype == BLOB:
+            raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.keys())}, such as {', '.join(sorted(self.keys())[:3])}")
+        return self._items[name][0][1]
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """Return a tensor as a new array. Only the chunks that hold it are read. See `numpy_dtype`.
+
+        A tensor of several shards comes whole, in C order. Raises NotFound, IntegrityError, OSError.
+        """
+        described = self._described(name)
+        dtype = numpy_dtype(described.dtype)
+        if isinstance(described, Alias):
+            part, base, alias = self._aliases[name]
+            return _view(_read(part, base), dtype, alias.size, alias.stride, alias.offset, name).copy()
+        shards = self._items[name]
+        check_cover(name, described.size, [(item.offsets, item.sizes) for _, item in shards])
+        if len(shards) == 1:
+            [(part, item)] = shards
+            return _view(_read(part, item), dtype, item.sizes, item.stride or _c_order(item.sizes), 0, name)
+        whole = np.empty(described.size, dtype)
+        for part, item in shards:
+            place = tuple(slice(at, at + size) for at, size in zip(item.offsets, item.sizes, strict=True))
+            whole[place] = _view(_read(part, item), dtype, item.sizes, item.stride or _c_order(item.sizes), 0, name)
+        return whole
+
+    def load(self) -> Any:
+        """Return the whole state, with an array for each tensor. Objects come as their state dicts, and records as dicts of their fields.
+
+        See `plain_values` for the values that need torch. Raises IntegrityError, NewerFormat, OSError.
+        """
+
+        def resolve(name: str) -> Any:
+            shards = self._items.get(name)
+            if shards is not None and shards[0][1].dtype == BLOB:
+                return Undecoded("torch", bytes(_read(*shards[0])))
+            return self.array(name)
+
+        documents = []
+        for part in self._parts:
+            offset, length = part.values
+            data = bytearray(length)
+            scatter(part, [(offset, memoryview(data))])
+            documents.append(decode_plain(bytes(data), resolve)["state"])
+        return merged(documents)
+
+    def verify(self) -> int:
+        """Read every byte and compare it with its checksum. Return the number of raw bytes. Raises IntegrityError, OSError."""
+        for name, shards in self._items.items():
+            check_cover(name, shards[0][1].size, [(item.offsets, item.sizes) for _, item in shards])
+        return sum(map(verify, self._parts))
+
+    def close(self) -> None:
+        self._held.close()
+
+    def __enter__(self) -> ArrayCheckpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _File:
+    """A file of a part as a `Source`, without any call that only POSIX has."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+        self.size = os.fstat(self._file.fileno()).st_size
+        self._lock = threading.Lock()
+
+    def read(self, buffer: memoryview, offset: int) -> int:
+        with self._lock:
+            self._file.seek(offset)
+            done = 0
+            while done < len(buffer) and (count := self._file.readinto(buffer[done:])):
+                done += count
+            return done
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _manifest(directory: Path) -> Manifest:
+    with (directory / names.MANIFEST).open("rb") as file:
+        return Manifest.decode(file.read(MAX_MANIFEST + 1))
+
+
+def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
+    """Yield the committed directories of a job that `which` selects, the newest first. Damaged ones come where their names place them."""
+    found: list[tuple[tuple[float, ...], Path]] = []
+    for directory in job.iterdir() if job.is_dir() else ():
+        parsed = names.parse_tag_directory(directory.name)
+        if parsed is None or not (directory / names.MANIFEST).is_file():
+            continue
+        tag, step, attempt = parsed
+        if step is None:
+            try:
+                manifest = _manifest(directory)
+                step = -1 if manifest.step is None else manifest.step
+            except IntegrityError:
+                step = -1
+        if which in ("newest", tag, directory.name) or (isinstance(which, int) and which == step):
+            found.append(((attempt, step), directory))
+    return (directory for _, directory in sorted(found, reverse=True))
+
+
+def _read(part: PartReader, item: Item) -> bytearray:
+    data = bytearray(item.length)
+    if data:
+        scatter(part, [(item.offset, memoryview(data))])
+    return data
+
+
+def _view(
+    data: bytearray, dtype: np.dtype[Any], shape: Sequence[int], stride: Sequence[int], offset: int, name: str
+) -> np.ndarray[Any, Any]:
+    """Return an array over bytes. Raises IntegrityError if they do not hold it."""
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if math.prod(shape) and offset + (last + 1) * dtype.itemsize > len(data):
+        raise IntegrityError(f"{name} reaches beyond the bytes that hold it")
+    if not math.prod(shape):
+        return np.empty(shape, dtype)
+    return np.ndarray(shape, dtype, data, offset, [step * dtype.itemsize for step in stride])
+
+
+def _c_order(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[number + 1 :]) for number in range(len(shape))]

@@ -1,0 +1,150 @@
+"""Decodes a values document into plain Python values, without torch (FORMAT.md, section 3), and merges the documents of all ranks.
+
+A reader that has no torch, and none of the classes of the program that saved the state, gets the same containers, numbers and texts. Names
+stand for enums, dtypes and devices, dicts of their fields for records, and `Undecoded` for what only torch can decode.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ckptd.shared import standard
+from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than
+from ckptd.shared.errors import IntegrityError, NewerFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """A value that only torch can decode, or that was left out of the save.
+
+    kind: "torch" or "not saved". data: its bytes, or the name of its class.
+    """
+
+    kind: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnValue:
+    """A value of one rank's own."""
+
+    value: Any
+
+
+def decode_plain(document: bytes, resolve: Callable[[str], Any]) -> Any:
+    """Return the content of a values document. `resolve` returns what takes the place of a tensor, given its name.
+
+    Raises IntegrityError for an invalid document, NewerFormat for an unknown extension type.
+    """
+
+    def hook(code: int, data: memoryview) -> Any:
+        if code == 1:
+            return resolve(str(data, "utf-8"))
+        if code in _BY_ITEMS:
+            return _BY_ITEMS[code](msgspec.msgpack.decode(data, ext_hook=hook))
+        if code in _BY_BYTES:
+            return _BY_BYTES[code](bytes(data))
+        raise NewerFormat(f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this one")
+
+    check_msgpack(document, "values document", frozenset(_BY_ITEMS))
+    try:
+        found = msgspec.msgpack.decode(document, ext_hook=hook)
+    except IntegrityError:
+        raise
+    except Exception as error:  # the makers raise errors of many types
+        raise IntegrityError(f"values document cannot be read: {error}") from None
+    if deeper_than(found, MAX_DEPTH_READ):
+        raise IntegrityError(f"values document is nested more than {MAX_DEPTH_READ} levels deep")
+    return found
+
+
+def _hashed(items: list[Any]) -> Any:
+    """Return a set or, if an item has no hash, as an array, the list itself."""
+    try:
+        return set(items)
+    except TypeError:
+        return items
+
+
+def _array(data: bytes) -> Any:
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+
+
+def _dict(pairs: Any) -> dict[Any, Any]:
+    return {key: value for key, value in pairs}  # noqa: C416 (a list of lists, not of pairs)
+
+
+_BY_ITEMS: dict[int, Callable[[Any], Any]] = {
+    2: tuple,
+    3: _hashed,
+    4: _hashed,
+    5: _dict,
+    7: lambda parts: complex(*parts),
+    10: lambda parts: f"{parts[1]}.{parts[2]}",
+    11: lambda parts: str(parts[1]),
+    14: tuple,
+    15: _dict,
+    16: _dict,
+    17: lambda parts: list(parts[0]),
+    20: lambda parts: parts[1],
+    21: _OwnValue,
+    22: lambda parts: parts[1],
+    23: standard.make,
+    24: lambda parts: parts[2],
+    25: lambda parts: _dict(parts[1]),
+}
+_BY_BYTES: dict[int, Callable[[bytes], Any]] = {
+    6: int,
+    8: _array,
+    9: lambda data: _array(data)[()],
+    12: bytes.decode,
+    13: bytes.decode,
+    18: lambda data: Undecoded("torch", data),
+    19: bytearray,
+    26: lambda data: Undecoded("not saved", data),
+}
+"""Extension types: the makers of those whose payload is msgpack, and of those whose payload is bytes."""
+
+
+def merged(trees: Sequence[Any]) -> Any:
+    """Return one tree with the keys of all ranks, given the trees of all ranks in their order.
+
+    A value comes from the lowest rank that has it. A value of each rank's own becomes the list of the values of all ranks that have one, or
+    the value itself if only one rank has. Parameter groups of optimizers are matched by their parameters.
+    """
+    first = trees[0]
+    if isinstance(first, _OwnValue):
+        values = [merged([tree.value]) for tree in trees if isinstance(tree, _OwnValue)]
+        return values[0] if len(values) == 1 else values
+    if isinstance(first, dict):
+        dicts = [tree for tree in trees if isinstance(tree, dict)]
+        keys = {key: None for tree in dicts for key in tree}
+        made = {key: merged([tree[key] for tree in dicts if key in tree]) for key in keys}
+        if _is_optimizer(first):
+            made["param_groups"] = list(_groups([tree for tree in dicts if _is_optimizer(tree)]))
+        return made
+    if type(first) in (list, tuple):
+        alike = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
+        return type(first)(merged([tree[number] for tree in alike]) for number in range(len(first)))
+    return first
+
+
+def _is_optimizer(tree: dict[Any, Any]) -> bool:
+    groups = tree.get("param_groups") if "state" in tree else None
+    return isinstance(groups, list) and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+
+
+def _groups(optimizers: Sequence[dict[Any, Any]]) -> Iterator[dict[Any, Any]]:
+    seen: set[Any] = set()
+    for optimizer in optimizers:
+        for group in optimizer["param_groups"]:
+            fresh = [name for name in group["params"] if name not in seen]
+            seen.update(fresh)
+            if fresh or not group["params"]:
+                yield {**group, "params": fresh}

@@ -1,0 +1,202 @@
+"""Tests the reader without torch against the reader with torch, on the same checkpoints, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptd.agent import Agent, Checkpoint, per_rank
+from ckptd.shared import array_checkpoint
+from ckptd.shared.array_checkpoint import ArrayCheckpoint, numpy_dtype
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.plain_values import Undecoded
+from tests.agent.convert.saved import DTYPES, STATES, bits, random
+from tests.support import sharded
+from tests.support.daemons import Daemon
+
+
+@dataclass
+class Record:
+    weight: torch.Tensor
+    name: str
+
+
+def saved(daemon: Daemon, state: Any, *, job: str = "job", step: int = 1, tag: str | None = None) -> Path:
+    agent = Agent(job, socket=daemon.home.socket)
+    agent.snapshot(state, step=step, tag=tag).wait("durable", timeout=60)
+    agent.close()
+    return daemon.home.root / job
+
+
+def assert_alike(found: Any, expected: Any, path: str = "") -> None:
+    """Assert that a state without torch equals one with torch."""
+    if isinstance(expected, torch.Tensor):
+        assert found.shape == tuple(expected.shape), path
+        assert found.tobytes() == bits(expected), path
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), path
+        for key in expected:
+            assert_alike(found[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), path
+        for number, value in enumerate(expected):
+            assert_alike(found[number], value, f"{path}.{number}")
+    else:
+        assert found == expected, path
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_content(daemon: Daemon, name: str) -> None:
+    path = saved(daemon, {"model": STATES[name], "epoch": 1})
+    with ArrayCheckpoint.open(path) as found, Checkpoint.open(path) as expected:
+        assert found.keys() == expected.keys()
+        assert_alike(found.load(), expected.load())
+        for key in expected.keys():  # noqa: SIM118 (a Checkpoint is no dict)
+            assert found.array(key).tobytes() == bits(expected.tensor(key))
+            assert (found.dtype(key), found.shape(key)) == (str(expected.metadata(key)[0])[6:], tuple(expected.metadata(key)[1]))
+        assert found.verify() == expected.verify()
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "2d", "pipeline"])
+def test_shards_of_four_ranks(kind: str) -> None:
+    with sharded.saved(kind, 4, "storage") as four:
+        path = four.place.root / "job"
+        with ArrayCheckpoint.open(path) as found, Checkpoint.open(path) as expected:
+            assert sorted(found.keys()) == sorted(expected.keys())
+            assert_alike(found.load(), expected.load())
+
+
+def test_objects_come_as_plain_values(daemon: Daemon) -> None:
+    model = torch.nn.Linear(3, 2)
+    state = {
+        "model": model,
+        "optim": torch.optim.SGD(model.parameters(), lr=0.1),
+        "record": Record(torch.ones(2), "x"),
+        "own": per_rank({"position": 7}),
+        "array": np.arange(3),
+        "path": Path("/x"),
+        "dtype": torch.float16,
+        "layout": torch.strided,
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    with ArrayCheckpoint.open(saved(daemon, state)) as checkpoint:
+        found = checkpoint.load()
+    assert found["model"]["weight"].tolist() == model.weight.tolist()
+    assert found["optim"]["param_groups"][0]["lr"] == 0.1
+    assert (found["record"]["weight"].tolist(), found["record"]["name"]) == ([1, 1], "x")
+    assert (found["own"], found["array"].tolist(), found["path"], found["dtype"]) == ({"position": 7}, [0, 1, 2], "/x", "float16")
+    assert isinstance(found["layout"], Undecoded)
+    assert found["layout"].kind == "torch"
+    assert any(isinstance(value, np.ndarray) for value in found["sparse"].values())
+
+
+def test_a_step_and_a_tag_are_chosen(daemon: Daemon) -> None:
+    path = saved(daemon, {"x": torch.tensor(1)}, step=1)
+    saved(daemon, {"x": torch.tensor(2)}, step=2)
+    saved(daemon, {"x": torch.tensor(3)}, step=1, tag="best")
+    for which, expected in (("newest", 3), (1, 3), (2, 2), ("best", 3), ("step-00000002.a0002", 2)):
+        with ArrayCheckpoint.open(path, which) as found:
+            assert int(found.array("x")) == expected, which
+    with ArrayCheckpoint.open(next(path.glob("step-00000001.*"))) as found:
+        assert int(found.array("x")) == 1
+    for where, which in ((path, 7), (path, "worst"), (path / "nothing", "newest")):
+        with pytest.raises(NotFound, match="no checkpoint"):
+            ArrayCheckpoint.open(where, which)
+    with ArrayCheckpoint.open(path) as found, pytest.raises(NotFound, match="no tensor 'y'; the checkpoint has 1, such as x"):
+        found.array("y")
+
+
+@pytest.fixture
+def two(daemon: Daemon) -> Path:
+    saved(daemon, {"x": torch.arange(3000)}, step=1)
+    return saved(daemon, {"x": torch.arange(3000) + 1}, step=2)
+
+
+def damage(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_damage_is_found(two: Path) -> None:
+    newest = next(two.glob("step-00000002.*"))
+    damage(next(newest.glob("*.ckpt")), 4200)
+    with ArrayCheckpoint.open(two) as found:
+        with pytest.raises(IntegrityError, match="does not match its checksum"):
+            found.array("x")
+        with pytest.raises(IntegrityError, match="does not match its checksum"):
+            found.verify()
+    damage(next(newest.glob("*.ckpt")), 100)
+    with ArrayCheckpoint.open(two) as found:
+        assert found.manifest.step == 1
+    with pytest.raises(IntegrityError, match="part header"):
+        ArrayCheckpoint.open(two, 2)
+    damage(newest / "manifest.json", 50)
+    with pytest.raises(IntegrityError, match="manifest does not match its digest"):
+        ArrayCheckpoint.open(two, 2)
+
+
+def test_a_newer_checkpoint_is_not_passed_over(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = array_checkpoint._manifest
+
+    def newer(directory: Path) -> Any:
+        if directory.name.startswith("step-00000002"):
+            raise NewerFormat("manifest was written by a newer ckptd")
+        return right(directory)
+
+    monkeypatch.setattr(array_checkpoint, "_manifest", newer)
+    with pytest.raises(NewerFormat):
+        ArrayCheckpoint.open(two)
+
+
+@pytest.fixture
+def without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+
+
+def test_dtypes() -> None:
+    assert numpy_dtype("bfloat16").name == "bfloat16"
+    assert numpy_dtype("float8_e4m3fn").itemsize == 1
+    assert numpy_dtype("complex32") == np.uint32
+    assert numpy_dtype("other/16") == np.dtype("V16")
+    for dtype in DTYPES:
+        tensor = random(dtype, 4)
+        values = np.frombuffer(bits(tensor), numpy_dtype(str(dtype)[6:]))
+        wide = tensor.to(torch.complex128 if dtype.is_complex else torch.float64).tolist()
+        np.testing.assert_array_equal(values.astype(complex if dtype.is_complex else float), wide)
+
+
+def test_dtypes_without_ml_dtypes_come_as_their_bits(without_ml_dtypes: None) -> None:
+    assert numpy_dtype("bfloat16") == np.uint16
+    assert numpy_dtype("float8_e5m2") == np.uint8
+    assert numpy_dtype("float32") == np.float32
+
+
+_ELSEWHERE = """
+import os, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "uvloop", "fcntl", "pwd", "resource", "aiofiles", "psutil", "ml_dtypes"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Block())
+for name in ("O_NOFOLLOW", "O_DIRECTORY", "O_CLOEXEC", "O_NONBLOCK", "O_DIRECT", "getuid", "geteuid", "sched_getaffinity", "pread",
+             "preadv", "pwrite", "posix_fallocate", "posix_fadvise", "fork", "mkfifo"):
+    delattr(os, name)
+from ckptd.shared.array_checkpoint import ArrayCheckpoint
+with ArrayCheckpoint.open(sys.argv[1]) as checkpoint:
+    print(checkpoint.load()["x"][:3].tolist(), checkpoint.verify() > 24000)
+assert not [name for name in sys.modules if name.startswith(("ckptd.agent", "ckptd.daemon", "torch"))]
+"""
+
+
+def test_no_torch_and_no_posix_is_needed(two: Path) -> None:
+    """Run where nothing can be imported that other operating systems lack, and where `os` lacks what Windows lacks."""
+    done = subprocess.run([sys.executable, "-c", _ELSEWHERE, str(two)], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("[1, 2, 3] True\n", "")
