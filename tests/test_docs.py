@@ -29,6 +29,10 @@ def test_the_manual_pages_are_made_from_the_commands() -> None:
     assert there == manual.pages(), "run `make man`"
 
 
+CALLS = ROOT / "docs" / "reference" / "calls.md"
+"""The page whose table has a line of Python in the last cell of each row."""
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_has_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
@@ -54,6 +58,10 @@ def test_every_setting_is_documented() -> None:
 def test_python_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fenced blocks marked `python` run one after the other, in one process, with a private daemon."""
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    if page == CALLS:
+        lines = re.findall(r"^\|[^|]*\|.*\| `(.*)` \|$", page.read_text(), re.MULTILINE)
+        assert len(lines) >= 25
+        blocks += lines
     if not blocks:
         return
     monkeypatch.setenv("CKPTD_ROOT", str(tmp_path / "ckpts"))

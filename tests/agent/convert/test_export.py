@@ -7,6 +7,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import zipfile
 from argparse import Namespace
 from collections import deque
@@ -408,3 +410,40 @@ def _exported(path: Path, to: str, directory: Path, **options: Any) -> Path:
     out = directory / f"out-{len(os.listdir(directory))}"
     export(path, to, out, **options)
     return out
+
+
+_WITHOUT_CKPTD = """
+import importlib.util, sys, warnings
+warnings.simplefilter("ignore")
+assert importlib.util.find_spec("ckptd") is None, "ckptd is installed here"
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from safetensors.torch import load_file
+
+place = sys.argv[1]
+state = {"model": {"net": {"w": torch.zeros(2)}, "epoch": 0}}
+dcp.load(state, checkpoint_id=f"{place}/dcp")
+dcp_to_torch_save(f"{place}/dcp", f"{place}/converted")
+whole = torch.load(f"{place}/converted", weights_only=True)
+print(state["model"]["net"]["w"].tolist(), state["model"]["epoch"], whole["model"]["groups"][0]["lr"])
+print(torch.load(f"{place}/torch", weights_only=True)["model"]["net"]["w"].tolist())
+print(load_file(f"{place}/safetensors")["model.net.w"].tolist(), load_file(f"{place}/hf/model.safetensors")["net.w"].tolist())
+"""
+
+
+def test_every_format_is_read_in_an_environment_without_ckptd(tmp_path: Path, saved: Any) -> None:
+    """The environment has the packages of this one, except those that a .pth file adds, as an editable install does."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    packages = Path(torch.__file__).parents[1]
+    if (packages / "ckptd").exists():
+        pytest.skip("ckptd is installed among the other packages, and not from a source tree")
+    own = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    (own / "others.pth").write_text(f"{packages}\n")
+    for to in FORMATS:
+        export(saved("nested"), to, tmp_path / to, only="model" if to == "hf" else "")
+    command = [str(tmp_path / "venv" / "bin" / "python"), "-c", _WITHOUT_CKPTD, str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[1.0, 1.0] 3 0.1", "[1.0, 1.0]", "[1.0, 1.0] [1.0, 1.0]"]
