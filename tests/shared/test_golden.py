@@ -14,6 +14,7 @@ from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
 from ckptd.shared import codec, frames
 from ckptd.shared import messages as m
+from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.part import Chunk, PartReader
@@ -22,7 +23,7 @@ from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SegmentHeader, read_check, read_document, read_header
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
-from tests.golden import make
+from tests.golden import make, make_ranks
 from tests.shared.wire import MESSAGES
 from tests.support.storage import source
 
@@ -46,6 +47,7 @@ def test_one_small_file_of_each_format() -> None:
     found = {str(path.relative_to(PLACE)): path.stat().st_size for path in PLACE.rglob("*") if path.is_file()}
     assert set(found) == {
         *make.files(),
+        *(f"two-ranks/{name}" for name in make_ranks.files()),
         "part-zstd.ckpt",
         "values.msgpack",
         *make.LATER_VALUES,
@@ -180,3 +182,13 @@ def test_golden_files_are_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         make.write(PLACE, {"newest": b"other"})
     assert read("newest") == before
+
+
+def test_a_checkpoint_of_two_ranks_with_two_files_each() -> None:
+    for name, data in make_ranks.files().items():
+        assert read(f"two-ranks/{name}") == data, name
+    with ArrayCheckpoint.open(make_ranks.PLACE) as checkpoint:
+        found = checkpoint.load()
+        assert checkpoint.verify() == sum(part.raw_bytes for part in checkpoint.manifest.parts)
+        assert [part.files for part in checkpoint.manifest.parts] == [2, 2]
+    assert found | {"model": {name: array.tolist() for name, array in found["model"].items()}} == make_ranks.LOADED

@@ -1,0 +1,101 @@
+"""Runs a reader that was written from FORMAT.md, in another language and without code of ckptd, on golden and fresh checkpoints."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptd.agent import Agent, per_rank
+from ckptd.shared.array_checkpoint import ArrayCheckpoint
+from tests.golden import make_ranks
+from tests.support import sharded
+from tests.support.daemons import Home, running
+from tests.support.ranks import Ranks
+
+READER = Path(__file__).parent / "reader.js"
+
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="Node.js is not installed")
+
+
+def run(directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["node", str(READER), str(directory)], capture_output=True, text=True, timeout=60, check=False)
+
+
+def read(directory: Path) -> Any:
+    done = run(directory)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as the reader prints it."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def expected(directory: Path) -> Any:
+    with ArrayCheckpoint.open(directory) as checkpoint:
+        return plain(checkpoint.load())
+
+
+def test_the_golden_checkpoint() -> None:
+    assert read(make_ranks.PLACE) == plain(make_ranks.LOADED)
+
+
+def test_a_fresh_checkpoint(place: Home) -> None:
+    weight, model = torch.arange(12.0).reshape(3, 4), torch.nn.Linear(3, 2)
+    state = {
+        "model": model,
+        "optim": torch.optim.AdamW(model.parameters()),
+        "tied": {"a": weight, "b": weight, "rows": weight[1:], "turned": weight.t()},
+        "turned": torch.arange(6, dtype=torch.int16).reshape(2, 3).t(),
+        "half": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+        "own": per_rank({"position": 7}),
+        "plain": [1, -5, 2**40, 0.1, "ünï", None, True, (1, 2)],
+    }
+    with running(place, "--codec", "raw", "--files-per-rank", "3") as daemon:
+        agent = Agent("job", socket=daemon.home.socket)
+        agent.snapshot(state, step=1, rng=False).wait("durable", timeout=60)
+        agent.close()
+        directory = next((place.root / "job").glob("step-*"))
+        found = read(directory)
+    assert found == expected(directory)
+    assert found["tied"]["turned"] == weight.t().tolist()
+
+
+def test_a_fresh_checkpoint_of_three_ranks(place: Home) -> None:
+    with running(place, "--codec", "raw", forked=True) as daemon, Ranks(3) as ranks:
+        ranks.call(sharded.build, "fsdp2", 1)
+        ranks.call(sharded.train, 1)
+        ranks.call(sharded.save, daemon.home.socket, 1)
+        directory = next((place.root / "job").glob("step-*"))
+        assert read(directory) == expected(directory)
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    for number in range(12):
+        copy = tmp_path / str(number)
+        shutil.copytree(make_ranks.PLACE, copy)
+        file = sorted(copy.iterdir())[number % 5]
+        data = bytearray(file.read_bytes())
+        used = [at for at, byte in enumerate(data) if byte]
+        data[chance.choice(used)] ^= 1
+        file.write_bytes(data)
+        done = run(copy)
+        assert (done.returncode, done.stdout) == (1, ""), file.name
