@@ -10,13 +10,13 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptd.agent.agent import Agent
 from ckptd.agent.convert.contents import Contents, leaf_of, replaced
@@ -25,13 +25,13 @@ from ckptd.agent.convert.formats import one_sentence
 from ckptd.agent.convert.load_model import give_memory, load_contents, load_model, on_meta, tensors_of
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.pending import Pending
-from ckptd.agent.state.naming import unwrapped
+from ckptd.agent.state.naming import find, parameter_names, unwrapped
 from ckptd.agent.state.tree import PerRank, per_rank
-from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, NotFound, StorageError
+from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, NotFound, StorageError, StructureMismatch
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.names import check_name
 from ckptd.shared.retention import LatestN, PreserveAll, checked
-from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.locate import is_root, open_root
 
 log = logging.getLogger("ckptd.agent")
 _JOB, _SUFFIX = "partial", ".pt"
@@ -40,10 +40,11 @@ State = dict[str, Any]
 
 @dataclass(slots=True)
 class _Run:
-    """A directory that this process uses: its agent, and the highest step that was there before."""
+    """A directory that this process uses: its agent, the highest step in it, and the steps of the tags that this process has saved."""
 
     agent: Agent
     highest: int
+    steps: dict[str, int] = field(default_factory=dict)
 
 
 _runs: dict[str, _Run] = {}
@@ -73,7 +74,7 @@ def save_checkpoint(
     kept checkpoints below 1; AlreadyExists if the file exists; the errors of `Agent`, of `Agent.snapshot` with on_error="raise", and of
     `export`.
     """
-    where = Path(os.path.abspath(path))
+    where = Path(os.path.realpath(path))
     check_name("tag", tag)
     if model is None and optimizer is None:
         raise InvalidRequest("save_checkpoint saves a model, an optimizer or both: pass at least one")
@@ -83,6 +84,8 @@ def save_checkpoint(
     kept = num_kept_partial_checkpoints
     if kept is not None and (type(kept) is not int or kept < 1):
         raise InvalidRequest(f"num_kept_partial_checkpoints is {kept!r}; expected a number from 1 up, or None for all")
+    if any(True for kind in (torch.nn.Module, torch.optim.Optimizer) for _ in find(user_content, "", kind)):
+        raise InvalidRequest("user_content has a module or an optimizer: save its state_dict() instead")
     run = _run(where)
     agent = run.agent
     if partial:
@@ -90,7 +93,8 @@ def save_checkpoint(
     content = per_rank({"rank": agent.rank, "content": user_content})
     state = {"model": model, "optimizer": optimizer, "user_content": content}
     state = {name: value for name, value in state.items() if value is not None}
-    pending = agent.snapshot(state, step=_next_step(tag, max(run.highest, agent.last_step)), user_content={"tag": tag}, on_error="raise")
+    run.highest = run.steps[tag] = _next_step(tag, run.highest)
+    pending = agent.snapshot(state, step=run.highest, user_content={"tag": tag}, on_error="raise")
     if not partial:
         pending.wait("durable")
         _on_rank_0(agent, lambda: export(where / _JOB, "torch", file, which=pending.step))
@@ -113,7 +117,8 @@ def resume_from_checkpoint(
     path: as for `save_checkpoint`. tag: of the checkpoint; default: the newest one, also if it is only in memory so far.
     partial: True resumes a partial checkpoint, on the same or another number of ranks. False loads the file of a full one.
     strict: False allows keys to be missing in the model or in the checkpoint. load_optimizer: False leaves the optimizer as it is.
-    translate_function: for a full checkpoint, takes the state dict of the model and returns one with the names of this model.
+    translate_function: for a full checkpoint, takes the state dict of the model and returns one with the names of this model. It needs
+        load_optimizer=False, because it does not translate the names in an optimizer.
     device: of the memory for parameters that are on the meta device. They become new objects: make the optimizer afterwards.
 
     On another number of ranks than saved it, rank n gets the user content of rank n modulo the number of those ranks.
@@ -121,25 +126,35 @@ def resume_from_checkpoint(
     Raises NotFound if there is no such checkpoint; StructureMismatch if it does not fit; InvalidRequest for wrong arguments; the errors of
     `Agent.recover` and `load_model`.
     """
-    where = Path(os.path.abspath(path))
+    where = Path(os.path.realpath(path))
     if not partial:
         return _resume_full(where, tag, model, optimizer if load_optimizer else None, strict, translate_function, device)
     if translate_function is not None:
         raise InvalidRequest("translate_function: only for partial=False; a partial checkpoint has the names of the model that saved it")
-    agent = _run(where).agent
-    step = None if tag is None else _step_of(where, tag)
-    if model is not None:
-        give_memory(model, {id(tensor) for tensor in tensors_of(unwrapped(model)).values()}, device)
-    state: State = {"model": model, "optimizer": optimizer if load_optimizer else None, "user_content": per_rank(None)}
-    recovered = agent.recover(
-        state,
-        step=step,
-        strict=strict,
-        keep=[name for name in ("model", "optimizer") if state[name] is None],
-        on_reshape=lambda key, values: _reshaped(agent, values),
-    )
-    if recovered is None:
+    if str(where) not in _runs and not is_root(where):
         raise NotFound(f"no partial checkpoint in {where}")
+    run = _run(where)
+    step = None if tag is None else run.steps[tag] if tag in run.steps else _step_of(where, tag)
+    undo = _nothing
+    if model is not None:
+        late = {id(tensor) for tensor in tensors_of(unwrapped(model)).values() if tensor.is_meta}
+        if late and not strict:
+            raise InvalidRequest("a model on the meta device needs strict=True: keys that the checkpoint lacks would have no values")
+        undo = give_memory(model, late, device)
+    state: State = {"model": model, "optimizer": optimizer if load_optimizer else None, "user_content": per_rank(None)}
+    try:
+        recovered = run.agent.recover(
+            state,
+            step=step,
+            strict=strict,
+            keep=[name for name in ("model", "optimizer") if state[name] is None],
+            on_reshape=lambda key, values: _of_rank(values, run.agent.rank),
+        )
+        if recovered is None:
+            raise NotFound(f"no partial checkpoint in {where}")
+    except BaseException:
+        undo()
+        raise
     if model is not None:
         on_meta(model)
     own = state["user_content"]
@@ -161,8 +176,8 @@ def _run(where: Path) -> _Run:
     return run
 
 
-def _reshaped(agent: Agent, values: list[Any]) -> Any:
-    return _of_rank(values, agent.rank)
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _of_rank(values: list[Any], rank: int) -> Any:
@@ -236,30 +251,63 @@ def _resume_full(
 ) -> Any:
     if model is None:
         raise InvalidRequest("a full checkpoint is loaded into a model: pass it, because the names in an optimizer are its own")
-    file = where / f"{tag}{_SUFFIX}" if tag is not None else _newest_file(where)
+    if translate is not None and optimizer is not None:
+        raise InvalidRequest("translate_function translates the names of the model only: pass load_optimizer=False")
+    file = where / f"{check_name('tag', tag)}{_SUFFIX}" if tag is not None else _newest_file(where)
     if not file.is_file():
         raise NotFound(f"no full checkpoint {file}")
     with one_sentence(file):
         loaded = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
-        if not isinstance(loaded, dict) or not {"model", "user_content"} <= loaded.keys():
-            raise NotFound(f"{file} is no full checkpoint of save_checkpoint with a model: load it with load_model")
+    if not isinstance(loaded, dict) or not {"model", "user_content"} <= loaded.keys():
+        raise NotFound(f"{file} is no full checkpoint of save_checkpoint with a model: load it with load_model")
+    if optimizer is not None and "optimizer" not in loaded:
+        raise NotFound(f"{file} has no optimizer: pass load_optimizer=False")
+    restored = None if optimizer is None else _state_of(model, optimizer, loaded["optimizer"], strict=strict)
     if translate is None:
         load_model(model, file, only="model", strict=strict, device=device)
     else:
         translated = replaced(dict(translate(loaded["model"])), torch.Tensor, leaf_of)
         load_contents(model, Contents(translated, lambda leaves: {}), Selection(), strict=strict, device=device)
-    if optimizer is not None:
-        if "optimizer" not in loaded:
-            raise NotFound(f"{file} has no optimizer: pass load_optimizer=False")
-        tuples = [{key for key, value in group.items() if isinstance(value, tuple)} for group in optimizer.param_groups]
-        with one_sentence(file):
-            options = StateDictOptions(full_state_dict=True, strict=strict)
-            set_optimizer_state_dict(model, optimizer, loaded["optimizer"], options=options)
-        for group, keys in zip(optimizer.param_groups, tuples, strict=True):
-            group.update({key: tuple(group[key]) for key in keys})  # DCP has made lists of them
+    if optimizer is not None and restored is not None:
+        optimizer.load_state_dict(restored)
     content = loaded["user_content"]
     rank = dist.get_rank() if dist.is_initialized() else 0
     return _of_rank(content if isinstance(content, list) else [content], rank)["content"]
+
+
+def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: State, *, strict: bool) -> State:
+    """Return a saved state, which has names of parameters, as `load_state_dict` of this optimizer takes it.
+
+    Raises StructureMismatch if the optimizer has a parameter that no saved group has, or one that is in no module. With `strict` off, such
+    parameters keep their state and settings.
+    """
+    names = parameter_names(model).of
+    groups = {name: group for group in saved["param_groups"] for name in group["params"]}
+    made, number, lacking = optimizer.state_dict(), 0, list[str]()
+    for mine, group in zip(made["param_groups"], optimizer.param_groups, strict=True):
+        for parameter in group["params"]:
+            name = names.get(id(parameter), "a parameter that is not in the model")
+            if name not in groups:
+                lacking.append(name)
+            else:
+                mine.update({key: value for key, value in groups[name].items() if key != "params"})
+                made["state"].pop(number, None)
+                if name in saved["state"]:
+                    made["state"][number] = {key: _placed(value, parameter) for key, value in saved["state"][name].items()}
+            number += 1
+    if lacking and strict:
+        raise StructureMismatch(
+            f"the checkpoint has no state of the optimizer for {', '.join(lacking[:8])}: pass strict=False to keep theirs"
+        )
+    return made
+
+
+def _placed(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a moment as it has to be for a parameter: sharded as that is. Any other value stays."""
+    if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+        whole = value.to(parameter.device_mesh.device_type)
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value
 
 
 def _newest_file(where: Path) -> Path:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -66,7 +67,10 @@ class ArrayCheckpoint:
         self._aliases: dict[str, tuple[PartReader, Item, Alias]] = {}
         try:
             for part in self.manifest.parts:
-                file = _File(directory / part.file)
+                try:
+                    file = _File(directory / part.file)
+                except FileNotFoundError:
+                    raise IntegrityError(f"{part.file} is missing") from None
                 self._held.callback(file.close)
                 self._add(PartReader(file, part.file, part.index_sha256, lambda name: _File(directory / name)))
         except BaseException:
@@ -135,20 +139,24 @@ class ArrayCheckpoint:
 
         A tensor of several shards comes whole, in C order. Raises NotFound, IntegrityError, OSError.
         """
+        found = self._array(name, _read)
+        return found.copy() if name in self._aliases else found
+
+    def _array(self, name: str, read: Callable[[PartReader, Item], bytearray]) -> np.ndarray[Any, Any]:
         described = self._described(name)
         dtype = numpy_dtype(described.dtype)
         if isinstance(described, Alias):
             part, base, alias = self._aliases[name]
-            return _view(_read(part, base), dtype, alias.size, alias.stride, alias.offset, name).copy()
+            return _view(read(part, base), dtype, alias.size, alias.stride, alias.offset, name)
         shards = self._items[name]
         check_cover(name, described.size, [(item.offsets, item.sizes) for _, item in shards])
         if len(shards) == 1:
             [(part, item)] = shards
-            return _view(_read(part, item), dtype, item.sizes, item.stride or _c_order(item.sizes), 0, name)
+            return _view(read(part, item), dtype, item.sizes, item.stride or _c_order(item.sizes), 0, name)
         whole = np.empty(described.size, dtype)
         for part, item in shards:
             place = tuple(slice(at, at + size) for at, size in zip(item.offsets, item.sizes, strict=True))
-            whole[place] = _view(_read(part, item), dtype, item.sizes, item.stride or _c_order(item.sizes), 0, name)
+            whole[place] = _view(read(part, item), dtype, item.sizes, item.stride or _c_order(item.sizes), 0, name)
         return whole
 
     def load(self) -> Any:
@@ -157,19 +165,36 @@ class ArrayCheckpoint:
         See `plain_values` for the values that need torch. Raises IntegrityError, NewerFormat, OSError.
         """
 
-        def resolve(name: str) -> Any:
-            shards = self._items.get(name)
-            if shards is not None and shards[0][1].dtype == BLOB:
-                return Undecoded("torch", bytes(_read(*shards[0])))
-            return self.array(name)
-
         documents = []
         for part in self._parts:
             offset, length = part.values
             data = bytearray(length)
             scatter(part, [(offset, memoryview(data))])
-            documents.append(decode_plain(bytes(data), resolve)["state"])
-        return merged(documents)
+            documents.append(decode_plain(bytes(data), _Reference))
+        try:
+            tree = merged([document["state"] for document in documents])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise IntegrityError(f"the values documents cannot be merged: {error!r}") from None
+        return self._filled(tree)
+
+    def _filled(self, tree: Any) -> Any:
+        """Return a tree with arrays in place of references. Arrays that share a storage in the checkpoint share it."""
+        names = dict.fromkeys(reference.name for reference in _references(tree))
+        bases = {name: self._aliases[name][:2] for name in names if name in self._aliases}
+        shards = {(id(part), item.fqn): (part, item) for part, item in bases.values()}
+        for name in names.keys() - bases.keys():
+            if name not in self._items:
+                raise IntegrityError(f"the values document names the tensor {name!r}, which no part has")
+            shards |= {(id(part), item.fqn): (part, item) for part, item in self._items[name]}
+        held = _read_all(shards.values())
+        made = {name: self._made(name, held) for name in names}
+        return _replaced(tree, made)
+
+    def _made(self, name: str, held: dict[tuple[int, str], bytearray]) -> Any:
+        shards = self._items.get(name, ())
+        if shards and shards[0][1].dtype == BLOB:
+            return Undecoded("torch", bytes(held[id(shards[0][0]), name]))
+        return self._array(name, lambda part, item: held[id(part), item.fqn])
 
     def verify(self) -> int:
         """Read every byte and compare it with its checksum. Return the number of raw bytes. Raises IntegrityError, OSError."""
@@ -231,11 +256,45 @@ def _newest_first(job: Path, which: str | int) -> Iterator[Path]:
     return (directory for _, directory in sorted(found, reverse=True))
 
 
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A reference to a tensor or blob in a tree."""
+
+    name: str
+
+
+def _references(tree: Any) -> Iterator[_Reference]:
+    if isinstance(tree, _Reference):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple, set)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _references(item)
+
+
+def _replaced(tree: Any, made: Mapping[str, Any]) -> Any:
+    if isinstance(tree, _Reference):
+        return made[tree.name]
+    if isinstance(tree, dict):
+        return {key: _replaced(item, made) for key, item in tree.items()}
+    if isinstance(tree, set) and any(isinstance(item, _Reference) for item in tree):
+        return [_replaced(item, made) for item in tree]  # an array has no hash
+    return type(tree)(_replaced(item, made) for item in tree) if type(tree) in (list, tuple) else tree
+
+
 def _read(part: PartReader, item: Item) -> bytearray:
-    data = bytearray(item.length)
-    if data:
-        scatter(part, [(item.offset, memoryview(data))])
-    return data
+    return _read_all([(part, item)])[id(part), item.fqn]
+
+
+def _read_all(shards: Iterable[tuple[PartReader, Item]]) -> dict[tuple[int, str], bytearray]:
+    """Return the bytes of shards, by the id of their part and their name. Each chunk is read once."""
+    found, targets = dict[tuple[int, str], bytearray](), dict[int, tuple[PartReader, list[tuple[int, memoryview]]]]()
+    for part, item in shards:
+        data = found[id(part), item.fqn] = bytearray(item.length)
+        if data:
+            targets.setdefault(id(part), (part, []))[1].append((item.offset, memoryview(data)))
+    for part, wanted in targets.values():
+        scatter(part, wanted)
+    return found
 
 
 def _view(

@@ -6,6 +6,7 @@ A file chooses only between the types of this table, so no other code runs when 
 from __future__ import annotations
 
 import datetime as dt
+import re
 import zoneinfo
 from collections.abc import Callable
 from decimal import Decimal
@@ -64,6 +65,8 @@ _PARTS: dict[type, Callable[[Any], list[Any]]] = {
     UUID: lambda value: [value.bytes],
     range: lambda value: [str(value.start), str(value.stop), str(value.step)],
 }
+_FRACTION = re.compile(r"(-?\d+)(?:/(\d+))?")
+"""A fraction as `str` writes it. `Fraction` accepts exponents too, and 1e999999999 would never end."""
 _MAKERS: dict[str, Callable[..., Any]] = {
     "datetime": lambda y, mo, d, h, m, s, us, fold, *zone: dt.datetime(y, mo, d, h, m, s, us, _made_zone(zone), fold=fold),
     "date": dt.date,
@@ -72,7 +75,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "timezone": lambda *p: _made_zone(p),
     "ZoneInfo": lambda *p: _made_zone(p),
     "Decimal": Decimal,
-    "Fraction": Fraction,
+    "Fraction": lambda text: Fraction(*map(int, _FRACTION.fullmatch(text).groups(default="1"))),  # type: ignore[union-attr]
     "UUID": lambda data: UUID(bytes=data),
     "range": lambda *p: range(*map(int, p)),
 }

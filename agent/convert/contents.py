@@ -171,7 +171,7 @@ def without_tensors(tree: Any, prefix: str = "") -> Iterator[str]:
 
 
 def model_of(contents: Contents) -> str:
-    """Return the dotted name of the one module in a state, or of its part "model", or "" if neither is there."""
-    if len(contents.modules) == 1:
-        return contents.modules[0]
-    return "model" if not contents.modules and isinstance(contents.tree, dict) and "model" in contents.tree else ""
+    """Return "model" if that is a part of the state, otherwise the dotted name of the one module in it, or "" if there is not one."""
+    if isinstance(contents.tree, dict) and "model" in contents.tree:
+        return "model"
+    return contents.modules[0] if len(contents.modules) == 1 else ""

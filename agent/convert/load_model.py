@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptd.agent.convert.ckptd_directory import contents_of
-from ckptd.agent.convert.contents import Contents, Leaf, model_of
+from ckptd.agent.convert.contents import Contents, Leaf, children, model_of, replaced
 from ckptd.agent.convert.formats import is_of_another_tool, one_sentence, open_contents
-from ckptd.agent.convert.selection import Selection
+from ckptd.agent.convert.selection import Selection, part_of
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.state.naming import canonical, flattens, unwrapped
 from ckptd.shared.errors import InvalidRequest, StorageError, StructureMismatch
 
 log = logging.getLogger("ckptd.agent")
+_EXTRA = "_extra_state"
 _FEW = 8
 """The most names in one sentence."""
 
@@ -54,19 +56,21 @@ def load_model(
 
     path: the job of a ckptd checkpoint, or the checkpoint itself; a model directory in the Hugging Face layout; a safetensors file; a file
     of torch.save; or a directory of DCP. which: for a job, as for `Checkpoint.open`.
-    only: the dotted name of the part of the state that is the model. Without it, this is the only module in the checkpoint, or its part
-    "model", or the whole. rename: pairs of a regular expression and its replacement, applied to every name of the checkpoint in turn.
+    only: the dotted name of the part of the state that is the model. Without it, this is the part "model", or the only module in the
+    checkpoint, or the whole. rename: pairs of a regular expression and its replacement, applied to every name of the checkpoint in turn.
     names: names in the model by names in the checkpoint, which come first.
     strict: True raises StructureMismatch if a key is missing or unexpected. A tied weight is not missing if it is there under another name.
     device: of the memory for parameters and buffers that are on the meta device. They become new objects: make the optimizer afterwards.
 
-    Tensors keep the dtype, the device and, as DTensors, the placements that they have in the model; values are converted. From a ckptd
+    Tensors keep the dtype, the device and, as DTensors, the placements that they have in the model; values are converted, but not complex
+    ones to real ones, or floating-point ones to integers. The extra states of modules (`set_extra_state`) are loaded, too. From a ckptd
     checkpoint, a rank reads only the stored shards that overlap its own. Every rank calls this by itself: if the job is still running, pass
     a step or a tag as `which`.
 
     Nothing is changed before every name and shape has been compared. Raises StructureMismatch; NotFound; InvalidRequest for wrong arguments
     or a model that FSDP1 has flattened; UnsavableValue, IntegrityError and StorageError as `Checkpoint.open` and `import_checkpoint` do. If
-    the bytes of a tensor turn out to be damaged, the model is partly overwritten.
+    the bytes of a tensor turn out to be damaged, the model is partly overwritten, or has memory without values if it was on the meta
+    device.
     """
     try:
         with _opened(Path(os.path.abspath(path)), which) as contents:
@@ -83,13 +87,18 @@ def load_contents(
     if flattens(model):
         raise InvalidRequest("FSDP1 has flattened parameters of this model: load the weights before it is wrapped, or use FSDP2")
     module = unwrapped(model)
-    own, (leaves, _) = tensors_of(module), selection.flat(contents.tree)
-    found = LoadedModel(_missing(own, leaves), [name for name in leaves if name not in own], [])
+    own, extra = tensors_of(module), _extra_states(module)
+    leaves, theirs = _divided(selection, contents)
+    missing = [*_missing(own, leaves), *(name for name in extra if name not in theirs)]
+    found = LoadedModel(missing, [name for name in (*leaves, *theirs) if name not in own and name not in extra], [])
     _compare(own, leaves, found if strict else None)
     wanted = {name: leaf for name, leaf in leaves.items() if name in own}
     give_memory(module, {id(own[name]) for name in wanted}, device)
     filled = tensors_of(module)
     _fill({name: filled[name] for name in wanted}, wanted, contents)
+    for name, value in theirs.items():
+        if name in extra:
+            extra[name].set_extra_state(replaced(value, Leaf, lambda leaf: next(contents.read([leaf]))[1]))
     found.on_meta.extend(on_meta(module))
     return found
 
@@ -106,10 +115,27 @@ def on_meta(module: torch.nn.Module) -> list[str]:
 def _opened(path: Path, which: str | int) -> Iterator[Contents]:
     if is_of_another_tool(path):
         with one_sentence(path):
-            yield open_contents(path)[0]
+            contents = open_contents(path)[0]
+        yield contents
         return
     with Checkpoint.open(path, which) as checkpoint:
         yield contents_of(checkpoint.opened)
+
+
+def _extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules that have a state of their own kind (`get_extra_state`), by the key that it has in a state dict."""
+    base = torch.nn.Module.get_extra_state
+    named = module.named_modules(remove_duplicate=False)
+    return {canonical(f"{name}.{_EXTRA}" if name else _EXTRA): part for name, part in named if type(part).get_extra_state is not base}
+
+
+def _divided(selection: Selection, contents: Contents) -> tuple[dict[str, Leaf], dict[str, Any]]:
+    """Return the selected tensors by name, and the extra states of modules by name, which may be any values."""
+    part = part_of(contents.tree, selection.only)
+    items = list(children(part) or ()) if isinstance(part, dict) else []
+    theirs = {selection.new_name(key): value for key, value in items if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA}
+    leaves, _ = selection.flat(contents.tree)
+    return {name: leaf for name, leaf in leaves.items() if not any(name == key or name.startswith(f"{key}.") for key in theirs)}, theirs
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -131,11 +157,7 @@ def _missing(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf]) -> lis
 
 def _compare(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], strictly: LoadedModel | None) -> None:
     """Raise StructureMismatch, naming what differs: shapes and, with `strictly`, keys that only one side has."""
-    differ = [
-        f"{name}: the checkpoint has shape {list(leaf.shape)}, the model {list(own[name].shape)}"
-        for name, leaf in leaves.items()
-        if name in own and tuple(own[name].shape) != leaf.shape
-    ]
+    differ = [problem for name, leaf in leaves.items() if name in own and (problem := _difference(name, leaf, own[name]))]
     if strictly is not None:
         if strictly.missing:
             differ.append(f"not in the checkpoint: {_some(strictly.missing)}")
@@ -147,14 +169,29 @@ def _compare(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], strict
         raise StructureMismatch(f"the model does not fit the checkpoint: {'; '.join(differ[: _FEW + 3])}")
 
 
+def _difference(name: str, leaf: Leaf, own: torch.Tensor) -> str:
+    """Return what is wrong with a pair of tensors, or "" if the one can be copied into the other."""
+    if tuple(own.shape) != leaf.shape:
+        return f"{name}: the checkpoint has shape {list(leaf.shape)}, the model {list(own.shape)}"
+    with_fractions = own.dtype.is_floating_point or own.dtype.is_complex
+    lost = (leaf.saved.is_complex and not own.dtype.is_complex) or (leaf.saved.is_floating_point and not with_fractions)
+    if lost or str(leaf.saved).startswith("torch.q"):
+        return f"{name}: the checkpoint has {leaf.saved}, the model {own.dtype}, which cannot hold its values"
+    return ""
+
+
 def _some(names: Sequence[str]) -> str:
     more = len(names) - _FEW
     return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
 
 
-def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.device) -> None:
-    """Replace the parameters and buffers with these ids that are on the meta device by such with memory. Tied ones stay tied."""
+def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.device) -> Callable[[], None]:
+    """Replace the parameters and buffers with these ids that are on the meta device by such with memory. Tied ones stay tied.
+
+    Return a function that puts those on the meta device back.
+    """
     made: dict[int, torch.Tensor] = {}
+    replaced_ones: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for part in module.modules():
         for values in (part._parameters, part._buffers):
             for name, tensor in values.items():
@@ -163,7 +200,14 @@ def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.d
                 if id(tensor) not in made:
                     empty = torch.empty_like(tensor.detach(), device=device)
                     made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if values is part._parameters else empty
+                replaced_ones.append((values, name, tensor))
                 values[name] = made[id(tensor)]  # type: ignore[assignment]
+
+    def undo() -> None:
+        for values, name, tensor in replaced_ones:
+            values[name] = tensor
+
+    return undo
 
 
 def _fill(places: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], contents: Contents) -> None:

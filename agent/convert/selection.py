@@ -73,11 +73,11 @@ class Selection:
         """Return the values with their new names. Raises InvalidRequest if two get one name or an old name is unknown."""
         if unknown := [name for name in self.names if name not in named]:
             raise InvalidRequest(
-                f"map: there is no tensor {unknown[0]!r}; there are {len(named)}, such as {', '.join(map(str, list(named)[:3]))}"
+                f"names: there is no tensor {unknown[0]!r}; there are {len(named)}, such as {', '.join(map(str, list(named)[:3]))}"
             )
         made, old_names = dict[Any, Any](), dict[str, Any]()
         for old, value in named.items():
-            new = self._renamed(str(old))
+            new = self.new_name(str(old))
             if not new:
                 raise InvalidRequest(f"{old!r} would get an empty name")
             if new in old_names:
@@ -85,7 +85,8 @@ class Selection:
             made[old if new == str(old) else new], old_names[new] = value, old
         return made
 
-    def _renamed(self, name: str) -> str:
+    def new_name(self, name: str) -> str:
+        """Return the new name of a tensor. Raises InvalidRequest if a replacement does not fit its regular expression."""
         name = self.names.get(name, name)
         for pattern, replacement in self.rename:
             try:

@@ -182,6 +182,92 @@ def test_content_that_torch_cannot_load_fails_a_full_checkpoint_by_its_name(root
     assert not (root / "whole.pt").exists()
 
 
+def test_a_tag_stays_its_own_after_a_rewind(root: Path) -> None:
+    model, optimizer = pair(1)
+    for tag in ("start0", "epoch_x12"):
+        smp.save_checkpoint(root, tag, model=model, optimizer=optimizer, user_content=tag).wait("durable", timeout=60)
+    smp.resume_from_checkpoint(root, "start0", model=model, optimizer=optimizer)
+    smp.save_checkpoint(root, "other12", model=model, optimizer=optimizer, user_content="other12").wait("durable", timeout=60)
+    assert smp.resume_from_checkpoint(root, "epoch_x12", model=model, optimizer=optimizer) == "epoch_x12"
+    assert steps(root) == [0, 12, 13]
+
+
+def test_a_tag_is_known_before_it_is_durable(root: Path) -> None:
+    model, _ = pair(1)
+    smp.save_checkpoint(root, "t1", model=model, user_content=1)
+    assert smp.resume_from_checkpoint(root, "t1", model=model) == 1
+
+
+def test_a_link_to_the_directory_is_the_directory(root: Path, tmp_path: Path) -> None:
+    model, _ = pair(1)
+    (tmp_path / "link").symlink_to(root)
+    smp.save_checkpoint(root, "t1", model=model, user_content=1)
+    assert smp.resume_from_checkpoint(tmp_path / "link", model=model) == 1
+
+
+def test_a_failed_resume_leaves_a_model_on_the_meta_device(root: Path) -> None:
+    saved, optimizer = pair(1)
+    smp.save_checkpoint(root, "t1", model=saved, optimizer=optimizer).wait("durable", timeout=60)
+    with torch.device("meta"):
+        late = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 9))
+    with pytest.raises(StructureMismatch):
+        smp.resume_from_checkpoint(root, model=late, load_optimizer=False)
+    assert all(parameter.is_meta for parameter in late.parameters())
+    with pytest.raises(InvalidRequest, match="^a model on the meta device needs strict=True"):
+        smp.resume_from_checkpoint(root, model=late, load_optimizer=False, strict=False)
+
+
+def test_a_path_that_is_wrong_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no partial checkpoint in "):
+        smp.resume_from_checkpoint(tmp_path / "wrong", model=pair(1)[0])
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_a_module_in_the_user_content_is_refused(root: Path) -> None:
+    model, _ = pair(1)
+    with pytest.raises(InvalidRequest, match="^user_content has a module or an optimizer: save its state_dict"):
+        smp.save_checkpoint(root, "t1", model=model, user_content={"ema": [pair(2)[0]]})
+
+
+@pytest.mark.parametrize("kind", ["fresh", "sgd", "groups"])
+def test_every_optimizer_of_a_full_checkpoint(root: Path, kind: str) -> None:
+    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, adam = pair(seed)
+        if kind == "sgd":
+            return model, torch.optim.SGD(model.parameters(), lr=0.1 * seed)
+        if kind == "groups":
+            groups: Any = [{"params": [model[0].weight], "lr": 0.3 * seed}, {"params": list(model[1].parameters())}]  # type: ignore[index]
+            return model, torch.optim.AdamW(groups, lr=0.1, foreach=False)
+        return model, adam
+
+    model, optimizer = made(1)
+    if kind == "groups":
+        model(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+    smp.save_checkpoint(root, "whole", partial=False, model=model, optimizer=optimizer)
+    other, restored = made(2)
+    smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=restored)
+    assert plain(other, restored) == plain(model, optimizer)
+    assert restored.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_nothing_of_a_full_checkpoint_is_loaded_if_the_optimizer_does_not_fit(root: Path) -> None:
+    model, optimizer = pair(1, steps=1)
+    smp.save_checkpoint(root, "whole", partial=False, model=model, optimizer=optimizer)
+    other, _ = pair(2)
+    foreign = torch.optim.AdamW([*other.parameters(), nn.Parameter(torch.ones(1))])
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(StructureMismatch, match="no state of the optimizer for a parameter that is not in the model: pass strict=False"):
+        smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=foreign)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=foreign, strict=False)
+    assert len(foreign.state) == 4
+    with pytest.raises(InvalidRequest, match="^translate_function translates the names of the model only: pass load_optimizer=False"):
+        smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=foreign, translate_function=dict)
+    with pytest.raises(InvalidName):
+        smp.resume_from_checkpoint(root, tag="../x", partial=False, model=other)
+
+
 # -- several ranks
 
 

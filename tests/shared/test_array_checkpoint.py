@@ -16,6 +16,7 @@ from ckptd.agent import Agent, Checkpoint, per_rank
 from ckptd.shared import array_checkpoint
 from ckptd.shared.array_checkpoint import ArrayCheckpoint, numpy_dtype
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.part import PartReader
 from ckptd.shared.plain_values import Undecoded
 from tests.agent.convert.saved import DTYPES, STATES, bits, random
 from tests.support import sharded
@@ -141,6 +142,43 @@ def test_damage_is_found(two: Path) -> None:
     damage(newest / "manifest.json", 50)
     with pytest.raises(IntegrityError, match="manifest does not match its digest"):
         ArrayCheckpoint.open(two, 2)
+
+
+def test_a_part_that_is_missing_is_damage(two: Path) -> None:
+    next(next(two.glob("step-00000002.*")).glob("*.ckpt")).unlink()
+    with ArrayCheckpoint.open(two) as found:
+        assert found.manifest.step == 1
+    with pytest.raises(IntegrityError, match=r"rank-00000\.\w+\.ckpt is missing$"):
+        ArrayCheckpoint.open(two, 2)
+
+
+def test_each_chunk_is_read_once_however_many_tensors_are_in_it(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.arange(6000.0)
+    path = saved(daemon, {"views": [whole[at : at + 10] for at in range(0, 3000, 5)], "small": [torch.full((3,), n) for n in range(500)]})
+    read, right = list[int](), PartReader.read_chunk
+
+    def counting(self: PartReader, number: int, raw: memoryview) -> None:
+        read.append(number)
+        right(self, number, raw)
+
+    monkeypatch.setattr(PartReader, "read_chunk", counting)
+    with ArrayCheckpoint.open(path) as found, Checkpoint.open(path) as expected:
+        state = found.load()
+        assert len(read) <= 2 * len(found._parts[0].ranges)
+        assert_alike(state, expected.load())
+    assert np.shares_memory(state["views"][0], state["views"][1])
+
+
+def test_documents_that_cannot_be_merged_are_damage(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[Any] = [
+        {},
+        {"state": {"state": {}, "param_groups": [{"params": [[1]]}]}},
+        {"state": array_checkpoint._Reference("nothing")},
+    ]
+    for document in wrong:
+        monkeypatch.setattr(array_checkpoint, "decode_plain", lambda data, resolve, document=document: document)
+        with ArrayCheckpoint.open(two) as found, pytest.raises(IntegrityError):
+            found.load()
 
 
 def test_a_newer_checkpoint_is_not_passed_over(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:

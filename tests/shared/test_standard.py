@@ -9,6 +9,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptd.agent.state.values import Packer, decode
@@ -68,3 +69,17 @@ def test_parts_that_make_no_value_are_damage(parts: list[Any]) -> None:
         decode(document)
     with pytest.raises(Exception, match=".*"):
         make(parts)
+
+
+def fraction(text: str) -> bytes:
+    """Return a values document with a fraction that has this text."""
+    payload = msgspec.msgpack.encode(["Fraction", text])
+    return msgspec.msgpack.encode({"x": msgspec.msgpack.Ext(23, payload)})
+
+
+@pytest.mark.parametrize("text", ["1e999999999", "1/0", "0.5", "nan", "1/-2", "", " 1"])
+def test_a_fraction_is_two_integers(text: str) -> None:
+    """`Fraction` itself accepts an exponent, and would compute its power of ten."""
+    with pytest.raises(IntegrityError):
+        decode(fraction(text))
+    assert decode(fraction("-3/4")) == {"x": Fraction(-3, 4)}

@@ -210,7 +210,7 @@ def test_a_dry_run_checks_and_writes_nothing(tmp_path: Path, saved: Any) -> None
             "^x and y would both get the name 'z': give each tensor",
         ),
         ({"only": "model", "rename": [("x", r"\1")]}, InvalidRequest, r"^rename: '\\\\1' cannot replace 'x': invalid group reference"),
-        ({"only": "model", "names": {"z": "x"}}, InvalidRequest, "^map: there is no tensor 'z'; there are 2, such as x, y$"),
+        ({"only": "model", "names": {"z": "x"}}, InvalidRequest, "^names: there is no tensor 'z'; there are 2, such as x, y$"),
         (
             {"rename": [("x", "z")], "to": "torch"},
             InvalidRequest,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,62 @@ def test_a_step_of_a_job(daemon: Daemon) -> None:
     assert_same(dict(net.state_dict()), dict(trained(1).state_dict()))
     load_model(net, daemon.home.root / "job", only="nets.g")
     assert_same(dict(net.state_dict()), dict(trained(2).state_dict()))
+
+
+class WithExtra(nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.inner, self.extra = nn.Linear(2, 2), extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [{"v": 2}, {"scale": torch.ones(3)}, torch.ones(2)], ids=["plain", "with a tensor", "a tensor"])
+def test_extra_states_are_loaded(tmp_path: Path, daemon: Daemon, extra: Any) -> None:
+    source = nn.Sequential(WithExtra(extra))
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"model": source}, step=1)
+    agent.close()
+    torch.save(source.state_dict(), tmp_path / "file.pt")
+    for path in (daemon.home.root / "job", tmp_path / "file.pt"):
+        made = nn.Sequential(WithExtra(None))
+        assert load_model(made, path).missing == []
+        assert_same(made[0].extra, extra)
+    torch.save(nn.Sequential(nn.Module()).state_dict() | {"0.inner.weight": torch.ones(2, 2)}, tmp_path / "file.pt")
+    assert load_model(made, tmp_path / "file.pt", strict=False).missing == ["0.inner.bias", "0._extra_state"]
+    torch.save(source.state_dict(), tmp_path / "file.pt")
+    assert load_model(nn.Sequential(nn.Linear(2, 2)), tmp_path / "file.pt", strict=False).unexpected[-1] == "0._extra_state"
+
+
+def test_values_that_the_model_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for wrong in (torch.ones(2, dtype=torch.complex64), torch.ones(2)):
+        target = nn.Module()
+        target.register_buffer("b", torch.zeros(2) if wrong.is_complex() else torch.zeros(2, dtype=torch.int64))
+        torch.save({"b": wrong}, tmp_path / "file.pt")
+        with pytest.raises(
+            StructureMismatch, match=r"b: the checkpoint has torch\.\w+, the model torch\.\w+, which cannot hold its values"
+        ):
+            load_model(target, tmp_path / "file.pt")
+    torch.save(model.state_dict(), tmp_path / "file.pt")
+    with torch.device("meta"):
+        late = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="nonsense"):  # torch's own error, and not one about the file
+        load_model(late, tmp_path / "file.pt", device="nonsense")
+
+
+def test_the_part_model_comes_before_the_only_module(tmp_path: Path, daemon: Daemon) -> None:
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    agent = Agent("job", socket=daemon.home.socket)
+    agent.snapshot({"model": model.state_dict(), "ema": average}, step=1)
+    agent.close()
+    made = nn.Linear(2, 2)
+    load_model(made, daemon.home.root / "job")
+    assert torch.equal(made.weight, model.weight)
 
 
 def test_bad_input_is_refused(tmp_path: Path) -> None:
