@@ -21,7 +21,7 @@ from ckptd.daemon.journal_directory import JournalDirectory
 from ckptd.shared import failpoints
 from ckptd.shared.errors import IntegrityError, NewerFormat, StorageError
 from ckptd.shared.fs import Buffer, FileSystem, PosixFileSystem
-from tests.shared.samples import flip
+from tests.shared.samples import flip, resealed
 
 FIRST = "0000000000000001.log"
 SECOND = "0000000000000002.log"
@@ -1152,8 +1152,7 @@ async def test_a_newer_payload_is_refused_and_nothing_changed(place: Place) -> N
 
 @pytest.mark.parametrize(("at", "value"), [(8, 2), (12, 1)])
 async def test_a_newer_file_is_refused_and_nothing_changed(place: Place, at: int, value: int) -> None:
-    data = bytearray(await _written(place))
-    data[at] = value
+    data = resealed(await _written(place), at, value, start=0, body=44)
     (place.path / FIRST).write_bytes(data)
     before = place.contents()
     with pytest.raises(NewerFormat):

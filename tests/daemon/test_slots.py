@@ -22,6 +22,7 @@ from ckptd.shared.errors import Busy, IntegrityError, NotFound, QuotaExceeded, S
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.segment import SegmentHeader, SlotState, read_header, this_boot, write_header
+from tests.shared.samples import resealed
 
 SIZE = 16384  # two headers, a page of checksums, a page of data
 STRANGE = "0123456789abcdef0123456789abcdef.seg"
@@ -591,13 +592,12 @@ def test_adopt_leaves_a_newer_ckptds_segment_alone(shm: Shm) -> None:
     """FORMAT.md, section 0: the error is "written by a newer ckptd", and nothing is changed."""
     (name,) = _left(shm, header())
     path = shm.inside / name
-    data = bytearray(path.read_bytes())
-    data[4096 + 8] = 2
+    data = resealed(path.read_bytes(), 4096 + 8, 2, start=4096, body=320)
     path.write_bytes(data)
     slots = shm.open()
     assert slots.adopt() == []
     assert shm.files() == [name]
-    assert path.read_bytes() == bytes(data)
+    assert path.read_bytes() == data
 
 
 def test_adopt_leaves_files_with_other_names_alone(shm: Shm) -> None:
