@@ -23,6 +23,7 @@ from ckptd.shared.segment import (
     SlotState,
     encode_check,
     read_check,
+    read_data,
     read_document,
     read_header,
     this_boot,
@@ -179,6 +180,16 @@ def test_a_newer_header_is_not_called_damaged(segment: int) -> None:
     os.pwrite(segment, _sealed_again(HEADER.encode(), 12, b"\x01"), ALIGN)
     with pytest.raises(NewerFormat):
         read_header(segment)
+
+
+@pytest.mark.parametrize("room", [100, 7])
+def test_data_that_has_been_cut_short_is_noticed(segment: int, room: int) -> None:
+    os.pwrite(segment, bytes(range(100)), HEADER.data_offset)
+    os.ftruncate(segment, HEADER.data_offset + 100)
+    assert read_data(segment, HEADER, 0, 100, memoryview(bytearray(room))) == crc32c(bytes(range(100)))
+    os.ftruncate(segment, HEADER.data_offset + 99)
+    with pytest.raises(IntegrityError, match="^the slot of step 1000 has been cut short: that copy in memory is lost$"):
+        read_data(segment, HEADER, 0, 100, memoryview(bytearray(room)))
 
 
 def test_a_damaged_version_is_damage(segment: int) -> None:
