@@ -38,6 +38,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "daemon/saver.py": ("pytest tests/daemon/test_saver.py", STATES),
     "shared/fs.py": ("pytest tests/shared/test_fs.py tests/crash/test_disk.py", STATES),
     "shared/manifest.py": ("pytest tests/shared/test_manifest.py", DAMAGE),
+    "shared/binary.py": ("pytest tests/shared/test_binary.py tests/shared/test_part.py tests/shared/test_segment.py",),
     "shared/part.py": ("pytest tests/shared/test_part.py tests/shared/test_part_writer.py tests/shared/test_linked_files.py", DAMAGE),
     "shared/part_writer.py": ("pytest tests/shared/test_part_writer.py", STATES),
     "shared/segment.py": ("pytest tests/shared/test_segment.py",),
