@@ -103,7 +103,7 @@ class Agent:
     ) -> None:
         ranks = ranks_of(process_group)
         try:
-            self.retention = None if retention is None else checked(retention)
+            self.retention = None if retention is None else checked(retention)  # may be changed between snapshots
         except (ValueError, TypeError) as error:
             refusal = InvalidRequest(str(error))
             begin(ranks, refusal)  # raises it on all ranks: the others are waiting for this one

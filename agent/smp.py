@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptd.agent.agent import Agent
-from ckptd.agent.convert.contents import Contents, leaf_of, replaced
+from ckptd.agent.convert.contents import Contents, with_leaves
 from ckptd.agent.convert.export import export
 from ckptd.agent.convert.formats import one_sentence
-from ckptd.agent.convert.load_model import give_memory, load_contents, load_model, on_meta, tensors_of
+from ckptd.agent.convert.load_model import give_memory, load_contents, on_meta, tensors_of
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.pending import Pending
 from ckptd.agent.state.naming import find, parameter_names, unwrapped
@@ -32,6 +33,7 @@ from ckptd.shared.manifest import Manifest
 from ckptd.shared.names import check_name
 from ckptd.shared.retention import LatestN, PreserveAll, checked
 from ckptd.shared.storage.locate import is_root, open_root
+from ckptd.shared.units import some_text
 
 log = logging.getLogger("ckptd.agent")
 _JOB, _SUFFIX = "partial", ".pt"
@@ -84,7 +86,7 @@ def save_checkpoint(
     kept = num_kept_partial_checkpoints
     if kept is not None and (type(kept) is not int or kept < 1):
         raise InvalidRequest(f"num_kept_partial_checkpoints is {kept!r}; expected a number from 1 up, or None for all")
-    if any(True for kind in (torch.nn.Module, torch.optim.Optimizer) for _ in find(user_content, "", kind)):
+    if any(list(find(user_content, "", kind)) for kind in (torch.nn.Module, torch.optim.Optimizer)):
         raise InvalidRequest("user_content has a module or an optimizer: save its state_dict() instead")
     run = _run(where)
     agent = run.agent
@@ -134,15 +136,16 @@ def resume_from_checkpoint(
     if str(where) not in _runs and not is_root(where):
         raise NotFound(f"no partial checkpoint in {where}")
     run = _run(where)
-    step = None if tag is None else run.steps[tag] if tag in run.steps else _step_of(where, tag)
-    undo = _nothing
-    if model is not None:
-        late = {id(tensor) for tensor in tensors_of(unwrapped(model)).values() if tensor.is_meta}
-        if late and not strict:
-            raise InvalidRequest("a model on the meta device needs strict=True: keys that the checkpoint lacks would have no values")
-        undo = give_memory(model, late, device)
+    step = run.steps.get(tag) if tag is not None else None
+    if tag is not None and step is None:
+        step = _step_of(where, tag)
     state: State = {"model": model, "optimizer": optimizer if load_optimizer else None, "user_content": per_rank(None)}
-    try:
+    with ExitStack() as undone:
+        if model is not None:
+            late = {id(tensor) for tensor in tensors_of(unwrapped(model)).values() if tensor.is_meta}
+            if late and not strict:
+                raise InvalidRequest("a model on the meta device needs strict=True: keys that the checkpoint lacks would have no values")
+            undone.callback(give_memory(model, late, device))
         recovered = run.agent.recover(
             state,
             step=step,
@@ -152,9 +155,7 @@ def resume_from_checkpoint(
         )
         if recovered is None:
             raise NotFound(f"no partial checkpoint in {where}")
-    except BaseException:
-        undo()
-        raise
+        undone.pop_all()
     if model is not None:
         on_meta(model)
     own = state["user_content"]
@@ -174,10 +175,6 @@ def _run(where: Path) -> _Run:
         steps = [manifest.step for manifest in _manifests(where) if manifest.step is not None]
         run = _runs[str(where)] = _Run(agent, max(steps, default=-1))
     return run
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _of_rank(values: list[Any], rank: int) -> Any:
@@ -225,19 +222,19 @@ def _next_step(tag: str, highest: int) -> int:
 
 def _on_rank_0(agent: Agent, call: Callable[[], object]) -> None:
     """Call a function on rank 0, while the other ranks wait. If it raises, all ranks raise the error."""
-    failure: list[Exception | None] = [None]
+    failure: Exception | None = None
     if agent.rank == 0:
         try:
             call()
         except Exception as error:
-            failure = [error]
+            failure = error
     if agent.world_size > 1:
-        said = [None if failure[0] is None else str(failure[0])]
+        said = [None if failure is None else str(failure)]
         dist.broadcast_object_list(said, src=0)
         if agent.rank and said[0] is not None:
             raise StorageError(f"rank 0 could not write the full checkpoint: {said[0]}")
-    if failure[0] is not None:
-        raise failure[0]
+    if failure is not None:
+        raise failure
 
 
 def _resume_full(
@@ -263,11 +260,10 @@ def _resume_full(
     if optimizer is not None and "optimizer" not in loaded:
         raise NotFound(f"{file} has no optimizer: pass load_optimizer=False")
     restored = None if optimizer is None else _state_of(model, optimizer, loaded["optimizer"], strict=strict)
-    if translate is None:
-        load_model(model, file, only="model", strict=strict, device=device)
-    else:
-        translated = replaced(dict(translate(loaded["model"])), torch.Tensor, leaf_of)
-        load_contents(model, Contents(translated, lambda leaves: {}), Selection(), strict=strict, device=device)
+    weights = loaded["model"] if translate is None else translate(loaded["model"])
+    if not isinstance(weights, dict):
+        raise InvalidRequest(f"translate_function returned a {type(weights).__name__}; expected a state dict")
+    load_contents(model, Contents(with_leaves(weights), lambda leaves: {}), Selection(), strict=strict, device=device)
     if optimizer is not None and restored is not None:
         optimizer.load_state_dict(restored)
     content = loaded["user_content"]
@@ -296,9 +292,7 @@ def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: S
                     made["state"][number] = {key: _placed(value, parameter) for key, value in saved["state"][name].items()}
             number += 1
     if lacking and strict:
-        raise StructureMismatch(
-            f"the checkpoint has no state of the optimizer for {', '.join(lacking[:8])}: pass strict=False to keep theirs"
-        )
+        raise StructureMismatch(f"the checkpoint has no state of the optimizer for {some_text(lacking)}: pass strict=False to keep theirs")
     return made
 
 

@@ -25,6 +25,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.messages import Progress
+from ckptd.shared.units import some_text
 
 _NAMES_A_RANK = re.compile(r"ranks? \d")
 
@@ -367,5 +368,5 @@ def _late(step: Step, snapshot: Snapshot) -> list[int]:
 
 def ranks(numbers: Sequence[int]) -> str:
     """Return "rank 2", "ranks 1, 2", or the first eight and the number of the others."""
-    shown = ", ".join(str(number) for number in numbers[:8]) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    shown = some_text(numbers)
     return f"rank{'s' if len(numbers) != 1 else ''} {shown}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.shared.messages import Progress
+from ckptd.shared.units import some_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def processes(owners: Sequence[Owner]) -> str:
     pids = sorted({owner.process.pid for owner in owners} - {0})
     if not pids:
         return "a process that this daemon cannot see, or that has not reconnected since the daemon started"
-    shown = ", ".join(map(str, pids[:4])) + (f" and {len(pids) - 4} more" if len(pids) > 4 else "")
+    shown = some_text(pids, 4)
     started = min((owner.process.started for owner in owners if owner.process.started), default=0.0)
     since = time.strftime(" since %Y-%m-%d %H:%M:%S UTC", time.gmtime(started)) if started else ""
     return f"{'process' if len(pids) == 1 else 'processes'} {shown}{since}"

@@ -18,7 +18,7 @@ from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_root, meant, tags_of
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
-from ckptd.shared.units import count_text, size_text, span_text
+from ckptd.shared.units import count_text, size_text, some_text, span_text
 
 SNAPSHOT_COUNTERS = {"sealed": "sealed", "persisted": "saved", "skipped": "skipped", "failed": "failed"}
 
@@ -77,7 +77,7 @@ def daemons_text(rows: list[dict[str, Any]]) -> str:
             continue
         table.append((
             str(row["pid"]), row["root"], "private" if row["private"] else "own", span_text(row["uptime_seconds"]),
-            ", ".join(row["jobs"][:4]) + (f" and {len(row['jobs']) - 4} more" if len(row["jobs"]) > 4 else "") or "-", str(row["clients"]),
+            some_text(row["jobs"], 4) or "-", str(row["clients"]),
             row["socket"],
         ))  # fmt: skip
     return "\n".join(_table(table))

@@ -1,4 +1,4 @@
-"""Trains a small GPT-2 of Hugging Face, saves it with ckptd, and gives it to other tools, each of which then reads it without ckptd.
+"""Trains a small GPT-2 of Hugging Face, saves it with ckptd, and gives it to other tools, which read it without ckptd.
 
 `python examples/export.py [DIRECTORY]`. It needs `pip install transformers safetensors`, and downloads nothing.
 """

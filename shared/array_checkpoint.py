@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +25,7 @@ from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
 from ckptd.shared.plain_values import Undecoded, decode_plain, merged
-from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, element_size
+from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, c_order, element_size
 from ckptd.shared.scatter import scatter, verify
 
 _NUMPY = frozenset({
@@ -34,6 +35,7 @@ _NUMPY = frozenset({
 _ML_DTYPES = frozenset({"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"})
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype of elements, given the name of their dtype in a plan document.
 
@@ -152,11 +154,11 @@ class ArrayCheckpoint:
         check_cover(name, described.size, [(item.offsets, item.sizes) for _, item in shards])
         if len(shards) == 1:
             [(part, item)] = shards
-            return _view(read(part, item), dtype, item.sizes, item.stride or _c_order(item.sizes), 0, name)
+            return _view(read(part, item), dtype, item.sizes, item.stride or c_order(item.sizes), 0, name)
         whole = np.empty(described.size, dtype)
         for part, item in shards:
             place = tuple(slice(at, at + size) for at, size in zip(item.offsets, item.sizes, strict=True))
-            whole[place] = _view(read(part, item), dtype, item.sizes, item.stride or _c_order(item.sizes), 0, name)
+            whole[place] = _view(read(part, item), dtype, item.sizes, item.stride or c_order(item.sizes), 0, name)
         return whole
 
     def load(self) -> Any:
@@ -307,7 +309,3 @@ def _view(
     if not math.prod(shape):
         return np.empty(shape, dtype)
     return np.ndarray(shape, dtype, data, offset, [step * dtype.itemsize for step in stride])
-
-
-def _c_order(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[number + 1 :]) for number in range(len(shape))]

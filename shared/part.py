@@ -225,12 +225,11 @@ class PartReader:
         link = self._links.get(number)
         if link is None:
             return header == encode_header(self.index, self._nonce, number)
-        check_preamble(header, PART_MAGIC, f"header of data file {number}", known=SEVERAL_FILES | LINKED_FILES)
+        known = SEVERAL_FILES | LINKED_FILES
+        check_preamble(header, PART_MAGIC, f"header of data file {number}", known=known, body=_HEADER.size)
         older = encode_header(msgspec.structs.replace(self.index, step=link.step), link.nonce, link.origin)
-        body, start = header[: _HEADER.size], PREAMBLE.size  # the preamble says whether the older part had data files
-        return body[start:] + header[_HEADER.size + 4 :] == older[start : _HEADER.size] + older[_HEADER.size + 4 :] and (
-            _CRC.unpack_from(header, _HEADER.size)[0] == crc32c(body)
-        )
+        start, crc = PREAMBLE.size, _HEADER.size  # the preamble says whether the older part had data files, and so does the checksum
+        return header[start:crc] + header[crc + _CRC.size :] == older[start:crc] + older[crc + _CRC.size :]
 
     def _read_index(self, index_sha256: str | None) -> PartIndex:
         size = self._source.size

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Annotated, TypedDict
 
@@ -237,6 +238,15 @@ def check_elements(name: str, size: tuple[int, ...]) -> None:
     """Raise IntegrityError if the dimensions of a tensor, without those of size 0, have a product of MOST_ELEMENTS or more."""
     if (math.prod(size) or math.prod(filter(None, size))) >= MOST_ELEMENTS:
         raise IntegrityError(f"{name!r} has the size {list(size)}; expected fewer than 2^62 elements")
+
+
+def c_order(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a shard of these sizes in C order, in elements. As in torch, a dimension of size 0 counts as one of size 1."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
 
 
 def is_dense(sizes: tuple[int, ...], stride: tuple[int, ...]) -> bool:

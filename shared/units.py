@@ -1,6 +1,8 @@
-"""Words sizes and times for people: `22.7 MB`, `3 min`."""
+"""Words sizes, times and lists for people: `22.7 MB`, `3 min`, `a, b and 3 more`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def size_text(nbytes: float) -> str:
@@ -15,6 +17,11 @@ def size_text(nbytes: float) -> str:
 def count_text(count: int, noun: str) -> str:
     """Return the number with its noun, which gets an "s" unless the number is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def some_text(names: Sequence[object], most: int = 8) -> str:
+    """Return the first names with commas between them, and the number of the others: `a, b and 3 more`."""
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most:,d} more" if len(names) > most else "")
 
 
 def span_text(seconds: float) -> str:

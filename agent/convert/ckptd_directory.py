@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ckptd.agent.convert.contents import Contents, Leaf, flat, in_c_order, leaf_of, replaced
+from ckptd.agent.convert.contents import Contents, Leaf, flat, replaced, with_leaves
 from ckptd.agent.convert.output import Progress
 from ckptd.agent.convert.stored import as_stored, fill, length_of
 from ckptd.agent.dcp.standalone import StandalonePart, commit
@@ -26,14 +26,14 @@ from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.state.capture import Captured, capture, values_document
-from ckptd.agent.state.components import TENSOR_KINDS, kind_of_tensor
+from ckptd.agent.state.components import TENSOR_KINDS
 from ckptd.agent.state.dtypes import copyable
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import ObjectNode, filled, tensor_names
 from ckptd.shared import codec as codecs
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.part_writer import ONE_FILE
-from ckptd.shared.plan import HIDDEN, Alias, Item
+from ckptd.shared.plan import HIDDEN, Alias, Item, c_order
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.units import size_text
@@ -66,15 +66,15 @@ def contents_of(opened: Opened) -> Contents:
         size = tuple(described.size)
         if isinstance(described, Alias):
             return Leaf(name, dtype, dtype, size, tuple(described.stride), described.offset, described.base)
-        stride = saved.shards[name][0].stride if saved.shard_of_whole(name) else in_c_order(size)
+        stride = saved.shards[name][0].stride if saved.shard_of_whole(name) else c_order(size)
         return Leaf(name, dtype, dtype, size, tuple(stride), 0, name)
 
     merged = merge([opened.document(rank)["state"] for rank in range(len(opened.sources))])
     tree = filled(replaced(bare(merged), ObjectNode, made), leaf, records=False)
-    tree = replaced(tree, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor))
+    tree = with_leaves(tree)
     reached = {value.name for _, value in flat(tree) if isinstance(value, Leaf)}
     if lost := [name for name in named if name not in reached]:
-        raise UnsavableValue(f"{lost[0]} is a tensor in a set, which an export cannot write: save it in a list")
+        raise UnsavableValue(f"{lost[0]} is a tensor in a set, which cannot be converted: save it in a list")
     return Contents(
         tree,
         lambda leaves: materialize(saved, [one.name for one in leaves]),
@@ -103,7 +103,8 @@ class PlannedPart:
 
     def __init__(self, tree: Any, user_content: Any) -> None:
         self._leaves: dict[int, Leaf] = {}
-        captured = capture(_with_addresses(tree, self._leaves))
+        self._tree = _with_addresses(tree, self._leaves)  # kept, so that no other tensor gets the id of one in it
+        captured = capture(self._tree)
         self._tensors = captured.tensors
         self._inside: dict[str, list[Alias]] = {}
         if self._leaves.keys() != {id(tensor) for tensor in self._tensors.values()} & self._leaves.keys():
@@ -151,7 +152,7 @@ class PlannedPart:
 
 
 def _with_addresses(tree: Any, leaves: dict[int, Leaf]) -> Any:
-    """Return the tree with a tensor in place of each leaf that has an address and no memory. `leaves` gets the leaf by the tensor's id.
+    """Return the tree with a tensor that has an address and no memory in place of each leaf. `leaves` gets each leaf by the tensor's id.
 
     The addresses are inside one mapping that is never touched. Tensors that share a storage share it there, unless they are converted.
     """
@@ -171,7 +172,7 @@ def _with_addresses(tree: Any, leaves: dict[int, Leaf]) -> Any:
         made = torch.empty(0, dtype=leaf.dtype)
         offset = starts[_storage(leaf)] // leaf.dtype.itemsize + leaf.offset // leaf.saved.itemsize
         made.set_(addresses, offset, leaf.shape, leaf.stride)
-        leaves[id(made)] = leaf  # `PlannedPart` keeps the tensor, so that no other gets its id
+        leaves[id(made)] = leaf
         return made
 
     return replaced(tree, Leaf, with_address)

@@ -21,12 +21,10 @@ from ckptd.agent.convert.output import Progress
 from ckptd.agent.state.dtypes import torch_dtype
 from ckptd.shared.command import json_option, speaks
 from ckptd.shared.errors import InvalidRequest, NotFound
-from ckptd.shared.units import size_text
+from ckptd.shared.units import size_text, some_text
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_FEW = 8
-"""The most names that are printed of a long list."""
 
 
 def _selecting(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,8 +67,8 @@ def export(
     """Write a checkpoint, or a part of it, in the format of another tool.
 
     PATH is DIR/JOB for the newest checkpoint of a job, DIR/JOB/TAG, or a directory that is one checkpoint by itself. --out
-    appears only when it is whole, synced and compared with what was read. The checkpoint is not changed. For hf, --only is the
-    only module in the state, unless it is given.
+    appears only when it is whole, synced and compared with what was read. The checkpoint is not changed. For hf, the default of
+    --only is the part "model" of the state, or its only module.
     """
     with _bar(out, as_json) as (begin, progress):
         found = export_checkpoint(
@@ -140,7 +138,7 @@ def import_(
     did = "would write" if dry_run else "wrote"
     click.echo(f"{did} {found.out} from {found.format}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
     if found.left_out:
-        click.echo(f"left out, because it is too large for user_content: {_some(found.left_out)}")
+        click.echo(f"left out, because it is too large for user_content: {some_text(found.left_out)}")
 
 
 @contextmanager
@@ -168,17 +166,12 @@ def text_of(found: Exported, *, dry_run: bool = False) -> str:
     """Return what was exported as text for people."""
     lines = [f"{'would write' if dry_run else 'wrote'} {found.out}: {found.tensors:,d} tensors, {size_text(found.nbytes)}"]
     if found.files:
-        lines.append(f"files: {_some(found.files)}")
+        lines.append(f"files: {some_text(found.files)}")
     if found.tied:
-        lines.append(f"stored once: {_some([f'{name} is {first}' for name, first in found.tied.items()])}")
+        lines.append(f"stored once: {some_text([f'{name} is {first}' for name, first in found.tied.items()])}")
     if found.left_out:
-        lines.append(f"left out, because the format holds tensors only: {_some(found.left_out)}")
+        lines.append(f"left out, because the format holds tensors only: {some_text(found.left_out)}")
     return "\n".join(lines)
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _FEW
-    return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.tree import empty_like, like
 from ckptd.shared.bounds import MAX_DEPTH, MAX_OBJECTS
 from ckptd.shared.errors import UnsavableValue
@@ -88,18 +89,7 @@ class Contents:
 
     def together(self, leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
         """Return all these tensors by the names of the leaves. Those that `find` makes in one storage share it, if none is converted."""
-        leaves = list(leaves)
-        found = self.find([leaf for leaf in leaves if leaf.value is None])
-        return {leaf.name: (found[leaf.name] if leaf.value is None else leaf.value).detach().to(leaf.dtype) for leaf in leaves}
-
-
-def in_c_order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor of this shape in C order, in elements."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+        return {leaf.name: tensor for leaf, tensor in self._read(list(leaves))}
 
 
 def leaf_of(tensor: torch.Tensor) -> Leaf:
@@ -110,6 +100,11 @@ def leaf_of(tensor: torch.Tensor) -> Leaf:
     storage, offset = f"in memory at {tensor.untyped_storage().data_ptr()}", int(tensor.storage_offset()) * tensor.itemsize
     name = f"{storage}, {offset}, {tensor.dtype}, {tensor.shape}, {tensor.stride()}"
     return Leaf(name, tensor.dtype, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset, storage, tensor)
+
+
+def with_leaves(tree: Any) -> Any:
+    """Return a tree with a Leaf in place of each tensor in memory. Sparse tensors and those of wrapper subclasses stay."""
+    return replaced(tree, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor))
 
 
 def replaced(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:

@@ -20,20 +20,20 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from ckptd.agent.convert.contents import Contents, Leaf, check_tree, flat, in_c_order, leaf_of, not_dense, replaced
+from ckptd.agent.convert.contents import Contents, Leaf, check_tree, flat, not_dense, replaced, with_leaves
 from ckptd.agent.convert.dcp_metadata import MetadataEntry, Piece, read_metadata
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.torch_file import not_loaded, save
-from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.errors import IntegrityError, InvalidRequest
+from ckptd.shared.plan import c_order
 
 _FILE_BYTES = 4 << 30
 """Bytes after which another file begins."""
 
 
 class Planned:
-    """A state as DCP's planner sees it: with tensors that have no memory, each of which stands for a leaf.
+    """A state as DCP's planner sees it. Each leaf is stood in for by a tensor that has no memory.
 
     Raises InvalidRequest for a state that is no dict, and UnsavableValue for a tensor that DCP cannot hold.
     """
@@ -143,13 +143,13 @@ def _as_list(value: Any) -> Any:
 
 
 def _leaf(name: str, entry: MetadataEntry, dtype: torch.dtype) -> Leaf:
-    return Leaf(name, dtype, dtype, entry.size, in_c_order(entry.size), 0, name)
+    return Leaf(name, dtype, dtype, entry.size, c_order(entry.size), 0, name)
 
 
 def _value(directory: Path, name: str, entry: MetadataEntry) -> Any:
     value = _loaded(directory, name, entry.pieces[0])
     check_tree(value)
-    return replaced(value, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor))
+    return with_leaves(value)
 
 
 def _tensor(directory: Path, leaf: Leaf, entry: MetadataEntry) -> torch.Tensor:

@@ -1,20 +1,19 @@
 """Reads the `.metadata` of a DCP checkpoint, which is a pickle, with an allow-list. Nothing that the pickle names is imported or called.
 
-A pickle can name any function, and have it called. So each name that DCP's metadata has is replaced: classes by classes of this module that
-only keep what the pickle says, made for one load, and functions by such that do nothing else. All other names are refused. What was kept
-is then checked.
+A pickle can name any function and have it called. So the reader gives a class of its own for each class and function that DCP's metadata
+names. These classes are made for one load, and keep the state that the pickle gives to their objects. All other names are refused. Then the
+kept states are checked.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -75,14 +74,17 @@ def read_metadata(directory: Path) -> dict[str, MetadataEntry]:
     is damaged; OSError.
     """
     path = directory / METADATA
-    if path.is_file() and path.stat().st_size > _MOST_METADATA:
-        raise IntegrityError(f"{path} has {path.stat().st_size:,d} bytes; expected at most {_MOST_METADATA:,d}")
     if not path.is_file():
         raise NotFound(f"{directory} has no {METADATA}: it is no DCP checkpoint, or its save did not end")
+    if (size := path.stat().st_size) > _MOST_METADATA:
+        raise IntegrityError(f"{path} has {size:,d} bytes; expected at most {_MOST_METADATA:,d}")
     try:
-        kept = _Reader(io.BytesIO(path.read_bytes())).load()
+        with path.open("rb") as file:
+            kept = _Reader(file).load()
         return _entries(directory, kept)
-    except (UnsavableValue, IntegrityError, NotFound) as error:
+    except OSError:
+        raise
+    except (UnsavableValue, IntegrityError) as error:
         raise type(error)(f"{path}: {error}") from None
     except Exception as error:  # a damaged pickle raises errors of many types
         raise IntegrityError(f"{path} is damaged: {error!r}") from None
@@ -91,12 +93,12 @@ def read_metadata(directory: Path) -> dict[str, MetadataEntry]:
 class _Reader(pickle.Unpickler):
     """An unpickler that makes no object of a class that the pickle names."""
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self._made: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what takes the place of a class or function. Raises UnsavableValue for any other than those of DCP's metadata."""
+        """Return the class that takes the place of a class or function of DCP's metadata. Raises UnsavableValue for any other name."""
         if name in _CLASSES.get(module, ()):
             return self._made.setdefault((module, name), type(name, (_Kept,), {}))
         if (module, name) == ("collections", "OrderedDict"):
@@ -114,7 +116,7 @@ class _Reader(pickle.Unpickler):
 
 
 class _Kept:
-    """An object that takes the place of one of another class. `state` is the state that the pickle gives to it."""
+    """An object that takes the place of one of DCP's classes. `state` is the state that the pickle gives to it."""
 
     state: Any = MappingProxyType({})
 
@@ -133,22 +135,24 @@ class _Kept:
 
 
 class _KeptTuple(tuple[Any, ...]):
-    """A torch.Size of which nothing is known but that it is a sequence."""
+    """An object that takes the place of a torch.Size."""
 
     __slots__ = ()
 
 
 def _entries(directory: Path, kept: Any) -> dict[str, MetadataEntry]:
     described, stored, paths = kept.get("state_dict_metadata"), kept.get("storage_data"), kept.get("planner_data")
-    pieces: dict[str, list[Piece]] = {}
+    pieces, sizes = dict[str, list[Piece]](), dict[str, int]()
     for index, info in stored.items():
-        piece = _piece(info, _numbers(index.get("offset") or ()))
-        pieces.setdefault(_text(index.get("fqn")), []).append(piece)
-        end = piece.offset + piece.length
-        if not (directory / piece.file).is_file():
-            raise IntegrityError(f"the file {piece.file} is not there: the checkpoint is not complete")
-        if end > (directory / piece.file).stat().st_size:
-            raise IntegrityError(f"the file {piece.file} is cut short: {_text(index.get('fqn'))} would end at {end:,d}")
+        name, piece = _text(index.get("fqn")), _piece(info, _numbers(index.get("offset") or ()))
+        pieces.setdefault(name, []).append(piece)
+        if piece.file not in sizes:
+            file = directory / piece.file
+            if not file.is_file():
+                raise IntegrityError(f"the file {piece.file} is not there: the checkpoint is not complete")
+            sizes[piece.file] = file.stat().st_size
+        if piece.offset + piece.length > sizes[piece.file]:
+            raise IntegrityError(f"the file {piece.file} is cut short: {name} would end at {piece.offset + piece.length:,d}")
     found = {
         _text(name): _entry(name, entry, pieces.get(name, []), paths.get(name) if isinstance(paths, dict) else None)
         for name, entry in described.items()

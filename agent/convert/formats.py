@@ -26,26 +26,32 @@ def is_of_another_tool(path: Path) -> bool:
     return path.is_file() or (path / METADATA).is_file() or huggingface.is_model(path)
 
 
-def format_of(path: Path) -> str:
-    """Return the format of a file or directory, a key of `FORMATS`. Raises NotFound if there is none, OSError."""
+def format_of(path: Path, wanted: str = "") -> str:
+    """Return the format of a file or directory, a key of `FORMATS`. `wanted`: the format that the caller says it has, or "" to look.
+
+    Raises NotFound if there is nothing in this format, or in any; InvalidRequest for a checkpoint of ckptd; OSError.
+    """
     if not path.exists():
         raise NotFound(f"{path} is not there")
     if not path.is_dir() and not path.is_file():
         raise NotFound(f"{path} is neither a file nor a directory")
-    if path.is_dir():
-        if (path / METADATA).is_file():
-            return "dcp"
-        if huggingface.is_model(path):
-            return "hf"
-        if (path / MANIFEST).is_file():
-            raise InvalidRequest(f"{path} is a checkpoint of ckptd already")
-        raise NotFound(
-            f"{path} is in no format that can be imported: it has neither {METADATA}, as a DCP checkpoint, nor model.safetensors "
-            "or its index, as a model in the Hugging Face layout; name one of its files to import that"
-        )
-    with path.open("rb") as file:
-        begin = file.read(9)
-    return "safetensors" if begin[8:] == b"{" else "torch"
+    if wanted:
+        if (wanted in ("dcp", "hf")) != path.is_dir():
+            raise NotFound(f"{path} is a {'directory' if path.is_dir() else 'file'}; expected {FORMATS[wanted]}")
+        return wanted
+    if path.is_file():
+        with path.open("rb") as file:
+            return "safetensors" if file.read(9)[8:] == b"{" else "torch"
+    if (path / METADATA).is_file():
+        return "dcp"
+    if huggingface.is_model(path):
+        return "hf"
+    if (path / MANIFEST).is_file():
+        raise InvalidRequest(f"{path} is a checkpoint of ckptd already")
+    raise NotFound(
+        f"{path} is in no format that can be imported: it has neither {METADATA}, as a DCP checkpoint, nor model.safetensors "
+        "or its index, as a model in the Hugging Face layout; name one of its files to import that"
+    )
 
 
 @contextmanager
@@ -60,15 +66,11 @@ def one_sentence(path: Path) -> Iterator[None]:
         raise IntegrityError(f"{path} cannot be read; it is damaged, or holds what torch cannot handle: {said}") from error
 
 
-def open_contents(path: Path, format: str = "") -> tuple[Contents, list[str]]:
-    """Return the contents of a file or directory, and the names of the files in it that are left out.
+def open_contents(path: Path, format: str) -> tuple[Contents, list[str]]:
+    """Return the contents of a file or directory in this format, and the names of the files in it that are left out.
 
-    format: a key of `FORMATS`, or "" to look which it is. Raises NotFound, UnsavableValue, IntegrityError, OSError.
+    Raises NotFound, UnsavableValue, IntegrityError, OSError.
     """
-    found = format_of(path)
-    format = format or found
-    if (format in ("dcp", "hf")) != path.is_dir():
-        raise NotFound(f"{path} is a {'directory' if path.is_dir() else 'file'}; expected {FORMATS[format]}")
     if format == "hf":
         return huggingface.read_directory(path)
     read = {"dcp": dcp_directory.read_directory, "safetensors": safetensors_file.read_file, "torch": torch_file.read_file}[format]

@@ -75,7 +75,7 @@ def import_checkpoint(
         raise InvalidRequest(f"{place} is inside {source}, which an import does not change: choose another place")
     try:
         with one_sentence(source):
-            format = format or format_of(source)
+            format = format_of(source, format)
             contents, left_out = open_contents(source, format)
             tree = Selection(only, dtype, tuple(rename), names or {}).of(contents.tree)
             under = ("model" if format == "hf" else "") if under is None else under

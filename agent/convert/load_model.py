@@ -15,17 +15,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Contents, Leaf, children, model_of, replaced
-from ckptd.agent.convert.formats import is_of_another_tool, one_sentence, open_contents
+from ckptd.agent.convert.formats import format_of, is_of_another_tool, one_sentence, open_contents
 from ckptd.agent.convert.selection import Selection, part_of
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.state.naming import canonical, flattens, unwrapped
 from ckptd.shared.errors import InvalidRequest, StorageError, StructureMismatch
+from ckptd.shared.units import some_text
 
 log = logging.getLogger("ckptd.agent")
 _EXTRA = "_extra_state"
-_FEW = 8
-"""The most names in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def on_meta(module: torch.nn.Module) -> list[str]:
     """Return the names of parameters and buffers that are on the meta device, and warn of them."""
     found = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_meta]
     if found:
-        log.warning("still on the meta device, and without values: %s", _some(found))
+        log.warning("still on the meta device, and without values: %s", some_text(found))
     return found
 
 
@@ -115,7 +114,7 @@ def on_meta(module: torch.nn.Module) -> list[str]:
 def _opened(path: Path, which: str | int) -> Iterator[Contents]:
     if is_of_another_tool(path):
         with one_sentence(path):
-            contents = open_contents(path)[0]
+            contents, _ = open_contents(path, format_of(path))
         yield contents
         return
     with Checkpoint.open(path, which) as checkpoint:
@@ -135,7 +134,8 @@ def _divided(selection: Selection, contents: Contents) -> tuple[dict[str, Leaf],
     items = list(children(part) or ()) if isinstance(part, dict) else []
     theirs = {selection.new_name(key): value for key, value in items if isinstance(key, str) and key.rpartition(".")[2] == _EXTRA}
     leaves, _ = selection.flat(contents.tree)
-    return {name: leaf for name, leaf in leaves.items() if not any(name == key or name.startswith(f"{key}.") for key in theirs)}, theirs
+    inside = tuple(f"{key}." for key in theirs)
+    return {name: leaf for name, leaf in leaves.items() if name not in theirs and not name.startswith(inside)}, theirs
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -160,13 +160,13 @@ def _compare(own: Mapping[str, torch.Tensor], leaves: Mapping[str, Leaf], strict
     differ = [problem for name, leaf in leaves.items() if name in own and (problem := _difference(name, leaf, own[name]))]
     if strictly is not None:
         if strictly.missing:
-            differ.append(f"not in the checkpoint: {_some(strictly.missing)}")
+            differ.append(f"not in the checkpoint: {some_text(strictly.missing)}")
         if strictly.unexpected:
-            differ.append(f"not in the model: {_some(strictly.unexpected)}")
+            differ.append(f"not in the model: {some_text(strictly.unexpected)}")
         if strictly.missing or strictly.unexpected:
             differ.append("give the names that the model has with `rename` or `names`, or pass strict=False to leave these keys out")
     if differ:
-        raise StructureMismatch(f"the model does not fit the checkpoint: {'; '.join(differ[: _FEW + 3])}")
+        raise StructureMismatch(f"the model does not fit the checkpoint: {'; '.join(differ[:11])}")
 
 
 def _difference(name: str, leaf: Leaf, own: torch.Tensor) -> str:
@@ -180,18 +180,13 @@ def _difference(name: str, leaf: Leaf, own: torch.Tensor) -> str:
     return ""
 
 
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _FEW
-    return ", ".join(names[:_FEW]) + (f" and {more} more" if more > 0 else "")
-
-
 def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.device) -> Callable[[], None]:
     """Replace the parameters and buffers with these ids that are on the meta device by such with memory. Tied ones stay tied.
 
     Return a function that puts those on the meta device back.
     """
     made: dict[int, torch.Tensor] = {}
-    replaced_ones: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for part in module.modules():
         for values in (part._parameters, part._buffers):
             for name, tensor in values.items():
@@ -200,11 +195,11 @@ def give_memory(module: torch.nn.Module, wanted: set[int], device: str | torch.d
                 if id(tensor) not in made:
                     empty = torch.empty_like(tensor.detach(), device=device)
                     made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if values is part._parameters else empty
-                replaced_ones.append((values, name, tensor))
+                before.append((values, name, tensor))
                 values[name] = made[id(tensor)]  # type: ignore[assignment]
 
     def undo() -> None:
-        for values, name, tensor in replaced_ones:
+        for values, name, tensor in before:
             values[name] = tensor
 
     return undo

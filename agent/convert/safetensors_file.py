@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from ckptd.agent.convert.contents import Contents, Leaf, in_c_order
+from ckptd.agent.convert.contents import Contents, Leaf
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.stored import StoredBytes, read_stored
 from ckptd.agent.plan.layout import memory
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
+from ckptd.shared.plan import c_order
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
@@ -138,7 +139,7 @@ def _leaf(name: str, entry: dict[str, Any], path: Path) -> Leaf:
         raise ValueError(f"{name} has the shape {list(shape)} at {start} to {end}")
     if math.prod(shape) * dtype.itemsize != end - start:
         raise ValueError(f"{name} has {end - start:,d} bytes; expected {math.prod(shape) * dtype.itemsize:,d}")
-    return Leaf(name, dtype, dtype, shape, in_c_order(shape), 0, f"{path.name}: {name}")
+    return Leaf(name, dtype, dtype, shape, c_order(shape), 0, f"{path.name}: {name}")
 
 
 def _check_ends(header: Mapping[str, Any], size: int) -> None:

@@ -99,7 +99,7 @@ class Selection:
 def _can_hold_floats(dtype: torch.dtype) -> bool:
     try:
         return dtype.is_floating_point and torch.ones(1).to(dtype).to(torch.float32).item() == 1.0
-    except RuntimeError:  # also NotImplementedError
+    except RuntimeError:  # torch has no conversion between this dtype and others
         return False
 
 

@@ -20,11 +20,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from ckptd.agent.convert.contents import Contents, Leaf, check_tree, children, flat, leaf_of, replaced
+from ckptd.agent.convert.contents import Contents, Leaf, check_tree, children, flat, replaced, with_leaves
 from ckptd.agent.convert.output import CheckedFile, Progress
 from ckptd.agent.convert.stored import StoredBytes, fill, length_of, read_stored
 from ckptd.agent.plan.layout import memory
-from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.tree import any_node
 from ckptd.shared.errors import IntegrityError, StorageError, UnsavableValue
 from ckptd.shared.plan import is_dense
@@ -192,7 +191,7 @@ def read_file(path: Path) -> Contents:
         return found
     loaded = _loaded(path)
     check_tree(loaded)
-    return Contents(replaced(loaded, torch.Tensor, lambda tensor: tensor if kind_of_tensor(tensor) else leaf_of(tensor)), lambda leaves: {})
+    return Contents(with_leaves(loaded), lambda leaves: {})
 
 
 def _loaded(path: Path) -> Any:

@@ -28,6 +28,7 @@ from ckptd.agent.state.values import Packer
 from ckptd.shared.coverage import check_all
 from ckptd.shared.errors import IntegrityError, InvalidRequest, UnsavableValue
 from ckptd.shared.plan import BLOB
+from ckptd.shared.units import some_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +178,7 @@ def check_complete(metadata: Metadata, written: Iterable[tuple[MetadataIndex, tu
     ):
         if keys:
             shown = sorted(_shown((fqn, offsets or ())) for fqn, offsets in keys)
-            more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
-            raise InvalidRequest(f"the planner {what} {', '.join(shown[:3])}{more}; nothing was saved")
+            raise InvalidRequest(f"the planner {what} {some_text(shown, 3)}; nothing was saved")
     try:
         check_all({
             fqn: (tuple(entry.size), {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks})

@@ -8,7 +8,6 @@ destination.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from ckptd.shared.collector import paused_collector
 from ckptd.shared.coverage import Box, check_all, check_cover, two_sizes
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
-from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item
+from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, c_order
 from ckptd.shared.scatter import Target, scatter
 
 _BATCH = 512 << 20  # bytes of temporaries that are filled at once, for data that cannot be read straight into its destination
@@ -47,7 +46,7 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def stride(self) -> tuple[int, ...]:
-        return self.item.stride if self.item.stride is not None else _c_order(self.item.sizes)
+        return self.item.stride if self.item.stride is not None else c_order(self.item.sizes)
 
 
 @dataclass(slots=True)
@@ -385,7 +384,3 @@ def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _same_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
     return all(size == 1 or have == want for size, have, want in zip(tensor.shape, tensor.stride(), stride, strict=True))
-
-
-def _c_order(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[n + 1 :]) or 1 for n in range(len(sizes)))

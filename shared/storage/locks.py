@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from ckptd.shared.errors import Busy
+from ckptd.shared.units import some_text
 
 SECONDS = 30.0
 """Seconds that a reader waits for a deleter. A deleter holds its lock for a few fsyncs, which take seconds on a slow disk."""
@@ -133,7 +134,7 @@ def holders(fd: int, *, search: bool = False) -> str:
     named = [text for text in map(_process, pids) if text]
     if not named:
         return "a process that /proc does not show here (of another user, container or machine)"
-    return ", ".join(named[:_MOST_NAMED]) + (f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else "")
+    return some_text(named, _MOST_NAMED)
 
 
 def _places(fd: int) -> set[str]:

@@ -95,7 +95,7 @@ class ThinImage(Image):
         unmount(self.where)
 
     def mount(self) -> None:
-        """Mount with requests of one page each. The loop device would report success for a larger request of which only half had room.
+        """Mount with requests of one page each. If only half of a larger request had room, the loop device would report success.
 
         Blocks are as large as pages, too: a request of two smaller blocks may lie across the edge of a page.
         """

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ from ckptd.shared.plan import (
     Plan,
     Region,
     align_region,
+    c_order,
     chunk_ranges,
     element_size,
     is_dense,
@@ -379,3 +381,11 @@ def test_the_origin_says_who_wrote_a_document_without_what_a_terminal_obeys() ->
     assert origin({**who, "script": ""}) == "an interactive session on node1 as alice"
     assert origin({"ckptd": "0.1.0"}) == ""
     assert origin({**who, "user": "a\n\x1b[2J"}) == r"'train.py on node1 as a\n\x1b[2J'"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides"),
+    [((), ()), ((3,), (1,)), ((2, 3, 4), (12, 4, 1)), ((0, 3), (3, 1)), ((2, 0, 3), (3, 3, 1)), ((1, 1), (1, 1))],
+)
+def test_strides_in_c_order_are_those_of_torch(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    assert c_order(sizes) == strides == torch.empty(sizes).stride()

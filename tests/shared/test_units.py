@@ -1,10 +1,10 @@
-"""Tests how sizes and times are worded."""
+"""Tests how sizes, times and lists are worded."""
 
 from __future__ import annotations
 
 import pytest
 
-from ckptd.shared.units import count_text, size_text, span_text
+from ckptd.shared.units import count_text, size_text, some_text, span_text
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,14 @@ def test_sizes_have_the_unit_that_fits(nbytes: float, text: str) -> None:
 
 def test_one_is_singular() -> None:
     assert [count_text(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+
+
+def test_long_lists_end_with_the_number_of_the_others() -> None:
+    assert some_text([]) == ""
+    assert some_text(["a"]) == "a"
+    assert some_text(range(8)) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert some_text(range(1008)) == "0, 1, 2, 3, 4, 5, 6, 7 and 1,000 more"
+    assert some_text(["a", "b"], 1) == "a and 1 more"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (60, "1 min"), (3599, "59 min"), (7380, "2 h 3 min")])

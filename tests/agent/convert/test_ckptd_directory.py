@@ -78,7 +78,7 @@ def test_bytes_that_change_on_the_disk_are_noticed(tmp_path: Path, monkeypatch: 
     def damaging(checkpoint: object, *arguments: object, **options: object) -> None:
         part = next(tmp_path.glob("*.ckpt"))
         data = bytearray(part.read_bytes())
-        data[5000] ^= 1
+        data[4096] ^= 1  # the first byte of the first chunk
         part.write_bytes(data)
         right(checkpoint, *arguments, **options)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Tests the contents of a checkpoint that is converted: leaves in the place of tensors, and batches of tensors."""
+"""Tests the contents of a checkpoint that is converted: leaves that stand for tensors, and batches of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptd.agent.convert import contents
-from ckptd.agent.convert.contents import Contents, Leaf, flat, in_c_order, replaced, without_tensors
+from ckptd.agent.convert.contents import Contents, Leaf, flat, replaced, without_tensors
 from tests.agent.convert.saved import bits
 
 
@@ -51,11 +51,6 @@ def test_nothing_of_an_object_is_called_that_a_file_may_have_set() -> None:
     tree.__dict__.update(items=5, copy=5)
     assert replaced(tree, int, lambda number: number + 1) == OrderedDict(a=2)
     assert list(flat(tree)) == [("a", 1)]
-
-
-def test_strides_in_c_order() -> None:
-    for shape in ((), (3,), (2, 3, 4), (0, 3), (2, 0, 3), (1, 1)):
-        assert in_c_order(shape) == torch.empty(shape).stride()
 
 
 def test_a_tensor_that_shares_a_storage_is_converted_after_its_values_are_resolved() -> None:

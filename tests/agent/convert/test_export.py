@@ -309,7 +309,7 @@ def test_a_tensor_in_a_set_is_refused(tmp_path: Path, daemon: Daemon, to: str) -
     agent = Agent("job", socket=daemon.home.socket)
     agent.snapshot({"model": {"x": {torch.ones(1)}, "y": torch.ones(2)}}, step=1)
     agent.close()
-    with pytest.raises(UnsavableValue, match="^model.x.0 is a tensor in a set, which an export cannot write: save it in a list$"):
+    with pytest.raises(UnsavableValue, match="^model.x.0 is a tensor in a set, which cannot be converted: save it in a list$"):
         export(daemon.home.root / "job", to, tmp_path / "out")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptd.agent.convert.formats import FORMATS, format_of, open_contents
+from ckptd.agent.convert.formats import FORMATS, format_of
 from ckptd.shared.errors import InvalidRequest, NotFound
 
 
@@ -30,6 +30,6 @@ def test_formats_are_told_by_their_files(tmp_path: Path) -> None:
 
 
 def test_a_directory_where_a_file_is_expected(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").touch()
     with pytest.raises(NotFound, match="is a directory; expected one file that torch.load reads$"):
-        open_contents(tmp_path, "torch")
+        format_of(tmp_path, "torch")
+    assert format_of(tmp_path, "hf") == "hf"
