@@ -37,12 +37,14 @@ Check every byte of a job:         ckptd verify /ckpts/JOB
 Delete old ones:                   ckptd forget /ckpts/JOB --keep 'LatestN(5)' --dry-run
 Keep one whatever happens:         ckptd pin /ckpts/JOB/TAG
 Check that this node is fit:       ckptd doctor --root /ckpts
+Start a job from a model:          ckptd adopt path/to/model /ckpts/JOB
 Take one elsewhere:                ckptd export /ckpts/JOB --to hf --out model
 See how fast it is here:           ckptd bench --root /ckpts
 """
 
 
 _VERBS = {
+    "adopt": "Make a checkpoint of a job of one that was saved elsewhere.",
     "bench": "Measure ckptd and its peers on this machine.",
     "export": "Write a checkpoint in the format of another tool.",
     "import": "Make a checkpoint of one that another tool wrote.",

@@ -1,4 +1,4 @@
-"""Has DCP, transformers, safetensors and torch write the same model, makes a checkpoint of each, and reads it with ckptd.
+"""Has DCP, transformers, safetensors and torch write the same model, makes a checkpoint of each, and starts a job from one of them.
 
 `python examples/imports.py [DIRECTORY]`. It needs `pip install transformers safetensors`, and downloads nothing.
 """
@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ckptd.agent import Checkpoint
-from ckptd.agent.convert import import_checkpoint
+from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.convert import adopt, import_checkpoint
 
 
 def main(directory: Path) -> None:
@@ -42,6 +42,14 @@ def main(directory: Path) -> None:
             assert all(torch.equal(tensor, state[key]) for key, tensor in found.items())
             assert not state.keys() - found.keys() - {"lm_head.weight"}  # save_pretrained does not write the second name of a tied weight
             print(f"{name}: {len(found)} tensors, {checkpoint.verify():,d} bytes verified")
+
+    adopt(directory / "hf", directory / "runs", "gpt")
+    fresh = GPT2LMHeadModel(model.config)
+    agent = Agent("gpt", root=directory / "runs")
+    assert agent.recover({"model": fresh}, strict=False) is not None
+    agent.close()
+    assert all(torch.equal(tensor, state[key]) for key, tensor in fresh.state_dict().items())
+    print(f"the job gpt begins with the model in {directory / 'hf'}")
 
 
 if __name__ == "__main__":

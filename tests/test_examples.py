@@ -119,7 +119,10 @@ def test_the_import_example_reads_what_other_tools_have_written(tmp_path: Path) 
     result = subprocess.run(command, env=variables, timeout=200, capture_output=True, text=True, check=False, cwd=TRAINER.parents[1])
     assert result.returncode == 0, result.stderr
     found = [line.partition(",")[0] for line in result.stdout.splitlines()]
-    assert found == ["from-dcp: 29 tensors", "from-hf: 28 tensors", "from-safetensors: 29 tensors", "from-torch: 29 tensors"]
+    assert found == [
+        "from-dcp: 29 tensors", "from-hf: 28 tensors", "from-safetensors: 29 tensors", "from-torch: 29 tensors",
+        f"the job gpt begins with the model in {tmp_path / 'hf'}",
+    ]  # fmt: skip
 
 
 def test_the_fine_tuning_example_writes_what_has_changed(tmp_path: Path) -> None:

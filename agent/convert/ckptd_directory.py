@@ -120,17 +120,19 @@ class PlannedPart:
 
     def stream(self, contents: Contents) -> Iterator[memoryview]:
         """Yield the bytes of the packed slot, item by item. Each memoryview is valid until the next one is requested."""
-        items = [item for item in self.layout.plan.items if item.length]
-        whole = {name: leaf for item in items for name in self._members(item) if (leaf := self._leaf(name))}
+        for item, tensor in zip(self.layout.plan.items, self.tensors(contents), strict=True):
+            if item.length:
+                yield memory(tensor, item.length)
+
+    def tensors(self, contents: Contents) -> Iterator[torch.Tensor]:
+        """Yield the tensor of each item of the plan, in the plan's order, with its elements in memory as the item has them."""
+        whole = {
+            name: leaf for item in self.layout.plan.items for name in self._members(item) if item.length and (leaf := self._leaf(name))
+        }
         read = contents.read(whole.values())
-        for item in items:
-            names = self._members(item)
-            tensors = (next(read)[1] if name in whole else self._tensors[name] for name in names)
-            if item.fqn.startswith(HIDDEN):
-                dense = self._together(item, tensors)
-            else:
-                dense = as_stored(next(tensors), item.stride)
-            yield memory(dense, item.length)
+        for item in self.layout.plan.items:
+            tensors = (next(read)[1] if name in whole else self._tensors[name] for name in self._members(item))
+            yield self._together(item, tensors) if item.fqn.startswith(HIDDEN) else as_stored(next(tensors), item.stride)
 
     def _leaf(self, name: str) -> Leaf | None:
         return self._leaves.get(id(self._tensors[name]))

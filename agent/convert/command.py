@@ -1,8 +1,9 @@
-"""Defines the verbs `ckptd export` and `ckptd import`."""
+"""Defines the verbs `ckptd export`, `ckptd import` and `ckptd adopt`."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import click
 import torch
 
+from ckptd.agent.convert.adoption import adopt as adopt_checkpoint
 from ckptd.agent.convert.export import SHARD, Exported
 from ckptd.agent.convert.export import export as export_checkpoint
 from ckptd.agent.convert.formats import FORMATS
@@ -137,8 +139,68 @@ def import_(
         return
     did = "would write" if dry_run else "wrote"
     click.echo(f"{did} {found.out} from {found.format}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
-    if found.left_out:
-        click.echo(f"left out, because it is too large for user_content: {some_text(found.left_out)}")
+    _say_left_out(found.left_out)
+
+
+def _say_left_out(files: list[str]) -> None:
+    if files:
+        click.echo(f"left out, because it is too large for user_content: {some_text(files)}")
+
+
+@click.command(short_help="Make a checkpoint of a job of one that was saved elsewhere.")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("job", metavar="DIR/JOB", type=click.Path(path_type=Path))
+@click.option("--step", default=0, show_default=True, metavar="STEP", help="Step of the new checkpoint.")
+@click.option("--tag", metavar="TAG", help="Tag of the new checkpoint, which retention then keeps. Default: none.")
+@click.option("--from", "format", type=click.Choice(list(FORMATS)), help="Format of PATH. Default: looked up in PATH.")
+@_selecting
+@click.option("--under", metavar="KEY", help='Key to put the state under. Default: "model" for hf, none otherwise.')
+@json_option
+@speaks
+def adopt(
+    path: Path,
+    job: Path,
+    step: int,
+    tag: str | None,
+    format: str | None,
+    only: str,
+    dtype: str | None,
+    rename: tuple[str, ...],
+    names: Path | None,
+    dry_run: bool,
+    under: str | None,
+    as_json: bool,
+) -> None:
+    """Make the newest checkpoint of a job of one that another tool, or another job, has saved.
+
+    PATH is a checkpoint in one of the formats of `ckptd import`, a directory that is one checkpoint of ckptd, or a job of ckptd.
+    The job's next recover() loads the new checkpoint, which the daemon saves as it saves snapshots. PATH is not changed, and
+    nothing in it is run. No run of the job may be alive.
+    """
+    place = Path(os.path.abspath(job))
+    with _bar(place, as_json) as (begin, progress):
+        found = adopt_checkpoint(
+            path,
+            place.parent,
+            place.name,
+            step=step,
+            tag=tag,
+            format=format or "",
+            only=only,
+            under=under,
+            dtype=_dtype(dtype),
+            rename=[_renaming(one) for one in rename],
+            names=_map(names),
+            dry_run=dry_run,
+            begin=begin,
+            progress=progress,
+        )
+    if as_json:
+        click.echo(json.dumps(asdict(found) | {"root": str(found.root)}, indent=1))
+        return
+    made = f"would adopt {path} as step {step} of {place}" if dry_run else f"adopted {path} as {place / found.tag}"
+    click.echo(f"{made}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
+    _say_left_out(found.left_out)
 
 
 @contextmanager

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, torch_file
+from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Contents
 from ckptd.agent.convert.dcp_metadata import METADATA
+from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.names import MANIFEST
 
@@ -75,3 +77,20 @@ def open_contents(path: Path, format: str) -> tuple[Contents, list[str]]:
         return huggingface.read_directory(path)
     read = {"dcp": dcp_directory.read_directory, "safetensors": safetensors_file.read_file, "torch": torch_file.read_file}[format]
     return read(path), []
+
+
+@contextmanager
+def opened(path: Path, which: str | int = "newest", format: str = "") -> Iterator[tuple[str, Contents, list[str]]]:
+    """Context manager. Yields the format, the contents, and the names of files that are left out, of a checkpoint in any format.
+
+    which: for a job of ckptd, as for `Checkpoint.open`. format: a key of `FORMATS`, or "" to look. For a checkpoint of ckptd, "ckptd" is
+    the format that is yielded. Raises as `format_of`, `open_contents` and `Checkpoint.open`.
+    """
+    if format or is_of_another_tool(path):
+        with one_sentence(path):
+            format = format_of(path, format)
+            contents, left_out = open_contents(path, format)
+        yield format, contents, left_out
+        return
+    with Checkpoint.open(path, which) as checkpoint:
+        yield "ckptd", contents_of(checkpoint.opened), []

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ckptd.agent.convert.ckptd_directory import PlannedPart, write_directory
-from ckptd.agent.convert.contents import Leaf, flat
+from ckptd.agent.convert.contents import Contents, Leaf, flat
 from ckptd.agent.convert.formats import FORMATS, format_of, one_sentence, open_contents
 from ckptd.agent.convert.output import Progress, check_place, published
 from ckptd.agent.convert.selection import Selection
@@ -77,12 +77,8 @@ def import_checkpoint(
         with one_sentence(source):
             format = format_of(source, format)
             contents, left_out = open_contents(source, format)
-            tree = Selection(only, dtype, tuple(rename), names or {}).of(contents.tree)
-            under = ("model" if format == "hf" else "") if under is None else under
-            tree = {under: tree} if under else tree
-            leaves = {leaf.name: leaf for _, leaf in flat(tree) if isinstance(leaf, Leaf)}
-            planned = PlannedPart(tree, contents.user_content)
-            found = Imported(place, format, len(leaves), planned.layout.data_length, left_out)
+            planned, tensors = plan(contents, Selection(only, dtype, tuple(rename), names or {}), under_of(format, under))
+            found = Imported(place, format, tensors, planned.layout.data_length, left_out)
             check_place(place, found.nbytes)
             if not dry_run:
                 begin(found.nbytes)
@@ -91,3 +87,18 @@ def import_checkpoint(
             return found
     except OSError as error:
         raise StorageError.of(f"import {path} to {out}", error) from None
+
+
+def under_of(format: str, under: str | None) -> str:
+    """Return the key that a state of this format is put under, or "" for none. `under`: the key that the caller wants, or None."""
+    return ("model" if format == "hf" else "") if under is None else under
+
+
+def plan(contents: Contents, selection: Selection, under: str) -> tuple[PlannedPart, int]:
+    """Return the selected contents as a planned part, put under a key unless that is "", and the number of their tensors.
+
+    Raises InvalidRequest for the selection, UnsavableValue.
+    """
+    tree = selection.of(contents.tree)
+    tree = {under: tree} if under else tree
+    return PlannedPart(tree, contents.user_content), len({leaf.name for _, leaf in flat(tree) if isinstance(leaf, Leaf)})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Contents, Leaf, children, model_of, replaced
-from ckptd.agent.convert.formats import format_of, is_of_another_tool, one_sentence, open_contents
+from ckptd.agent.convert.formats import opened
 from ckptd.agent.convert.selection import Selection, part_of
-from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.state.naming import canonical, flattens, unwrapped
 from ckptd.shared.errors import InvalidRequest, StorageError, StructureMismatch
@@ -72,7 +69,7 @@ def load_model(
     device.
     """
     try:
-        with _opened(Path(os.path.abspath(path)), which) as contents:
+        with opened(Path(os.path.abspath(path)), which) as (_, contents, _):
             selection = Selection(only or model_of(contents), None, tuple(rename), names or {})
             return load_contents(model, contents, selection, strict=strict, device=device)
     except OSError as error:
@@ -108,17 +105,6 @@ def on_meta(module: torch.nn.Module) -> list[str]:
     if found:
         log.warning("still on the meta device, and without values: %s", some_text(found))
     return found
-
-
-@contextmanager
-def _opened(path: Path, which: str | int) -> Iterator[Contents]:
-    if is_of_another_tool(path):
-        with one_sentence(path):
-            contents, _ = open_contents(path, format_of(path))
-        yield contents
-        return
-    with Checkpoint.open(path, which) as checkpoint:
-        yield contents_of(checkpoint.opened)
 
 
 def _extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:

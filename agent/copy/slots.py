@@ -31,7 +31,8 @@ _SLACK = 1 << 16
 class MappedSlots:
     """The slots of this rank that may be used now, by the name of their segment.
 
-    `prepare` and `ensure` replace all of them by larger ones when they are too small.
+    `prepare` and `ensure` replace all of them by larger ones when they are too small. `count` is the number of slots that are made, or None
+    for as many as the daemon is set to give to a rank.
     """
 
     def __init__(self, client: Client, settle: Callable[[], None]) -> None:
@@ -39,6 +40,7 @@ class MappedSlots:
         self._client, self._settle = client, settle
         self._slots: dict[str, MappedSlot] = {}
         self._preparing: Preparation | None = None
+        self.count: int | None = None
 
     def __contains__(self, segment: str) -> bool:
         return segment in self._slots
@@ -88,7 +90,8 @@ class MappedSlots:
     def _begin(self, needed: int, layout: Layout | None = None) -> Preparation:
         """Begin to make slots with room to spare, since plain values may grow from step to step."""
         self._settle()
-        self._preparing = preparing = Preparation(self._client, needed + needed // 64 + _SLACK, self._slots, layout)
+        capacity, count = needed + needed // 64 + _SLACK, self.count or self._client.welcome.slots
+        self._preparing = preparing = Preparation(self._client, capacity, count, self._slots, layout)
         preparing.start()  # only once it is stored: after Ctrl-C, no thread may replace slots that later calls do not know of
         return preparing
 
@@ -131,7 +134,7 @@ class MappedSlots:
 
 
 class Preparation:
-    """The replacement of all slots in `slots` by new ones of `capacity` bytes, on a thread of its own.
+    """The replacement of all slots in `slots` by `count` new ones of `capacity` bytes, on a thread of its own.
 
     The new slots are faulted in and, with a `layout`, made ready for copies by it.
 
@@ -139,11 +142,11 @@ class Preparation:
     failure `error` is the reason and `slots` is empty. Otherwise `error` is None.
     """
 
-    def __init__(self, client: Client, capacity: int, slots: dict[str, MappedSlot], layout: Layout | None = None) -> None:
+    def __init__(self, client: Client, capacity: int, count: int, slots: dict[str, MappedSlot], layout: Layout | None = None) -> None:
         self.allocated = Flag()
         self.error: CkptdError | None = None
         self._begun = time.monotonic()
-        self._client, self._capacity, self._slots, self._layout = client, capacity, slots, layout
+        self._client, self._capacity, self._count, self._slots, self._layout = client, capacity, count, slots, layout
         self._started, self._over = threading.Lock(), Flag()
         self._made: list[MappedSlot] = []
         self._descriptors: Sequence[Descriptor] = ()
@@ -205,7 +208,7 @@ class Preparation:
 
     def _allocate(self) -> list[MappedSlot]:
         reply, self._descriptors = self._client.call(
-            lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._client.welcome.slots, node=home_node()),
+            lambda n: m.Allocate(id=n, capacity=self._capacity, count=self._count, node=home_node()),
             m.Segments, ALLOCATE_SECONDS,
         )  # fmt: skip
         if reply.remark:

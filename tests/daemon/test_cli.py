@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptd.agent import Agent, Checkpoint, StorageWriter
-from ckptd.daemon import report
+from ckptd.daemon import cli, report
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NotFound
@@ -289,6 +290,13 @@ def test_verify_finds_a_flipped_byte_in_each_checkpoint_that_links_the_file(daem
     damaged = ckptd("verify", job, "--json")
     assert damaged.returncode == 13
     assert [result["ok"] for result in json.loads(damaged.stdout)] == [False, False]
+
+
+def test_every_verb_of_another_package_is_listed() -> None:
+    assert {found.name for found in entry_points(group="ckptd.verbs")} == set(cli._VERBS)
+    for name, verb in cli.main.commands.items():
+        if isinstance(verb, cli.Verb):
+            assert verb.load().short_help == cli._VERBS[name]
 
 
 def flip(part: Path, offset: int = ALIGN) -> None:

@@ -239,7 +239,7 @@ def test_a_preparation_that_ctrl_c_kept_from_starting_is_started_by_the_next_cal
 
 def test_a_preparation_runs_once_however_often_it_is_started(client: FakeClient) -> None:
     made: dict[str, MappedSlot] = {}
-    preparation = Preparation(cast(Client, client), 10, made)
+    preparation = Preparation(cast(Client, client), 10, 2, made)
     client.answering.clear()
     for _ in range(5):
         preparation.start()
@@ -259,7 +259,7 @@ def test_a_forked_child_closes_every_descriptor_that_it_has_inherited(client: Fa
 
 
 def test_a_fork_during_an_allocation_closes_what_has_arrived(client: FakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    preparation = Preparation(cast(Client, client), 10, {})
+    preparation = Preparation(cast(Client, client), 10, 2, {})
     mapped = MappedSlot
 
     def fork(name: str, data: Descriptor, lock: Descriptor) -> MappedSlot:

@@ -1,0 +1,140 @@
+"""Adopts a checkpoint: gives the state that another tool, or another job, has saved to a job of ckptd, as its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ckptd.agent.convert.ckptd_directory import PlannedPart
+from ckptd.agent.convert.formats import FORMATS, one_sentence, opened
+from ckptd.agent.convert.importing import plan, under_of
+from ckptd.agent.convert.output import Progress
+from ckptd.agent.convert.selection import Selection
+from ckptd.agent.copy.mapped_slot import Documents
+from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink
+from ckptd.agent.link.arguments import as_step
+from ckptd.agent.link.rounds import Alone
+from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, StorageError
+from ckptd.shared.names import check_name, check_user_tag, tag_directory
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The summary of an adoption that was made, or would be.
+
+    root, job, step: the place of the new checkpoint. tag: the name of its directory, or "" if none was made. format: a key of `FORMATS`, or
+    "ckptd". tensors, nbytes: the number of tensors and their bytes. left_out: names of files beside the tensors that are too large for
+    `user_content`.
+    """
+
+    root: Path
+    job: str
+    step: int
+    tag: str
+    format: str
+    tensors: int
+    nbytes: int
+    left_out: list[str] = field(default_factory=list)
+
+
+def adopt(
+    path: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    job: str,
+    *,
+    step: int = 0,
+    tag: str | None = None,
+    which: str | int = "newest",
+    format: str = "",
+    only: str = "",
+    under: str | None = None,
+    dtype: torch.dtype | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    names: Mapping[str, str] | None = None,
+    dry_run: bool = False,
+    progress: Progress = lambda length: None,
+    begin: Callable[[int], None] = lambda nbytes: None,
+) -> Adopted:
+    """Make the newest checkpoint of a job from one that another tool or another job has saved. `recover()` of the job then loads it.
+
+    path: a file or directory in one of the `FORMATS`, a directory that is one checkpoint of ckptd, or a job of ckptd. which: for a job, as
+    for `Checkpoint.open`. format: a key of `FORMATS`, or "" to look.
+    root, job: the job that gets the checkpoint. If no daemon serves the root, a private one is started. step, tag: those of the checkpoint,
+    as for `Agent.snapshot`. It is the newest of the job whatever its step, because adopting begins an attempt.
+    only, under, dtype, rename, names: as for `import_checkpoint`. dry_run: check everything, and write nothing. begin, progress: called
+    with all bytes that will be copied, and with those that were.
+
+    The state is copied into a slot, which takes as much shared memory as the state has bytes, or a file on the local disk if there is less.
+    The daemon saves it from there like any snapshot, with checksums. Besides, this takes the memory of an import. The source is not
+    changed, and shares no file with the checkpoint.
+
+    Returns once the checkpoint is durable. Raises as `import_checkpoint` and `Agent` do, JobRunning if a run of the job is alive, and the
+    error of the snapshot.
+    """
+    if format and format not in FORMATS:
+        raise InvalidRequest(f"format: there is no {format!r}; there are {', '.join(FORMATS)}")
+    if as_step(step) < 0:
+        raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
+    check_name("job", job)
+    if tag is not None:
+        check_user_tag(tag)
+    source = Path(os.path.abspath(path))
+    try:
+        with opened(source, which, format) as (found, contents, left_out):
+            with one_sentence(source):
+                planned, tensors = plan(contents, Selection(only, dtype, tuple(rename), names or {}), under_of(found, under))
+            nbytes, place = planned.layout.data_length, Path(os.path.abspath(root))
+            made = ""
+            if not dry_run:
+                begin(nbytes)
+                with _linked(job, place) as link:
+                    made = _hand_over(link, planned, _counted(planned.tensors(contents), source, progress), as_step(step), tag)
+            return Adopted(place, job, step, made, found, tensors, nbytes, left_out)
+    except OSError as error:
+        raise StorageError.of(f"adopt {path}", error) from None
+
+
+@contextmanager
+def _linked(job: str, root: Path) -> Iterator[RankLink]:
+    link = RankLink(Alone(), job, root=root, takeover=False)
+    try:
+        yield link
+    except BaseException:
+        link.let_go()
+        raise
+    link.close()
+
+
+def _hand_over(link: RankLink, planned: PlannedPart, tensors: Iterator[torch.Tensor], step: int, tag: str | None) -> str:
+    """Hand a planned state over as a snapshot, and wait until it is durable. Return the name of the checkpoint's directory."""
+    layout, handovers = planned.layout, link.handovers
+    documents = Documents(planned.values, msgspec.structs.replace(planned.request, tag=tag).encode())
+    handovers.slots.count = 1
+    with link.calls("adopt"):
+        handover = link.open_step(step, tag)
+        try:
+            handover.reserve(documents.offsets(layout)[-1], time.monotonic() + SAVE_SECONDS)
+            handover.acquire()
+            handover.fill(layout, lambda number: next(tensors), singly=True)
+            handover.seal_after(None, layout, documents)
+        except Exception as error:
+            handovers.fail(handover.pending, error if isinstance(error, CkptdError) else InternalError(repr(error)))
+            raise
+        finally:
+            handovers.settle(handover)
+    link.wait_durable(handover.pending)
+    return tag_directory(step, tag, link.attempt)
+
+
+def _counted(tensors: Iterator[torch.Tensor], source: Path, progress: Progress) -> Iterator[torch.Tensor]:
+    with one_sentence(source):
+        for tensor in tensors:
+            progress(tensor.numel() * tensor.itemsize)
+            yield tensor
