@@ -51,10 +51,7 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 log = logging.getLogger("ckptd.agent")
 
 _UNKNOWN = 1 << 62
-"""The last step that a rank reports if Ctrl-C interrupted it while it began the next attempt.
-
-It is higher than any step, so all ranks then begin another attempt.
-"""
+"""The last step that a rank reports if Ctrl-C has interrupted the begin of its next attempt. All ranks then begin another one."""
 
 
 class Agent:
@@ -108,7 +105,9 @@ class Agent:
             refusal = InvalidRequest(str(error))
             begin(ranks, refusal)  # raises it on all ranks: the others are waiting for this one
             raise refusal from None
-        self._link = RankLink(ranks, job, socket=socket, root=root, takeover=takeover, structure_changed=self._structure_changed)
+        self._link = RankLink(
+            ranks, job, socket=socket, root=root, takeover=takeover, structure_changed=lambda: self._kept_plan.invalidate()
+        )
         self._planner = planner
         self._load_planner = load_planner or (DefaultLoadPlanner() if planner is not None else None)
         self._habits = Habits()
@@ -151,9 +150,6 @@ class Agent:
 
     def __repr__(self) -> str:
         return f"<Agent {self._link!r}>"
-
-    def _structure_changed(self) -> None:
-        self._kept_plan.invalidate()
 
     # -- saving
 
@@ -335,6 +331,7 @@ class Agent:
         strict: bool = True,
         keep: Sequence[str] = (),
         on_reshape: OnReshape | None = None,
+        same_partition: bool = False,
     ) -> Recovered | None:
         """Load the newest snapshot that every rank can get into `state`, from memory or storage.
 
@@ -348,6 +345,8 @@ class Agent:
         keep: patterns of keys, as for `fnmatch`, whose values stay as they are in `state`, like "optim.param_groups.*.lr".
         on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was saved on another number of ranks. `values` lists
             the value of each of those ranks, in their order. It returns this rank's value. Without it, recovery raises StructureMismatch.
+        same_partition: True says that as many ranks as saved the state recover it, each with the same shards. This is faster with many
+            tensors, because no rank looks at the values and shards of others. Recovery raises StructureMismatch if it is not so.
 
         Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint has the given `step`, or if an unnamed job
         has no checkpoint while job "default", whose name earlier versions gave to it, has some. Raises RecoveryFailed if
@@ -365,7 +364,7 @@ class Agent:
                 link.ready()
             link.client.wait_connected(link.stall_budget)
             topic = f"recover/{link.attempt}"
-            options = Options(strict, (keep,) if isinstance(keep, str) else tuple(keep), on_reshape)
+            options = Options(strict, (keep,) if isinstance(keep, str) else tuple(keep), on_reshape, same_partition)
             recovery = Recovery(link.client, link.ranks, link.job, topic, options, planner=self._load_planner)
             recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
             if recovered is None and link.unnamed and link.job != DEFAULT:

@@ -320,7 +320,8 @@ WITHOUT_A_TEST = {
 
 FROM_OUTSIDE = {
     "agent/dcp/planner_rounds.py": "its test snapshots and recovers with an agent that has the caller's planners",
-    "agent/read/loader.py": "its test reads forged checkpoints on every way out of them",
+    "agent/read/saved.py": "its test reads forged checkpoints on every way out of them",
+    "agent/recover/loading.py": "its test recovers on real ranks",
     "agent/recover/optimizer_binding.py": "its test binds optimizers as parts of a state",
     "daemon/deleter.py": "its test takes the deleter out of the saver that owns it",
     "daemon/forgetting.py": "its test runs the commands `forget` and `pin`",

@@ -1,196 +1,121 @@
 """Loads tensors from parts or sealed slots, into given destinations or as new tensors.
 
-`Saved` holds the contents of any number of chunk sources, by name. `load` fills destinations in place, `materialize` makes new tensors, and
-`execute` reads the items of a DCP planner. All return once every byte is verified. After an error the destinations may hold damaged bytes.
-`load` checks all names and shapes before it reads the first byte. `execute` checks those of an item before it writes to the item's
-destination.
+`load` fills destinations in place, `materialize` makes new tensors, and `execute` reads the items of a DCP planner. All return once every
+byte is verified. After an error the destinations may hold damaged bytes. `load` checks all names and shapes before it reads the first byte.
+`execute` checks those of an item before it writes to the item's destination.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import msgspec
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.layout import memory
-from ckptd.agent.plan.structure import PLAIN
-from ckptd.agent.state.dtypes import copyable, dtype_of, plain_name
+from ckptd.agent.plan.structure import PLAIN, local_part
+from ckptd.agent.read.saved import Saved, Shard
+from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.shared.collector import paused_collector
-from ckptd.shared.coverage import Box, check_all, check_cover, two_sizes
+from ckptd.shared.coverage import Box
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
-from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, c_order
+from ckptd.shared.plan import Alias, Item
 from ckptd.shared.scatter import Target, scatter
 
 _BATCH = 512 << 20  # bytes of temporaries that are filled at once, for data that cannot be read straight into its destination
-
-
-class Shard(msgspec.Struct, frozen=True, gc=False):
-    """A stored shard of a tensor, or a blob: its source, and the item of that source's plan that describes it."""
-
-    source: ChunkSource
-    item: Item
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        return self.item.stride if self.item.stride is not None else c_order(self.item.sizes)
-
-
-@dataclass(slots=True)
-class Saved:
-    """The contents of a checkpoint, or of a snapshot in memory, by name.
-
-    shards: the stored shards of each tensor. aliases: tensors inside the storage of another tensor, each with the shard that holds it.
-    """
-
-    shards: dict[str, list[Shard]] = field(default_factory=dict)
-    aliases: dict[str, tuple[Shard, Alias]] = field(default_factory=dict)
-    blobs: dict[str, Shard] = field(default_factory=dict)
-    """The values that are no tensors, in a save that DCP has planned: bytes that torch.save or the caller's planner has written."""
-    torch_version: str = ""
-    """The version of torch that saved the checkpoint, such as "2.13.0", or "" if it is unknown."""
-    _whole: set[str] = field(default_factory=set)
-    """Names of the tensors whose shards have been found to make up the whole tensor."""
-
-    @classmethod
-    @paused_collector()
-    def of(cls, sources: Sequence[ChunkSource]) -> Saved:
-        saved = cls()
-        for source in sources:
-            version = re.match(r"\d+(\.\d+)*", source.plan.writer.get("torch", ""))
-            saved.torch_version = version[0] if version else saved.torch_version
-            own: dict[str, Shard] = {}
-            for item in source.plan.items:
-                if item.dtype == BLOB:
-                    saved.blobs[item.fqn] = Shard(source, item)
-                    continue
-                if saved.shards.get(item.fqn) and saved.shards[item.fqn][0].item.size != item.size:
-                    raise two_sizes(item.fqn, saved.shards[item.fqn][0].item.size, item.size)
-                own[item.fqn] = Shard(source, item)
-                saved.shards.setdefault(item.fqn, []).append(own[item.fqn])
-            for alias in source.plan.aliases:
-                saved.aliases[alias.fqn] = (own[alias.base], alias)
-        if twice := saved.blobs.keys() & (saved.shards.keys() | saved.aliases.keys()):
-            raise IntegrityError(f"{min(twice)} is a tensor and a value at once")
-        return saved
-
-    def names(self) -> list[str]:
-        return [name for name in [*self.shards, *self.aliases] if not name.startswith(HIDDEN)]
-
-    def __contains__(self, name: str) -> bool:
-        return (name in self.shards or name in self.aliases) and not name.startswith(HIDDEN)
-
-    def describe(self, name: str) -> Alias | Item:
-        """Return the alias of a tensor, or the item of its first shard. Either has the tensor's dtype and size. Raises NotFound."""
-        if name in self.aliases:
-            return self.aliases[name][1]
-        if name in self.shards and not name.startswith(HIDDEN):
-            return self.shards[name][0].item
-        raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as {', '.join(sorted(self.names())[:3])}")
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor. Raises NotFound for an unknown name, and for a dtype that this torch does not have."""
-        described = self.describe(name)
-        try:
-            return dtype_of(described.dtype)
-        except NotFound:
-            needed = f"torch {self.torch_version}, which saved it, or a newer one" if self.torch_version else "a newer torch"
-            raise NotFound(
-                f"{name} has dtype {plain_name(described.dtype)}, which torch {torch.__version__} does not have: install {needed}"
-            ) from None
-
-    def metadata(self, names: Iterable[str] | None = None) -> Metadata:
-        """Return DCP's metadata of these tensors, or of every tensor and blob that can be asked for. Raises NotFound as `dtype`."""
-        entries: dict[str, Any] = {}
-        for name in self.names() if names is None else names:
-            described = self.describe(name)
-            size = torch.Size(described.size)
-            if isinstance(described, Alias):
-                chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
-            else:
-                chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in self.shards[name]]
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=self.dtype(name)), size, chunks)
-        if names is None:
-            entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
-        return Metadata(state_dict_metadata=entries)
-
-    def read_blobs(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the bytes of blobs, by name, verified. Raises NotFound, IntegrityError, OSError."""
-        found: dict[str, bytearray] = {}
-        targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
-        for name in names:
-            if name not in self.blobs:
-                raise NotFound(f"no value {name!r} in this checkpoint")
-            shard = self.blobs[name]
-            found[name] = bytearray(shard.item.length)
-            if shard.item.length:
-                targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, memoryview(found[name])))
-        for source, wanted in targets.values():
-            scatter(source, wanted)
-        return {name: bytes(data) for name, data in found.items()}
-
-    def check_whole(self, name: str) -> None:
-        """Raise IntegrityError if the shards of a tensor have holes or overlap."""
-        if name not in self._whole and name in self.shards:
-            if self.shard_of_whole(name) is None:
-                check_cover(name, *self._boxes(name))
-            self._whole.add(name)
-
-    def shard_of_whole(self, name: str) -> Shard | None:
-        """Return the shard of a tensor that is stored as one, which is then the whole tensor, otherwise None."""
-        shards = self.shards.get(name, ())
-        return shards[0] if len(shards) == 1 and shards[0].item.sizes == shards[0].item.size else None
-
-    def check_all_whole(self) -> None:
-        """Raise IntegrityError if the shards of any tensor have holes or overlap."""
-        check_all({name: self._boxes(name) for name in self.shards})
-        self._whole.update(self.shards)
-
-    def _boxes(self, name: str) -> tuple[tuple[int, ...], set[Box]]:
-        shards = self.shards[name]
-        return shards[0].item.size, {(shard.item.offsets, shard.item.sizes) for shard in shards}
 
 
 @paused_collector()
 def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int | None = None) -> int:
     """Fill the tensors in `destinations`, by name, in place. Return the number of raw bytes read.
 
-    A destination may be on any device, and have any dtype that torch converts to. Raises StructureMismatch if a shape differs, NotFound for
-    an unknown name, IntegrityError, OSError.
+    A destination may be on any device, and have any dtype that torch converts to. A shard that was saved as this rank has it is read by
+    itself. DCP plans the reads of all others. Raises StructureMismatch if a shape differs, NotFound for an unknown name, IntegrityError,
+    OSError.
     """
     direct: dict[int, tuple[ChunkSource, list[Target]]] = {}
+    converted: list[tuple[torch.Tensor, Shard]] = []
     planned: dict[str, torch.Tensor] = {}
-    for name, tensor in destinations.items():
+    for name, tensor, box in _boxes(destinations):
         saved.check_whole(name)
         size = saved.describe(name).size
         if tensor.shape != size:
             raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
-        shard = saved.shard_of_whole(name)
-        if shard is None or not _has_bytes_of(tensor, shard.item, saved.dtype(name)):
+        shard, local = saved.shard_at(name, box), local_part(tensor)
+        if shard is None:
             planned[name] = tensor
+        elif not _has_bytes_of(local, shard.item, saved.dtype(name)):
+            converted.append((local, shard))
         elif shard.item.length:
-            target = shard.item.offset, memory(tensor, shard.item.length)
+            target = shard.item.offset, memory(local, shard.item.length)
             direct.setdefault(id(shard.source), (shard.source, []))[1].append(target)
-    total = sum(scatter(source, targets, threads=threads) for source, targets in direct.values())
+    total = sum(scatter(source, targets, threads=threads) for source, targets in direct.values()) + _convert(converted, threads)
     if not planned:
         return total
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
     return total + execute(saved, plan.items, planner, threads=threads)
+
+
+def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> None:
+    """Check that this rank's part of every destination was saved as one shard. Other shards of it are then not checked when it is loaded.
+
+    Raises StructureMismatch, NotFound for an unknown name.
+    """
+    for name, _, box in _boxes(destinations):
+        saved.describe(name)
+        if box is not None and name not in saved.aliases:
+            saved.check_box(name, box)
+
+
+def _boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
+    """Yield each name and tensor with the place and size of this rank's part in the whole tensor, or None if the part is not one box."""
+    known: dict[object, Box | None] = {}  # of tensors that are sharded alike
+    for name, tensor in destinations.items():
+        box: Box | None = None
+        if isinstance(tensor, DTensor):
+            if tensor._spec not in known:
+                chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+                known[tensor._spec] = (tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else None
+            box = known[tensor._spec]
+        elif not isinstance(tensor, ShardedTensor):
+            box = (0,) * tensor.dim(), tuple(tensor.shape)
+        elif len(tensor.local_shards()) == 1:
+            shard = tensor.local_shards()[0].metadata
+            box = tuple(shard.shard_offsets), tuple(shard.shard_sizes)
+        empty = box is not None and 0 in box[1]  # of such shards, none may have been saved
+        yield name, tensor, None if empty else box
+
+
+def _convert(wanted: Iterable[tuple[torch.Tensor, Shard]], threads: int | None) -> int:
+    """Copy shards into tensors of other dtypes, strides or devices, batch by batch. Return the number of raw bytes read."""
+    total, nbytes, batch = 0, 0, list[tuple[torch.Tensor, Shard, torch.Tensor]]()
+    for tensor, shard in wanted:
+        if nbytes + shard.item.length > _BATCH:
+            total += _copy_converted(batch, threads)
+            nbytes = 0
+            batch.clear()
+        batch.append((tensor, shard, torch.empty(shard.item.length, dtype=torch.uint8)))
+        nbytes += shard.item.length
+    return total + _copy_converted(batch, threads)
+
+
+def _copy_converted(batch: Sequence[tuple[torch.Tensor, Shard, torch.Tensor]], threads: int | None) -> int:
+    targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+    for _, shard, raw in batch:
+        if shard.item.length:
+            targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, memory(raw, shard.item.length)))
+    total = sum(scatter(source, wanted, threads=threads) for source, wanted in targets.values())
+    with torch.no_grad():
+        for tensor, shard, raw in batch:
+            copy_any(tensor, view_item(raw, shard))
+    return total
 
 
 def _has_bytes_of(tensor: torch.Tensor, item: Item, dtype: torch.dtype) -> bool:

@@ -15,7 +15,8 @@ from typing import SupportsIndex
 import torch
 
 from ckptd.agent.plan.layout import memory
-from ckptd.agent.read.loader import Saved, copy_any
+from ckptd.agent.read.loader import copy_any
+from ckptd.agent.read.saved import Saved
 from ckptd.agent.state.dtypes import dtype_of
 from ckptd.shared.errors import IntegrityError, InvalidRequest
 from ckptd.shared.part import ChunkSource

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
 from ckptd.agent.copy.mapping import map_segment
-from ckptd.agent.read.loader import Saved
+from ckptd.agent.read.saved import Saved
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import TensorRef, filled, tensor_names
 from ckptd.agent.state.values import decode

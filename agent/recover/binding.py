@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN
-from ckptd.agent.read.loader import Saved
+from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.differences import grouped
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
 from ckptd.agent.recover.optimizer_binding import Optimizers

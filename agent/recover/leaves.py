@@ -10,7 +10,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from ckptd.agent.plan.structure import local_part
-from ckptd.agent.read.loader import Saved
+from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part

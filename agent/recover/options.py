@@ -15,9 +15,10 @@ class Options:
     """The options of `Agent.recover`.
 
     strict: keys, classes of optimizers and schedulers, and parameter groups must agree. keep: patterns of keys, as for `fnmatch`, whose
-    values stay the caller's.
+    values stay the caller's. same_partition: as many ranks as saved it, and the same shards on each; no rank looks at those of the others.
     """
 
     strict: bool = True
     keep: Sequence[str] = ()
     on_reshape: OnReshape | None = None
+    same_partition: bool = False

@@ -15,40 +15,30 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-import torch
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.arguments import as_step
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
-from ckptd.agent.read.loader import load, materialize
-from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory
-from ckptd.agent.recover.binding import Binding
+from ckptd.agent.read.sources import Opened
 from ckptd.agent.recover.differences import Differences
+from ckptd.agent.recover.loading import FIND_SECONDS, RANKS_SECONDS, Loading, PlannedLoading
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
-from ckptd.agent.state.merge import Foreign, merge
 from ckptd.shared import messages as m
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import (
     CkptdError,
-    IntegrityError,
     InternalError,
     InvalidRequest,
-    NewerFormat,
     NotFound,
     RecoveryFailed,
-    StorageError,
 )
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import origin
-from ckptd.shared.storage.locate import open_root
 
 log = logging.getLogger("ckptd.agent")
-
-FIND_SECONDS = 120.0  # long enough for a root with many checkpoints on a slow mount
-RANKS_SECONDS = 600.0  # how long one rank waits for another to reach the same point, or to finish loading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,24 +110,24 @@ class Recovery:
         overwritten = False
         for number, candidate in enumerate(candidates):
             where = f"{self._job}/{candidate.tag} in {candidate.source}"
-            attempt = self._attempt(candidate, f"{self._topic}/{number}")
+            loading = self._loading(candidate, f"{self._topic}/{number}")
             try:
-                damage = _damage(self._all(f"{number}/open", attempt.open))
+                damage = _damage(self._all(f"{number}/open", loading.open))
                 if not damage:
-                    self._check_keys(self._all(f"{number}/bind", lambda: attempt.bind(state)))  # noqa: B023 (called at once)
-                    said = self._all(f"{number}/load", attempt.load)
+                    self._check_keys(self._all(f"{number}/bind", lambda: loading.bind(state)))  # noqa: B023 (called at once)
+                    said = self._all(f"{number}/load", loading.load)
                     damage = _damage(said)
                     overwritten = overwritten or any(found["writing"] for found in said)
                 if not damage:
-                    self._all(f"{number}/finish", attempt.finish)
+                    self._all(f"{number}/finish", loading.finish)
             finally:
-                attempt.close()
+                loading.close()
             if damage:
                 log.error("%s cannot be recovered and is skipped: %s", where, damage)
                 passed_over.append(f"{where}: {damage}")
                 continue
             failpoint("agent.recover.loaded")
-            recovered = attempt.recovered(time.monotonic() - begun, passed_over)
+            recovered = _recovered(candidate, loading, time.monotonic() - begun, passed_over)
             log.info("recovered %s in %.2f s%s", where, recovered.seconds, f"; saved by {recovered.origin}" if recovered.origin else "")
             return recovered
         if passed_over:
@@ -149,10 +139,10 @@ class Recovery:
             raise NotFound(f"job {self._job!r} has no checkpoint of step {step}")
         return None
 
-    def _attempt(self, candidate: m.RecoveryCandidate, topic: str) -> _Attempt:
+    def _loading(self, candidate: m.RecoveryCandidate, topic: str) -> Loading:
         if self._planner is not None:
-            return _PlannedAttempt(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
-        return _Attempt(self._client, self._ranks, self._job, candidate, self._options, self._overwritten)
+            return PlannedLoading(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
+        return Loading(self._client, self._ranks, self._job, candidate, self._options, self._overwritten)
 
     def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
         asked = None if step is None else as_step(step)
@@ -183,7 +173,10 @@ class Recovery:
             raise InvalidRequest(
                 f"keep has {', '.join(map(repr, idle))}, which match no key of the state: use keys like 'optim.param_groups.*.lr'"
             )
-        nowhere = [key for key in said[0]["unused"] if all(key in found["unused"] for found in said)]
+        if self._options.same_partition:  # each rank has looked at its own keys only
+            nowhere = list(dict.fromkeys(key for found in said for key in found["unused"]))
+        else:
+            nowhere = [key for key in said[0]["unused"] if all(key in found["unused"] for found in said)]
         if nowhere and self._options.strict:
             raise Differences(unused=nowhere).error()
 
@@ -228,173 +221,17 @@ def _damage(said: list[dict[str, Any]]) -> str:
     return "; ".join(dict.fromkeys(found["damaged"] for found in said if found["damaged"]))
 
 
-class _Attempt:
-    """The loading of one candidate into the state of this rank.
-
-    Call `open`, `bind`, `load` and `finish`, and `close` in any case. All ranks return from one call before any rank makes the next one,
-    because FSDP1 makes the ranks wait for each other in `bind` and `finish`. The ranks exchange the dicts that these calls return.
-    """
-
-    def __init__(
-        self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, options: Options, overwritten: set[str]
-    ) -> None:
-        self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
-        self._options, self._overwritten = options, overwritten
-        self._opened: Opened | None = None
-        self._documents: list[dict[str, Any]] = []
-        self._fresh: dict[str, torch.Tensor] = {}
-        self._rng: dict[str, Any] | None = None
-        self._binding: Binding | None = None
-        self._writing = False
-
-    def open(self) -> dict[str, Any]:
-        """Open the candidate, and check it as far as that is cheap. Return the damage that was found."""
-        try:
-            opened = self._opened = self._open()
-            opened.saved.check_all_whole()
-            failpoint("agent.recover.opened")
-        except (IntegrityError, NotFound, OSError) as error:
-            return {"damaged": self._damage(error)}
-        try:
-            self._documents = [opened.document(rank) for rank in range(len(opened.sources))]
-        except (IntegrityError, OSError) as error:  # NotFound is raised instead: a class that is not imported is no damage
-            return {"damaged": self._damage(error)}
-        return {"damaged": ""}
-
-    def _damage(self, error: Exception) -> str:
-        """Return a description of the damage to the checkpoint.
-
-        Raises StorageError if the machine could not read it, and NewerFormat if a newer ckptd wrote it: going back to an older checkpoint
-        would lose one that may be sound.
-        """
-        where = f"{self._job}/{self._candidate.tag}"
-        if isinstance(error, NewerFormat):
-            raise newer(error, where, "step=") from None
-        if isinstance(error, OSError):
-            failure = StorageError.of(f"read {where}", error)
-            if failure.is_of_the_machine:
-                raise failure from None
-        return str(error)
-
-    def bind(self, state: Any) -> dict[str, Any]:
-        """Compare the checkpoint with `state`, and write nothing. Return the keys that have no place in `state`.
-
-        Raises StructureMismatch, and NotFound for a tensor whose dtype this torch does not have.
-        """
-        assert self._opened is not None
-        documents = self._documents
-        own = self._own_document()
-        foreign: Foreign = {}
-        tree = merge([document["state"] for document in documents], own, foreign)
-        saved = self._opened.saved
-        binding = self._binding = Binding(state, tree, saved, self._options, foreign)
-        for name in (*binding.in_place, *binding.fresh):
-            saved.dtype(name)  # raises now, because in `load` other ranks could already have written to their states
-        lacking = self._overwritten.difference(binding.in_place)
-        return {"unused": binding.unused, "kept": sorted(binding.kept), "lacking": sorted(lacking)[:3]}
-
-    def _own_document(self) -> int | None:
-        """Return the index of this rank's values document, and take the RNG states from it. Return None on another number of ranks."""
-        documents = self._documents
-        if len(documents) == self._ranks.world_size:
-            self._rng = documents[self._ranks.rank].get("rng")
-            return self._ranks.rank
-        if any(document.get("rng") for document in documents):
-            log.warning(
-                "random generators are left as they are: they were saved on %d ranks, and this job has %d",
-                len(documents), self._ranks.world_size,
-            )  # fmt: skip
-        return None
-
-    def _open(self) -> Opened:
-        candidate = self._candidate
-        if candidate.source == "memory":
-            assert candidate.step is not None
-            step = candidate.step
-            _, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step), m.Fetched, FIND_SECONDS)
-            return open_memory(descriptors, candidate.attempt, step, candidate.tag)
-        return open_checkpoint(open_root(self._client.welcome.root), self._job, candidate.tag)
-
-    def load(self) -> dict[str, Any]:
-        """Read and verify every byte, most of them straight into the state. Return the damage that was found."""
-        assert self._opened is not None
-        assert self._binding is not None
-        binding, saved = self._binding, self._opened.saved
-        try:
-            self._fresh = materialize(saved, [name for name in binding.fresh if name not in binding.in_place])
-            failpoint("agent.recover.loading")
-            self._writing = True
-            load(saved, binding.in_place)
-        except (IntegrityError, OSError) as error:
-            self._overwritten.update(binding.in_place if self._writing else ())
-            return {"damaged": self._damage(error), "writing": self._writing}
-        return {"damaged": "", "writing": True}
-
-    def finish(self) -> dict[str, Any]:
-        """Write everything that `load` has not: plain values, states that objects load by themselves, and last the RNG states."""
-        binding = self._binding
-        assert binding is not None
-
-        def resolve(name: str) -> torch.Tensor:
-            tensor = self._fresh.get(name)
-            if tensor is None:
-                return binding.in_place[name].clone()
-            device = binding.fresh[name]
-            return tensor if tensor.device.type == device.type == "cpu" else tensor.to(device)
-
-        binding.finish(resolve)
-        for level, remark in binding.remarks():
-            log.log(level, "%s", remark)
-        if self._rng is not None:
-            set_rng_state(self._rng)
-        return {}
-
-    def close(self) -> None:
-        if self._binding is not None and not self._writing:
-            self._binding.discard()
-        if self._opened is not None:
-            self._opened.close()
-
-    def recovered(self, seconds: float, passed_over: list[str]) -> Recovered:
-        candidate, opened = self._candidate, self._opened
-        assert opened is not None
-        return Recovered(
-            step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt, tag=candidate.tag, source=candidate.source,
-            metrics=opened.metrics, user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
-            origin=_origin(opened), _rng=self._rng,
-        )  # fmt: skip
+def _recovered(candidate: m.RecoveryCandidate, loading: Loading, seconds: float, passed_over: list[str]) -> Recovered:
+    opened = loading.opened
+    assert opened is not None
+    return Recovered(
+        step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt, tag=candidate.tag, source=candidate.source,
+        metrics=opened.metrics, user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
+        origin=_origin(opened), _rng=loading.rng,
+    )  # fmt: skip
 
 
 def _origin(opened: Opened) -> str:
     who = origin(opened.sources[0].plan.writer)
     when = "" if math.isnan(opened.created) else f", {datetime.fromtimestamp(opened.created, UTC):%Y-%m-%d %H:%M} UTC"
     return who and who + when
-
-
-class _PlannedAttempt(_Attempt):
-    """The loading of one candidate, planned by the caller's LoadPlanner."""
-
-    def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, planned: PlannedLoad, topic: str) -> None:
-        super().__init__(client, ranks, job, candidate, Options(strict=False), set())
-        self._planned, self._topic = planned, topic
-
-    def bind(self, state: Any) -> dict[str, Any]:
-        assert self._opened is not None
-        self._own_document()
-        self._planned.begin(state, self._opened.metadata(self._documents), self._ranks, self._topic, RANKS_SECONDS)
-        return {"unused": [], "kept": [], "lacking": []}
-
-    def load(self) -> dict[str, Any]:
-        assert self._opened is not None
-        self._writing = True
-        try:
-            self._planned.read(self._opened)
-        except (IntegrityError, OSError) as error:
-            return {"damaged": self._damage(error), "writing": True}
-        return {"damaged": "", "writing": True}
-
-    def finish(self) -> dict[str, Any]:
-        self._planned.finish()
-        if self._rng is not None:
-            set_rng_state(self._rng)
-        return {}

@@ -242,7 +242,7 @@ def drift(socket: Path) -> tuple[Any, ...]:
 
 
 def recover_alone(seconds: float) -> str:
-    recovery.RANKS_SECONDS = seconds
+    vars(recovery)["RANKS_SECONDS"] = seconds
     return recover_step("alone", [None, None])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from ckptd.shared.plain_values import Undecoded
 from tests.agent.convert.saved import DTYPES, STATES, bits, random
 from tests.support import sharded
 from tests.support.daemons import Daemon
-from tests.support.storage import source
+from tests.support.storage import part_in, source
 
 
 @dataclass
@@ -131,13 +132,14 @@ def damage(file: Path, at: int) -> None:
 def chunk_of_integers(part: Path) -> int:
     """Return the place in the file of the chunk that holds the int64 tensors. Worker threads write the chunks in any order."""
     with part.open("rb") as file:
-        [place] = [chunk.offset for chunk in PartReader(source(file.fileno()), part.name).index.chunks if chunk.element_size == 8]
+        reader = PartReader(source(file.fileno()), part.name, None, lambda name: source(os.open(part.with_name(name), os.O_RDONLY)))
+        [place] = [chunk.offset for chunk in reader.index.chunks if chunk.element_size == 8]
     return place
 
 
 def test_damage_is_found(two: Path) -> None:
     newest = next(two.glob("step-00000002.*"))
-    part = next(newest.glob("*.ckpt"))
+    part = part_in(newest)
     damage(part, chunk_of_integers(part))
     with ArrayCheckpoint.open(two) as found:
         with pytest.raises(IntegrityError, match="does not match its checksum"):

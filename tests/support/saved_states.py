@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from ckptd.agent.read.loader import Saved
+from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.binding import Binding
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import capture

@@ -143,10 +143,10 @@ def save(socket: Path, step: int) -> None:
     agent(socket).snapshot(_state(), step=step, rng=False).wait("durable", timeout=60)
 
 
-def recover(socket: Path) -> tuple[str, int]:
+def recover(socket: Path, same_partition: bool = False) -> tuple[str, int]:
     """Recover. Return the source and the step."""
     state = _state()
-    recovered = agent(socket).recover(state)
+    recovered = agent(socket).recover(state, same_partition=same_partition)
     assert recovered is not None
     HERE["count"] = state["count"]
     return recovered.source, recovered.step

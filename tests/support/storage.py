@@ -6,9 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptd.shared.fs import FileSystem, PosixFileSystem
+from ckptd.shared.names import parse_part_file
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.posix_streams import PosixSource
 from ckptd.shared.storage.protocol import Sink
+
+
+def part_in(directory: Path) -> Path:
+    """Return the part file of a checkpoint of one rank. There may be data files beside it, new ones or linked ones."""
+    [found] = [path for path in directory.iterdir() if parse_part_file(path.name)]
+    return found
 
 
 def source(fd: int) -> PosixSource:

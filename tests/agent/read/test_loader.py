@@ -1,124 +1,129 @@
-"""Tests tensors that are stored in several parts: they are whole, or refused by name on every way to read a checkpoint."""
+"""Tests that loads fill destinations of every kind bit for bit, and that shards which were saved as they are now need no plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from ckptd.agent import Agent, Checkpoint, StorageReader
-from ckptd.daemon import report
-from ckptd.shared.errors import IntegrityError, RecoveryFailed
-from tests.support.daemons import Home, running
-from tests.support.forged import Shards, forge
+from ckptd.agent import Agent, Checkpoint
+from ckptd.agent.read import loader
+from ckptd.agent.read.loader import check_partition, load
+from ckptd.agent.read.saved import Saved
+from ckptd.shared.errors import NotFound, StructureMismatch
+from tests.support.daemons import Daemon
+from tests.support.ranks import Ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+BIG = torch.arange(24.0).reshape(4, 6)
 
-FORGED: dict[str, tuple[tuple[int, ...], list[Shards], str]] = {
-    "two shards over each other": ((8,), [[((0,), (4,))], [((2,), (4,))]], r"w: the shards \[4\] at \[0\] and \[4\] at \[2\] overlap"),
-    "a hole in the middle": (
-        (4, 4),
-        [[((0, 0), (4, 2)), ((0, 1), (2, 2))], [((3, 2), (1, 2)), ((2, 3), (1, 1)), ((2, 3), (2, 1))]],
-        r"w: the shards .* overlap",
-    ),
-    "the same shard twice instead of both": ((8,), [[((0,), (4,))], [((0,), (4,))]], r"w: only 4 of 8 elements are stored"),
-    "a shard is missing": ((8,), [[((0,), (4,))], [((4,), (3,))]], r"w: only 7 of 8 elements are stored"),
+
+@pytest.fixture
+def saved(daemon: Daemon) -> Iterator[Saved]:
+    with closing(Agent("job", socket=daemon.home.socket)) as agent:
+        agent.snapshot(
+            {"big": BIG, "turned": BIG.t(), "view": BIG[1], "own": BIG.clone(), "other": BIG.clone(), "empty": BIG[:0]}, step=1
+        ).wait(timeout=60)
+    with Checkpoint.open(daemon.home.root / "job") as checkpoint:
+        yield checkpoint.opened.saved
+
+
+DESTINATIONS: dict[str, torch.Tensor] = {
+    "same": torch.zeros(4, 6),
+    "float64": torch.zeros(4, 6, dtype=torch.float64),
+    "bfloat16": torch.zeros(4, 6, dtype=torch.bfloat16),
+    "transposed": torch.zeros(6, 4).t(),
+    "every other row": torch.zeros(8, 6)[::2],
+    "parameter": torch.nn.Parameter(torch.zeros(4, 6)),
+    "conjugate": torch.zeros(4, 6, dtype=torch.complex64).conj(),
 }
 
 
-def planner_reads(place: Path) -> None:
-    dcp.load({"w": torch.zeros(torch.Size(SIZES[place]))}, storage_reader=StorageReader(place), no_dist=True)
+@pytest.mark.parametrize("name", DESTINATIONS)
+def test_every_kind_of_destination(saved: Saved, name: str) -> None:
+    destination = DESTINATIONS[name].detach()
+    assert load(saved, {"own": destination}) == 3 * 96  # of the chunk that has all three storages
+    assert torch.equal(destination, BIG.to(destination.dtype))
 
 
-SIZES: dict[Path, tuple[int, ...]] = {}
+def test_tensors_that_share_a_storage(saved: Saved) -> None:
+    state = {"big": torch.zeros(4, 6), "turned": torch.zeros(6, 4), "view": torch.zeros(6), "empty": torch.zeros(0, 6)}
+    load(saved, state)
+    assert torch.equal(state["big"], BIG)
+    assert torch.equal(state["turned"], BIG.t())
+    assert torch.equal(state["view"], BIG[1])
 
 
-def opened(use: Callable[[Checkpoint], Any]) -> Callable[[Path], Any]:
-    def call(place: Path) -> Any:
-        with Checkpoint.open(place) as checkpoint:
-            return use(checkpoint)
-
-    return call
-
-
-WAYS: dict[str, Callable[[Path], Any]] = {
-    "verify": opened(lambda checkpoint: checkpoint.verify()),
-    "load": opened(lambda checkpoint: checkpoint.load()),
-    "tensor": opened(lambda checkpoint: checkpoint.tensor("w")),
-    "tensor of another dtype": opened(lambda checkpoint: checkpoint.tensor("w", dtype=torch.float64)),
-    "slice": opened(lambda checkpoint: checkpoint.tensor("w", slices=(slice(0, 1),))),
-    "dcp": planner_reads,
-}
+def test_a_wrong_shape_and_a_wrong_name_change_nothing(saved: Saved) -> None:
+    state = {"big": torch.zeros(4, 6), "own": torch.zeros(6, 4)}
+    with pytest.raises(StructureMismatch, match=r"^own: the checkpoint has shape \[4, 6\], the state \[6, 4\]$"):
+        load(saved, state)
+    with pytest.raises(NotFound, match="^no tensor 'none'"):
+        load(saved, {"big": state["big"], "none": torch.zeros(1)})
+    with pytest.raises(StructureMismatch, match=r"^own: this rank has the shard \[2, 6\] at \[0, 0\], which was not saved as one"):
+        check_partition(saved, {"own": torch.zeros(2, 6)})
+    assert not state["big"].any()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("forged", FORGED)
-def test_shards_that_are_not_the_whole_tensor_are_refused(tmp_path: Path, way: str, forged: str) -> None:
-    size, ranks, reason = FORGED[forged]
-    place = forge(tmp_path / "root", size, ranks)
-    SIZES[place] = size
-    with pytest.raises((IntegrityError, dcp.CheckpointException), match=reason):
-        WAYS[way](place)
+def test_conversions_are_made_batch_by_batch(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_BATCH", 100)  # bytes: one tensor a batch
+    batches: list[int] = []
+    right = loader._copy_converted
+
+    def copy(batch: Any, threads: int | None) -> int:
+        batches.append(len(batch))
+        return right(batch, threads)
+
+    monkeypatch.setattr(loader, "_copy_converted", copy)
+    state = {name: torch.zeros(4, 6, dtype=torch.float64) for name in ("own", "other")}
+    assert load(saved, state) == 2 * 3 * 96  # each batch reads the chunk
+    assert batches == [1, 1]
+    assert all(torch.equal(tensor, BIG.double()) for tensor in state.values())
 
 
-@pytest.mark.parametrize("forged", FORGED)
-def test_verify_names_the_damaged_tensor(tmp_path: Path, forged: str) -> None:
-    size, ranks, reason = FORGED[forged]
-    place = forge(tmp_path / "root", size, ranks)
-    (result,) = report.verification(place)
-    assert not result["ok"]
-    assert result["error"].startswith("gpt/step-00000001.a0001: ")
-    with pytest.raises(IntegrityError, match=reason):
-        raise IntegrityError(result["error"])
+def sharded(value: torch.Tensor) -> DTensor:
+    """Return a tensor that is sharded over all ranks by rows, of which this rank has the first part after its number."""
+    mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
+    chunks = value.chunk(mesh.size())
+    local = chunks[mesh.get_local_rank()].clone() if mesh.get_local_rank() < len(chunks) else value[:0].clone()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
 
 
-@pytest.mark.parametrize("forged", FORGED)
-def test_recover_passes_over_such_a_checkpoint_before_it_writes(place: Home, forged: str) -> None:
-    size, ranks, reason = FORGED[forged]
-    forge(place.root, size, ranks)
-    with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
-        state = {"w": torch.full(size, 5.0)}
-        with pytest.raises(RecoveryFailed, match=reason) as caught:
-            agent.recover(state)
-        assert not caught.value.overwritten
-        assert torch.equal(state["w"], torch.full(size, 5.0))
+def save_shards(socket: Path) -> None:
+    with closing(Agent("job", socket=socket)) as agent:
+        agent.snapshot({"w": sharded(BIG), "uneven": sharded(torch.arange(5.0))}, step=1).wait("durable", timeout=60)
 
 
-def test_a_tensor_may_be_stored_twice_as_a_replica(place: Home) -> None:
-    path = forge(place.root, (4, 4), [[((0, 0), (4, 2)), ((0, 2), (4, 2))], [((0, 2), (4, 2)), ((0, 0), (4, 2))]])
-    assert [result["ok"] for result in report.verification(path)] == [True]
-    ones = torch.ones(4, 4)
+def planned_names(path: Path, dtype: torch.dtype) -> list[str]:
+    """Load shards into tensors of this rank. Return the names that DCP has planned."""
+    names: list[str] = []
+
+    class Noting(DefaultLoadPlanner):
+        def set_up_planner(self, state_dict: Any, *arguments: Any, **options: Any) -> None:
+            names.extend(state_dict)
+            super().set_up_planner(state_dict, *arguments, **options)
+
+    vars(loader)["DefaultLoadPlanner"] = Noting
+    state: dict[str, Any] = {"w": sharded(torch.zeros(4, 6).to(dtype)), "uneven": sharded(torch.zeros(5).to(dtype))}
     with Checkpoint.open(path) as checkpoint:
-        checkpoint.verify()
-        assert torch.equal(checkpoint.load()["w"], ones)
-        assert torch.equal(checkpoint.tensor("w", slices=(slice(1, 3), slice(1, 3))), ones[1:3, 1:3])
-    with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
-        state = {"w": torch.zeros(4, 4)}
-        assert agent.recover(state) is not None
-        assert torch.equal(state["w"], ones)
+        load(checkpoint.opened.saved, state)
+    assert torch.equal(state["w"].to_local(), sharded(BIG).to_local().to(dtype))
+    assert torch.equal(state["uneven"].to_local(), sharded(torch.arange(5.0)).to_local().to(dtype))
+    return names
 
 
-def test_recover_does_not_mix_a_damaged_checkpoint_with_an_older_one(place: Home) -> None:
-    """The older one lacks a tensor that the damaged one may have overwritten, which `strict=False` would leave as it is."""
-    with running(place, "--codec", "raw", forked=True) as daemon:
-        with closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
-            agent.snapshot({"a": torch.ones(4)}, step=1).wait("durable", timeout=60)
-            agent.snapshot({"a": torch.ones(4), "x": torch.ones(50_000)}, step=2).wait("durable", timeout=60)
-        (part,) = (place.root / "gpt" / "step-00000002.a0001").glob("*.ckpt")
-        with part.open("r+b") as file:
-            file.seek(4096 + 150_000)
-            file.write(b"?")
-        with closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
-            state = {"a": torch.zeros(4), "x": torch.zeros(50_000)}
-            with pytest.raises(RecoveryFailed, match="^the next sound checkpoint lacks x, which a damaged one has overwritten") as caught:
-                agent.recover(state, strict=False)
-            assert caught.value.overwritten
-            state = {"a": torch.zeros(4)}
-            recovered = agent.recover(state, step=1)
-            assert recovered is not None
-            assert (recovered.step, state["a"].tolist()) == (1, [1.0] * 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shards_that_were_saved_so_are_not_planned(daemon: Daemon, dtype: torch.dtype) -> None:
+    with Ranks(4) as ranks:
+        ranks.call(save_shards, daemon.home.socket)
+        found = ranks.call(planned_names, daemon.home.root / "job", dtype)
+        assert found == [[], [], [], ["uneven"]]  # 5 rows in chunks of 2: the last rank has none
+    with Ranks(3) as ranks:
+        found = ranks.call(planned_names, daemon.home.root / "job", dtype)
+        assert [names.count("w") for names in found] == [1, 1, 1]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint
-from ckptd.agent.read.loader import Saved
+from ckptd.agent.read.saved import Saved
 from ckptd.agent.read.slices import read_slice
 from ckptd.shared.errors import IntegrityError, InvalidRequest, NotFound
 from ckptd.shared.part import PartReader

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +18,8 @@ from crc32c import crc32c
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Alone
 from ckptd.agent.read.loader import load, materialize
-from ckptd.agent.recover import recovery
+from ckptd.agent.recover import loading, recovery
+from ckptd.agent.recover.loading import Loading
 from ckptd.agent.recover.options import Options
 from ckptd.agent.recover.recovery import Recovered, Recovery
 from ckptd.shared import messages as m
@@ -84,19 +87,19 @@ def same(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
     return [mine]
 
 
-class Attempts(Recovery):
-    """A recovery whose attempts do as they are told. `told` has, by step and phase, the result of the phase, or its error."""
+class Told(Recovery):
+    """A recovery whose candidates are loaded as told. `told` has, by step and phase, the result of the phase, or its error."""
 
     def __init__(self, client: FakeClient, told: dict[tuple[int, str], Any] | None = None, ranks: Any = None, strict: bool = True) -> None:
         super().__init__(cast(Client, client), ranks or Alone(), "gpt", "recover/1", Options(strict))
         self.told, self.done = told or {}, list[tuple[int, str]]()
 
-    def _attempt(self, candidate: m.RecoveryCandidate, topic: str) -> Any:
-        return FakeAttempt(self, candidate)
+    def _loading(self, candidate: m.RecoveryCandidate, topic: str) -> Any:
+        return FakeLoading(self, candidate)
 
 
-class FakeAttempt:
-    def __init__(self, of: Attempts, candidate: m.RecoveryCandidate) -> None:
+class FakeLoading:
+    def __init__(self, of: Told, candidate: m.RecoveryCandidate) -> None:
         self._of, self._candidate = of, candidate
 
     def _do(self, phase: str, result: dict[str, Any]) -> dict[str, Any]:
@@ -122,12 +125,12 @@ class FakeAttempt:
     def close(self) -> None:
         self._do("close", {})
 
-    def recovered(self, seconds: float, passed_over: list[str]) -> Recovered:
-        c = self._candidate
-        return Recovered(
-            step=c.step or 0, attempt=c.attempt, tag=c.tag, source=c.source, metrics={}, user_content=None, seconds=seconds,
-            passed_over=passed_over,
-        )  # fmt: skip
+    @property
+    def opened(self) -> Any:
+        plan = SimpleNamespace(writer={})
+        return SimpleNamespace(metrics={}, user_content=None, created=math.nan, sources=[SimpleNamespace(plan=plan)])
+
+    rng = None
 
 
 ALL = ["open", "bind", "load", "finish", "close"]
@@ -170,20 +173,20 @@ def test_ranks_that_want_different_steps_are_refused() -> None:
 
 def test_the_first_candidate_is_recovered() -> None:
     client = FakeClient(candidate(2, "memory"), candidate(2), candidate(1))
-    attempts = Attempts(client)
-    found = attempts.run({}, step=None, last_step=4)
+    made = Told(client)
+    found = made.run({}, step=None, last_step=4)
     assert found is not None
-    assert (found.step, found.source, found.passed_over, attempts.last_step) == (2, "memory", [], 4)
-    assert attempts.done == [(2, phase) for phase in ALL]
+    assert (found.step, found.source, found.passed_over, made.last_step) == (2, "memory", [], 4)
+    assert made.done == [(2, phase) for phase in ALL]
     assert client.asked == [m.Find(id=0, step=None)]
 
 
 def test_a_damaged_candidate_is_passed_over_before_the_state_is_touched(caplog: pytest.LogCaptureFixture) -> None:
-    attempts = Attempts(FakeClient(candidate(3), candidate(2), damaged=("gpt/step-4: no manifest",)), {(3, "open"): {"damaged": "bit rot"}})
-    found = attempts.run({}, step=None, last_step=-1)
+    made = Told(FakeClient(candidate(3), candidate(2), damaged=("gpt/step-4: no manifest",)), {(3, "open"): {"damaged": "bit rot"}})
+    found = made.run({}, step=None, last_step=-1)
     assert found is not None
     assert (found.step, found.passed_over) == (2, ["gpt/step-4: no manifest", "gpt/step-00000003.a0001 in storage: bit rot"])
-    assert attempts.done == [(3, "open"), (3, "close"), *((2, phase) for phase in ALL)]
+    assert made.done == [(3, "open"), (3, "close"), *((2, phase) for phase in ALL)]
     assert "gpt/step-00000003.a0001 in storage cannot be recovered and is skipped: bit rot" in caplog.messages
 
 
@@ -193,17 +196,17 @@ def test_damage_that_is_found_during_the_load_sends_all_ranks_to_the_next_candid
 
     seen: list[str] = []
 
-    class Once(Attempts):
-        def _attempt(self, candidate: m.RecoveryCandidate, topic: str) -> Any:
+    class Once(Told):
+        def _loading(self, candidate: m.RecoveryCandidate, topic: str) -> Any:
             if candidate.step == 2:
                 seen.append(topic)
-            return super()._attempt(candidate, topic)
+            return super()._loading(candidate, topic)
 
-    attempts = Once(FakeClient(candidate(3), candidate(2)), ranks=FakeRanks(others))
-    found = attempts.run({}, step=None, last_step=-1)
+    made = Once(FakeClient(candidate(3), candidate(2)), ranks=FakeRanks(others))
+    found = made.run({}, step=None, last_step=-1)
     assert found is not None
     assert (found.step, found.passed_over) == (2, ["gpt/step-00000003.a0001 in storage: rank 1 reads rot"])
-    assert attempts.done == [(3, "open"), (3, "bind"), (3, "load"), (3, "close"), *((2, phase) for phase in ALL)]
+    assert made.done == [(3, "open"), (3, "bind"), (3, "load"), (3, "close"), *((2, phase) for phase in ALL)]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_if_every_candidate_is_damaged_the_error_says_whether_the_state_is_whole
     told: dict[tuple[int, str], Any], overwritten: bool, words: str
 ) -> None:
     with pytest.raises(RecoveryFailed) as caught:
-        Attempts(FakeClient(candidate(1)), told).run({}, step=None, last_step=-1)
+        Told(FakeClient(candidate(1)), told).run({}, step=None, last_step=-1)
     assert str(caught.value) == f"no sound checkpoint of job 'gpt' is left: gpt/step-00000001.a0001 in storage: rot; {words}"
     assert caught.value.overwritten == overwritten
 
@@ -227,7 +230,7 @@ def test_if_every_candidate_is_damaged_the_error_says_whether_the_state_is_whole
 def test_a_state_that_was_overwritten_once_is_not_whole_again() -> None:
     told = {(2, "load"): {"damaged": "rot", "writing": True}, (1, "load"): {"damaged": "rot", "writing": False}}
     with pytest.raises(RecoveryFailed, match="partly overwritten") as caught:
-        Attempts(FakeClient(candidate(2), candidate(1)), told).run({}, step=None, last_step=-1)
+        Told(FakeClient(candidate(2), candidate(1)), told).run({}, step=None, last_step=-1)
     assert caught.value.overwritten
 
 
@@ -235,33 +238,33 @@ def test_one_rank_that_has_begun_to_write_is_enough_for_a_state_that_is_not_whol
     def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
         return [{**mine, "writing": True}] if topic == "load" else [mine]
 
-    attempts = Attempts(FakeClient(candidate(1)), {(1, "load"): {"damaged": "rot", "writing": False}}, ranks=FakeRanks(others))
+    made = Told(FakeClient(candidate(1)), {(1, "load"): {"damaged": "rot", "writing": False}}, ranks=FakeRanks(others))
     with pytest.raises(RecoveryFailed, match="partly overwritten"):
-        attempts.run({}, step=None, last_step=-1)
+        made.run({}, step=None, last_step=-1)
 
 
 def test_without_a_candidate_there_is_nothing_to_recover() -> None:
-    assert Attempts(FakeClient()).run({}, step=None, last_step=-1) is None
+    assert Told(FakeClient()).run({}, step=None, last_step=-1) is None
     with pytest.raises(NotFound, match="^job 'gpt' has no checkpoint of step 7$"):
-        Attempts(FakeClient()).run({}, step=7, last_step=-1)
+        Told(FakeClient()).run({}, step=7, last_step=-1)
     with pytest.raises(RecoveryFailed, match="no sound checkpoint of job 'gpt' is left: gpt/step-1: rot; the state is unchanged"):
-        Attempts(FakeClient(damaged=("gpt/step-1: rot",))).run({}, step=7, last_step=-1)
+        Told(FakeClient(damaged=("gpt/step-1: rot",))).run({}, step=7, last_step=-1)
 
 
 @pytest.mark.parametrize("step", [-1, True, 1.5, "7"])
 def test_a_step_that_cannot_be_is_refused(step: Any) -> None:
     client = FakeClient(candidate(1))
     with pytest.raises(InvalidRequest, match=r"^step is .*; expected an integer from 0 to 10\*\*18 - 1$"):
-        Attempts(client).run({}, step=step, last_step=-1)
+        Told(client).run({}, step=step, last_step=-1)
     assert client.asked == []
 
 
 def test_the_highest_step_of_any_rank_counts() -> None:
     """A rank that has captured less must begin the next attempt together with the others."""
     ranks = FakeRanks(lambda topic, mine: [{**mine, "last_step": 9}] if topic == "find" else [mine])
-    attempts = Attempts(FakeClient(candidate(1)), ranks=ranks)
-    attempts.run({}, step=None, last_step=3)
-    assert attempts.last_step == 9
+    made = Told(FakeClient(candidate(1)), ranks=ranks)
+    made.run({}, step=None, last_step=3)
+    assert made.last_step == 9
 
 
 # -- differences and errors
@@ -270,20 +273,20 @@ def test_the_highest_step_of_any_rank_counts() -> None:
 @pytest.mark.parametrize("phase", ALL[:-1])
 def test_an_error_ends_the_recovery_and_closes_the_candidate(phase: str) -> None:
     """It is no damage. An older checkpoint would lose one that may be sound."""
-    attempts = Attempts(FakeClient(candidate(2), candidate(1)), {(2, phase): StorageError("the disk is gone")})
+    made = Told(FakeClient(candidate(2), candidate(1)), {(2, phase): StorageError("the disk is gone")})
     with pytest.raises(StorageError, match="^the disk is gone$"):
-        attempts.run({}, step=None, last_step=-1)
-    assert attempts.done[-2:] == [(2, phase), (2, "close")]
+        made.run({}, step=None, last_step=-1)
+    assert made.done[-2:] == [(2, phase), (2, "close")]
 
 
 def test_an_error_of_another_rank_is_raised_here() -> None:
     def others(topic: str, mine: dict[str, Any]) -> list[dict[str, Any] | CkptdError]:
         return [StructureMismatch("w: the checkpoint has shape [2], the state [3]")] if topic == "bind" else [mine]
 
-    attempts = Attempts(FakeClient(candidate(1)), ranks=FakeRanks(others))
+    made = Told(FakeClient(candidate(1)), ranks=FakeRanks(others))
     with pytest.raises(StructureMismatch, match="^rank 1: w: "):
-        attempts.run({}, step=None, last_step=-1)
-    assert attempts.done == [(1, "open"), (1, "bind"), (1, "close")]
+        made.run({}, step=None, last_step=-1)
+    assert made.done == [(1, "open"), (1, "bind"), (1, "close")]
 
 
 def test_the_other_ranks_hear_of_a_bug_and_this_one_raises_it_as_it_is() -> None:
@@ -294,9 +297,9 @@ def test_the_other_ranks_hear_of_a_bug_and_this_one_raises_it_as_it_is() -> None
             heard.append(mine)
             return super().round(topic, mine, *more)
 
-    attempts = Attempts(FakeClient(candidate(1)), {(1, "bind"): ZeroDivisionError("a bug")}, ranks=Listening(same))
+    made = Told(FakeClient(candidate(1)), {(1, "bind"): ZeroDivisionError("a bug")}, ranks=Listening(same))
     with pytest.raises(ZeroDivisionError, match="^a bug$"):
-        attempts.run({}, step=None, last_step=-1)
+        made.run({}, step=None, last_step=-1)
     assert (type(heard[-1]), str(heard[-1])) == (InternalError, "ZeroDivisionError: a bug")
 
 
@@ -306,18 +309,18 @@ def unused(*keys: str) -> dict[str, Any]:
 
 def test_a_key_must_have_a_place_on_some_rank() -> None:
     ranks = FakeRanks(lambda topic, mine: [unused("b", "c")] if topic == "bind" else [mine])
-    assert Attempts(FakeClient(candidate(1)), {(1, "bind"): unused("a")}, ranks).run({}, step=None, last_step=-1) is not None
+    assert Told(FakeClient(candidate(1)), {(1, "bind"): unused("a")}, ranks).run({}, step=None, last_step=-1) is not None
     with pytest.raises(StructureMismatch, match=r"^2 keys \(b, c\) are in the checkpoint and not in the state; nothing was written$"):
-        Attempts(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b", "c")}, ranks).run({}, step=None, last_step=-1)
-    attempts = Attempts(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b")}, ranks, strict=False)
-    assert attempts.run({}, step=None, last_step=-1) is not None
+        Told(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b", "c")}, ranks).run({}, step=None, last_step=-1)
+    made = Told(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b")}, ranks, strict=False)
+    assert made.run({}, step=None, last_step=-1) is not None
 
 
 def test_a_daemon_that_cannot_be_asked_is_an_error() -> None:
     client = FakeClient()
     client.error = StorageError("cannot list the root")
     with pytest.raises(StorageError, match="^cannot list the root$"):
-        Attempts(client).run({}, step=None, last_step=-1)
+        Told(client).run({}, step=None, last_step=-1)
 
 
 # -- real sources
@@ -370,7 +373,7 @@ def test_a_shortage_of_this_machine_is_no_damage(root: Path, monkeypatch: pytest
     def run_out(*_: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(recovery, "open_checkpoint", run_out)
+    monkeypatch.setattr(loading, "open_checkpoint", run_out)
     with pytest.raises(StorageError, match=r"cannot read gpt/step-00000002\.a0001: .*open files"):
         recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
 
@@ -379,7 +382,7 @@ def test_a_checkpoint_of_a_newer_ckptd_is_no_damage(root: Path, monkeypatch: pyt
     def refuse(*_: Any) -> None:
         raise NewerFormat("part was written by a newer ckptd")
 
-    monkeypatch.setattr(recovery, "open_checkpoint", refuse)
+    monkeypatch.setattr(loading, "open_checkpoint", refuse)
     with pytest.raises(NewerFormat, match=r"^gpt/step-00000002\.a0001: part was written by a newer ckptd; .* with step=$"):
         recover(FakeClient(candidate(2), candidate(1), root=root), {"w": torch.zeros(4)})
 
@@ -396,7 +399,7 @@ def test_damage_that_the_load_finds_leaves_no_value_of_that_checkpoint(root: Pat
             raise IntegrityError("chunk 0 does not match its checksum")
         return load(saved, destinations)
 
-    monkeypatch.setattr(recovery, "load", fail_first)
+    monkeypatch.setattr(loading, "load", fail_first)
     state = {"w": torch.zeros(4)}
     found = recover(FakeClient(candidate(2), candidate(1), root=root), state)
     assert found is not None
@@ -417,15 +420,15 @@ def test_a_difference_leaves_the_state_and_the_checkpoint_as_they_were(root: Pat
 
 
 def test_generators_of_another_number_of_ranks_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    attempt = recovery._Attempt(cast(Client, FakeClient()), Alone(), "gpt", candidate(1), Options(), set())
-    attempt._documents = [{"state": {}, "rng": {"torch": b""}}, {"state": {}, "rng": None}]
-    assert (attempt._own_document(), attempt._rng) == (None, None)
+    made = Loading(cast(Client, FakeClient()), Alone(), "gpt", candidate(1), Options(), set())
+    made._documents = [{"state": {}, "rng": {"torch": b""}}, {"state": {}, "rng": None}]
+    assert (made._own_document(), made.rng) == (None, None)
     assert caplog.messages == ["random generators are left as they are: they were saved on 2 ranks, and this job has 1"]
-    attempt._documents = [{"state": {}, "rng": None}] * 2
-    assert attempt._own_document() is None
+    made._documents = [{"state": {}, "rng": None}] * 2
+    assert made._own_document() is None
     assert len(caplog.messages) == 1
-    attempt._documents = [{"state": {}, "rng": {"torch": b"x"}}]
-    assert (attempt._own_document(), attempt._rng) == (0, {"torch": b"x"})
+    made._documents = [{"state": {}, "rng": {"torch": b"x"}}]
+    assert (made._own_document(), made.rng) == (0, {"torch": b"x"})
 
 
 def test_generators_are_set_last(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
@@ -439,16 +442,16 @@ def test_generators_are_set_last(monkeypatch: pytest.MonkeyPatch, root: Path) ->
             random.random()
 
     happened: list[str] = []
-    monkeypatch.setattr(recovery, "set_rng_state", lambda rng: happened.append(f"set {rng}"))
+    monkeypatch.setattr(loading, "set_rng_state", lambda rng: happened.append(f"set {rng}"))
     monkeypatch.setattr(Drawing, "load_state_dict", lambda self, state: happened.append("loaded"))
-    attempt = recovery._Attempt(cast(Client, FakeClient(root=root)), Alone(), "gpt", candidate(2), Options(strict=False), set())
-    assert attempt.open() == {"damaged": ""}
-    attempt._documents[0]["state"]["loader"] = {}
-    attempt._documents[0]["rng"] = "generators"
-    attempt.bind({"w": torch.zeros(4), "loader": Drawing()})
-    attempt.load()
-    attempt.finish()
-    attempt.close()
+    made = Loading(cast(Client, FakeClient(root=root)), Alone(), "gpt", candidate(2), Options(strict=False), set())
+    assert made.open() == {"damaged": ""}
+    made._documents[0]["state"]["loader"] = {}
+    made._documents[0]["rng"] = "generators"
+    made.bind({"w": torch.zeros(4), "loader": Drawing()})
+    made.load()
+    made.finish()
+    made.close()
     assert happened == ["loaded", "set generators"]
 
 
@@ -473,15 +476,15 @@ def slot() -> Iterator[Descriptor]:
         data.close()
 
 
-def attempt_on(slot: Descriptor, step: int = 5, attempt: int = 1) -> recovery._Attempt:
+def loading_of(slot: Descriptor, step: int = 5, attempt: int = 1) -> Loading:
     client = FakeClient()
     client.descriptors = [slot]
-    return recovery._Attempt(cast(Client, client), Alone(), "gpt", candidate(step, "memory", attempt), Options(), set())
+    return Loading(cast(Client, client), Alone(), "gpt", candidate(step, "memory", attempt), Options(), set())
 
 
 def opened(slot: Descriptor, step: int = 5, attempt: int = 1) -> str:
     """The damage that opening the slot finds."""
-    made = attempt_on(slot, step, attempt)
+    made = loading_of(slot, step, attempt)
     try:
         return cast(str, made.open()["damaged"])
     finally:
@@ -490,9 +493,9 @@ def opened(slot: Descriptor, step: int = 5, attempt: int = 1) -> str:
 
 
 def test_every_chunk_of_a_slot_is_verified_as_it_is_read(slot: Descriptor) -> None:
-    made, header = attempt_on(slot), read_header(slot.fileno())
+    made, header = loading_of(slot), read_header(slot.fileno())
     made.open()
-    opened_slot = made._opened
+    opened_slot = made.opened
     assert opened_slot is not None
     saved = opened_slot.saved
     assert materialize(saved, saved.names()).keys() == set(saved.names())

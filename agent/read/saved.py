@@ -1,0 +1,163 @@
+"""Holds the contents of a checkpoint, or of a snapshot in memory, by name: the shards of each tensor, and the sources that have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptd.agent.state.dtypes import dtype_of, plain_name
+from ckptd.shared.collector import paused_collector
+from ckptd.shared.coverage import Box, check_all, check_cover, two_sizes
+from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
+from ckptd.shared.part import ChunkSource
+from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, c_order
+from ckptd.shared.scatter import Target, scatter
+
+
+class Shard(msgspec.Struct, frozen=True, gc=False):
+    """A stored shard of a tensor, or a blob: its source, and the item of that source's plan that describes it."""
+
+    source: ChunkSource
+    item: Item
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.item.stride if self.item.stride is not None else c_order(self.item.sizes)
+
+
+@dataclass(slots=True)
+class Saved:
+    """The contents of a checkpoint, or of a snapshot in memory, by name.
+
+    shards: the stored shards of each tensor. aliases: tensors inside the storage of another tensor, each with the shard that holds it.
+    """
+
+    shards: dict[str, list[Shard]] = field(default_factory=dict)
+    aliases: dict[str, tuple[Shard, Alias]] = field(default_factory=dict)
+    blobs: dict[str, Shard] = field(default_factory=dict)
+    """The values that are no tensors, in a save that DCP has planned: bytes that torch.save or the caller's planner has written."""
+    torch_version: str = ""
+    """The version of torch that saved the checkpoint, such as "2.13.0", or "" if it is unknown."""
+    _checked: set[str] = field(default_factory=set)
+    """Names of the tensors whose shards make up the whole tensor, or are read one by one by the ranks that have saved them."""
+
+    @classmethod
+    @paused_collector()
+    def of(cls, sources: Sequence[ChunkSource]) -> Saved:
+        saved = cls()
+        for source in sources:
+            version = re.match(r"\d+(\.\d+)*", source.plan.writer.get("torch", ""))
+            saved.torch_version = version[0] if version else saved.torch_version
+            own: dict[str, Shard] = {}
+            for item in source.plan.items:
+                if item.dtype == BLOB:
+                    saved.blobs[item.fqn] = Shard(source, item)
+                    continue
+                if saved.shards.get(item.fqn) and saved.shards[item.fqn][0].item.size != item.size:
+                    raise two_sizes(item.fqn, saved.shards[item.fqn][0].item.size, item.size)
+                own[item.fqn] = Shard(source, item)
+                saved.shards.setdefault(item.fqn, []).append(own[item.fqn])
+            for alias in source.plan.aliases:
+                saved.aliases[alias.fqn] = (own[alias.base], alias)
+        if twice := saved.blobs.keys() & (saved.shards.keys() | saved.aliases.keys()):
+            raise IntegrityError(f"{min(twice)} is a tensor and a value at once")
+        return saved
+
+    def names(self) -> list[str]:
+        return [name for name in [*self.shards, *self.aliases] if not name.startswith(HIDDEN)]
+
+    def __contains__(self, name: str) -> bool:
+        return (name in self.shards or name in self.aliases) and not name.startswith(HIDDEN)
+
+    def describe(self, name: str) -> Alias | Item:
+        """Return the alias of a tensor, or the item of its first shard. Either has the tensor's dtype and size. Raises NotFound."""
+        if name in self.aliases:
+            return self.aliases[name][1]
+        if name in self.shards and not name.startswith(HIDDEN):
+            return self.shards[name][0].item
+        raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as {', '.join(sorted(self.names())[:3])}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor. Raises NotFound for an unknown name, and for a dtype that this torch does not have."""
+        described = self.describe(name)
+        try:
+            return dtype_of(described.dtype)
+        except NotFound:
+            needed = f"torch {self.torch_version}, which saved it, or a newer one" if self.torch_version else "a newer torch"
+            raise NotFound(
+                f"{name} has dtype {plain_name(described.dtype)}, which torch {torch.__version__} does not have: install {needed}"
+            ) from None
+
+    def metadata(self, names: Iterable[str] | None = None) -> Metadata:
+        """Return DCP's metadata of these tensors, or of every tensor and blob that can be asked for. Raises NotFound as `dtype`."""
+        entries: dict[str, Any] = {}
+        for name in self.names() if names is None else names:
+            described = self.describe(name)
+            size = torch.Size(described.size)
+            if isinstance(described, Alias):
+                chunks = [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
+            else:
+                chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in self.shards[name]]
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=self.dtype(name)), size, chunks)
+        if names is None:
+            entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
+        return Metadata(state_dict_metadata=entries)
+
+    def read_blobs(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Return the bytes of blobs, by name, verified. Raises NotFound, IntegrityError, OSError."""
+        found: dict[str, bytearray] = {}
+        targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+        for name in names:
+            if name not in self.blobs:
+                raise NotFound(f"no value {name!r} in this checkpoint")
+            shard = self.blobs[name]
+            found[name] = bytearray(shard.item.length)
+            if shard.item.length:
+                targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, memoryview(found[name])))
+        for source, wanted in targets.values():
+            scatter(source, wanted)
+        return {name: bytes(data) for name, data in found.items()}
+
+    def check_whole(self, name: str) -> None:
+        """Raise IntegrityError if the shards of a tensor have holes or overlap."""
+        if name not in self._checked and name in self.shards:
+            if self.shard_of_whole(name) is None:
+                check_cover(name, *self._boxes(name))
+            self._checked.add(name)
+
+    def check_box(self, name: str, box: Box) -> None:
+        """Raise StructureMismatch unless a shard with exactly this place and size is stored. The tensor counts as checked from now on."""
+        if self.shard_at(name, box) is None:
+            mine = f"{list(box[1])} at {list(box[0])}"
+            raise StructureMismatch(f"{name}: this rank has the shard {mine}, which was not saved as one: recover without same_partition")
+        self._checked.add(name)
+
+    def shard_at(self, name: str, box: Box | None) -> Shard | None:
+        """Return the stored shard of a tensor with exactly this place and size, or None if there is none."""
+        return next((shard for shard in self.shards.get(name, ()) if (shard.item.offsets, shard.item.sizes) == box), None)
+
+    def shard_of_whole(self, name: str) -> Shard | None:
+        """Return the shard of a tensor that is stored as one, which is then the whole tensor, otherwise None."""
+        shards = self.shards.get(name, ())
+        return shards[0] if len(shards) == 1 and shards[0].item.sizes == shards[0].item.size else None
+
+    def check_all_whole(self) -> None:
+        """Raise IntegrityError if the shards of any tensor have holes or overlap."""
+        check_all({name: self._boxes(name) for name in self.shards})
+        self._checked.update(self.shards)
+
+    def _boxes(self, name: str) -> tuple[tuple[int, ...], set[Box]]:
+        shards = self.shards[name]
+        return shards[0].item.size, {(shard.item.offsets, shard.item.sizes) for shard in shards}

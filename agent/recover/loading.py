@@ -1,0 +1,202 @@
+"""Loads one candidate of a recovery, from memory or from storage, into the state of this rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ckptd.agent.dcp.planner_rounds import PlannedLoad
+from ckptd.agent.link.client import Client
+from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.read.loader import check_partition, load, materialize
+from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory
+from ckptd.agent.recover.binding import Binding
+from ckptd.agent.recover.options import Options
+from ckptd.agent.state.capture import set_rng_state
+from ckptd.agent.state.merge import Foreign, merge
+from ckptd.shared import messages as m
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError, StructureMismatch
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.storage.locate import open_root
+
+log = logging.getLogger("ckptd.agent")
+
+FIND_SECONDS = 120.0  # long enough for a root with many checkpoints on a slow mount
+RANKS_SECONDS = 600.0  # how long one rank waits for another to reach the same point, or to finish loading
+
+
+class Loading:
+    """The loading of one candidate into the state of this rank.
+
+    Call `open`, `bind`, `load` and `finish`, and `close` in any case. All ranks return from one call before any rank makes the next one,
+    because FSDP1 makes the ranks wait for each other in `bind` and `finish`. The ranks exchange the dicts that these calls return.
+    """
+
+    def __init__(
+        self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, options: Options, overwritten: set[str]
+    ) -> None:
+        self._client, self._ranks, self._job, self._candidate = client, ranks, job, candidate
+        self._options, self._overwritten = options, overwritten
+        self.opened: Opened | None = None
+        self._documents: list[dict[str, Any]] = []
+        self._fresh: dict[str, torch.Tensor] = {}
+        self.rng: dict[str, Any] | None = None
+        self._binding: Binding | None = None
+        self._writing = False
+
+    def open(self) -> dict[str, Any]:
+        """Open the candidate, and check it as far as that is cheap. Return the damage that was found."""
+        try:
+            opened = self.opened = self._open()
+            ranks = self._ranks_to_read(len(opened.sources))
+            if not self._options.same_partition:
+                opened.saved.check_all_whole()
+            failpoint("agent.recover.opened")
+        except (IntegrityError, NotFound, OSError) as error:
+            return {"damaged": self._damage(error)}
+        try:
+            self._documents = [opened.document(rank) for rank in ranks]
+        except (IntegrityError, OSError) as error:  # NotFound is raised instead: a class that is not imported is no damage
+            return {"damaged": self._damage(error)}
+        return {"damaged": ""}
+
+    def _ranks_to_read(self, saved_on: int) -> Sequence[int]:
+        """Return the ranks whose values documents are read: all, or only this one. Raises StructureMismatch if this rank saved none."""
+        if not self._options.same_partition:
+            return range(saved_on)
+        if saved_on != self._ranks.world_size:
+            raise StructureMismatch(
+                f"it was saved on {saved_on} ranks, and this job has {self._ranks.world_size}: recover without same_partition"
+            )
+        return [self._ranks.rank]
+
+    def _damage(self, error: Exception) -> str:
+        """Return a description of the damage to the checkpoint.
+
+        Raises StorageError if the machine could not read it, and NewerFormat if a newer ckptd wrote it: going back to an older checkpoint
+        would lose one that may be sound.
+        """
+        where = f"{self._job}/{self._candidate.tag}"
+        if isinstance(error, NewerFormat):
+            raise newer(error, where, "step=") from None
+        if isinstance(error, OSError):
+            failure = StorageError.of(f"read {where}", error)
+            if failure.is_of_the_machine:
+                raise failure from None
+        return str(error)
+
+    def bind(self, state: Any) -> dict[str, Any]:
+        """Compare the checkpoint with `state`, and write nothing. Return the keys that have no place in `state`.
+
+        Raises StructureMismatch, and NotFound for a tensor whose dtype this torch does not have.
+        """
+        assert self.opened is not None
+        documents = self._documents
+        own = self._own_document()
+        foreign: Foreign = {}
+        tree = merge([document["state"] for document in documents], own, foreign)
+        saved = self.opened.saved
+        binding = self._binding = Binding(state, tree, saved, self._options, foreign)
+        if self._options.same_partition:
+            check_partition(saved, binding.in_place)
+        for name in (*binding.in_place, *binding.fresh):
+            saved.dtype(name)  # raises now, because in `load` other ranks could already have written to their states
+        lacking = self._overwritten.difference(binding.in_place)
+        return {"unused": binding.unused, "kept": sorted(binding.kept), "lacking": sorted(lacking)[:3]}
+
+    def _own_document(self) -> int | None:
+        """Return the index of this rank's values document, and take the RNG states from it. Return None on another number of ranks."""
+        documents = self._documents
+        if self._options.same_partition:
+            self.rng = documents[0].get("rng")
+            return 0
+        if len(documents) == self._ranks.world_size:
+            self.rng = documents[self._ranks.rank].get("rng")
+            return self._ranks.rank
+        if any(document.get("rng") for document in documents):
+            log.warning(
+                "random generators are left as they are: they were saved on %d ranks, and this job has %d",
+                len(documents), self._ranks.world_size,
+            )  # fmt: skip
+        return None
+
+    def _open(self) -> Opened:
+        candidate = self._candidate
+        if candidate.source == "memory":
+            assert candidate.step is not None
+            step = candidate.step
+            _, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step), m.Fetched, FIND_SECONDS)
+            return open_memory(descriptors, candidate.attempt, step, candidate.tag)
+        return open_checkpoint(open_root(self._client.welcome.root), self._job, candidate.tag)
+
+    def load(self) -> dict[str, Any]:
+        """Read and verify every byte, most of them straight into the state. Return the damage that was found."""
+        assert self.opened is not None
+        assert self._binding is not None
+        binding, saved = self._binding, self.opened.saved
+        try:
+            self._fresh = materialize(saved, [name for name in binding.fresh if name not in binding.in_place])
+            failpoint("agent.recover.loading")
+            self._writing = True
+            load(saved, binding.in_place)
+        except (IntegrityError, OSError) as error:
+            self._overwritten.update(binding.in_place if self._writing else ())
+            return {"damaged": self._damage(error), "writing": self._writing}
+        return {"damaged": "", "writing": True}
+
+    def finish(self) -> dict[str, Any]:
+        """Write everything that `load` has not: plain values, states that objects load by themselves, and last the RNG states."""
+        binding = self._binding
+        assert binding is not None
+
+        def resolve(name: str) -> torch.Tensor:
+            tensor = self._fresh.get(name)
+            if tensor is None:
+                return binding.in_place[name].clone()
+            device = binding.fresh[name]
+            return tensor if tensor.device.type == device.type == "cpu" else tensor.to(device)
+
+        binding.finish(resolve)
+        for level, remark in binding.remarks():
+            log.log(level, "%s", remark)
+        if self.rng is not None:
+            set_rng_state(self.rng)
+        return {}
+
+    def close(self) -> None:
+        if self._binding is not None and not self._writing:
+            self._binding.discard()
+        if self.opened is not None:
+            self.opened.close()
+
+
+class PlannedLoading(Loading):
+    """The loading of one candidate, planned by the caller's LoadPlanner."""
+
+    def __init__(self, client: Client, ranks: Ranks, job: str, candidate: m.RecoveryCandidate, planned: PlannedLoad, topic: str) -> None:
+        super().__init__(client, ranks, job, candidate, Options(strict=False), set())
+        self._planned, self._topic = planned, topic
+
+    def bind(self, state: Any) -> dict[str, Any]:
+        assert self.opened is not None
+        self._own_document()
+        self._planned.begin(state, self.opened.metadata(self._documents), self._ranks, self._topic, RANKS_SECONDS)
+        return {"unused": [], "kept": [], "lacking": []}
+
+    def load(self) -> dict[str, Any]:
+        assert self.opened is not None
+        self._writing = True
+        try:
+            self._planned.read(self.opened)
+        except (IntegrityError, OSError) as error:
+            return {"damaged": self._damage(error), "writing": True}
+        return {"damaged": "", "writing": True}
+
+    def finish(self) -> dict[str, Any]:
+        self._planned.finish()
+        if self.rng is not None:
+            set_rng_state(self.rng)
+        return {}
