@@ -84,6 +84,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.steady
 	$(RUN) -m benchmarks.single_tensor
 	$(RUN) -m benchmarks.conversions
+	$(RUN) -m benchmarks.partition
 	$(RUN) -m benchmarks.table
 
 # Writes the manual pages from the commands.

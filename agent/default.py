@@ -88,7 +88,13 @@ def snapshot(
 
 
 def recover(
-    state: Any, *, step: int | None = None, strict: bool = True, keep: Sequence[str] = (), on_reshape: OnReshape | None = None
+    state: Any,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    keep: Sequence[str] = (),
+    on_reshape: OnReshape | None = None,
+    same_partition: bool = False,
 ) -> Recovered | None:
     """Load the newest snapshot that every rank can get into `state`, from memory or storage.
 
@@ -100,10 +106,12 @@ def recover(
     keep: patterns of keys, as for `fnmatch`, whose values stay as they are in `state`, like "optim.param_groups.*.lr".
     on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was saved on another number of ranks. It returns this
         rank's value. Without it, recovery raises StructureMismatch.
+    same_partition: True says that as many ranks as saved the state recover it, each with the same shards, which is faster.
 
     Raises the errors of `Agent` and of `Agent.recover`.
     """
-    return default_agent("recover").recover(state, step=step, strict=strict, keep=keep, on_reshape=on_reshape)
+    agent = default_agent("recover")
+    return agent.recover(state, step=step, strict=strict, keep=keep, on_reshape=on_reshape, same_partition=same_partition)
 
 
 def close(timeout: float = CLOSE_SECONDS) -> None:

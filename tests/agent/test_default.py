@@ -63,12 +63,13 @@ def test_every_option_reaches_the_agent(agents: list[FakeAgent]) -> None:
         "on_error": "log", "on_failure": None, "unsavable": "skip",
     }  # fmt: skip
     default.snapshot("state", **options)
-    default.recover("state", step=3, strict=False, keep=["lr"], on_reshape=print)
+    wanted: dict[str, Any] = {"step": 3, "strict": False, "keep": ["lr"], "on_reshape": print, "same_partition": True}
+    default.recover("state", **wanted)
     default.close(5.0)
     (agent,) = agents
     assert agent.calls == [
         ("snapshot", {"state": "state", **options}),
-        ("recover", {"state": "state", "step": 3, "strict": False, "keep": ["lr"], "on_reshape": print}),
+        ("recover", {"state": "state", **wanted}),
         ("close", 5.0),
     ]
 

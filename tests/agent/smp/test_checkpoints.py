@@ -1,10 +1,9 @@
-"""Saves and resumes with SageMaker's calls, on one rank and on several."""
+"""Saves and resumes partial checkpoints with SageMaker's calls, on one rank and on several."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +12,11 @@ import torch
 from torch import nn
 
 from ckptd.agent import Checkpoint, smp
-from ckptd.shared.errors import AlreadyExists, InvalidName, InvalidRequest, NotFound, StructureMismatch, UnsavableValue
+from ckptd.shared.errors import InvalidName, InvalidRequest, NotFound, SnapshotFailed, StructureMismatch, UnsavableValue
+from tests.agent.smp.pairs import pair, plain
 from tests.support import sharded
 from tests.support.daemons import Daemon
 from tests.support.ranks import HERE, Ranks
-
-
-@pytest.fixture
-def root(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the root of a daemon, as a path for SageMaker's calls."""
-    monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
-    yield daemon.home.root
-    smp.close()
-
-
-def pair(seed: int, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    for _ in range(steps):
-        model(torch.randn(5, 4)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    found = {name: sharded.plain(tensor) for name, tensor in model.state_dict().items()}
-    states = optimizer.state_dict()["state"]
-    return found | {f"{number}.{key}": sharded.plain(value) for number, state in states.items() for key, value in state.items()}
 
 
 def test_the_newest_partial_checkpoint_is_resumed(root: Path) -> None:
@@ -118,39 +93,6 @@ def test_keys_that_differ(root: Path) -> None:
     smp.resume_from_checkpoint(root, model=larger, strict=False)
 
 
-def test_a_full_checkpoint_is_one_file_with_everything(root: Path) -> None:
-    saved = pair(1, steps=2)
-    smp.save_checkpoint(root, "whole", partial=False, model=saved[0], optimizer=saved[1], user_content={"epoch": 3})
-    loaded = torch.load(root / "whole.pt", weights_only=True)
-    assert torch.equal(loaded["model"]["0.weight"], saved[0][0].weight)  # type: ignore[index]
-    model, optimizer = pair(9)
-    assert smp.resume_from_checkpoint(root, partial=False, model=model, optimizer=optimizer) == {"epoch": 3}
-    assert plain(model, optimizer) == plain(*saved)
-    with pytest.raises(AlreadyExists, match="whole.pt exists already: choose another tag, or remove it first"):
-        smp.save_checkpoint(root, "whole", partial=False, model=saved[0])
-
-
-def test_a_function_translates_the_names(root: Path) -> None:
-    saved, _ = pair(1)
-    smp.save_checkpoint(root, "whole", partial=False, model=saved)
-
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 2)
-
-    model = Named()
-    names = {"0": "first", "1": "second"}
-
-    def translate(state: dict[str, Any]) -> dict[str, Any]:
-        return {f"{names[name[0]]}.{name[2:]}": tensor for name, tensor in state.items()}
-
-    smp.resume_from_checkpoint(root, tag="whole", partial=False, model=model, translate_function=translate)
-    assert torch.equal(model.second.weight, saved[1].weight)  # type: ignore[index]
-    with pytest.raises(InvalidRequest, match="^translate_function: only for partial=False"):
-        smp.resume_from_checkpoint(root, model=model, translate_function=translate)
-
-
 def test_bad_input_is_refused(root: Path) -> None:
     model, optimizer = pair(1)
     for tag in ("a/b", "", "../x", "x" * 129):
@@ -163,6 +105,8 @@ def test_bad_input_is_refused(root: Path) -> None:
             smp.save_checkpoint(root, "x", model=model, num_kept_partial_checkpoints=kept)  # type: ignore[arg-type]
     with pytest.raises(NotFound, match="no partial checkpoint in "):
         smp.resume_from_checkpoint(root, model=model)
+    with pytest.raises(InvalidRequest, match="^same_partition_load: only for partial=True"):
+        smp.resume_from_checkpoint(root, partial=False, model=model, same_partition_load=True)
     with pytest.raises(NotFound, match="no full checkpoint in "):
         smp.resume_from_checkpoint(root, partial=False, model=model)
     with pytest.raises(InvalidRequest, match="^a full checkpoint is loaded into a model: pass it"):
@@ -173,13 +117,6 @@ def test_bad_input_is_refused(root: Path) -> None:
     smp.save_checkpoint(root, "without", partial=False, model=model)
     with pytest.raises(NotFound, match="without.pt has no optimizer: pass load_optimizer=False"):
         smp.resume_from_checkpoint(root, tag="without", partial=False, model=model, optimizer=optimizer)
-
-
-def test_content_that_torch_cannot_load_fails_a_full_checkpoint_by_its_name(root: Path) -> None:
-    model, _ = pair(1)
-    with pytest.raises(UnsavableValue, match=r"user_content\.content\.place: a pathlib\.PosixPath cannot be loaded"):
-        smp.save_checkpoint(root, "whole", partial=False, model=model, user_content={"place": Path("/x")})
-    assert not (root / "whole.pt").exists()
 
 
 def test_a_tag_stays_its_own_after_a_rewind(root: Path) -> None:
@@ -229,43 +166,15 @@ def test_a_module_in_the_user_content_is_refused(root: Path) -> None:
         smp.save_checkpoint(root, "t1", model=model, user_content={"ema": [pair(2)[0]]})
 
 
-@pytest.mark.parametrize("kind", ["fresh", "sgd", "groups"])
-def test_every_optimizer_of_a_full_checkpoint(root: Path, kind: str) -> None:
-    def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model, adam = pair(seed)
-        if kind == "sgd":
-            return model, torch.optim.SGD(model.parameters(), lr=0.1 * seed)
-        if kind == "groups":
-            groups: Any = [{"params": [model[0].weight], "lr": 0.3 * seed}, {"params": list(model[1].parameters())}]  # type: ignore[index]
-            return model, torch.optim.AdamW(groups, lr=0.1, foreach=False)
-        return model, adam
-
-    model, optimizer = made(1)
-    if kind == "groups":
-        model(torch.randn(5, 4)).sum().backward()
-        optimizer.step()
-    smp.save_checkpoint(root, "whole", partial=False, model=model, optimizer=optimizer)
-    other, restored = made(2)
-    smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=restored)
-    assert plain(other, restored) == plain(model, optimizer)
-    assert restored.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
-
-
-def test_nothing_of_a_full_checkpoint_is_loaded_if_the_optimizer_does_not_fit(root: Path) -> None:
-    model, optimizer = pair(1, steps=1)
-    smp.save_checkpoint(root, "whole", partial=False, model=model, optimizer=optimizer)
-    other, _ = pair(2)
-    foreign = torch.optim.AdamW([*other.parameters(), nn.Parameter(torch.ones(1))])
-    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(StructureMismatch, match="no state of the optimizer for a parameter that is not in the model: pass strict=False"):
-        smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=foreign)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
-    smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=foreign, strict=False)
-    assert len(foreign.state) == 4
-    with pytest.raises(InvalidRequest, match="^translate_function translates the names of the model only: pass load_optimizer=False"):
-        smp.resume_from_checkpoint(root, partial=False, model=other, optimizer=foreign, translate_function=dict)
-    with pytest.raises(InvalidName):
-        smp.resume_from_checkpoint(root, tag="../x", partial=False, model=other)
+def test_an_error_of_one_agent_does_not_keep_the_others_open(root: Path) -> None:
+    model, _ = pair(1)
+    smp.save_checkpoint(root, "t1", model=model)
+    with pytest.raises(UnsavableValue):
+        smp.save({"f": print}, root / "x")
+    with pytest.raises(SnapshotFailed, match="^nothing of this run was saved"):
+        smp.close()
+    assert steps(root) == [1]
+    smp.close()
 
 
 # -- several ranks
@@ -285,6 +194,33 @@ def resume_on_rank(socket: Path, place: Path, partial: bool) -> Any:
     HERE["count"] = 2
     smp.close()
     return content
+
+
+def resume_alike(socket: Path, place: Path) -> Any:
+    os.environ["CKPTD_SOCKET"] = str(socket)
+    try:
+        return smp.resume_from_checkpoint(place, model=HERE["model"], optimizer=HERE["optimizer"], same_partition_load=True)
+    except StructureMismatch as error:
+        return str(error)
+    finally:
+        HERE["count"] = 2
+        smp.close()
+
+
+def test_the_same_partition_is_resumed_and_another_one_is_refused(daemon: Daemon) -> None:
+    where = daemon.home.socket, daemon.home.root
+    with Ranks(4) as ranks:
+        ranks.call(sharded.build, "fsdp2", 1)
+        ranks.call(sharded.train, 2)
+        ranks.call(save_on_rank, *where, True)
+        wanted = sharded.together(ranks.call(sharded.whole))
+    with Ranks(4) as ranks:
+        ranks.call(sharded.build, "fsdp2", 5)
+        assert ranks.call(resume_alike, *where) == [{"of": rank} for rank in range(4)]
+        assert sharded.differing(sharded.together(ranks.call(sharded.whole)), wanted) == []
+    with Ranks(2) as ranks:
+        ranks.call(sharded.build, "fsdp2", 5)
+        assert all("it was saved on 4 ranks, and this job has 2" in error for error in ranks.call(resume_alike, *where))
 
 
 @pytest.mark.parametrize("partial", [True, False])
@@ -311,22 +247,3 @@ def test_more_ranks_than_saved_get_the_content_of_another(daemon: Daemon) -> Non
     with Ranks(3) as ranks:
         ranks.call(sharded.build, "ddp", 5)
         assert ranks.call(resume_on_rank, *where) == [{"of": 0}, {"of": 1}, {"of": 0}]
-
-
-def fail_on_rank(socket: Path, place: Path) -> str:
-    os.environ["CKPTD_SOCKET"] = str(socket)
-    try:
-        smp.save_checkpoint(place, "full", partial=False, model=HERE["model"], user_content=Path("/x"))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        smp.close()
-    return ""
-
-
-def test_an_error_of_rank_0_is_raised_on_all_ranks(daemon: Daemon) -> None:
-    with Ranks(2) as ranks:
-        ranks.call(sharded.build, "ddp", 1)
-        first, second = ranks.call(fail_on_rank, daemon.home.socket, daemon.home.root)
-    assert first.startswith("UnsavableValue: ")
-    assert second.startswith("StorageError: rank 0 could not write the full checkpoint: ")

@@ -1,0 +1,117 @@
+"""Reads full checkpoints, which are files of torch.save with whole tensors, into a model and an optimizer, and has rank 0 write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ckptd.agent.agent import Agent
+from ckptd.agent.convert.contents import Contents, with_leaves
+from ckptd.agent.convert.formats import one_sentence
+from ckptd.agent.convert.load_model import load_contents
+from ckptd.agent.convert.selection import Selection
+from ckptd.agent.smp.runs import of_rank
+from ckptd.agent.state.naming import parameter_names
+from ckptd.shared.errors import InvalidRequest, NotFound, StorageError, StructureMismatch
+from ckptd.shared.names import check_name
+from ckptd.shared.units import some_text
+
+SUFFIX = ".pt"
+State = dict[str, Any]
+
+
+def on_rank_0(agent: Agent, call: Callable[[], object]) -> None:
+    """Call a function on rank 0, while the other ranks wait. If it raises, all ranks raise the error."""
+    failure: Exception | None = None
+    if agent.rank == 0:
+        try:
+            call()
+        except Exception as error:
+            failure = error
+    if agent.world_size > 1:
+        said = [None if failure is None else str(failure)]
+        dist.broadcast_object_list(said, src=0)
+        if agent.rank and said[0] is not None:
+            raise StorageError(f"rank 0 could not write the full checkpoint: {said[0]}")
+    if failure is not None:
+        raise failure
+
+
+def resume_full(
+    where: Path,
+    tag: str | None,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool,
+    translate: Callable[[State], State] | None,
+    device: str | torch.device,
+) -> Any:
+    """Load the file of a full checkpoint. See `resume_from_checkpoint`."""
+    if model is None:
+        raise InvalidRequest("a full checkpoint is loaded into a model: pass it, because the names in an optimizer are its own")
+    if translate is not None and optimizer is not None:
+        raise InvalidRequest("translate_function translates the names of the model only: pass load_optimizer=False")
+    file = where / f"{check_name('tag', tag)}{SUFFIX}" if tag is not None else _newest_file(where)
+    if not file.is_file():
+        raise NotFound(f"no full checkpoint {file}")
+    with one_sentence(file):
+        loaded = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+    if not isinstance(loaded, dict) or not {"model", "user_content"} <= loaded.keys():
+        raise NotFound(f"{file} is no full checkpoint of save_checkpoint with a model: load it with load_model")
+    if optimizer is not None and "optimizer" not in loaded:
+        raise NotFound(f"{file} has no optimizer: pass load_optimizer=False")
+    restored = None if optimizer is None else _state_of(model, optimizer, loaded["optimizer"], strict=strict)
+    weights = loaded["model"] if translate is None else translate(loaded["model"])
+    if not isinstance(weights, dict):
+        raise InvalidRequest(f"translate_function returned a {type(weights).__name__}; expected a state dict")
+    load_contents(model, Contents(with_leaves(weights), lambda leaves: {}), Selection(), strict=strict, device=device)
+    if optimizer is not None and restored is not None:
+        optimizer.load_state_dict(restored)
+    content = loaded["user_content"]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return of_rank(content if isinstance(content, list) else [content], rank)["content"]
+
+
+def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: State, *, strict: bool) -> State:
+    """Return a saved state, which has names of parameters, as `load_state_dict` of this optimizer takes it.
+
+    Raises StructureMismatch if the optimizer has a parameter that no saved group has, or one that is in no module. With `strict` off, such
+    parameters keep their state and settings.
+    """
+    names = parameter_names(model).of
+    groups = {name: group for group in saved["param_groups"] for name in group["params"]}
+    made, number, lacking = optimizer.state_dict(), 0, list[str]()
+    for mine, group in zip(made["param_groups"], optimizer.param_groups, strict=True):
+        for parameter in group["params"]:
+            name = names.get(id(parameter), "a parameter that is not in the model")
+            if name not in groups:
+                lacking.append(name)
+            else:
+                mine.update({key: value for key, value in groups[name].items() if key != "params"})
+                made["state"].pop(number, None)
+                if name in saved["state"]:
+                    made["state"][number] = {key: _placed(value, parameter) for key, value in saved["state"][name].items()}
+            number += 1
+    if lacking and strict:
+        raise StructureMismatch(f"the checkpoint has no state of the optimizer for {some_text(lacking)}: pass strict=False to keep theirs")
+    return made
+
+
+def _placed(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a moment as it has to be for a parameter: sharded as that is. Any other value stays."""
+    if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+        whole = value.to(parameter.device_mesh.device_type)
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value
+
+
+def _newest_file(where: Path) -> Path:
+    files = sorted(where.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
+    if not files:
+        raise NotFound(f"no full checkpoint in {where}")
+    return files[-1]

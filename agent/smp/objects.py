@@ -1,0 +1,114 @@
+"""Saves any object with SageMaker's `save`, and loads it with `load`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from ckptd.agent.convert.export import export
+from ckptd.agent.convert.formats import one_sentence
+from ckptd.agent.pending import Pending
+from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.agent.read.loader import materialize
+from ckptd.agent.smp.full import on_rank_0
+from ckptd.agent.smp.runs import is_known, manifests, run_in, tag_of
+from ckptd.agent.state.tree import any_node, filled, like, per_rank, tensor_names
+from ckptd.shared.errors import AlreadyExists, NotFound, StorageError
+from ckptd.shared.names import check_name
+from ckptd.shared.storage.locate import is_root
+from ckptd.shared.units import some_text
+
+log = logging.getLogger("ckptd.agent")
+_JOB = "objects"
+
+
+def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
+    """Save an object, such as a state dict. All ranks call this.
+
+    obj: of this rank: containers, tensors and values as for `Agent.snapshot`. f: DIR/NAME; DIR becomes the root of a daemon.
+    partial: True copies the object of each rank and returns, and the daemon saves the copies as a checkpoint of the job "objects" in DIR.
+        Sharded tensors (DTensor, ShardedTensor) are saved by their shards, each once. Everything else is saved for each rank, also if it is
+        the same on all. A later save of the same name is another checkpoint, and both stay.
+        False writes the file `f` as torch.save does, with whole tensors, and returns when it is there. All that is not sharded must then be
+        the same on all ranks.
+
+    Returns the `Pending` of the snapshot. Raises InvalidName for NAME; AlreadyExists if the file `f` exists, with partial=False; the errors
+    of `Agent`, of `Agent.snapshot` with on_error="raise", and of `export`.
+    """
+    where, name = _place(f)
+    if not partial and (where / name).exists():
+        raise AlreadyExists(f"{where / name} exists already: choose another name, or remove it first")
+    run = run_in(where, _JOB)
+    run.highest += 1
+    state = {"object": _by_rank(obj) if partial else obj}
+    pending = run.agent.snapshot(state, step=run.highest, rng=False, user_content={"tag": name if partial else ""}, on_error="raise")
+    if partial:
+        run.saved[name] = pending
+    else:
+        pending.wait("durable")
+        on_rank_0(run.agent, lambda: export(where / _JOB, "torch", where / name, which=pending.step, only="object"))
+    return pending
+
+
+def load(f: str | os.PathLike[str], map_location: str | torch.device = "cpu", partial: bool = True) -> Any:
+    """Return the object of this rank that `save` has saved under this name: the newest one. Every rank calls this by itself.
+
+    f: as for `save`. map_location: the device of the tensors. partial: as it was for `save`; False reads the file `f` with
+    `torch.load(weights_only=True)`.
+
+    Tensors that were sharded come whole. To load each shard into its place, use `resume_from_checkpoint`. On another number of ranks than
+    saved it, rank n gets the object of rank n modulo the number of those ranks.
+
+    Raises NotFound if there is no such object; IntegrityError if it is damaged; StorageError; the error of the save if it is not over yet
+    and fails.
+    """
+    where, name = _place(f)
+    if not partial:
+        if not (where / name).is_file():
+            raise NotFound(f"{where / name} is not there, or is no file")
+        with one_sentence(where / name):
+            return torch.load(where / name, weights_only=True, map_location=map_location)
+    if is_known(where, _JOB) and (pending := run_in(where, _JOB).saved.get(name)) is not None:
+        pending.wait("durable")
+    found = manifests(where, _JOB) if is_root(where) else []
+    named = [manifest for manifest in found if tag_of(manifest) == name]
+    if not named:
+        there = some_text(list(dict.fromkeys(filter(None, map(tag_of, reversed(found)))))) or "none"
+        raise NotFound(f"no object {name!r} in {where}; there are {there}")
+    with Checkpoint.open(where / _JOB / named[-1].tag) as checkpoint:
+        return _of_rank(checkpoint, torch.device(map_location))
+
+
+def _place(f: str | os.PathLike[str]) -> tuple[Path, str]:
+    path = Path(os.path.abspath(f))
+    return Path(os.path.realpath(path.parent)), check_name("name", path.name)
+
+
+def _by_rank(value: Any) -> Any:
+    """Return a tree in which everything but the sharded tensors is marked as this rank's own."""
+    if isinstance(value, (DTensor, ShardedTensor)):
+        return value
+    if not any_node(value, lambda node: isinstance(node, (DTensor, ShardedTensor))):
+        return per_rank(value)
+    if isinstance(value, dict):
+        return {key: _by_rank(member) for key, member in value.items()}
+    return like(value, [_by_rank(member) for member in value])
+
+
+def _of_rank(checkpoint: Checkpoint, device: torch.device) -> Any:
+    saved_on, rank = checkpoint.manifest.world_size, dist.get_rank() if dist.is_initialized() else 0
+    if rank >= saved_on:
+        log.warning("%s was saved on %d ranks: rank %d gets that of rank %d", checkpoint.tag, saved_on, rank, rank % saved_on)
+    try:
+        tree = checkpoint.opened.document(rank % saved_on)["state"]["object"]
+        made = materialize(checkpoint.opened.saved, tensor_names(tree))
+    except OSError as error:
+        raise StorageError.of(f"read {checkpoint.tag}", error) from None
+    return filled(tree, lambda name: made[name].to(device))

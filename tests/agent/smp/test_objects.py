@@ -1,0 +1,130 @@
+"""Saves and loads objects with SageMaker's calls, on one rank and on several."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ckptd.agent import smp
+from ckptd.agent.smp.objects import load, save
+from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidName, NotFound, UnsavableValue
+from tests.agent.convert.saved import assert_same
+from tests.support.daemons import Daemon
+from tests.support.ranks import Ranks
+from tests.support.storage import part_in
+
+OBJECT = {"state": {"w": torch.arange(6.0).reshape(2, 3)}, "epoch": 3, "seen": [(1, "x"), None], "groups": [{"lr": 0.1}]}
+
+
+def test_an_object_comes_back(root: Path) -> None:
+    save(OBJECT, root / "state.pt")
+    assert_same(load(root / "state.pt"), OBJECT)  # waits for the save
+    smp.close()
+    assert_same(load(root / "state.pt"), OBJECT)
+
+
+def test_the_newest_of_a_name_is_loaded(root: Path) -> None:
+    for number in range(3):
+        save({"n": number}, root / "a")
+    save({"n": "other"}, root / "b")
+    smp.close()
+    save({"n": 3}, root / "a")
+    assert load(root / "a") == {"n": 3}
+    assert load(root / "b") == {"n": "other"}
+    with pytest.raises(NotFound, match="^no object 'c' in .*; there are a, b$"):
+        load(root / "c")
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), [1, 2], "text", {"w": torch.ones(2, dtype=torch.bfloat16)}])
+def test_every_kind_of_object(root: Path, value: Any) -> None:
+    for partial in (True, False):
+        save(value, root / f"x{partial}", partial)
+        assert_same(load(root / f"x{partial}", partial=partial), value)
+
+
+def test_a_full_object_is_a_file_of_torch(root: Path) -> None:
+    save(OBJECT, root / "whole.pt", partial=False)
+    assert_same(torch.load(root / "whole.pt", weights_only=True), OBJECT)
+    with pytest.raises(AlreadyExists, match="whole.pt exists already: choose another name, or remove it first"):
+        save(OBJECT, root / "whole.pt", partial=False)
+    with pytest.raises(NotFound, match="^no object 'whole.pt' in .*; there are none$"):
+        load(root / "whole.pt")
+
+
+def test_bad_input_is_refused(tmp_path: Path, root: Path) -> None:
+    with pytest.raises(InvalidName):
+        save({}, root / "a b")
+    save({}, root / "empty")
+    with pytest.raises(UnsavableValue):
+        save({"f": print}, root / "x")
+    with pytest.raises(NotFound, match="no object 'x' in .*; there are none"):
+        load(tmp_path / "x")
+    with pytest.raises(NotFound, match="is not there, or is no file"):
+        load(tmp_path / "x", partial=False)
+    (tmp_path / "x").write_bytes(b"no file of torch")
+    with pytest.raises(IntegrityError):
+        load(tmp_path / "x", partial=False)
+
+
+def test_damage_is_found(root: Path) -> None:
+    save({"w": torch.arange(5000)}, root / "x").wait("durable", timeout=60)
+    smp.close()
+    part = part_in(next((root / "objects").glob("step-*")))
+    data = bytearray(part.read_bytes())
+    for at in range(4096, len(data) - 8192, 4096):
+        data[at] ^= 1  # the first byte of each chunk
+    part.write_bytes(data)
+    with pytest.raises(IntegrityError):
+        load(root / "x")
+
+
+# -- several ranks
+
+
+def sharded(first: float) -> DTensor:
+    mesh = DeviceMesh("cpu", list(range(torch.distributed.get_world_size())))
+    return DTensor.from_local(torch.full((1, 2), first + mesh.get_local_rank()), mesh, [Shard(0)], run_check=False)
+
+
+def save_on_rank(socket: Path, place: Path, partial: bool) -> int:
+    os.environ["CKPTD_SOCKET"] = str(socket)
+    rank = torch.distributed.get_rank()
+    own: dict[str, Any] = {"w": [sharded(1.0)], "same": torch.ones(2)}
+    if partial:
+        own |= {"own": torch.full((rank + 1,), float(rank)), "rank": rank}
+    pending = save(own, place / "x", partial)
+    smp.close()
+    return pending.step
+
+
+def load_on_rank(place: Path, partial: bool) -> Any:
+    return {
+        key: value.tolist() if isinstance(value, torch.Tensor) else [one.tolist() for one in value] if isinstance(value, list) else value
+        for key, value in load(place / "x", partial=partial).items()
+    }
+
+
+WHOLE = {"w": [[[1.0, 1.0], [2.0, 2.0]]], "same": [1.0, 1.0]}
+
+
+def test_each_rank_gets_its_own_object(daemon: Daemon) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(save_on_rank, daemon.home.socket, daemon.home.root, True)
+        first, second = ranks.call(load_on_rank, daemon.home.root, True)
+        assert first == {**WHOLE, "own": [0.0], "rank": 0}
+        assert second == {**WHOLE, "own": [1.0, 1.0], "rank": 1}
+    with Ranks(3) as ranks:
+        found = ranks.call(load_on_rank, daemon.home.root, True)
+        assert [one["rank"] for one in found] == [0, 1, 0]
+
+
+def test_a_full_object_has_whole_tensors(daemon: Daemon) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(save_on_rank, daemon.home.socket, daemon.home.root, False)
+        assert ranks.call(load_on_rank, daemon.home.root, False) == [WHOLE, WHOLE]

@@ -1,0 +1,46 @@
+"""Tests the directories that this process saves to with SageMaker's calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptd.agent import smp
+from ckptd.agent.smp.runs import is_known, manifests, of_rank, run_in, tag_of
+
+
+def test_a_run_is_made_once_and_again_after_close(root: Path) -> None:
+    assert not is_known(root, "partial")
+    run = run_in(root, "partial")
+    assert run_in(root, "partial") is run
+    assert is_known(root, "partial")
+    assert run_in(root, "objects") is not run
+    smp.close()
+    assert not is_known(root, "partial")
+    assert run.agent.closed
+
+
+def test_manifests_are_in_order_and_damaged_ones_are_left_out(root: Path) -> None:
+    run = run_in(root, "partial")
+    for step, tag in ((1, "a"), (5, "b"), (7, "c")):
+        run.agent.snapshot({"w": torch.ones(1)}, step=step, user_content={"tag": tag}).wait("durable", timeout=60)
+    next((root / "partial").glob("step-00000005.*/manifest.json")).write_bytes(b"{}")
+    assert [(found.step, tag_of(found)) for found in manifests(root, "partial")] == [(1, "a"), (7, "c")]
+    smp.close()
+    assert run_in(root, "partial").highest == 7
+    assert manifests(root, "none") == []
+
+
+def test_content_of_other_tools_has_no_tag(root: Path) -> None:
+    run = run_in(root, "partial")
+    run.agent.snapshot({"w": torch.ones(1)}, step=1, user_content=["x"]).wait("durable", timeout=60)
+    assert [tag_of(found) for found in manifests(root, "partial")] == [""]
+
+
+def test_values_of_fewer_ranks_are_shared_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert [of_rank(["a", "b"], rank) for rank in range(2)] == ["a", "b"]
+    assert caplog.messages == []
+    assert of_rank(["a", "b"], 3) == "b"
+    assert caplog.messages == ["user_content was saved on 2 ranks: rank 3 gets that of rank 1"]
