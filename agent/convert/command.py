@@ -69,8 +69,9 @@ def export(
     """Write a checkpoint, or a part of it, in the format of another tool.
 
     PATH is DIR/JOB for the newest checkpoint of a job, DIR/JOB/TAG, or a directory that is one checkpoint by itself. --out
-    appears only when it is whole, synced and compared with what was read. The checkpoint is not changed. For hf, the default of
-    --only is the part "model" of the state, or its only module.
+    appears only when it is whole, synced and compared with what was read. The checkpoint is not changed. If the command is
+    interrupted, the same command continues dcp and hf with the first file that was not finished. For hf, the default of --only
+    is the part "model" of the state, or its only module.
     """
     with _bar(out, as_json) as (begin, progress):
         found = export_checkpoint(

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from ckptd.agent.convert.contents import Contents, Leaf, check_tree, flat, not_dense, replaced, with_leaves
 from ckptd.agent.convert.dcp_metadata import MetadataEntry, Piece, read_metadata
-from ckptd.agent.convert.output import CheckedFile, Progress
+from ckptd.agent.convert.output import CheckedFile, Progress, finish, result_of
 from ckptd.agent.convert.torch_file import not_loaded, save
 from ckptd.agent.state.dtypes import copyable
 from ckptd.shared.errors import IntegrityError, InvalidRequest
@@ -68,28 +68,39 @@ class Planned:
 
 
 def write_directory(directory: Path, planned: Planned, contents: Contents, progress: Progress) -> None:
-    """Write a DCP checkpoint into an empty directory, `.metadata` last. Raises OSError, IntegrityError."""
+    """Write a DCP checkpoint into a directory of `continued`, `.metadata` last. Finished files stay. Raises OSError, IntegrityError."""
     plain = [item for item in planned.items if item.type is WriteItemType.BYTE_IO]
     results = list[WriteResult]()
     for number, part in enumerate(_parts(planned)):
-        name = f"__0_{number}.distcp"
-        with CheckedFile(directory / name, progress) as file:
-            for item in plain if number == 0 else []:
-                results.append(_written(file, name, item, planned.value(item, contents)))
-            for item, (_, tensor) in zip(part, contents.read(map(planned.leaf, part)), strict=True):
-                dense = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-                results.append(_written(file, name, item, dense))
+        path = directory / f"__0_{number}.distcp"
+        values = plain if number == 0 else []
+        ends = result_of(path)
+        if ends is None:
+            ends = _write(path, planned, values, part, contents, progress)
+            finish(path, ends)
+        else:
+            progress(ends[-1])
+        for item, start, end in zip([*values, *part], [0, *ends], ends, strict=False):
+            info = _StorageInfo(path.name, start, end - start)
+            results.append(WriteResult(index=item.index, size_in_bytes=end - start, storage_data=info))
     writer = FileSystemWriter(directory)
     planned.metadata.storage_meta = writer.storage_meta()
     writer.finish(planned.metadata, [results])
 
 
-def _written(file: CheckedFile, name: str, item: WriteItem, value: Any) -> WriteResult:
-    """Append an item to a file, as torch.save writes it, and return DCP's entry for it."""
-    start = file.tell()
-    save(value, file)
-    length = file.tell() - start
-    return WriteResult(index=item.index, size_in_bytes=length, storage_data=_StorageInfo(name, start, length))
+def _write(
+    path: Path, planned: Planned, values: list[WriteItem], tensors: list[WriteItem], contents: Contents, progress: Progress
+) -> list[int]:
+    """Write a file with items, each as torch.save writes it. Return where they end."""
+    ends = list[int]()
+    with CheckedFile(path, progress) as file:
+        for item in values:
+            save(planned.value(item, contents), file)
+            ends.append(file.tell())
+        for _, tensor in contents.read(map(planned.leaf, tensors)):
+            save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), file)
+            ends.append(file.tell())
+    return ends
 
 
 def _parts(planned: Planned) -> Iterator[list[WriteItem]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ from ckptd.agent.convert import dcp_directory, huggingface, safetensors_file, to
 from ckptd.agent.convert.ckptd_directory import contents_of
 from ckptd.agent.convert.contents import Contents, Leaf, flat, model_of
 from ckptd.agent.convert.formats import FORMATS
-from ckptd.agent.convert.output import Progress, check_place, published
+from ckptd.agent.convert.output import Progress, check_place, continued, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.read.checkpoint import Checkpoint
+from ckptd.shared import __version__
 from ckptd.shared.errors import InvalidRequest, StorageError
+from ckptd.shared.manifest import Manifest
 
 SHARD = 5_000_000_000
 """The bytes after which an export to "hf" begins another file."""
@@ -58,7 +61,8 @@ def export(
     """Write a checkpoint in the format of another tool, and return what was written.
 
     path, which: the checkpoint, as for `Checkpoint.open`. to: a key of `FORMATS`. out: the new file or directory. It appears only when it
-    is whole, synced and compared with what was read.
+    is whole, synced and compared with what was read. If this process is killed or interrupted, the same call continues a directory with
+    the first file that was not finished.
     only: the dotted name of a part of the state, such as "model". dtype: the dtype of all floating-point tensors in the export. rename:
     pairs of a regular expression and its replacement, applied to every name in turn. names: new names by old ones.
     files: for "hf", a directory with config.json, tokenizer files and the like, which are copied. Without it, those in the checkpoint's
@@ -84,10 +88,11 @@ def export(
             selection = Selection(only or (_model_in(contents) if to == "hf" else ""), dtype, tuple(rename), names or {})
             place = Path(os.path.abspath(out))
             checked = _checked(contents, selection, to, place, None if files is None else Path(files), max_shard_size)
-            check_place(place, checked.summary.nbytes)
+            key = _key(checkpoint.manifest, to, selection, max_shard_size) if to in ("dcp", "hf") else ""
+            check_place(place, checked.summary.nbytes, key)
             if not dry_run:
                 begin(checked.summary.nbytes)
-                with published(place, directory=to in ("dcp", "hf")) as beside:
+                with continued(place, key) if key else published(place, directory=False) as beside:
                     checked.write(beside, progress)
             return checked.summary
     except OSError as error:
@@ -124,6 +129,11 @@ def _checked(contents: Contents, selection: Selection, to: str, out: Path, files
     shards, carried = huggingface.shards_of(kept, max_shard_size), huggingface.carried_files(files, contents.user_content, selection.dtype)
     summary = Exported(out, len(kept), nbytes, left_out, tied, [*carried, *shards])
     return _Checked(summary, lambda path, progress: huggingface.write_directory(path, shards, contents, carried, progress))
+
+
+def _key(manifest: Manifest, *options: object) -> str:
+    """Return a key for `continued`: the same options give the same files of the same checkpoint."""
+    return hashlib.sha256(repr((manifest.encode(), options, torch.__version__, __version__)).encode()).hexdigest()[:16]
 
 
 def _model_in(contents: Contents) -> str:

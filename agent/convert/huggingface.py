@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from ckptd.agent.convert.contents import Contents, Leaf
-from ckptd.agent.convert.output import CheckedFile, Progress
+from ckptd.agent.convert.output import CheckedFile, Progress, finish, result_of
 from ckptd.agent.convert.safetensors_file import leaves_of, write_file
 from ckptd.agent.convert.stored import StoredBytes, read_stored
 from ckptd.shared.bounds import MAX_DEPTH, deeper_than
@@ -51,11 +51,15 @@ def shards_of(leaves: Mapping[str, Leaf], most: int) -> dict[str, dict[str, Leaf
 def write_directory(
     directory: Path, shards: Mapping[str, Mapping[str, Leaf]], contents: Contents, files: Mapping[str, bytes], progress: Progress
 ) -> None:
-    """Write the files of a model into an empty directory, the index last. Raises OSError, IntegrityError."""
+    """Write the files of a model into a directory of `continued`, the index last. Finished shards stay. Raises OSError, IntegrityError."""
     for name, data in files.items():
         _write_small(directory / name, data)
     for name, shard in shards.items():
-        write_file(directory / name, shard, contents, {"format": "pt"}, progress)
+        if result_of(directory / name):
+            progress(sum(leaf.nbytes for leaf in shard.values()))
+        else:
+            write_file(directory / name, shard, contents, {"format": "pt"}, progress)
+            finish(directory / name, True)
     if len(shards) > 1:
         total = sum(leaf.nbytes for shard in shards.values() for leaf in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, shard in shards.items() for name in shard}}

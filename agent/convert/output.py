@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -9,11 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from crc32c import crc32c
 
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, IntegrityError, StorageError
+from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, StorageError
 from ckptd.shared.fs import PosixFileSystem, opened_directory
 from ckptd.shared.units import size_text
 
@@ -22,12 +25,15 @@ _PIECE, _STEP = 8 << 20, 64 << 20
 _SPARE = 16 << 20
 """The bytes beside the tensors that an export may take: names, shapes and plain values."""
 
+_RESULT = ".result"
+"""The end of the name of a file that says that another one is finished."""
+
 Progress = Callable[[int], None]
 """Called with the number of bytes that have been written since the last call."""
 
 
-def check_place(out: Path, nbytes: int) -> None:
-    """Check that an export of so many bytes can be made at `out`.
+def check_place(out: Path, nbytes: int, key: str = "") -> None:
+    """Check that an export of so many bytes can be made at `out`. key: that of `continued`, whose finished files count as made.
 
     Raises AlreadyExists if `out` exists, StorageError if its directory does not or has no room, OSError.
     """
@@ -35,6 +41,9 @@ def check_place(out: Path, nbytes: int) -> None:
         raise AlreadyExists(f"{out} exists already: choose another name, or remove it first")
     if not out.parent.is_dir():
         raise StorageError(f"{out.parent} is not a directory: make it first")
+    begun = _beside(out, key)
+    if key and begun.is_dir():
+        nbytes -= sum(file.stat().st_size for file in begun.iterdir() if result_of(file) is not None)
     free = shutil.disk_usage(out.parent).free
     if free < nbytes + _SPARE:
         raise StorageError(f"no room for {size_text(nbytes)} at {out}: {size_text(free)} are free there")
@@ -47,27 +56,82 @@ def published(out: Path, *, directory: bool) -> Iterator[Path]:
     The name begins with a dot and ends in ".partial". In the end nothing is left there, also after an error, unless this process is killed.
     Raises AlreadyExists if another program has made `out` meanwhile, OSError.
     """
-    short = out.name.encode(errors="surrogateescape")[:100].decode(errors="ignore")
-    beside = out.with_name(f".{short}.{names.new_nonce().hex()[:8]}.partial")
+    beside = _beside(out, names.new_nonce().hex()[:8])
     if directory:
         beside.mkdir()
     try:
         yield beside
-        fs = PosixFileSystem()
-        if directory:
-            with opened_directory(fs, str(beside)) as made:
-                fs.sync_directory(made)
-        with opened_directory(fs, str(out.parent)) as parent:
-            try:
-                fs.rename(beside.name, out.name, parent, replace=False)
-            except FileExistsError:
-                raise AlreadyExists(f"{out} was made by another program meanwhile: choose another name") from None
-            fs.sync_directory(parent)
+        _publish(beside, out)
     finally:
-        if beside.is_dir():
-            shutil.rmtree(beside)
-        else:
-            beside.unlink(missing_ok=True)
+        _remove(beside)
+
+
+@contextmanager
+def continued(out: Path, key: str) -> Iterator[Path]:
+    """Context manager. Yields a directory beside `out` as `published` does, or the one that an interrupted process has left.
+
+    key: 16 digits that say what is made. Only a directory that was begun with the same key is continued: it has the files for which
+    `finish` was called, and no others. It stays if this process is killed or interrupted (KeyboardInterrupt), and not after an error.
+
+    Raises Busy if another process is making the same directory, and otherwise as `published` does.
+    """
+    beside = _beside(out, key)
+    beside.mkdir(exist_ok=True)
+    with opened_directory(PosixFileSystem(), str(beside)) as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Busy(f"another process is writing {out}: wait for its end") from None
+        for file in beside.iterdir():
+            if not file.name.endswith(_RESULT) and result_of(file) is None:
+                file.unlink()
+        try:
+            yield beside
+            for file in beside.glob(f"*{_RESULT}"):
+                file.unlink()
+            _publish(beside, out)
+        except Exception:
+            _remove(beside)
+            raise
+
+
+def result_of(file: Path) -> Any:
+    """Return the result that `finish` has kept for a file, or None if it was not called for this file."""
+    try:
+        return json.loads(file.with_name(f"{file.name}{_RESULT}").read_bytes()) if file.exists() else None
+    except (FileNotFoundError, ValueError):  # it was not kept, or not completely
+        return None
+
+
+def finish(file: Path, result: Any) -> None:
+    """Keep a result, which JSON can express and which is not None, for a file that is whole, checked and synced. Raises OSError."""
+    with CheckedFile(file.with_name(f"{file.name}{_RESULT}"), lambda length: None) as kept:
+        kept.write(json.dumps(result).encode())
+
+
+def _beside(out: Path, mark: str) -> Path:
+    short = out.name.encode(errors="surrogateescape")[:100].decode(errors="ignore")
+    return out.with_name(f".{short}.{mark}.partial")
+
+
+def _publish(beside: Path, out: Path) -> None:
+    fs = PosixFileSystem()
+    if beside.is_dir():
+        with opened_directory(fs, str(beside)) as made:
+            fs.sync_directory(made)
+    with opened_directory(fs, str(out.parent)) as parent:
+        try:
+            fs.rename(beside.name, out.name, parent, replace=False)
+        except FileExistsError:
+            raise AlreadyExists(f"{out} was made by another program meanwhile: choose another name") from None
+        fs.sync_directory(parent)
+
+
+def _remove(beside: Path) -> None:
+    if beside.is_dir():
+        shutil.rmtree(beside)
+    else:
+        beside.unlink(missing_ok=True)
 
 
 class CheckedFile:

@@ -24,12 +24,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptd.agent import Agent
-from ckptd.agent.convert import FORMATS, export
+from ckptd.agent.convert import FORMATS, dcp_directory, export
 from ckptd.agent.convert.contents import flat
 from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, NotFound, StorageError, UnsavableValue
-from tests.agent.convert.saved import STATES, assert_same, loaded, one_process, save
+from tests.agent.convert.saved import STATES, assert_same, loaded, one_process, random, save
 from tests.support import sharded
 from tests.support.daemons import Daemon
+from tests.support.forks import context
 
 
 @pytest.fixture(scope="module")
@@ -447,3 +448,54 @@ def test_every_format_is_read_in_an_environment_without_ckptd(tmp_path: Path, sa
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[1.0, 1.0] 3 0.1", "[1.0, 1.0]", "[1.0, 1.0] [1.0, 1.0]"]
+
+
+def killed_in_the_second_file(source: Path, to: str, out: Path) -> None:
+    done: list[int] = []
+
+    def progress(length: int) -> None:
+        done.append(length)
+        if sum(done) > 3 << 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    dcp_directory._FILE_BYTES = 2 << 20
+    export(source, to, out, only="model", max_shard_size=2 << 20, progress=progress)
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_a_killed_export_is_continued(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"w{number}": random(torch.uint8, 1 << 20, seed=number) for number in range(5)}
+    source, out = save({"model": state}, tmp_path / "source"), tmp_path / "out"
+    child = context().Process(target=killed_in_the_second_file, args=(source, to, out))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    assert not out.exists()
+    [beside] = tmp_path.glob(".out.*.partial")
+    first = {path.name: path.stat().st_ino for path in beside.iterdir() if (beside / f"{path.name}.result").exists()}
+    assert len(first) == 1
+    monkeypatch.setattr(dcp_directory, "_FILE_BYTES", 2 << 20)
+    done: list[int] = []
+    export(source, to, out, only="model", max_shard_size=2 << 20, progress=done.append)
+    assert {name: (out / name).stat().st_ino for name in first} == first
+    assert len([path for path in out.iterdir() if path.suffix in (".distcp", ".safetensors")]) == 3
+    assert sum(done) >= 5 << 20
+    assert_same(read(to, out, tmp_path / "read"), state)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "read") == ["out", "source"]
+
+
+def test_other_options_do_not_continue_an_export(tmp_path: Path) -> None:
+    source, out = save({"model": {"w": torch.ones(4)}}, tmp_path / "source"), tmp_path / "out"
+    keys = set()
+    for options in ({}, {"dtype": torch.bfloat16}, {"rename": [("w", "x")]}, {"names": {"w": "y"}}, {"max_shard_size": 7}):
+        with pytest.raises(KeyboardInterrupt):
+            export(source, "hf", out, progress=interrupt, **options)
+        keys |= {path.name for path in tmp_path.glob(".out.*")}
+    other = save({"model": {"w": torch.zeros(4)}}, tmp_path / "other")
+    with pytest.raises(KeyboardInterrupt):
+        export(other, "hf", out, progress=interrupt)
+    assert len(keys | {path.name for path in tmp_path.glob(".out.*")}) == 6
+
+
+def interrupt(length: int) -> None:
+    raise KeyboardInterrupt

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from ckptd.agent.convert.output import CheckedFile, check_place, published
-from ckptd.shared.errors import AlreadyExists, IntegrityError, StorageError
+from ckptd.agent.convert.output import CheckedFile, check_place, continued, finish, published, result_of
+from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, StorageError
 
 
 @pytest.mark.parametrize("directory", [True, False])
@@ -55,6 +57,64 @@ def test_an_output_that_another_program_has_made_meanwhile_stays(tmp_path: Path)
         write()
     assert out.read_text() == "theirs"
     assert os.listdir(tmp_path) == ["out"]
+
+
+KEY = "0123456789abcdef"
+
+
+def interrupted(out: Path, key: str = KEY) -> None:
+    """Begin an output with one file that is finished, one that is not, and one whose result was cut short."""
+    with suppress(KeyboardInterrupt), continued(out, key) as beside:
+        for name in ("first", "torn", "second"):
+            (beside / name).write_text("old")
+        finish(beside / "first", [3, 4])
+        finish(beside / "torn", [5])
+        (beside / "torn.result").write_text("[")
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_directory_is_continued_with_what_was_finished(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    interrupted(out)
+    assert os.listdir(tmp_path) == [f".out.{KEY}.partial"]
+    with continued(out, KEY) as beside:
+        assert sorted(os.listdir(beside)) == ["first", "first.result", "torn.result"]
+        assert [result_of(beside / name) for name in ("first", "torn", "second")] == [[3, 4], None, None]
+        (beside / "second").write_text("new")
+    assert sorted(os.listdir(out)) == ["first", "second"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_another_output_of_this_name_begins_anew(tmp_path: Path) -> None:
+    interrupted(tmp_path / "out")
+    with continued(tmp_path / "out", "f" * 16) as beside:
+        assert os.listdir(beside) == []
+    assert sorted(os.listdir(tmp_path)) == [f".out.{KEY}.partial", "out"]
+
+
+def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
+    interrupted(tmp_path / "out")
+    with suppress(ZeroDivisionError), continued(tmp_path / "out", KEY):
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_processes_do_not_write_one_directory(tmp_path: Path) -> None:
+    with continued(tmp_path / "out", KEY) as beside:
+        (beside / "x").write_text("mine")
+        with pytest.raises(Busy, match="another process is writing .*out: wait for its end$"):
+            continued(tmp_path / "out", KEY).__enter__()
+        assert (beside / "x").exists()
+    assert (tmp_path / "out" / "x").read_text() == "mine"
+
+
+def test_what_is_finished_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=(16 << 20) + 7))
+    check_place(tmp_path / "out", 10, KEY)  # 3 of 10 bytes are there
+    for key in ("", "f" * 16):
+        with pytest.raises(StorageError, match="^no room for 10 B"):
+            check_place(tmp_path / "out", 10, key)
 
 
 def test_a_place_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
