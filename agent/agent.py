@@ -51,7 +51,7 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 log = logging.getLogger("ckptd.agent")
 
 _UNKNOWN = 1 << 62
-"""The last step that a rank reports if Ctrl-C has interrupted the begin of its next attempt. All ranks then begin another one."""
+"""The last step that a rank reports if Ctrl-C has interrupted it while it began its next attempt. All ranks then begin another attempt."""
 
 
 class Agent:
@@ -100,7 +100,7 @@ class Agent:
     ) -> None:
         ranks = ranks_of(process_group)
         try:
-            self.retention = None if retention is None else checked(retention)  # may be changed between snapshots
+            self.retention = None if retention is None else checked(retention)  # `smp.save_checkpoint` sets this between snapshots
         except (ValueError, TypeError) as error:
             refusal = InvalidRequest(str(error))
             begin(ranks, refusal)  # raises it on all ranks: the others are waiting for this one
@@ -345,8 +345,8 @@ class Agent:
         keep: patterns of keys, as for `fnmatch`, whose values stay as they are in `state`, like "optim.param_groups.*.lr".
         on_reshape: called as `on_reshape(key, values)` for each `per_rank` value that was saved on another number of ranks. `values` lists
             the value of each of those ranks, in their order. It returns this rank's value. Without it, recovery raises StructureMismatch.
-        same_partition: True says that as many ranks as saved the state recover it, each with the same shards. This is faster with many
-            tensors, because no rank looks at the values and shards of others. Recovery raises StructureMismatch if it is not so.
+        same_partition: True promises that as many ranks as saved the state recover it, each with the same shards. This is faster with many
+            tensors. Recovery raises StructureMismatch if this rank's part of a tensor was not saved as one shard.
 
         Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint has the given `step`, or if an unnamed job
         has no checkpoint while job "default", whose name earlier versions gave to it, has some. Raises RecoveryFailed if
@@ -358,8 +358,8 @@ class Agent:
         link = self._link
         with link.calls("recover"):
             link.check_open()
-            if keep and self._load_planner is not None:
-                raise InvalidRequest("keep= cannot be combined with a load_planner: the planner decides what is loaded")
+            if (keep or same_partition) and self._load_planner is not None:
+                raise InvalidRequest("keep and same_partition cannot be combined with a load_planner: the planner decides what is loaded")
             if self.world_size == 1:
                 link.ready()
             link.client.wait_connected(link.stall_budget)

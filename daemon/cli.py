@@ -44,7 +44,7 @@ See how fast it is here:           ckptd bench --root /ckpts
 
 
 _VERBS = {
-    "adopt": "Make a checkpoint of a job of one that was saved elsewhere.",
+    "adopt": "Start a job from a checkpoint that was saved elsewhere.",
     "bench": "Measure ckptd and its peers on this machine.",
     "export": "Write a checkpoint in the format of another tool.",
     "import": "Make a checkpoint of one that another tool wrote.",

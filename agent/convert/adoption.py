@@ -1,4 +1,4 @@
-"""Adopts a checkpoint: gives the state that another tool, or another job, has saved to a job of ckptd, as its newest checkpoint."""
+"""Adopts a checkpoint: saves the state of a checkpoint of another tool, or of another job, as the newest checkpoint of a job."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ckptd.agent.convert.importing import plan, under_of
 from ckptd.agent.convert.output import Progress
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.copy.mapped_slot import Documents
-from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink
-from ckptd.agent.link.arguments import as_step
+from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink, links
+from ckptd.agent.link.arguments import as_step, ranks_of
 from ckptd.agent.link.rounds import Alone
-from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, StorageError
+from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, JobRunning, StorageError
 from ckptd.shared.names import check_name, check_user_tag, tag_directory
 
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """The summary of an adoption that was made, or would be.
+    """The result of an adoption, or of its dry run.
 
     root, job, step: the place of the new checkpoint. tag: the name of its directory, or "" if none was made. format: a key of `FORMATS`, or
     "ckptd". tensors, nbytes: the number of tensors and their bytes. left_out: names of files beside the tensors that are too large for
@@ -62,21 +62,24 @@ def adopt(
     progress: Progress = lambda length: None,
     begin: Callable[[int], None] = lambda nbytes: None,
 ) -> Adopted:
-    """Make the newest checkpoint of a job from one that another tool or another job has saved. `recover()` of the job then loads it.
+    """Save a checkpoint of another tool, or of another job, as the newest checkpoint of a job, which `recover()` then loads.
+
+    Call this in one process, while no run of the job is alive.
 
     path: a file or directory in one of the `FORMATS`, a directory that is one checkpoint of ckptd, or a job of ckptd. which: for a job, as
-    for `Checkpoint.open`. format: a key of `FORMATS`, or "" to look.
+    for `Checkpoint.open`. format: a key of `FORMATS`, or "" to detect it.
     root, job: the job that gets the checkpoint. If no daemon serves the root, a private one is started. step, tag: those of the checkpoint,
     as for `Agent.snapshot`. It is the newest of the job whatever its step, because adopting begins an attempt.
-    only, under, dtype, rename, names: as for `import_checkpoint`. dry_run: check everything, and write nothing. begin, progress: called
-    with all bytes that will be copied, and with those that were.
+    only, under, dtype, rename, names: as for `import_checkpoint`. dry_run: check the source and the options, and write nothing; the root
+    and the job are not looked at. begin, progress: called with all bytes that will be copied, and with those that were.
 
     The state is copied into a slot, which takes as much shared memory as the state has bytes, or a file on the local disk if there is less.
-    The daemon saves it from there like any snapshot, with checksums. Besides, this takes the memory of an import. The source is not
-    changed, and shares no file with the checkpoint.
+    The daemon saves it from there like any snapshot, with checksums. This also needs as much other memory as an import. The source is not
+    changed, and shares no file with the checkpoint. Metrics and random generators of a checkpoint of ckptd are not taken over. A `per_rank`
+    value becomes the list of the values of all ranks.
 
     Returns once the checkpoint is durable. Raises as `import_checkpoint` and `Agent` do, JobRunning if a run of the job is alive, and the
-    error of the snapshot.
+    error of the snapshot. Raises InvalidRequest on several ranks.
     """
     if format and format not in FORMATS:
         raise InvalidRequest(f"format: there is no {format!r}; there are {', '.join(FORMATS)}")
@@ -85,6 +88,8 @@ def adopt(
     check_name("job", job)
     if tag is not None:
         check_user_tag(tag)
+    if ranks_of(None).world_size > 1:
+        raise InvalidRequest("adopt is called in one process, and this is one of several ranks: call it before they start")
     source = Path(os.path.abspath(path))
     try:
         with opened(source, which, format) as (found, contents, left_out):
@@ -93,12 +98,19 @@ def adopt(
             nbytes, place = planned.layout.data_length, Path(os.path.abspath(root))
             made = ""
             if not dry_run:
+                _check_idle(job, place)
                 begin(nbytes)
                 with _linked(job, place) as link:
                     made = _hand_over(link, planned, _counted(planned.tensors(contents), source, progress), as_step(step), tag)
             return Adopted(place, job, step, made, found, tensors, nbytes, left_out)
     except OSError as error:
         raise StorageError.of(f"adopt {path}", error) from None
+
+
+def _check_idle(job: str, root: Path) -> None:
+    """Raise JobRunning if this process itself has an agent of the job. The daemon looks for other processes."""
+    if any(link.job == job and os.path.realpath(link.root) == os.path.realpath(root) for link in links()):
+        raise JobRunning(f"this process has an agent of job {job!r}, which would no longer be able to save: close it first")
 
 
 @contextmanager

@@ -70,8 +70,8 @@ def export(
 
     PATH is DIR/JOB for the newest checkpoint of a job, DIR/JOB/TAG, or a directory that is one checkpoint by itself. --out
     appears only when it is whole, synced and compared with what was read. The checkpoint is not changed. If the command is
-    interrupted, the same command continues dcp and hf with the first file that was not finished. For hf, the default of --only
-    is the part "model" of the state, or its only module.
+    interrupted, the same command continues dcp and hf with the first file that was not finished, if PATH still means the same
+    checkpoint. For hf, the default of --only is the part "model" of the state, or its only module.
     """
     with _bar(out, as_json) as (begin, progress):
         found = export_checkpoint(
@@ -148,7 +148,7 @@ def _say_left_out(files: list[str]) -> None:
         click.echo(f"left out, because it is too large for user_content: {some_text(files)}")
 
 
-@click.command(short_help="Make a checkpoint of a job of one that was saved elsewhere.")
+@click.command(short_help="Start a job from a checkpoint that was saved elsewhere.")
 @click.argument("path", type=click.Path(path_type=Path))
 @click.argument("job", metavar="DIR/JOB", type=click.Path(path_type=Path))
 @click.option("--step", default=0, show_default=True, metavar="STEP", help="Step of the new checkpoint.")
@@ -172,7 +172,7 @@ def adopt(
     under: str | None,
     as_json: bool,
 ) -> None:
-    """Make the newest checkpoint of a job of one that another tool, or another job, has saved.
+    """Save a checkpoint of another tool, or of another job, as the newest checkpoint of a job.
 
     PATH is a checkpoint in one of the formats of `ckptd import`, a directory that is one checkpoint of ckptd, or a job of ckptd.
     The job's next recover() loads the new checkpoint, which the daemon saves as it saves snapshots. PATH is not changed, and

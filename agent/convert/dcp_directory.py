@@ -33,7 +33,7 @@ _FILE_BYTES = 4 << 30
 
 
 class Planned:
-    """A state as DCP's planner sees it. Each leaf is stood in for by a tensor that has no memory.
+    """A state as DCP's planner sees it. A tensor without memory stands in for each leaf.
 
     Raises InvalidRequest for a state that is no dict, and UnsavableValue for a tensor that DCP cannot hold.
     """
@@ -79,8 +79,8 @@ def write_directory(directory: Path, planned: Planned, contents: Contents, progr
             ends = _write(path, planned, values, part, contents, progress)
             finish(path, ends)
         else:
-            progress(ends[-1])
-        for item, start, end in zip([*values, *part], [0, *ends], ends, strict=False):
+            progress(path.stat().st_size)
+        for item, start, end in zip([*values, *part], [0, *ends[:-1]], ends, strict=True):
             info = _StorageInfo(path.name, start, end - start)
             results.append(WriteResult(index=item.index, size_in_bytes=end - start, storage_data=info))
     writer = FileSystemWriter(directory)

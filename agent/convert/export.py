@@ -62,7 +62,7 @@ def export(
 
     path, which: the checkpoint, as for `Checkpoint.open`. to: a key of `FORMATS`. out: the new file or directory. It appears only when it
     is whole, synced and compared with what was read. If this process is killed or interrupted, the same call continues a directory with
-    the first file that was not finished.
+    the first file that was not finished, as long as `which` means the same checkpoint.
     only: the dotted name of a part of the state, such as "model". dtype: the dtype of all floating-point tensors in the export. rename:
     pairs of a regular expression and its replacement, applied to every name in turn. names: new names by old ones.
     files: for "hf", a directory with config.json, tokenizer files and the like, which are copied. Without it, those in the checkpoint's
@@ -73,8 +73,8 @@ def export(
     Tensors that share a storage share it in a "torch" file. Elsewhere tied tensors are stored once ("safetensors", "hf"), and others as
     copies.
 
-    Raises NotFound; AlreadyExists if `out` exists; InvalidRequest for wrong arguments; UnsavableValue for a tensor or a value that the
-    format cannot hold, by its name; IntegrityError if the checkpoint is damaged; StorageError.
+    Raises NotFound; AlreadyExists if `out` exists; Busy if another export writes it; InvalidRequest for wrong arguments; UnsavableValue for
+    a tensor or a value that the format cannot hold, by its name; IntegrityError if the checkpoint is damaged; StorageError.
     """
     if to not in FORMATS:
         raise InvalidRequest(f"to: there is no format {to!r}; there are {', '.join(FORMATS)}")

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from crc32c import crc32c
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, StorageError
 from ckptd.shared.fs import PosixFileSystem, opened_directory
+from ckptd.shared.storage.locks import description_lock
 from ckptd.shared.units import size_text
 
 _PIECE, _STEP = 8 << 20, 64 << 20
@@ -25,15 +26,15 @@ _PIECE, _STEP = 8 << 20, 64 << 20
 _SPARE = 16 << 20
 """The bytes beside the tensors that an export may take: names, shapes and plain values."""
 
-_RESULT = ".result"
-"""The end of the name of a file that says that another one is finished."""
+_MADE, _LOCK = "made", "lock"
+"""The directory that a continued export fills, and the file that it locks. The results are beside them."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that have been written since the last call."""
 
 
 def check_place(out: Path, nbytes: int, key: str = "") -> None:
-    """Check that an export of so many bytes can be made at `out`. key: that of `continued`, whose finished files count as made.
+    """Check that an export of `nbytes` bytes can be made at `out`. key: that of `continued`, whose finished files count as made.
 
     Raises AlreadyExists if `out` exists, StorageError if its directory does not or has no room, OSError.
     """
@@ -41,7 +42,7 @@ def check_place(out: Path, nbytes: int, key: str = "") -> None:
         raise AlreadyExists(f"{out} exists already: choose another name, or remove it first")
     if not out.parent.is_dir():
         raise StorageError(f"{out.parent} is not a directory: make it first")
-    begun = _beside(out, key)
+    begun = _beside(out, key) / _MADE
     if key and begun.is_dir():
         nbytes -= sum(file.stat().st_size for file in begun.iterdir() if result_of(file) is not None)
     free = shutil.disk_usage(out.parent).free
@@ -68,45 +69,78 @@ def published(out: Path, *, directory: bool) -> Iterator[Path]:
 
 @contextmanager
 def continued(out: Path, key: str) -> Iterator[Path]:
-    """Context manager. Yields a directory beside `out` as `published` does, or the one that an interrupted process has left.
+    """Context manager. Yields a directory to be renamed to `out` as `published` does, or the one that an interrupted process has left.
 
-    key: 16 digits that say what is made. Only a directory that was begun with the same key is continued: it has the files for which
-    `finish` was called, and no others. It stays if this process is killed or interrupted (KeyboardInterrupt), and not after an error.
+    key: 16 hexadecimal digits that identify the contents. Only a directory that was begun with the same key is continued. It then has the
+    files for which `finish` was called, and no others. It stays if this process is killed or interrupted (KeyboardInterrupt), and not after
+    an error. Where the file system has no locks, nothing is continued.
 
-    Raises Busy if another process is making the same directory, and otherwise as `published` does.
+    Raises Busy if another export is making the same directory, and otherwise as `published` does.
     """
-    beside = _beside(out, key)
-    beside.mkdir(exist_ok=True)
-    with opened_directory(PosixFileSystem(), str(beside)) as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(f"another process is writing {out}: wait for its end") from None
-        for file in beside.iterdir():
-            if not file.name.endswith(_RESULT) and result_of(file) is None:
+    place = _beside(out, key)
+    lock = _lock(place, out)
+    if lock is None:
+        place = _beside(out, names.new_nonce().hex()[:8])
+        place.mkdir()
+    made = place / _MADE
+    try:
+        made.mkdir(exist_ok=True)
+        for file in made.iterdir():
+            if result_of(file) is None:
                 file.unlink()
+                _result(file).unlink(missing_ok=True)
+        yield made
+        _publish(made, out)
+        _remove(place)
+    except Exception:
+        _remove(place)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(place: Path, out: Path) -> int | None:
+    """Make a directory and lock it. Return the descriptor that holds the lock, or None if the file system has no locks. Raises Busy."""
+    while True:
+        place.mkdir(exist_ok=True)
         try:
-            yield beside
-            for file in beside.glob(f"*{_RESULT}"):
-                file.unlink()
-            _publish(beside, out)
-        except Exception:
-            _remove(beside)
+            lock = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            continue  # another process has removed the directory
+        try:
+            granted = description_lock(lock, fcntl.F_WRLCK)
+            if granted is False:
+                raise Busy(f"another export is writing {out}: wait until it ends")
+            if granted is None:
+                _remove(place)
+                os.close(lock)
+                return None
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(place / _LOCK)):
+                    return lock
+        except BaseException:
+            os.close(lock)
             raise
+        os.close(lock)  # another process has removed the directory before this one had the lock
 
 
 def result_of(file: Path) -> Any:
-    """Return the result that `finish` has kept for a file, or None if it was not called for this file."""
+    """Return the result that `finish` has kept for a file of a continued directory, or None if it was not called for this file."""
     try:
-        return json.loads(file.with_name(f"{file.name}{_RESULT}").read_bytes()) if file.exists() else None
+        return json.loads(_result(file).read_bytes()) if file.exists() else None
     except (FileNotFoundError, ValueError):  # it was not kept, or not completely
         return None
 
 
 def finish(file: Path, result: Any) -> None:
     """Keep a result, which JSON can express and which is not None, for a file that is whole, checked and synced. Raises OSError."""
-    with CheckedFile(file.with_name(f"{file.name}{_RESULT}"), lambda length: None) as kept:
+    with CheckedFile(_result(file), lambda length: None) as kept:
         kept.write(json.dumps(result).encode())
+
+
+def _result(file: Path) -> Path:
+    return file.parent.with_name(f"{file.name}.result")
 
 
 def _beside(out: Path, mark: str) -> Path:
@@ -121,7 +155,7 @@ def _publish(beside: Path, out: Path) -> None:
             fs.sync_directory(made)
     with opened_directory(fs, str(out.parent)) as parent:
         try:
-            fs.rename(beside.name, out.name, parent, replace=False)
+            fs.rename(os.path.relpath(beside, out.parent), out.name, parent, replace=False)
         except FileExistsError:
             raise AlreadyExists(f"{out} was made by another program meanwhile: choose another name") from None
         fs.sync_directory(parent)

@@ -41,12 +41,14 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
     direct: dict[int, tuple[ChunkSource, list[Target]]] = {}
     converted: list[tuple[torch.Tensor, Shard]] = []
     planned: dict[str, torch.Tensor] = {}
-    for name, tensor, box in _boxes(destinations):
+    for name, tensor, box in _own_boxes(destinations):
         saved.check_whole(name)
         size = saved.describe(name).size
         if tensor.shape != size:
             raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
         shard, local = saved.shard_at(name, box), local_part(tensor)
+        if local.is_meta:
+            raise StructureMismatch(f"{name}: the state's tensor is on the meta device, which has no memory")
         if shard is None:
             planned[name] = tensor
         elif not _has_bytes_of(local, shard.item, saved.dtype(name)):
@@ -54,27 +56,25 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
         elif shard.item.length:
             target = shard.item.offset, memory(local, shard.item.length)
             direct.setdefault(id(shard.source), (shard.source, []))[1].append(target)
-    total = sum(scatter(source, targets, threads=threads) for source, targets in direct.values()) + _convert(converted, threads)
-    if not planned:
-        return total
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
-    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
-    return total + execute(saved, plan.items, planner, threads=threads)
+    plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])  # before the first write: it may be refused
+    total = sum(scatter(source, targets, threads=threads) for source, targets in direct.values())
+    return total + _convert(converted, threads) + execute(saved, plan.items, planner, threads=threads)
 
 
 def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> None:
-    """Check that this rank's part of every destination was saved as one shard. Other shards of it are then not checked when it is loaded.
+    """Check that this rank's part of every destination was saved as one shard. `load` then does not check the other shards of the tensor.
 
     Raises StructureMismatch, NotFound for an unknown name.
     """
-    for name, _, box in _boxes(destinations):
+    for name, _, box in _own_boxes(destinations):
         saved.describe(name)
         if box is not None and name not in saved.aliases:
             saved.check_box(name, box)
 
 
-def _boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
+def _own_boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, Box | None]]:
     """Yield each name and tensor with the place and size of this rank's part in the whole tensor, or None if the part is not one box."""
     known: dict[object, Box | None] = {}  # of tensors that are sharded alike
     for name, tensor in destinations.items():
@@ -89,7 +89,7 @@ def _boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torc
         elif len(tensor.local_shards()) == 1:
             shard = tensor.local_shards()[0].metadata
             box = tuple(shard.shard_offsets), tuple(shard.shard_sizes)
-        empty = box is not None and 0 in box[1]  # of such shards, none may have been saved
+        empty = box is not None and 0 in box[1]  # an empty shard may not have been saved
         yield name, tensor, None if empty else box
 
 

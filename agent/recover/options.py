@@ -15,7 +15,7 @@ class Options:
     """The options of `Agent.recover`.
 
     strict: keys, classes of optimizers and schedulers, and parameter groups must agree. keep: patterns of keys, as for `fnmatch`, whose
-    values stay the caller's. same_partition: as many ranks as saved it, and the same shards on each; no rank looks at those of the others.
+    values stay the caller's. same_partition: the ranks and their shards are those that saved, so that each rank reads only its own.
     """
 
     strict: bool = True

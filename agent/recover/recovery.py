@@ -155,6 +155,7 @@ class Recovery:
             "damaged": found.damaged,
             "last_step": last_step,
             "asked": asked,
+            "same_partition": self._options.same_partition,
         }
 
     def _check_keys(self, said: list[dict[str, Any]]) -> None:
@@ -205,10 +206,13 @@ class Recovery:
 def _common_candidates(said: list[dict[str, Any]]) -> list[m.RecoveryCandidate]:
     """Return the candidates that every rank has found, in the order of rank 0. `said` has what each rank has found, by rank.
 
-    Raises InvalidRequest if the ranks want different steps, and RecoveryFailed if there are candidates, but none that all ranks have.
+    Raises InvalidRequest if the ranks want different steps or differ in `same_partition`. Raises RecoveryFailed if there are candidates,
+    but none that all ranks have.
     """
     if len(asked := {found["asked"] for found in said}) > 1:
         raise InvalidRequest(f"the ranks want to recover step {' and '.join(sorted(map(str, asked)))}: pass the same step on all ranks")
+    if len({found["same_partition"] for found in said}) > 1:
+        raise InvalidRequest("some ranks recover with same_partition and others without: pass the same on all ranks")
     common = [m.RecoveryCandidate(**c) for c in said[0]["candidates"] if all(c in found["candidates"] for found in said)]
     if not common and any(found["candidates"] for found in said):
         raise RecoveryFailed(

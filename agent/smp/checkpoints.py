@@ -14,11 +14,11 @@ import torch
 from ckptd.agent.convert.export import export
 from ckptd.agent.convert.load_model import give_memory, on_meta, tensors_of
 from ckptd.agent.pending import Pending
-from ckptd.agent.smp.full import SUFFIX, State, on_rank_0, resume_full
-from ckptd.agent.smp.runs import is_known, manifests, of_rank, run_in, tag_of
+from ckptd.agent.smp.full import SUFFIX, State, resume_full
+from ckptd.agent.smp.runs import check_absent, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
 from ckptd.agent.state.naming import find, unwrapped
 from ckptd.agent.state.tree import PerRank, per_rank
-from ckptd.shared.errors import AlreadyExists, InvalidRequest, NotFound
+from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.names import check_name
 from ckptd.shared.retention import LatestN, PreserveAll, checked
 from ckptd.shared.storage.locate import is_root
@@ -54,8 +54,6 @@ def save_checkpoint(
     if model is None and optimizer is None:
         raise InvalidRequest("save_checkpoint saves a model, an optimizer or both: pass at least one")
     file = where / f"{tag}{SUFFIX}"
-    if not partial and file.exists():
-        raise AlreadyExists(f"{file} exists already: choose another tag, or remove it first")
     kept = num_kept_partial_checkpoints
     if kept is not None and (type(kept) is not int or kept < 1):
         raise InvalidRequest(f"num_kept_partial_checkpoints is {kept!r}; expected a number from 1 up, or None for all")
@@ -63,7 +61,9 @@ def save_checkpoint(
         raise InvalidRequest("user_content has a module or an optimizer: save its state_dict() instead")
     run = run_in(where, _JOB)
     agent = run.agent
-    if partial:
+    if not partial:
+        on_rank_0(agent, file, lambda: check_absent(file))
+    else:
         agent.retention = checked(PreserveAll() if kept is None else LatestN(kept))
     content = per_rank({"rank": agent.rank, "content": user_content})
     state = {"model": model, "optimizer": optimizer, "user_content": content}
@@ -72,7 +72,7 @@ def save_checkpoint(
     pending = run.saved[tag] = agent.snapshot(state, step=run.highest, user_content={"tag": tag}, on_error="raise")
     if not partial:
         pending.wait("durable")
-        on_rank_0(agent, lambda: export(where / _JOB, "torch", file, which=pending.step))
+        on_rank_0(agent, file, lambda: export(where / _JOB, "torch", file, which=pending.step))
     return pending
 
 
@@ -90,12 +90,13 @@ def resume_from_checkpoint(
 ) -> Any:
     """Load a model and an optimizer in place, and return the `user_content` of this rank. All ranks call this.
 
-    path: as for `save_checkpoint`. tag: of the checkpoint; default: the newest one, also if it is only in memory so far.
+    path: as for `save_checkpoint`. tag: of the checkpoint; one that another process has saved is found once it is durable. Default: the
+        newest checkpoint, also if it is only in memory so far.
     partial: True resumes a partial checkpoint, on the same or another number of ranks. False loads the file of a full one.
     strict: False allows keys to be missing in the model or in the checkpoint. load_optimizer: False leaves the optimizer as it is.
     translate_function: for a full checkpoint, takes the state dict of the model and returns one with the names of this model. It needs
         load_optimizer=False, because it does not translate the names in an optimizer.
-    same_partition_load: for a partial checkpoint, True says that it was saved on as many ranks, each with the same shards. This is faster
+    same_partition_load: for a partial checkpoint, True promises that as many ranks saved it, each with the same shards. This is faster
         with many tensors.
     device: of the memory for parameters that are on the meta device. They become new objects: make the optimizer afterwards.
 
@@ -111,7 +112,7 @@ def resume_from_checkpoint(
         return resume_full(where, tag, model, optimizer if load_optimizer else None, strict, translate_function, device)
     if translate_function is not None:
         raise InvalidRequest("translate_function: only for partial=False; a partial checkpoint has the names of the model that saved it")
-    if not is_known(where, _JOB) and not is_root(where):
+    if known_run(where, _JOB) is None and not is_root(where):
         raise NotFound(f"no partial checkpoint in {where}")
     run = run_in(where, _JOB)
     step = None if tag is None else run.saved[tag].step if tag in run.saved else _step_of(where, tag)
@@ -128,10 +129,12 @@ def resume_from_checkpoint(
             strict=strict,
             same_partition=same_partition_load,
             keep=[name for name in ("model", "optimizer") if state[name] is None],
-            on_reshape=lambda key, values: of_rank(values, run.agent.rank),
+            on_reshape=lambda key, values: values[source_rank(key, len(values), run.agent.rank)],
         )
         if recovered is None:
             raise NotFound(f"no partial checkpoint in {where}")
+        if tag is not None and (recovered.user_content or {}).get("tag") != tag:
+            raise NotFound(f"step {step} of {where} has been saved again, with the tag {(recovered.user_content or {}).get('tag')!r}")
         undone.pop_all()
     if model is not None:
         on_meta(model)

@@ -1,4 +1,4 @@
-"""Reads full checkpoints, which are files of torch.save with whole tensors, into a model and an optimizer, and has rank 0 write them."""
+"""Reads full checkpoints, which are files of torch.save with whole tensors, into a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -10,36 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ckptd.agent.agent import Agent
 from ckptd.agent.convert.contents import Contents, with_leaves
 from ckptd.agent.convert.formats import one_sentence
 from ckptd.agent.convert.load_model import load_contents
 from ckptd.agent.convert.selection import Selection
-from ckptd.agent.smp.runs import of_rank
+from ckptd.agent.smp.runs import source_rank
 from ckptd.agent.state.naming import parameter_names
-from ckptd.shared.errors import InvalidRequest, NotFound, StorageError, StructureMismatch
+from ckptd.shared.errors import InvalidRequest, NotFound, StructureMismatch
 from ckptd.shared.names import check_name
 from ckptd.shared.units import some_text
 
 SUFFIX = ".pt"
 State = dict[str, Any]
-
-
-def on_rank_0(agent: Agent, call: Callable[[], object]) -> None:
-    """Call a function on rank 0, while the other ranks wait. If it raises, all ranks raise the error."""
-    failure: Exception | None = None
-    if agent.rank == 0:
-        try:
-            call()
-        except Exception as error:
-            failure = error
-    if agent.world_size > 1:
-        said = [None if failure is None else str(failure)]
-        dist.broadcast_object_list(said, src=0)
-        if agent.rank and said[0] is not None:
-            raise StorageError(f"rank 0 could not write the full checkpoint: {said[0]}")
-    if failure is not None:
-        raise failure
 
 
 def resume_full(
@@ -74,7 +56,8 @@ def resume_full(
         optimizer.load_state_dict(restored)
     content = loaded["user_content"]
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return of_rank(content if isinstance(content, list) else [content], rank)["content"]
+    contents = content if isinstance(content, list) else [content]
+    return contents[source_rank("user_content", len(contents), rank)]["content"]
 
 
 def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: State, *, strict: bool) -> State:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,14 @@ from ckptd.agent.convert.formats import one_sentence
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.loader import materialize
-from ckptd.agent.smp.full import on_rank_0
-from ckptd.agent.smp.runs import is_known, manifests, run_in, tag_of
-from ckptd.agent.state.tree import any_node, filled, like, per_rank, tensor_names
-from ckptd.shared.errors import AlreadyExists, NotFound, StorageError
+from ckptd.agent.smp.runs import check_absent, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
+from ckptd.agent.state.naming import find
+from ckptd.agent.state.tree import any_node, empty_like, filled, like, per_rank, tensor_names
+from ckptd.shared.errors import InvalidRequest, NotFound, StorageError, UnsavableValue
 from ckptd.shared.names import check_name
 from ckptd.shared.storage.locate import is_root
 from ckptd.shared.units import some_text
 
-log = logging.getLogger("ckptd.agent")
 _JOB = "objects"
 
 
@@ -37,23 +35,26 @@ def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
         Sharded tensors (DTensor, ShardedTensor) are saved by their shards, each once. Everything else is saved for each rank, also if it is
         the same on all. A later save of the same name is another checkpoint, and both stay.
         False writes the file `f` as torch.save does, with whole tensors, and returns when it is there. All that is not sharded must then be
-        the same on all ranks.
+        the same on all ranks. A checkpoint with the same content stays in the job "objects".
 
-    Returns the `Pending` of the snapshot. Raises InvalidName for NAME; AlreadyExists if the file `f` exists, with partial=False; the errors
-    of `Agent`, of `Agent.snapshot` with on_error="raise", and of `export`.
+    Returns the `Pending` of the snapshot. Raises InvalidName for NAME; InvalidRequest for an object with a module or an optimizer;
+    UnsavableValue; AlreadyExists if the file `f` exists, with partial=False; the errors of `Agent`, of `Agent.snapshot` with
+    on_error="raise", and of `export`. An error of rank 0 with the file is a StorageError on other ranks.
     """
     where, name = _place(f)
-    if not partial and (where / name).exists():
-        raise AlreadyExists(f"{where / name} exists already: choose another name, or remove it first")
-    run = run_in(where, _JOB)
-    run.highest += 1
+    if any(list(find(obj, "", kind)) for kind in (torch.nn.Module, torch.optim.Optimizer)):
+        raise InvalidRequest("the object has a module or an optimizer: save its state_dict(), or use save_checkpoint")
     state = {"object": _by_rank(obj) if partial else obj}
+    run = run_in(where, _JOB)
+    if not partial:
+        on_rank_0(run.agent, where / name, lambda: check_absent(where / name))
+    run.highest += 1
     pending = run.agent.snapshot(state, step=run.highest, rng=False, user_content={"tag": name if partial else ""}, on_error="raise")
     if partial:
         run.saved[name] = pending
     else:
         pending.wait("durable")
-        on_rank_0(run.agent, lambda: export(where / _JOB, "torch", where / name, which=pending.step, only="object"))
+        on_rank_0(run.agent, where / name, lambda: export(where / _JOB, "torch", where / name, which=pending.step, only="object"))
     return pending
 
 
@@ -66,8 +67,8 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device = "cpu", pa
     Tensors that were sharded come whole. To load each shard into its place, use `resume_from_checkpoint`. On another number of ranks than
     saved it, rank n gets the object of rank n modulo the number of those ranks.
 
-    Raises NotFound if there is no such object; IntegrityError if it is damaged; StorageError; the error of the save if it is not over yet
-    and fails.
+    Raises NotFound if there is no such object; IntegrityError if it is damaged; StorageError; the error of the save if this process has
+    saved it last, and that has failed.
     """
     where, name = _place(f)
     if not partial:
@@ -75,8 +76,9 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device = "cpu", pa
             raise NotFound(f"{where / name} is not there, or is no file")
         with one_sentence(where / name):
             return torch.load(where / name, weights_only=True, map_location=map_location)
-    if is_known(where, _JOB) and (pending := run_in(where, _JOB).saved.get(name)) is not None:
-        pending.wait("durable")
+    run = known_run(where, _JOB)
+    if run is not None and name in run.saved:
+        run.saved[name].wait("durable")
     found = manifests(where, _JOB) if is_root(where) else []
     named = [manifest for manifest in found if tag_of(manifest) == name]
     if not named:
@@ -98,16 +100,18 @@ def _by_rank(value: Any) -> Any:
     if not any_node(value, lambda node: isinstance(node, (DTensor, ShardedTensor))):
         return per_rank(value)
     if isinstance(value, dict):
-        return {key: _by_rank(member) for key, member in value.items()}
+        made = empty_like(value)
+        made.update({key: _by_rank(member) for key, member in value.items()})
+        return made
+    if type(value) not in (list, tuple):
+        raise UnsavableValue(f"a {type(value).__name__} has a sharded tensor in it: save it in a dict, a list or a tuple")
     return like(value, [_by_rank(member) for member in value])
 
 
 def _of_rank(checkpoint: Checkpoint, device: torch.device) -> Any:
-    saved_on, rank = checkpoint.manifest.world_size, dist.get_rank() if dist.is_initialized() else 0
-    if rank >= saved_on:
-        log.warning("%s was saved on %d ranks: rank %d gets that of rank %d", checkpoint.tag, saved_on, rank, rank % saved_on)
+    rank = source_rank("the object", checkpoint.manifest.world_size, dist.get_rank() if dist.is_initialized() else 0)
     try:
-        tree = checkpoint.opened.document(rank % saved_on)["state"]["object"]
+        tree = checkpoint.opened.document(rank)["state"]["object"]
         made = materialize(checkpoint.opened.saved, tensor_names(tree))
     except OSError as error:
         raise StorageError.of(f"read {checkpoint.tag}", error) from None

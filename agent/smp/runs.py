@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import torch.distributed as dist
 
 from ckptd.agent.agent import Agent
 from ckptd.agent.pending import Pending
-from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
+from ckptd.shared.retention import PreserveAll
 from ckptd.shared.storage.locate import open_root
 
 log = logging.getLogger("ckptd.agent")
@@ -29,18 +32,25 @@ _runs: dict[tuple[str, str], Run] = {}
 """The runs of this process, by directory and job."""
 
 
-def is_known(where: Path, job: str) -> bool:
-    """Return True if this process has saved to the job in this directory, or read from it."""
-    return (str(where), job) in _runs
+def known_run(where: Path, job: str) -> Run | None:
+    """Return the run of a job in a directory if this process has one. A forked child has none."""
+    run = _runs.get((str(where), job))
+    return None if run is None or run.agent.closed else run
 
 
 def run_in(where: Path, job: str) -> Run:
-    """Return the run of a job in a directory, which becomes the root of a daemon. Raises the errors of `Agent`, StorageError."""
-    run = _runs.get((str(where), job))
-    if run is None or run.agent.closed:
-        agent = Agent(job, root=where)  # makes the root
+    """Return the run of a job in a directory, which becomes the root of a daemon. All ranks call this.
+
+    Nothing that it saves is deleted, until the caller sets the `retention` of its agent. Raises the errors of `Agent`, StorageError.
+    """
+    run = known_run(where, job)
+    if run is None:
+        agent = Agent(job, root=where, retention=PreserveAll())  # makes the root
         steps = [manifest.step for manifest in manifests(where, job) if manifest.step is not None]
-        run = _runs[str(where), job] = Run(agent, max(steps, default=-1))
+        highest = [max(steps, default=-1)]
+        if agent.world_size > 1:  # the list may grow meanwhile: the daemon still saves what an earlier run has captured
+            dist.broadcast_object_list(highest, src=0)
+        run = _runs[str(where), job] = Run(agent, highest[0])
     return run
 
 
@@ -79,8 +89,31 @@ def tag_of(manifest: Manifest) -> str:
     return str(content.get("tag", "")) if isinstance(content, dict) else ""
 
 
-def of_rank(values: list[Any], rank: int) -> Any:
-    """Return the value of a rank out of those of the ranks that saved: if there were fewer, that of `rank` modulo their number."""
-    if rank >= len(values):
-        log.warning("user_content was saved on %d ranks: rank %d gets that of rank %d", len(values), rank, rank % len(values))
-    return values[rank % len(values)]
+def check_absent(file: Path) -> None:
+    """Raise AlreadyExists if there is such a file."""
+    if file.exists():
+        raise AlreadyExists(f"{file} exists already: choose another name, or remove it first")
+
+
+def source_rank(name: str, saved_on: int, rank: int) -> int:
+    """Return the rank whose own value this rank gets: its number modulo the number of ranks that saved. `name` is that of the value."""
+    if rank >= saved_on:
+        log.warning("%s was saved on %d ranks: rank %d gets that of rank %d", name, saved_on, rank, rank % saved_on)
+    return rank % saved_on
+
+
+def on_rank_0(agent: Agent, file: Path, write: Callable[[], object]) -> None:
+    """Have rank 0 write a file, while the other ranks wait. If that fails, they raise StorageError with the text of the error."""
+    failure: Exception | None = None
+    if agent.rank == 0:
+        try:
+            write()
+        except Exception as error:
+            failure = error
+    if agent.world_size > 1:
+        said = [None if failure is None else str(failure)]
+        dist.broadcast_object_list(said, src=0)
+        if agent.rank and said[0] is not None:
+            raise StorageError(f"rank 0 could not write {file}: {said[0]}")
+    if failure is not None:
+        raise failure

@@ -161,6 +161,24 @@ def test_a_job_that_runs_is_left_alone(tmp_path: Path, root: Path, monkeypatch: 
     agent.close()
 
 
+def test_an_agent_of_this_process_is_not_fenced(tmp_path: Path, root: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "source")
+    agent = Agent("gpt")
+    with pytest.raises(JobRunning, match="^this process has an agent of job 'gpt', which would no longer be able to save: close it first$"):
+        adopt(tmp_path / "source", root, "gpt")
+    agent.snapshot({"w": torch.zeros(3)}, step=1).wait("durable", timeout=60)
+    adopt(tmp_path / "source", root, "other")
+    agent.close()
+    assert adopt(tmp_path / "source", root, "gpt").tag == "step-00000000.a0002"
+
+
+def test_several_ranks_are_refused(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    torch.save({"w": torch.ones(3)}, tmp_path / "source")
+    with pytest.raises(InvalidRequest):
+        adopt(tmp_path / "source", root, "gpt")
+
+
 def test_damage_that_is_found_late_leaves_no_checkpoint(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save({"a": torch.ones(3), "b": torch.arange(50_000)}, tmp_path / "source")
     [part] = source.glob("*.ckpt")

@@ -472,7 +472,7 @@ def test_a_killed_export_is_continued(tmp_path: Path, to: str, monkeypatch: pyte
     assert child.exitcode == -signal.SIGKILL
     assert not out.exists()
     [beside] = tmp_path.glob(".out.*.partial")
-    first = {path.name: path.stat().st_ino for path in beside.iterdir() if (beside / f"{path.name}.result").exists()}
+    first = {path.name: path.stat().st_ino for path in (beside / "made").iterdir() if (beside / f"{path.name}.result").exists()}
     assert len(first) == 1
     monkeypatch.setattr(dcp_directory, "_FILE_BYTES", 2 << 20)
     done: list[int] = []

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from ckptd.agent.convert import output
 from ckptd.agent.convert.output import CheckedFile, check_place, continued, finish, published, result_of
 from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, StorageError
 
@@ -64,12 +65,12 @@ KEY = "0123456789abcdef"
 
 def interrupted(out: Path, key: str = KEY) -> None:
     """Begin an output with one file that is finished, one that is not, and one whose result was cut short."""
-    with suppress(KeyboardInterrupt), continued(out, key) as beside:
+    with suppress(KeyboardInterrupt), continued(out, key) as made:
         for name in ("first", "torn", "second"):
-            (beside / name).write_text("old")
-        finish(beside / "first", [3, 4])
-        finish(beside / "torn", [5])
-        (beside / "torn.result").write_text("[")
+            (made / name).write_text("old")
+        finish(made / "first", [3, 4])
+        finish(made / "torn", [5])
+        (made.parent / "torn.result").write_text("[")
         raise KeyboardInterrupt
 
 
@@ -77,18 +78,19 @@ def test_an_interrupted_directory_is_continued_with_what_was_finished(tmp_path: 
     out = tmp_path / "out"
     interrupted(out)
     assert os.listdir(tmp_path) == [f".out.{KEY}.partial"]
-    with continued(out, KEY) as beside:
-        assert sorted(os.listdir(beside)) == ["first", "first.result", "torn.result"]
-        assert [result_of(beside / name) for name in ("first", "torn", "second")] == [[3, 4], None, None]
-        (beside / "second").write_text("new")
-    assert sorted(os.listdir(out)) == ["first", "second"]
+    with continued(out, KEY) as made:
+        assert os.listdir(made) == ["first"]
+        assert [result_of(made / name) for name in ("first", "torn", "second")] == [[3, 4], None, None]
+        (made / "torn").write_text("new")
+        finish(made / "torn", [6])
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"first": "old", "torn": "new"}
     assert os.listdir(tmp_path) == ["out"]
 
 
 def test_another_output_of_this_name_begins_anew(tmp_path: Path) -> None:
     interrupted(tmp_path / "out")
-    with continued(tmp_path / "out", "f" * 16) as beside:
-        assert os.listdir(beside) == []
+    with continued(tmp_path / "out", "f" * 16) as made:
+        assert os.listdir(made) == []
     assert sorted(os.listdir(tmp_path)) == [f".out.{KEY}.partial", "out"]
 
 
@@ -99,13 +101,41 @@ def test_after_an_error_nothing_is_left(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_two_processes_do_not_write_one_directory(tmp_path: Path) -> None:
-    with continued(tmp_path / "out", KEY) as beside:
-        (beside / "x").write_text("mine")
-        with pytest.raises(Busy, match="another process is writing .*out: wait for its end$"):
+def test_two_exports_do_not_write_one_directory(tmp_path: Path) -> None:
+    with continued(tmp_path / "out", KEY) as made:
+        (made / "x").write_text("mine")
+        with pytest.raises(Busy, match="another export is writing .*out: wait until it ends$"):
             continued(tmp_path / "out", KEY).__enter__()
-        assert (beside / "x").exists()
+        assert (made / "x").exists()
     assert (tmp_path / "out" / "x").read_text() == "mine"
+
+
+def test_a_lock_on_a_directory_that_is_gone_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other export fails, and removes its directory, between the opening of the lock and the lock."""
+    locks: list[int] = []
+
+    def lock(fd: int, kind: int) -> bool:
+        if not locks:
+            shutil.rmtree(tmp_path / f".out.{KEY}.partial")
+        locks.append(fd)
+        return True
+
+    monkeypatch.setattr(output, "description_lock", lock)
+    with continued(tmp_path / "out", KEY) as made:
+        (made / "x").write_text("whole")
+    assert len(locks) == 2
+    assert (tmp_path / "out" / "x").read_text() == "whole"
+
+
+def test_without_locks_nothing_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tmp_path / "out")
+    monkeypatch.setattr(output, "description_lock", lambda fd, kind: None)
+    with continued(tmp_path / "out", "e" * 16) as made:
+        assert os.listdir(made) == []
+        (made / "x").write_text("whole")
+        finish(made / "x", True)
+    assert os.listdir(tmp_path / "out") == ["x"]
+    assert sorted(os.listdir(tmp_path)) == [f".out.{KEY}.partial", "out"]
 
 
 def test_what_is_finished_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

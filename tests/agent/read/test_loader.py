@@ -47,9 +47,15 @@ DESTINATIONS: dict[str, torch.Tensor] = {
 
 @pytest.mark.parametrize("name", DESTINATIONS)
 def test_every_kind_of_destination(saved: Saved, name: str) -> None:
-    destination = DESTINATIONS[name].detach()
+    destination = DESTINATIONS[name]
+    assert destination.is_conj() == (name == "conjugate")
     assert load(saved, {"own": destination}) == 3 * 96  # of the chunk that has all three storages
     assert torch.equal(destination, BIG.to(destination.dtype))
+
+
+def test_a_destination_without_memory_is_refused(saved: Saved) -> None:
+    with pytest.raises(StructureMismatch, match="^own: the state's tensor is on the meta device, which has no memory$"):
+        load(saved, {"own": torch.zeros(4, 6, device="meta")})
 
 
 def test_tensors_that_share_a_storage(saved: Saved) -> None:

@@ -140,7 +140,7 @@ ALL = ["open", "bind", "load", "finish", "close"]
 
 
 def said(*candidates: m.RecoveryCandidate, asked: int | None = None) -> dict[str, Any]:
-    return {"candidates": [msgspec.to_builtins(one) for one in candidates], "asked": asked}
+    return {"candidates": [msgspec.to_builtins(one) for one in candidates], "asked": asked, "same_partition": False}
 
 
 def test_only_candidates_of_all_ranks_are_tried_in_the_order_of_rank_0() -> None:

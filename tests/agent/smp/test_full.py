@@ -26,7 +26,7 @@ def test_a_full_checkpoint_is_one_file_with_everything(root: Path) -> None:
     model, optimizer = pair(9)
     assert smp.resume_from_checkpoint(root, partial=False, model=model, optimizer=optimizer) == {"epoch": 3}
     assert plain(model, optimizer) == plain(*saved)
-    with pytest.raises(AlreadyExists, match="whole.pt exists already: choose another tag, or remove it first"):
+    with pytest.raises(AlreadyExists, match="whole.pt exists already: choose another name, or remove it first"):
         smp.save_checkpoint(root, "whole", partial=False, model=saved[0])
 
 
@@ -113,4 +113,4 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks(daemon: Daemon) -> None:
         ranks.call(sharded.build, "ddp", 1)
         first, second = ranks.call(fail_on_rank, daemon.home.socket, daemon.home.root)
     assert first.startswith("UnsavableValue: ")
-    assert second.startswith("StorageError: rank 0 could not write the full checkpoint: ")
+    assert second.startswith(f"StorageError: rank 0 could not write {daemon.home.root / 'full.pt'}: ")

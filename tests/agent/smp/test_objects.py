@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckptd.agent import smp
 from ckptd.agent.smp.objects import load, save
-from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidName, NotFound, UnsavableValue
+from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidName, InvalidRequest, NotFound, UnsavableValue
 from tests.agent.convert.saved import assert_same
 from tests.support.daemons import Daemon
 from tests.support.ranks import Ranks
@@ -57,12 +58,29 @@ def test_a_full_object_is_a_file_of_torch(root: Path) -> None:
         load(root / "whole.pt")
 
 
+def test_nothing_that_was_saved_is_dropped(root: Path) -> None:
+    for number in range(13):  # more than a daemon keeps by default
+        save({"n": number}, root / f"x{number}").wait("durable", timeout=60)
+    smp.close()
+    assert [load(root / f"x{number}")["n"] for number in range(13)] == list(range(13))
+
+
+def test_a_forked_child_loads_and_begins_no_attempt(root: Path) -> None:
+    save({"n": 1}, root / "x").wait("durable", timeout=60)
+    if (child := os.fork()) == 0:
+        os._exit(load(root / "x")["n"] + 6)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    save({"n": 2}, root / "x").wait("durable", timeout=60)  # this process can still save
+
+
 def test_bad_input_is_refused(tmp_path: Path, root: Path) -> None:
     with pytest.raises(InvalidName):
         save({}, root / "a b")
     save({}, root / "empty")
     with pytest.raises(UnsavableValue):
         save({"f": print}, root / "x")
+    with pytest.raises(InvalidRequest, match="^the object has a module or an optimizer: save its state_dict"):
+        save({"model": torch.nn.Linear(1, 1)}, root / "x")
     with pytest.raises(NotFound, match="no object 'x' in .*; there are none"):
         load(tmp_path / "x")
     with pytest.raises(NotFound, match="is not there, or is no file"):
@@ -101,6 +119,34 @@ def save_on_rank(socket: Path, place: Path, partial: bool) -> int:
     pending = save(own, place / "x", partial)
     smp.close()
     return pending.step
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def save_containers(socket: Path, place: Path) -> str:
+    os.environ["CKPTD_SOCKET"] = str(socket)
+    save(OrderedDict(b=(sharded(1.0), 1), a=2), place / "x")
+    try:
+        save({"pair": Pair(sharded(1.0), 1)}, place / "y")
+    except UnsavableValue as error:
+        return str(error)
+    finally:
+        smp.close()
+    return ""
+
+
+def test_containers_of_shards_keep_their_types(daemon: Daemon) -> None:
+    with Ranks(2) as ranks:
+        assert (
+            ranks.call(save_containers, daemon.home.socket, daemon.home.root)
+            == ["a Pair has a sharded tensor in it: save it in a dict, a list or a tuple"] * 2
+        )
+    found = load(daemon.home.root / "x")
+    assert (type(found), list(found)) == (OrderedDict, ["b", "a"])
+    assert (found["b"][0].tolist(), found["b"][1:], found["a"]) == ([[1.0, 1.0], [2.0, 2.0]], (1,), 2)
 
 
 def load_on_rank(place: Path, partial: bool) -> Any:

@@ -8,18 +8,21 @@ import pytest
 import torch
 
 from ckptd.agent import smp
-from ckptd.agent.smp.runs import is_known, manifests, of_rank, run_in, tag_of
+from ckptd.agent.smp.runs import known_run, manifests, run_in, source_rank, tag_of
 
 
 def test_a_run_is_made_once_and_again_after_close(root: Path) -> None:
-    assert not is_known(root, "partial")
+    assert known_run(root, "partial") is None
     run = run_in(root, "partial")
     assert run_in(root, "partial") is run
-    assert is_known(root, "partial")
+    assert known_run(root, "partial") is run
     assert run_in(root, "objects") is not run
     smp.close()
-    assert not is_known(root, "partial")
+    assert known_run(root, "partial") is None
     assert run.agent.closed
+    run = run_in(root, "partial")
+    run.agent.close()
+    assert known_run(root, "partial") is None
 
 
 def test_manifests_are_in_order_and_damaged_ones_are_left_out(root: Path) -> None:
@@ -40,7 +43,7 @@ def test_content_of_other_tools_has_no_tag(root: Path) -> None:
 
 
 def test_values_of_fewer_ranks_are_shared_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    assert [of_rank(["a", "b"], rank) for rank in range(2)] == ["a", "b"]
+    assert [source_rank("data", 2, rank) for rank in range(2)] == [0, 1]
     assert caplog.messages == []
-    assert of_rank(["a", "b"], 3) == "b"
-    assert caplog.messages == ["user_content was saved on 2 ranks: rank 3 gets that of rank 1"]
+    assert source_rank("data", 2, 3) == 1
+    assert caplog.messages == ["data was saved on 2 ranks: rank 3 gets that of rank 1"]
