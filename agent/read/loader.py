@@ -18,14 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.layout import memory
 from ckptd.agent.plan.structure import PLAIN, local_part
-from ckptd.agent.read.saved import Saved, Shard
+from ckptd.agent.read.saved import Reads, Saved, Shard
 from ckptd.agent.state.dtypes import copyable, dtype_of
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.coverage import Box
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
-from ckptd.shared.part import ChunkSource
 from ckptd.shared.plan import Alias, Item
-from ckptd.shared.scatter import Target, scatter
 
 _BATCH = 512 << 20  # bytes of temporaries that are filled at once, for data that cannot be read straight into its destination
 
@@ -38,7 +36,7 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
     itself. DCP plans the reads of all others. Raises StructureMismatch if a shape differs, NotFound for an unknown name, IntegrityError,
     OSError.
     """
-    direct: dict[int, tuple[ChunkSource, list[Target]]] = {}
+    direct = Reads()
     converted: list[tuple[torch.Tensor, Shard]] = []
     planned: dict[str, torch.Tensor] = {}
     for name, tensor, box in _own_boxes(destinations):
@@ -53,14 +51,12 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
             planned[name] = tensor
         elif not _has_bytes_of(local, shard.item, saved.dtype(name)):
             converted.append((local, shard))
-        elif shard.item.length:
-            target = shard.item.offset, memory(local, shard.item.length)
-            direct.setdefault(id(shard.source), (shard.source, []))[1].append(target)
+        else:
+            direct.add(shard, memory(local, shard.item.length))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(planned, saved.metadata(planned), is_coordinator=True)
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])  # before the first write: it may be refused
-    total = sum(scatter(source, targets, threads=threads) for source, targets in direct.values())
-    return total + _convert(converted, threads) + execute(saved, plan.items, planner, threads=threads)
+    return direct.run(threads) + _convert(converted, threads) + execute(saved, plan.items, planner, threads=threads)
 
 
 def check_partition(saved: Saved, destinations: Mapping[str, torch.Tensor]) -> None:
@@ -107,11 +103,10 @@ def _convert(wanted: Iterable[tuple[torch.Tensor, Shard]], threads: int | None) 
 
 
 def _copy_converted(batch: Sequence[tuple[torch.Tensor, Shard, torch.Tensor]], threads: int | None) -> int:
-    targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+    reads = Reads()
     for _, shard, raw in batch:
-        if shard.item.length:
-            targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, memory(raw, shard.item.length)))
-    total = sum(scatter(source, wanted, threads=threads) for source, wanted in targets.values())
+        reads.add(shard, memory(raw, shard.item.length))
+    total = reads.run(threads)
     with torch.no_grad():
         for tensor, shard, raw in batch:
             copy_any(tensor, view_item(raw, shard))
@@ -141,12 +136,12 @@ def execute(saved: Saved, reads: Iterable[ReadItem], planner: LoadPlanner, *, th
 class _Batch:
     """Read items that are fetched together. Call `add` for each of them, then `run`.
 
-    Holds the targets to fill, by source, and the copies and commits to make once the targets are filled.
+    Holds the reads, and the copies and commits to make after them.
     """
 
     def __init__(self, planner: LoadPlanner) -> None:
         self._planner = planner
-        self._targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+        self._reads = Reads()
         self._raw: dict[tuple[int, int], torch.Tensor] = {}
         self._copies: list[tuple[ReadItem, torch.Tensor | None, torch.Tensor | None]] = []
         self._own = not _is_default(planner)
@@ -162,7 +157,7 @@ class _Batch:
         target = self._target(read)
         whole = alias is None and not any(read.storage_offsets) and tuple(read.lengths) == item.sizes
         if whole and _has_bytes_of(target, shard.item, dtype_of(item.dtype)):
-            self._want(shard, memory(target, item.length))
+            self._reads.add(shard, memory(target, item.length))
             self._copies.append((read, target, None))
             return 0
         raw, fresh = self._temporary(shard)
@@ -186,15 +181,11 @@ class _Batch:
         if key in self._raw and len(self._raw[key]) == shard.item.length:
             return self._raw[key], False
         raw = self._raw[key] = torch.empty(shard.item.length, dtype=torch.uint8)
-        self._want(shard, memory(raw, shard.item.length))
+        self._reads.add(shard, memory(raw, shard.item.length))
         return raw, True
 
-    def _want(self, shard: Shard, view: memoryview) -> None:
-        if view:
-            self._targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, view))
-
     def run(self, threads: int | None) -> int:
-        total = sum(scatter(source, targets, threads=threads) for source, targets in self._targets.values())
+        total = self._reads.run(threads)
         with torch.no_grad():
             for read, resolved, stored in self._copies:
                 target = self._target(read) if resolved is None else resolved
@@ -251,14 +242,12 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
     """
     made: dict[str, torch.Tensor] = {}
     raws: dict[str, torch.Tensor] = {}
-    targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+    reads = Reads()
 
     def base(name: str, shard: Shard) -> torch.Tensor:
         if name not in raws:
             raws[name] = torch.empty(shard.item.length, dtype=torch.uint8)
-            if shard.item.length:
-                wanted = targets.setdefault(id(shard.source), (shard.source, []))[1]
-                wanted.append((shard.item.offset, memory(raws[name], shard.item.length)))
+            reads.add(shard, memory(raws[name], shard.item.length))
         return raws[name]
 
     sharded = []
@@ -273,8 +262,7 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
         else:
             sharded.append(name)
             made[name] = torch.empty(described.size, dtype=dtype)
-    for source, wanted in targets.values():
-        scatter(source, wanted, threads=threads)
+    reads.run(threads)
     if sharded:
         load(saved, {name: made[name] for name in sharded}, threads=threads)
     for name in names:

@@ -37,6 +37,22 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
         return self.item.stride if self.item.stride is not None else c_order(self.item.sizes)
 
 
+class Reads:
+    """Shards that are read together, each into memory of its length. Call `add` for each, then `run`."""
+
+    def __init__(self) -> None:
+        self._targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+
+    def add(self, shard: Shard, view: memoryview) -> None:
+        """Have the bytes of a shard read into `view`."""
+        if view:
+            self._targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, view))
+
+    def run(self, threads: int | None = None) -> int:
+        """Read and verify all of them. Return the number of raw bytes read. Raises IntegrityError, OSError."""
+        return sum(scatter(source, targets, threads=threads) for source, targets in self._targets.values())
+
+
 @dataclass(slots=True)
 class Saved:
     """The contents of a checkpoint, or of a snapshot in memory, by name.
@@ -117,17 +133,14 @@ class Saved:
 
     def read_blobs(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the bytes of blobs, by name, verified. Raises NotFound, IntegrityError, OSError."""
-        found: dict[str, bytearray] = {}
-        targets: dict[int, tuple[ChunkSource, list[Target]]] = {}
+        found, reads = dict[str, bytearray](), Reads()
         for name in names:
             if name not in self.blobs:
                 raise NotFound(f"no value {name!r} in this checkpoint")
             shard = self.blobs[name]
             found[name] = bytearray(shard.item.length)
-            if shard.item.length:
-                targets.setdefault(id(shard.source), (shard.source, []))[1].append((shard.item.offset, memoryview(found[name])))
-        for source, wanted in targets.values():
-            scatter(source, wanted)
+            reads.add(shard, memoryview(found[name]))
+        reads.run()
         return {name: bytes(data) for name, data in found.items()}
 
     def check_whole(self, name: str) -> None:
