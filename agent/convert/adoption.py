@@ -23,6 +23,7 @@ from ckptd.agent.link.arguments import as_step, ranks_of
 from ckptd.agent.link.rounds import Alone
 from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, JobRunning, StorageError
 from ckptd.shared.names import check_name, check_user_tag, tag_directory
+from ckptd.shared.storage.locate import is_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,7 @@ def adopt(
     if as_step(step) < 0:
         raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
     check_name("job", job)
+    _check_job(Path(os.path.abspath(root)), job)
     if tag is not None:
         check_user_tag(tag)
     if ranks_of(None).world_size > 1:
@@ -105,6 +107,14 @@ def adopt(
             return Adopted(place, job, step, made, found, tensors, nbytes, left_out)
     except OSError as error:
         raise StorageError.of(f"adopt {path}", error) from None
+
+
+def _check_job(root: Path, job: str) -> None:
+    """Raise InvalidRequest if root/job is a root itself, or lies inside a job of another root."""
+    if is_root(root / job):
+        raise InvalidRequest(f"{root / job} is a root, which holds jobs: name a job in it, like {root / job / 'gpt'}")
+    if is_root(root.parent) and not is_root(root):
+        raise InvalidRequest(f"{root.parent} is a root, and {root} is the place of a job in it: name that job, and a tag with `tag`")
 
 
 def _check_idle(job: str, root: Path) -> None:
@@ -141,7 +151,11 @@ def _hand_over(link: RankLink, planned: PlannedPart, tensors: Iterator[torch.Ten
             raise
         finally:
             handovers.settle(handover)
-    link.wait_durable(handover.pending)
+    try:
+        link.wait_durable(handover.pending)
+    except CkptdError as error:
+        said = f"{error}; the state is in memory, and the daemon saves it when it can: look at `ckptd status`, or drop it with `ckptd stop`"
+        raise type(error)(said) from None
     return tag_directory(step, tag, link.attempt)
 
 

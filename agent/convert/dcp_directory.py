@@ -76,8 +76,8 @@ def write_directory(directory: Path, planned: Planned, contents: Contents, progr
         values = plain if number == 0 else []
         ends = result_of(path)
         if ends is None:
-            ends = _write(path, planned, values, part, contents, progress)
-            finish(path, ends)
+            file, ends = _write(path, planned, values, part, contents, progress)
+            finish(file, ends)
         else:
             progress(path.stat().st_size)
         for item, start, end in zip([*values, *part], [0, *ends[:-1]], ends, strict=True):
@@ -90,8 +90,8 @@ def write_directory(directory: Path, planned: Planned, contents: Contents, progr
 
 def _write(
     path: Path, planned: Planned, values: list[WriteItem], tensors: list[WriteItem], contents: Contents, progress: Progress
-) -> list[int]:
-    """Write a file with items, each as torch.save writes it. Return where they end."""
+) -> tuple[CheckedFile, list[int]]:
+    """Write a file with items, each as torch.save writes it. Return the file, closed, and the places where the items end."""
     ends = list[int]()
     with CheckedFile(path, progress) as file:
         for item in values:
@@ -100,7 +100,7 @@ def _write(
         for _, tensor in contents.read(map(planned.leaf, tensors)):
             save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), file)
             ends.append(file.tell())
-    return ends
+    return file, ends
 
 
 def _parts(planned: Planned) -> Iterator[list[WriteItem]]:

@@ -104,7 +104,7 @@ class _Checked:
     """An export that has been checked: its summary, and the function that writes it to a path."""
 
     summary: Exported
-    write: Callable[[Path, Progress], None]
+    write: Callable[[Path, Progress], object]
 
 
 def _checked(contents: Contents, selection: Selection, to: str, out: Path, files: Path | None, max_shard_size: int) -> _Checked:

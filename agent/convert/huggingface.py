@@ -58,8 +58,7 @@ def write_directory(
         if result_of(directory / name):
             progress(sum(leaf.nbytes for leaf in shard.values()))
         else:
-            write_file(directory / name, shard, contents, {"format": "pt"}, progress)
-            finish(directory / name, True)
+            finish(write_file(directory / name, shard, contents, {"format": "pt"}, progress), True)
     if len(shards) > 1:
         total = sum(leaf.nbytes for shard in shards.values() for leaf in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, shard in shards.items() for name in shard}}

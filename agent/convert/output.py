@@ -72,8 +72,8 @@ def continued(out: Path, key: str) -> Iterator[Path]:
     """Context manager. Yields a directory to be renamed to `out` as `published` does, or the one that an interrupted process has left.
 
     key: 16 hexadecimal digits that identify the contents. Only a directory that was begun with the same key is continued. It then has the
-    files for which `finish` was called, and no others. It stays if this process is killed or interrupted (KeyboardInterrupt), and not after
-    an error. Where the file system has no locks, nothing is continued.
+    files for which `finish` was called, if their bytes are still those that were written, and no others. It stays if this process is killed
+    or interrupted (KeyboardInterrupt), and not after an error. Where the file system has no locks, nothing is continued.
 
     Raises Busy if another export is making the same directory, and otherwise as `published` does.
     """
@@ -86,9 +86,12 @@ def continued(out: Path, key: str) -> Iterator[Path]:
     try:
         made.mkdir(exist_ok=True)
         for file in made.iterdir():
-            if result_of(file) is None:
+            if not _is_sound(file):
                 file.unlink()
                 _result(file).unlink(missing_ok=True)
+        for kept in place.glob("*.result"):
+            if not (made / kept.name.removesuffix(".result")).exists():
+                kept.unlink()
         yield made
         _publish(made, out)
         _remove(place)
@@ -127,16 +130,33 @@ def _lock(place: Path, out: Path) -> int | None:
 
 def result_of(file: Path) -> Any:
     """Return the result that `finish` has kept for a file of a continued directory, or None if it was not called for this file."""
+    kept = _kept(file)
+    return None if kept is None else kept[2]
+
+
+def finish(file: CheckedFile, result: Any) -> None:
+    """Keep a result, which JSON can express and which is not None, for a file that was written by appending, and is closed."""
+    with CheckedFile(_result(file.path), lambda length: None) as kept:
+        kept.write(json.dumps([file.tell(), file.crc, result]).encode())
+
+
+def _kept(file: Path) -> tuple[int, int, Any] | None:
     try:
-        return json.loads(_result(file).read_bytes()) if file.exists() else None
-    except (FileNotFoundError, ValueError):  # it was not kept, or not completely
+        size, crc, result = json.loads(_result(file).read_bytes())
+    except (FileNotFoundError, ValueError, TypeError):  # it was not kept, or not completely
         return None
+    return (size, crc, result) if file.is_file() and file.stat().st_size == size else None
 
 
-def finish(file: Path, result: Any) -> None:
-    """Keep a result, which JSON can express and which is not None, for a file that is whole, checked and synced. Raises OSError."""
-    with CheckedFile(_result(file), lambda length: None) as kept:
-        kept.write(json.dumps(result).encode())
+def _is_sound(file: Path) -> bool:
+    """Return True if a file is finished and has the bytes that were written."""
+    kept, crc = _kept(file), 0
+    if kept is None:
+        return False
+    with file.open("rb") as data:
+        while piece := data.read(_PIECE):
+            crc = crc32c(piece, crc)
+    return crc == kept[1]
 
 
 def _result(file: Path) -> Path:
@@ -177,9 +197,11 @@ class CheckedFile:
 
     def __init__(self, path: Path, progress: Progress, *, exists: bool = False) -> None:
         """`exists`: True if the file is there already, and bytes in it are to be replaced. Otherwise raises FileExistsError if it is."""
-        self._path, self._progress = path, progress
+        self.path, self._progress = path, progress
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if exists else os.O_CREAT | os.O_EXCL), 0o666)
         self._written: list[tuple[int, int, int]] = []
+        self.crc = 0
+        """The crc32c of everything that was appended."""
         self._unchecked, self._position = 0, 0
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="ckptd-check")
         self._checking: Future[None] | None = None
@@ -194,6 +216,7 @@ class CheckedFile:
             self.failure = error
             raise
         self._position += len(data)
+        self.crc = crc32c(data, self.crc)
         return len(data)
 
     def tell(self) -> int:
@@ -246,4 +269,4 @@ class CheckedFile:
             os.posix_fadvise(self._file, at, length, os.POSIX_FADV_DONTNEED)
             with memoryview(buffer)[:length] as piece:
                 if os.preadv(self._file, [piece], at) != length or crc32c(piece) != crc:
-                    raise IntegrityError(f"{self._path.name}: the bytes at {at} are not those that were written")
+                    raise IntegrityError(f"{self.path.name}: the bytes at {at} are not those that were written")

@@ -63,14 +63,15 @@ def without_ties(leaves: Mapping[str, Leaf]) -> tuple[dict[str, Leaf], dict[str,
     return kept, dropped
 
 
-def write_file(path: Path, leaves: Mapping[str, Leaf], contents: Contents, metadata: Mapping[str, str], progress: Progress) -> None:
-    """Write a new file with these tensors, each in C order. Raises FileExistsError, OSError, IntegrityError."""
+def write_file(path: Path, leaves: Mapping[str, Leaf], contents: Contents, metadata: Mapping[str, str], progress: Progress) -> CheckedFile:
+    """Write a new file with these tensors, each in C order, and return it, closed. Raises FileExistsError, OSError, IntegrityError."""
     ordered = sorted(leaves.items(), key=lambda pair: -pair[1].dtype.itemsize)  # so that every tensor is aligned
     with CheckedFile(path, progress) as file:
         file.write(_header(ordered, metadata))
         for (_, leaf), (_, tensor) in zip(ordered, contents.read(leaf for _, leaf in ordered), strict=True):
             dense = tensor.contiguous()
             file.write(memory(dense, leaf.nbytes))
+    return file
 
 
 def _header(ordered: Iterable[tuple[str, Leaf]], metadata: Mapping[str, str]) -> bytes:

@@ -7,7 +7,9 @@ byte is verified. After an error the destinations may hold damaged bytes. `load`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -77,6 +79,7 @@ def _own_boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, 
         box: Box | None = None
         if isinstance(tensor, DTensor):
             if tensor._spec not in known:
+                _check_placements(name, tensor)
                 chunks: list[ChunkStorageMetadata] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
                 known[tensor._spec] = (tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else None
             box = known[tensor._spec]
@@ -87,6 +90,22 @@ def _own_boxes(destinations: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, 
             box = tuple(shard.shard_offsets), tuple(shard.shard_sizes)
         empty = box is not None and 0 in box[1]  # an empty shard may not have been saved
         yield name, tensor, None if empty else box
+
+
+def _check_placements(name: str, tensor: DTensor) -> None:
+    """Raise StructureMismatch if this rank's part is several pieces, for which torch gives the place of one.
+
+    A _StridedShard is one piece only if later dimensions of the mesh divide the same dimension of the tensor `split_factor` times.
+    """
+    placements: Sequence[Any] = tensor.placements
+    for number, placement in enumerate(placements):
+        if type(placement).__name__ == "_StridedShard":
+            later = [mesh for mesh, other in enumerate(placements) if mesh > number and getattr(other, "dim", None) == placement.dim]
+            if math.prod(tensor.device_mesh.size(mesh) for mesh in later) != placement.split_factor:
+                raise StructureMismatch(
+                    f"{name}: with the placements {placements}, this rank's part is several pieces of the tensor, which cannot be "
+                    "loaded: redistribute it first"
+                )
 
 
 def _convert(wanted: Iterable[tuple[torch.Tensor, Shard]], threads: int | None) -> int:

@@ -48,6 +48,7 @@ def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
     run = run_in(where, _JOB)
     if not partial:
         on_rank_0(run.agent, where / name, lambda: check_absent(where / name))
+        run.agent._kept_plan.invalidate()  # the ranks compare their values when they plan
     run.highest += 1
     pending = run.agent.snapshot(state, step=run.highest, rng=False, user_content={"tag": name if partial else ""}, on_error="raise")
     if partial:
@@ -58,11 +59,11 @@ def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
     return pending
 
 
-def load(f: str | os.PathLike[str], map_location: str | torch.device = "cpu", partial: bool = True) -> Any:
+def load(f: str | os.PathLike[str], map_location: str | torch.device | None = None, partial: bool = True) -> Any:
     """Return the object of this rank that `save` has saved under this name: the newest one. Every rank calls this by itself.
 
-    f: as for `save`. map_location: the device of the tensors. partial: as it was for `save`; False reads the file `f` with
-    `torch.load(weights_only=True)`.
+    f: as for `save`. map_location: the device of the tensors; default: the CPU. partial: as it was for `save`; False reads the file `f`
+    with `torch.load(weights_only=True)`.
 
     Tensors that were sharded come whole. To load each shard into its place, use `resume_from_checkpoint`. On another number of ranks than
     saved it, rank n gets the object of rank n modulo the number of those ranks.
@@ -75,7 +76,7 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device = "cpu", pa
         if not (where / name).is_file():
             raise NotFound(f"{where / name} is not there, or is no file")
         with one_sentence(where / name):
-            return torch.load(where / name, weights_only=True, map_location=map_location)
+            return torch.load(where / name, weights_only=True, map_location=map_location or "cpu")
     run = known_run(where, _JOB)
     if run is not None and name in run.saved:
         run.saved[name].wait("durable")
@@ -85,12 +86,12 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device = "cpu", pa
         there = some_text(list(dict.fromkeys(filter(None, map(tag_of, reversed(found)))))) or "none"
         raise NotFound(f"no object {name!r} in {where}; there are {there}")
     with Checkpoint.open(where / _JOB / named[-1].tag) as checkpoint:
-        return _of_rank(checkpoint, torch.device(map_location))
+        return _of_rank(checkpoint, torch.device(map_location or "cpu"))
 
 
 def _place(f: str | os.PathLike[str]) -> tuple[Path, str]:
-    path = Path(os.path.abspath(f))
-    return Path(os.path.realpath(path.parent)), check_name("name", path.name)
+    directory, name = os.path.split(os.fspath(f))
+    return Path(os.path.realpath(directory)), check_name("name", name)
 
 
 def _by_rank(value: Any) -> Any:

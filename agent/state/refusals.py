@@ -103,3 +103,13 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"{name}: a conjugate or negative view of dtype {tensor.dtype} cannot be saved, since torch cannot compute its values; "
             "save the tensor that it is a view of"
         ) from None
+
+
+def check_own(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsavableValue for a tensor that is divided among ranks, where one rank's own is expected."""
+    if isinstance(tensor, DTensor):
+        divided = tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements)
+    else:
+        divided = isinstance(tensor, ShardedTensor)
+    if divided:
+        raise UnsavableValue(f"{name}: a tensor that is sharded over ranks is no rank's own: take it out of per_rank(...)")

@@ -14,7 +14,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.dtypes import torch_dtype
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import kind_of
-from ckptd.agent.state.refusals import check_tensor, check_text, digits, said, too_deep
+from ckptd.agent.state.refusals import check_own, check_tensor, check_text, digits, said, too_deep
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, inside
 from ckptd.shared import standard
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, check_msgpack, deeper_than
@@ -185,7 +185,11 @@ class Packer:
         if kind is TensorRef:
             return _reference(value.fqn)
         if kind is PerRank:
-            return Ext(PER_RANK, _encode(self.pack(value.value, f"{path}@{self._rank}")))
+            before = len(self.tensors)
+            packed = self.pack(value.value, f"{path}@{self._rank}")
+            for name in islice(self.tensors, before, None):
+                check_own(name, self.tensors[name])
+            return Ext(PER_RANK, _encode(packed))
         if kind is tuple:
             return Ext(TUPLE, self._children(value, path))
         if kind is torch.Size:

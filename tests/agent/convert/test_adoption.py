@@ -19,7 +19,7 @@ from ckptd.agent.convert import command
 from ckptd.agent.convert.adoption import adopt
 from ckptd.agent.convert.contents import replaced
 from ckptd.agent.handover.rank_link import RankLink
-from ckptd.shared.errors import CkptdError, IntegrityError, InvalidName, InvalidRequest, JobRunning, NotFound
+from ckptd.shared.errors import CkptdError, IntegrityError, InvalidName, InvalidRequest, JobRunning, NotFound, StorageError
 from tests.agent.convert.saved import STATES, assert_same, one_process, save, shared
 from tests.support.daemons import Daemon
 
@@ -170,6 +170,25 @@ def test_an_agent_of_this_process_is_not_fenced(tmp_path: Path, root: Path) -> N
     adopt(tmp_path / "source", root, "other")
     agent.close()
     assert adopt(tmp_path / "source", root, "gpt").tag == "step-00000000.a0002"
+
+
+def test_a_place_that_is_no_job_is_refused(tmp_path: Path, root: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "source")
+    with pytest.raises(InvalidRequest, match="root is a root, which holds jobs: name a job in it, like .*root/gpt$"):
+        adopt(tmp_path / "source", root.parent, root.name)
+    with pytest.raises(InvalidRequest, match="root is a root, and .*gpt is the place of a job in it: name that job, and a tag with `tag`$"):
+        adopt(tmp_path / "source", root / "gpt", "base")
+    assert not (root / "gpt").exists()
+
+
+def test_a_state_that_cannot_be_saved_yet_is_said_to_be_in_memory(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(link: Any, pending: Any) -> None:
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(RankLink, "wait_durable", fail)
+    torch.save({"w": torch.ones(3)}, tmp_path / "source")
+    with pytest.raises(StorageError, match="^no space left; the state is in memory, and the daemon saves it when it can"):
+        adopt(tmp_path / "source", root, "gpt")
 
 
 def test_several_ranks_are_refused(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

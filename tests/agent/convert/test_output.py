@@ -63,14 +63,24 @@ def test_an_output_that_another_program_has_made_meanwhile_stays(tmp_path: Path)
 KEY = "0123456789abcdef"
 
 
+def written(path: Path, text: str) -> CheckedFile:
+    with CheckedFile(path, lambda length: None) as file:
+        file.write(text[:1].encode())
+        file.write(text[1:].encode())
+    return file
+
+
 def interrupted(out: Path, key: str = KEY) -> None:
-    """Begin an output with one file that is finished, one that is not, and one whose result was cut short."""
+    """Begin an output with a file that is finished, one that is not, one that is gone, one that was changed and two torn results."""
     with suppress(KeyboardInterrupt), continued(out, key) as made:
-        for name in ("first", "torn", "second"):
-            (made / name).write_text("old")
-        finish(made / "first", [3, 4])
-        finish(made / "torn", [5])
+        for name in ("first", "torn", "empty", "changed", "shorter", "gone"):
+            finish(written(made / name, "old"), [3, 4])
+        written(made / "second", "old")
         (made.parent / "torn.result").write_text("[")
+        (made.parent / "empty.result").write_text("")
+        (made / "changed").write_text("odd")
+        (made / "shorter").write_text("ol")
+        (made / "gone").unlink()
         raise KeyboardInterrupt
 
 
@@ -80,10 +90,12 @@ def test_an_interrupted_directory_is_continued_with_what_was_finished(tmp_path: 
     assert os.listdir(tmp_path) == [f".out.{KEY}.partial"]
     with continued(out, KEY) as made:
         assert os.listdir(made) == ["first"]
-        assert [result_of(made / name) for name in ("first", "torn", "second")] == [[3, 4], None, None]
-        (made / "torn").write_text("new")
-        finish(made / "torn", [6])
-    assert {path.name: path.read_text() for path in out.iterdir()} == {"first": "old", "torn": "new"}
+        assert sorted(os.listdir(made.parent)) == ["first.result", "lock", "made"]
+        assert [result_of(made / name) for name in ("first", "torn", "second", "gone")] == [[3, 4], None, None, None]
+        for name in ("torn", "gone"):
+            finish(written(made / name, "new"), [6])
+        assert result_of(made / "gone") == [6]
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"first": "old", "torn": "new", "gone": "new"}
     assert os.listdir(tmp_path) == ["out"]
 
 
@@ -132,8 +144,7 @@ def test_without_locks_nothing_is_continued(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(output, "description_lock", lambda fd, kind: None)
     with continued(tmp_path / "out", "e" * 16) as made:
         assert os.listdir(made) == []
-        (made / "x").write_text("whole")
-        finish(made / "x", True)
+        finish(written(made / "x", "whole"), True)
     assert os.listdir(tmp_path / "out") == ["x"]
     assert sorted(os.listdir(tmp_path)) == [f".out.{KEY}.partial", "out"]
 

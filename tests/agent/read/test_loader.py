@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.agent.read import loader
@@ -91,6 +92,30 @@ def test_conversions_are_made_batch_by_batch(saved: Saved, monkeypatch: pytest.M
     assert load(saved, state) == 2 * 3 * 96  # each batch reads the chunk
     assert batches == [1, 1]
     assert all(torch.equal(tensor, BIG.double()) for tensor in state.values())
+
+
+def load_strided(path: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    errors = []
+    for placements in ([_StridedShard(0, split_factor=2), Shard(0)], [_StridedShard(0, split_factor=2), Replicate()]):
+        place = DTensor.from_local(torch.zeros(1 if placements[1].is_shard() else 2, 6), mesh, placements, run_check=False, shape=BIG.shape,
+                                   stride=BIG.stride())  # fmt: skip
+        try:
+            with Checkpoint.open(path) as checkpoint:
+                load(checkpoint.opened.saved, {"w": place})
+        except StructureMismatch as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_a_part_of_several_pieces_is_refused(daemon: Daemon) -> None:
+    """torch gives one place for it, where other rows are."""
+    with Ranks(4) as ranks:
+        ranks.call(save_shards, daemon.home.socket)
+        for errors in ranks.call(load_strided, daemon.home.root / "job"):
+            assert len(errors) == 1
+            assert errors[0].startswith("w: with the placements ")
+            assert errors[0].endswith("this rank's part is several pieces of the tensor, which cannot be loaded: redistribute it first")
 
 
 def sharded(value: torch.Tensor) -> DTensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ OBJECT = {"state": {"w": torch.arange(6.0).reshape(2, 3)}, "epoch": 3, "seen": [
 
 def test_an_object_comes_back(root: Path) -> None:
     save(OBJECT, root / "state.pt")
-    assert_same(load(root / "state.pt"), OBJECT)  # waits for the save
+    assert_same(load(root / "state.pt", None), OBJECT)  # waits for the save
     smp.close()
     assert_same(load(root / "state.pt"), OBJECT)
 
@@ -74,8 +75,9 @@ def test_a_forked_child_loads_and_begins_no_attempt(root: Path) -> None:
 
 
 def test_bad_input_is_refused(tmp_path: Path, root: Path) -> None:
-    with pytest.raises(InvalidName):
-        save({}, root / "a b")
+    for name in ("a b", "..", ".", ""):
+        with pytest.raises(InvalidName):
+            save({}, f"{root}/{name}")
     save({}, root / "empty")
     with pytest.raises(UnsavableValue):
         save({"f": print}, root / "x")
@@ -121,29 +123,35 @@ def save_on_rank(socket: Path, place: Path, partial: bool) -> int:
     return pending.step
 
 
+@dataclass
+class Box:
+    inside: Any
+
+
 class Pair(NamedTuple):
     left: Any
     right: Any
 
 
-def save_containers(socket: Path, place: Path) -> str:
+def save_containers(socket: Path, place: Path) -> list[str]:
     os.environ["CKPTD_SOCKET"] = str(socket)
     save(OrderedDict(b=(sharded(1.0), 1), a=2), place / "x")
-    try:
-        save({"pair": Pair(sharded(1.0), 1)}, place / "y")
-    except UnsavableValue as error:
-        return str(error)
-    finally:
-        smp.close()
-    return ""
+    errors = []
+    for holder in (Pair(sharded(1.0), 1), Box(sharded(1.0))):
+        try:
+            save({"holder": holder}, place / "y")
+        except UnsavableValue as error:
+            errors.append(str(error))
+    smp.close()
+    return errors
 
 
 def test_containers_of_shards_keep_their_types(daemon: Daemon) -> None:
     with Ranks(2) as ranks:
-        assert (
-            ranks.call(save_containers, daemon.home.socket, daemon.home.root)
-            == ["a Pair has a sharded tensor in it: save it in a dict, a list or a tuple"] * 2
-        )
+        for number, (first, second) in enumerate(ranks.call(save_containers, daemon.home.socket, daemon.home.root)):
+            assert first == "a Pair has a sharded tensor in it: save it in a dict, a list or a tuple"
+            own = f"object@{number}.holder.inside: a tensor that is sharded over ranks is no rank's own: take it out of per_rank(...)"
+            assert second.endswith(own)
     found = load(daemon.home.root / "x")
     assert (type(found), list(found)) == (OrderedDict, ["b", "a"])
     assert (found["b"][0].tolist(), found["b"][1:], found["a"]) == ([[1.0, 1.0], [2.0, 2.0]], (1,), 2)
@@ -168,6 +176,29 @@ def test_each_rank_gets_its_own_object(daemon: Daemon) -> None:
     with Ranks(3) as ranks:
         found = ranks.call(load_on_rank, daemon.home.root, True)
         assert [one["rank"] for one in found] == [0, 1, 0]
+
+
+def save_differing(socket: Path, place: Path) -> list[str]:
+    """Save an object that differs between ranks, each rank's own first, and return the errors of full saves."""
+    os.environ["CKPTD_SOCKET"] = str(socket)
+    own = {"w": sharded(1.0), "rank": torch.distributed.get_rank()}
+    save(own, place / "own")
+    errors = []
+    for name in ("a", "b"):
+        try:
+            save(own, place / name, partial=False)
+        except UnsavableValue as error:
+            errors.append(str(error))
+        save({**own, "rank": 0}, place / f"same {name}".replace(" ", "-"), partial=False)
+    smp.close()
+    return errors
+
+
+def test_a_full_object_that_differs_between_ranks_is_refused_each_time(daemon: Daemon) -> None:
+    with Ranks(2) as ranks:
+        for errors in ranks.call(save_differing, daemon.home.socket, daemon.home.root):
+            assert len(errors) == 2
+            assert all("object.rank differs between ranks 0 and 1" in error for error in errors)
 
 
 def test_a_full_object_has_whole_tensors(daemon: Daemon) -> None:
