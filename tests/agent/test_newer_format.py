@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptd.agent import Agent, Checkpoint, StorageReader
-from ckptd.agent.recover import recovery as agent_recovery
+from ckptd.agent.recover import loading
 from ckptd.agent.state.values import decode
 from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat, NotFound
 from tests.support.daemons import Daemon, Home, running
@@ -54,7 +54,7 @@ def test_recover_does_not_go_back_because_of_a_dtype(place: Home) -> None:
     forge(place.root, (8,), WHOLE, step=2, dtype="novel32/4")
     with running(place, forked=True) as daemon, closing(Agent(job="gpt", socket=daemon.home.socket)) as agent:
         state: dict[str, Any] = {"w": torch.full((8,), 5.0), "of the caller": 1}
-        with pytest.raises(NotFound, match=OF_A_NEWER_TORCH), mock.patch.object(agent_recovery, "load", side_effect=AssertionError):
+        with pytest.raises(NotFound, match=OF_A_NEWER_TORCH), mock.patch.object(loading, "load", side_effect=AssertionError):
             agent.recover(state, strict=False)
         assert torch.equal(state["w"], torch.full((8,), 5.0))
         with pytest.raises(NotFound, match=OF_A_NEWER_TORCH):
@@ -129,7 +129,7 @@ def recover_with_one_newer(socket: Path, rank: int) -> tuple[str, str, list[floa
     """Recover where only this rank finds a newer format. Return the error that `recover` raises here, and the state after it."""
     agent = Agent(job="gpt", socket=socket)
     state = {"w": torch.full((8,), 5.0)}
-    refusing = mock.patch.object(agent_recovery, "open_checkpoint", side_effect=NewerFormat("part was written by a newer ckptd"))
+    refusing = mock.patch.object(loading, "open_checkpoint", side_effect=NewerFormat("part was written by a newer ckptd"))
     try:
         with refusing if agent.rank == rank else nullcontext():
             agent.recover(state)
