@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from ckptd.agent.convert.ckptd_directory import PlannedPart
-from ckptd.agent.convert.formats import FORMATS, one_sentence, opened
+from ckptd.agent.convert.formats import one_sentence, opened
 from ckptd.agent.convert.importing import plan, under_of
 from ckptd.agent.convert.output import Progress
 from ckptd.agent.convert.selection import Selection
@@ -82,8 +82,6 @@ def adopt(
     Returns once the checkpoint is durable. Raises as `import_checkpoint` and `Agent` do, JobRunning if a run of the job is alive, and the
     error of the snapshot. Raises InvalidRequest on several ranks.
     """
-    if format and format not in FORMATS:
-        raise InvalidRequest(f"format: there is no {format!r}; there are {', '.join(FORMATS)}")
     if as_step(step) < 0:
         raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
     check_name("job", job)

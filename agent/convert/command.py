@@ -79,10 +79,7 @@ def export(
             to,
             out,
             which="newest" if step is None else step,
-            only=only,
-            dtype=_dtype(dtype),
-            rename=[_renaming(one) for one in rename],
-            names=_map(names),
+            **_selected(only, dtype, rename, names),
             files=files,
             max_shard_size=max_shard_size,
             dry_run=dry_run,
@@ -125,11 +122,8 @@ def import_(
             path,
             out,
             format=format or "",
-            only=only,
             under=under,
-            dtype=_dtype(dtype),
-            rename=[_renaming(one) for one in rename],
-            names=_map(names),
+            **_selected(only, dtype, rename, names),
             codec=codec,
             dry_run=dry_run,
             begin=begin,
@@ -187,11 +181,8 @@ def adopt(
             step=step,
             tag=tag,
             format=format or "",
-            only=only,
             under=under,
-            dtype=_dtype(dtype),
-            rename=[_renaming(one) for one in rename],
-            names=_map(names),
+            **_selected(only, dtype, rename, names),
             dry_run=dry_run,
             begin=begin,
             progress=progress,
@@ -235,6 +226,11 @@ def text_of(found: Exported, *, dry_run: bool = False) -> str:
     if found.left_out:
         lines.append(f"left out, because the format holds tensors only: {some_text(found.left_out)}")
     return "\n".join(lines)
+
+
+def _selected(only: str, dtype: str | None, rename: tuple[str, ...], names: Path | None) -> dict[str, Any]:
+    """Return the values of the options of `_selecting` as the functions of this package take them. Raises InvalidRequest."""
+    return {"only": only, "dtype": _dtype(dtype), "rename": [_renaming(one) for one in rename], "names": _map(names)}
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""Lists the formats of other tools, tells which one a path has, and opens it."""
+"""Lists the formats of other tools, tells which one a path has, and opens a checkpoint in any of them, or one of ckptd."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ def is_of_another_tool(path: Path) -> bool:
 
 
 def format_of(path: Path, wanted: str = "") -> str:
-    """Return the format of a file or directory, a key of `FORMATS`. `wanted`: the format that the caller says it has, or "" to look.
+    """Return the format of a file or directory, a key of `FORMATS`. `wanted`: the format that the caller says it has, or "" to detect it.
 
-    Raises NotFound if there is nothing in this format, or in any; InvalidRequest for a checkpoint of ckptd; OSError.
+    Raises NotFound if there is nothing in this format, or in any; InvalidRequest for a checkpoint of ckptd, or if there is no format
+    `wanted`; OSError.
     """
+    if wanted and wanted not in FORMATS:
+        raise InvalidRequest(f"format: there is no {wanted!r}; there are {', '.join(FORMATS)}")
     if not path.exists():
         raise NotFound(f"{path} is not there")
     if not path.is_dir() and not path.is_file():
@@ -81,10 +84,10 @@ def open_contents(path: Path, format: str) -> tuple[Contents, list[str]]:
 
 @contextmanager
 def opened(path: Path, which: str | int = "newest", format: str = "") -> Iterator[tuple[str, Contents, list[str]]]:
-    """Context manager. Yields the format, the contents, and the names of files that are left out, of a checkpoint in any format.
+    """Context manager. Opens a checkpoint in any format. Yields its format, its contents, and the names of the files that are left out.
 
-    which: for a job of ckptd, as for `Checkpoint.open`. format: a key of `FORMATS`, or "" to look. For a checkpoint of ckptd, "ckptd" is
-    the format that is yielded. Raises as `format_of`, `open_contents` and `Checkpoint.open`.
+    which: for a job of ckptd, as for `Checkpoint.open`. format: a key of `FORMATS`, or "" to detect it. The format of a checkpoint of
+    ckptd is "ckptd". Raises as `format_of`, `open_contents` and `Checkpoint.open`.
     """
     if format or is_of_another_tool(path):
         with one_sentence(path):

@@ -11,7 +11,7 @@ import torch
 
 from ckptd.agent.convert.ckptd_directory import PlannedPart, write_directory
 from ckptd.agent.convert.contents import Contents, Leaf, flat
-from ckptd.agent.convert.formats import FORMATS, format_of, one_sentence, open_contents
+from ckptd.agent.convert.formats import format_of, one_sentence, open_contents
 from ckptd.agent.convert.output import Progress, check_place, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.shared import codec as codecs
@@ -67,8 +67,6 @@ def import_checkpoint(
     if the source is damaged or not complete; StorageError; UnsavableValue, naming the value, if only pickled code could bring it back or
     if ckptd cannot save it.
     """
-    if format and format not in FORMATS:
-        raise InvalidRequest(f"format: there is no {format!r}; there are {', '.join(FORMATS)}")
     codecs.encoder(codec)
     source, place = Path(os.path.abspath(path)), Path(os.path.abspath(out))
     if place.is_relative_to(source):

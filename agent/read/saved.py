@@ -67,7 +67,7 @@ class Saved:
     torch_version: str = ""
     """The version of torch that saved the checkpoint, such as "2.13.0", or "" if it is unknown."""
     _checked: set[str] = field(default_factory=set)
-    """Names of the tensors whose shards make up the whole tensor, or are read one by one by the ranks that have saved them."""
+    """Names of the tensors that `check_whole` need not look at again."""
 
     @classmethod
     @paused_collector()

@@ -15,8 +15,8 @@ from ckptd.agent.convert.export import export
 from ckptd.agent.convert.load_model import give_memory, on_meta, tensors_of
 from ckptd.agent.pending import Pending
 from ckptd.agent.smp.full import SUFFIX, State, resume_full
-from ckptd.agent.smp.runs import check_absent, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
-from ckptd.agent.state.naming import find, unwrapped
+from ckptd.agent.smp.runs import check_absent, check_plain, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
+from ckptd.agent.state.naming import unwrapped
 from ckptd.agent.state.tree import PerRank, per_rank
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.names import check_name
@@ -57,8 +57,7 @@ def save_checkpoint(
     kept = num_kept_partial_checkpoints
     if kept is not None and (type(kept) is not int or kept < 1):
         raise InvalidRequest(f"num_kept_partial_checkpoints is {kept!r}; expected a number from 1 up, or None for all")
-    if any(list(find(user_content, "", kind)) for kind in (torch.nn.Module, torch.optim.Optimizer)):
-        raise InvalidRequest("user_content has a module or an optimizer: save its state_dict() instead")
+    check_plain("user_content", user_content)
     run = run_in(where, _JOB)
     agent = run.agent
     if not partial:
@@ -133,8 +132,8 @@ def resume_from_checkpoint(
         )
         if recovered is None:
             raise NotFound(f"no partial checkpoint in {where}")
-        if tag is not None and (recovered.user_content or {}).get("tag") != tag:
-            raise NotFound(f"step {step} of {where} has been saved again, with the tag {(recovered.user_content or {}).get('tag')!r}")
+        if tag is not None and (found := tag_of(recovered.user_content)) != tag:
+            raise NotFound(f"step {step} of {where}, which had the tag {tag!r}, was saved again with the tag {found!r}: that was loaded")
         undone.pop_all()
     if model is not None:
         on_meta(model)
@@ -144,9 +143,9 @@ def resume_from_checkpoint(
 
 def _step_of(where: Path, tag: str) -> int:
     found = manifests(where, _JOB)
-    steps = [manifest.step for manifest in found if tag_of(manifest) == tag and manifest.step is not None]
+    steps = [manifest.step for manifest in found if tag_of(manifest.user_content) == tag and manifest.step is not None]
     if not steps:
-        tags = ", ".join(tag_of(manifest) for manifest in found[-8:]) or "none"
+        tags = ", ".join(tag_of(manifest.user_content) for manifest in found[-8:]) or "none"
         raise NotFound(f"no partial checkpoint {tag!r} in {where}; there are {tags}")
     return steps[-1]
 

@@ -16,10 +16,9 @@ from ckptd.agent.convert.formats import one_sentence
 from ckptd.agent.pending import Pending
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.agent.read.loader import materialize
-from ckptd.agent.smp.runs import check_absent, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
-from ckptd.agent.state.naming import find
+from ckptd.agent.smp.runs import check_absent, check_plain, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
 from ckptd.agent.state.tree import any_node, empty_like, filled, like, per_rank, tensor_names
-from ckptd.shared.errors import InvalidRequest, NotFound, StorageError, UnsavableValue
+from ckptd.shared.errors import NotFound, StorageError, UnsavableValue
 from ckptd.shared.names import check_name
 from ckptd.shared.storage.locate import is_root
 from ckptd.shared.units import some_text
@@ -42,8 +41,7 @@ def save(obj: Any, f: str | os.PathLike[str], partial: bool = True) -> Pending:
     on_error="raise", and of `export`. An error of rank 0 with the file is a StorageError on other ranks.
     """
     where, name = _place(f)
-    if any(list(find(obj, "", kind)) for kind in (torch.nn.Module, torch.optim.Optimizer)):
-        raise InvalidRequest("the object has a module or an optimizer: save its state_dict(), or use save_checkpoint")
+    check_plain("the object", obj)
     state = {"object": _by_rank(obj) if partial else obj}
     run = run_in(where, _JOB)
     if not partial:
@@ -81,9 +79,9 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device | None = No
     if run is not None and name in run.saved:
         run.saved[name].wait("durable")
     found = manifests(where, _JOB) if is_root(where) else []
-    named = [manifest for manifest in found if tag_of(manifest) == name]
+    named = [manifest for manifest in found if tag_of(manifest.user_content) == name]
     if not named:
-        there = some_text(list(dict.fromkeys(filter(None, map(tag_of, reversed(found)))))) or "none"
+        there = some_text(list(dict.fromkeys(tag for one in reversed(found) if (tag := tag_of(one.user_content))))) or "none"
         raise NotFound(f"no object {name!r} in {where}; there are {there}")
     with Checkpoint.open(where / _JOB / named[-1].tag) as checkpoint:
         return _of_rank(checkpoint, torch.device(map_location or "cpu"))

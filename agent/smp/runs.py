@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ckptd.agent.agent import Agent
 from ckptd.agent.pending import Pending
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.agent.state.naming import find
+from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidRequest, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.retention import PreserveAll
 from ckptd.shared.storage.locate import open_root
@@ -83,10 +86,15 @@ def manifests(where: Path, job: str) -> list[Manifest]:
     return sorted(found, key=lambda manifest: manifest.order)
 
 
-def tag_of(manifest: Manifest) -> str:
-    """Return the tag in SageMaker's sense. ckptd's own tags would keep the checkpoint for ever."""
-    content = manifest.user_content
+def tag_of(content: Any) -> str:
+    """Return the tag in SageMaker's sense, which is in the `user_content`. ckptd's own tags would keep the checkpoint for ever."""
     return str(content.get("tag", "")) if isinstance(content, dict) else ""
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raise InvalidRequest if a value has a module or an optimizer in it. `name` is that of the value."""
+    if any(list(find(value, "", kind)) for kind in (torch.nn.Module, torch.optim.Optimizer)):
+        raise InvalidRequest(f"{name} has a module or an optimizer: save its state_dict() instead")
 
 
 def check_absent(file: Path) -> None:

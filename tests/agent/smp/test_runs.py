@@ -30,7 +30,7 @@ def test_manifests_are_in_order_and_damaged_ones_are_left_out(root: Path) -> Non
     for step, tag in ((1, "a"), (5, "b"), (7, "c")):
         run.agent.snapshot({"w": torch.ones(1)}, step=step, user_content={"tag": tag}).wait("durable", timeout=60)
     next((root / "partial").glob("step-00000005.*/manifest.json")).write_bytes(b"{}")
-    assert [(found.step, tag_of(found)) for found in manifests(root, "partial")] == [(1, "a"), (7, "c")]
+    assert [(found.step, tag_of(found.user_content)) for found in manifests(root, "partial")] == [(1, "a"), (7, "c")]
     smp.close()
     assert run_in(root, "partial").highest == 7
     assert manifests(root, "none") == []
@@ -39,7 +39,7 @@ def test_manifests_are_in_order_and_damaged_ones_are_left_out(root: Path) -> Non
 def test_content_of_other_tools_has_no_tag(root: Path) -> None:
     run = run_in(root, "partial")
     run.agent.snapshot({"w": torch.ones(1)}, step=1, user_content=["x"]).wait("durable", timeout=60)
-    assert [tag_of(found) for found in manifests(root, "partial")] == [""]
+    assert [tag_of(found.user_content) for found in manifests(root, "partial")] == [""]
 
 
 def test_values_of_fewer_ranks_are_shared_and_a_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
