@@ -26,7 +26,7 @@ from ckptd.shared.plan import DEFAULT_CHUNK, Region, chunk_ranges
 from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import SegmentHeader
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Sink
+from ckptd.shared.storage.protocol import Creator, Sink
 from tests.shared.samples import NONCE, sample_plan
 from tests.support.daemons import home
 from tests.support.storage import files_in
@@ -48,7 +48,7 @@ class Throttled:
             time.sleep(len(data) / self._rate)
         return offset
 
-    def finish(self, head: Buffer) -> None:
+    def finish(self, head: bytes | None = None) -> None:
         pass
 
     def discard(self) -> None:
@@ -73,8 +73,8 @@ async def written(pipeline: Pipeline, slot: SealedSlot, codec: Encoder, storage:
     """Return the seconds that the part takes, and its size as a share of the slot's."""
     lock, files = threading.Lock(), files_in(storage) if isinstance(storage, Path) else None
 
-    def create(name: str, size: int) -> Sink:
-        return files(name, size) if files is not None else Throttled(float(storage), lock)  # type: ignore[arg-type]
+    def create(name: str, size: int, head: bytes | None) -> Sink:
+        return files.create(name, size, head) if files is not None else Throttled(float(str(storage)), lock)
 
     checks = await pipeline.checksum(slot)
 
@@ -82,7 +82,7 @@ async def written(pipeline: Pipeline, slot: SealedSlot, codec: Encoder, storage:
         return checks
 
     begun = time.perf_counter()
-    entry, _ = await pipeline.write_part(slot, PartWriter(create, NONCE, codec), "step-00000001.a0001", known)
+    entry, _ = await pipeline.write_part(slot, PartWriter(Creator(create, head_last=True), NONCE, codec), "step-00000001.a0001", known)
     return time.perf_counter() - begun, entry.bytes / entry.raw_bytes
 
 

@@ -20,7 +20,8 @@ import click
 from ckptd.daemon import neighbours, report
 from ckptd.shared import __version__, names
 from ckptd.shared import errors as e
-from ckptd.shared.command import exit_code, json_option, speaks
+from ckptd.shared.command import PLACE, exit_code, json_option, speaks
+from ckptd.shared.location import Location, located
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 
@@ -203,11 +204,11 @@ def _default_socket() -> Path:
 
 
 @main.command(short_help="Tell what a daemon is doing.")
-@click.argument("root", type=click.Path(path_type=Path), required=False)
+@click.argument("root", type=PLACE, required=False)
 @_socket
 @json_option
 @speaks
-def status(root: Path | None, socket: Path | None, as_json: bool) -> None:
+def status(root: Location | None, socket: Path | None, as_json: bool) -> None:
     """Tell what the daemon is doing: the one that serves ROOT, or else the one at --socket. Exit code 0 only if it is ready."""
     found = neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
     assert found is not None
@@ -226,11 +227,11 @@ def ps(as_json: bool) -> None:
 
 
 @main.command(short_help="Stop a daemon, after it has saved what it owes.")
-@click.argument("root", type=click.Path(path_type=Path), required=False)
+@click.argument("root", type=PLACE, required=False)
 @click.option("--timeout", default=600.0, help="Seconds to wait until the daemon has saved what it owes. Default: 600.")
 @json_option
 @speaks
-def stop(root: Path | None, timeout: float, as_json: bool) -> None:
+def stop(root: Location | None, timeout: float, as_json: bool) -> None:
     """Stop the daemon that serves ROOT, or else that of CKPTD_SOCKET or CKPTD_ROOT. It first saves the newest snapshots in memory.
 
     A running trainer waits for the next daemon. A trainer with a private daemon starts the next one itself.
@@ -292,25 +293,25 @@ def doctor(root: str | None, socket: str | None, file: Path | None, as_json: boo
 
 
 @main.command(short_help="List the checkpoints under a root.")
-@click.argument("path", type=click.Path(path_type=Path), required=False)
+@click.argument("path", type=PLACE, required=False)
 @_socket
 @json_option
 @speaks
-def ls(path: Path | None, socket: Path | None, as_json: bool) -> None:
+def ls(path: Location | None, socket: Path | None, as_json: bool) -> None:
     """List the checkpoints of all jobs under a root, or of one job.
 
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is the root of the daemon at --socket.
     """
-    rows = report.listing(path if path is not None else Path(neighbours.daemon_status(socket)["root"]))
+    rows = report.listing(path if path is not None else located(neighbours.daemon_status(socket)["root"]))
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
 
 
 @main.command(short_help="Describe one checkpoint.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
 @click.option("--keys", is_flag=True, help="List every tensor with its shape and dtype.")
 @json_option
 @speaks
-def show(path: Path, keys: bool, as_json: bool) -> None:
+def show(path: Location, keys: bool, as_json: bool) -> None:
     """Describe one checkpoint: DIR/JOB/TAG, the newest one of DIR/JOB, or a directory outside every root that is a checkpoint."""
     manifest = report.manifest_at(path)
     for damaged in report.damaged_newer(path, manifest):
@@ -321,10 +322,10 @@ def show(path: Path, keys: bool, as_json: bool) -> None:
 
 
 @main.command(short_help="Check every byte of checkpoints.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
 @json_option
 @speaks
-def verify(path: Path, as_json: bool) -> None:
+def verify(path: Location, as_json: bool) -> None:
     """Read every byte of a checkpoint (DIR/JOB/TAG), or of all of a job (DIR/JOB) or of a root (DIR), against its checksums.
 
     PATH may also be a checkpoint outside every root. Nothing is changed. The exit code is 13 if anything is damaged.
@@ -341,13 +342,13 @@ def verify(path: Path, as_json: bool) -> None:
 
 
 @main.command(short_help="Delete checkpoints.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
 @click.option("--keep", multiple=True, metavar="POLICY", help="For a job: what to keep, like LatestN(5) or BestN('loss',3). Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
 @_socket
 @json_option
 @speaks
-def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None, as_json: bool) -> None:
+def forget(path: Location, keep: tuple[str, ...], dry_run: bool, socket: Path | None, as_json: bool) -> None:
     """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep policy keeps.
 
     Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n), EveryNSeconds(seconds), BestN('metric', n, 'min' or 'max'),
@@ -374,11 +375,11 @@ def forget(path: Path, keep: tuple[str, ...], dry_run: bool, socket: Path | None
 
 
 @main.command(short_help="Keep a checkpoint from being deleted.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
 @click.option("--remove", is_flag=True, help="Remove the pin.")
 @json_option
 @speaks
-def pin(path: Path, remove: bool, as_json: bool) -> None:
+def pin(path: Location, remove: bool, as_json: bool) -> None:
     """Keep a checkpoint (DIR/JOB/TAG, or the newest of DIR/JOB) from being deleted, by retention or by hand, until the pin is removed."""
     from ckptd.daemon import forgetting
 

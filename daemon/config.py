@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptd.shared import codec, names
+from ckptd.shared import codec
 from ckptd.shared.errors import InvalidConfig
+from ckptd.shared.location import Location, Url, located
 from ckptd.shared.numa import parse_cpus
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
@@ -31,8 +32,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
 class Config:
     """The settings of one daemon. Making an instance raises InvalidConfig if a value is not allowed."""
 
-    root: Path
-    """Directory of the checkpoints of all jobs, as an absolute path. It is created if it is missing."""
+    root: Location
+    """Place of the checkpoints of all jobs: an absolute path, or a URL like `s3://BUCKET/PREFIX`. A missing directory is created."""
     socket: Path
     """Unix socket that the daemon listens on, as an absolute path of at most 107 bytes."""
     state_dir: Path = dataclasses.field(default_factory=default_state_dir)
@@ -90,7 +91,7 @@ class Config:
 
     def __post_init__(self) -> None:
         codec.encoder(self.codec)
-        _require(self.root.is_absolute(), "root", self.root, "an absolute path")
+        _require(isinstance(self.root, Url) or self.root.is_absolute(), "root", self.root, "an absolute path or a URL")
         _require(
             self.socket.is_absolute() and len(os.fsencode(self.socket)) < 108,
             "socket",
@@ -161,7 +162,6 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     values |= {key: _convert(key, value, f"--{key.replace('_', '-')}: ") for key, value in flags.items()}
     if "root" not in values:
         raise InvalidConfig("no root: say where checkpoints go with --root DIR, CKPTD_ROOT or root = in the config file")
-    values["root"] = Path(os.path.abspath(values["root"]))
     if "socket" not in values:
         raise InvalidConfig("no socket: name one with --socket PATH, CKPTD_SOCKET or socket = in the config file")
     values["socket"] = Path(os.path.abspath(values["socket"]))
@@ -185,11 +185,8 @@ def _convert(key: str, value: Any, where: str) -> Any:
         near = nearest(key, FIELDS)
         hint = f"; did you mean {near!r}?" if near else f"; the settings are {', '.join(sorted(FIELDS))}"
         raise InvalidConfig(f"{where}there is no setting {key!r}{hint}")
-    if key == "root" and isinstance(value, (str, os.PathLike)) and names.url_scheme(_text(value)):
-        raise InvalidConfig(
-            f"{where}root is the URL {_text(value)!r}; expected a directory, because this version of ckptd does not save to object stores: "
-            "mount the storage and name the directory where it is mounted"
-        )
+    if key == "root" and isinstance(value, (str, os.PathLike, Url)):
+        return _root(value, where)
     try:
         if field.type in ("Path", "Path | None"):
             return Path(os.path.expanduser(_text(value)))
@@ -205,6 +202,13 @@ def _convert(key: str, value: Any, where: str) -> Any:
     except (ValueError, KeyError, TypeError):
         kind = {"int": "a number (k, M, G, Ki, Mi, Gi allowed)", "bool": "true or false", "float": "a number of seconds"}
         raise InvalidConfig(f"{where}{key} is {value!r}; expected {kind.get(str(field.type), 'text')}") from None
+
+
+def _root(value: Any, where: str) -> Location:
+    try:
+        return located(value if isinstance(value, Url) else os.path.expanduser(_text(value)))
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{where}root: {error}") from None
 
 
 def _policies(value: Any, where: str) -> tuple[Policy, ...]:

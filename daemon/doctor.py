@@ -23,9 +23,11 @@ from ckptd.daemon import limits
 from ckptd.daemon.config import Config
 from ckptd.daemon.peers import SO_PEERPIDFD
 from ckptd.shared import owners
-from ckptd.shared.errors import Forbidden
+from ckptd.shared.errors import CkptdError, Forbidden
+from ckptd.shared.location import Location, Url
 from ckptd.shared.state_directory import nearest_existing
 from ckptd.shared.storage import posix_probe
+from ckptd.shared.storage.locate import object_storage
 from ckptd.shared.units import size_text
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
@@ -120,7 +122,33 @@ def _file_system(path: Path) -> int:
     return int(ctypes.c_long.from_buffer(buffer).value)
 
 
-def check_root(root: Path) -> Iterator[Check]:
+def check_root(root: Location) -> Iterator[Check]:
+    """Check the place of the checkpoints: a directory, or the URL of a prefix in an object store."""
+    return _check_directory(root) if isinstance(root, Path) else _check_store(root)
+
+
+def _check_store(root: Url) -> Iterator[Check]:
+    """Check that the store can be written, and measure what it guarantees."""
+    try:
+        storage = object_storage(root)
+        storage.serve(f"doctor-{os.getpid()}").close()
+        once = storage.measure()
+    except (CkptdError, OSError) as error:
+        yield Check("root", FAILED, str(error), {"url": str(root)})
+        return
+    yield Check("root", OK, f"{root} can be written, listed, read in part and deleted", {"url": str(root)})
+    values = {"creates_once": once}
+    if once:
+        yield Check("exclusive creation", OK, "of several callers that create an object, one succeeds", values)
+    else:
+        yield Check(
+            "exclusive creation", WARNING,
+            "the store lets several callers create the same object: attempts are claimed by names of their own, and two daemons that start "
+            "the same job at the same moment may both have to try again", values,
+        )  # fmt: skip
+
+
+def _check_directory(root: Path) -> Iterator[Check]:
     """Check the directory for checkpoints. If it does not exist yet, check the nearest parent that does."""
     place = root
     while not place.exists() and place != place.parent:

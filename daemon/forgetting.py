@@ -25,6 +25,7 @@ from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, InvalidRequest, from_wire
 from ckptd.shared.fs import PosixFileSystem
+from ckptd.shared.location import Location, located
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.retention import Policy
 from ckptd.shared.storage.locate import find_job_or_checkpoint
@@ -37,7 +38,7 @@ _AT_ONCE = 100
 _SECONDS = 600.0
 
 
-def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_run: bool) -> Iterator[dict[str, Any]]:
+def forget(path: Location, policies: Sequence[Policy], socket: Path | None, *, dry_run: bool) -> Iterator[dict[str, Any]]:
     """Delete the checkpoint DIR/JOB/TAG, or those checkpoints of DIR/JOB that `policies` do not keep. Yield one row for each.
 
     `error` in a row is the reason why the checkpoint stays, or None. With `dry_run` nothing is deleted. Raises InvalidRequest, NotFound,
@@ -59,14 +60,14 @@ def forget(path: Path, policies: Sequence[Policy], socket: Path | None, *, dry_r
     free = [row for row in rows if row["error"] is None]
     refused: dict[str, str] = {}
     if free and not dry_run:
-        refused = _delete(Path(repository.where()), job, [row["tag"] for row in free], socket)
+        refused = _delete(located(repository.where()), job, [row["tag"] for row in free], socket)
     for row in rows:
         row["error"] = refused.get(row["tag"], row["error"])
         row["deleted"] = not dry_run and row["error"] is None
         yield row
 
 
-def _place(path: Path) -> tuple[Repository, str, str | None]:
+def _place(path: Location) -> tuple[Repository, str, str | None]:
     repository, job, tag = find_job_or_checkpoint(path)
     if isinstance(repository, StandaloneCheckpoint):
         raise InvalidRequest(f"{path} is a checkpoint outside every root, which ckptd does not delete: delete the directory yourself")
@@ -98,7 +99,7 @@ def _reader(repository: Repository, job: str, tag: str) -> str | None:
     return f"checkpoint {job}/{tag} is being read, or deleted, by {found}" if found else None
 
 
-def _delete(root: Path, job: str, tags: list[str], socket: Path | None) -> dict[str, str]:
+def _delete(root: Location, job: str, tags: list[str], socket: Path | None) -> dict[str, str]:
     channel = _daemon_of(root, socket)
     if channel is None:
         try:
@@ -135,7 +136,7 @@ async def _delete_without_a_daemon(config: Config, job: str, tags: Sequence[str]
     return refused
 
 
-def _settings(root: Path) -> Config:
+def _settings(root: Location) -> Config:
     """Return the settings for a deletion by this process: those of the environment and its config file, with two differences.
 
     Retention keeps everything, because the flags that the daemon of this root was started with are unknown. The socket has a name of its
@@ -146,7 +147,7 @@ def _settings(root: Path) -> Config:
     return settings.load(flags, os.environ, Path(file) if file else None)
 
 
-def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
+def _daemon_of(root: Location, socket: Path | None) -> Channel | None:
     """Return a connection to the daemon that serves `root`, or None if none is found.
 
     If `socket` is named, no other is tried. Raises DaemonUnreachable, Forbidden or InvalidRequest if no daemon of `root` can be used there.
@@ -160,7 +161,7 @@ def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
             if isinstance(error, Forbidden):
                 log.warning("a daemon's socket is not used: %s", error)
             continue
-        if Path(channel.welcome.root).resolve() == root.resolve():
+        if located(channel.welcome.root).resolve() == root.resolve():
             return channel
         channel.close()
         if socket is not None:
@@ -168,7 +169,7 @@ def _daemon_of(root: Path, socket: Path | None) -> Channel | None:
     return None
 
 
-def pin(path: Path, *, remove: bool) -> tuple[str, str]:
+def pin(path: Location, *, remove: bool) -> tuple[str, str]:
     """Pin the checkpoint DIR/JOB/TAG, or the newest of DIR/JOB, so that nothing deletes it. With `remove`, remove the pin instead.
 
     Return job and tag. Raises InvalidRequest if the checkpoint is outside every root; NotFound, Busy, IntegrityError, StorageError,

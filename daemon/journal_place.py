@@ -11,6 +11,7 @@ from pathlib import Path
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.fs import FileSystem, make_directories, sync_parents
+from ckptd.shared.location import Location
 from ckptd.shared.owners import stranger
 from ckptd.shared.state_directory import state_directory
 from ckptd.shared.storage.repository import Repository
@@ -19,7 +20,7 @@ _REMEDY = "set state_dir (--state-dir, CKPTD_STATE_DIR) to a directory of your o
 
 
 @contextmanager
-def journal_directory(fs: FileSystem, state_dir: Path, root: Path, repository: Repository) -> Iterator[int]:
+def journal_directory(fs: FileSystem, state_dir: Path, root: Location, repository: Repository) -> Iterator[int]:
     """Context manager. Yield an open descriptor of the directory for the root's journal, locked for this process.
 
     The name of the directory ends in the identity of the root, so that another root that is mounted at the same path has another journal.

@@ -16,6 +16,7 @@ from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import Busy, CkptdError, DaemonUnreachable, Forbidden, NotFound, from_wire
+from ckptd.shared.location import Location, located
 
 TIMEOUT = 10.0
 
@@ -69,15 +70,15 @@ def _ask(pid: int, socket: str) -> Neighbour:
         return Neighbour(pid, socket, None, str(error))
 
 
-def of_root(root: Path) -> Neighbour:
+def of_root(root: Location) -> Neighbour:
     """Return the daemon of this user that serves a root. Raises DaemonUnreachable, which names the roots that are served."""
-    wanted, found = os.path.realpath(root), find_all()
+    wanted, found = root.resolve(), find_all()
     for neighbour in found:
-        if neighbour.status is not None and os.path.realpath(neighbour.status["root"]) == wanted:
+        if neighbour.status is not None and located(neighbour.status["root"]).resolve() == wanted:
             return neighbour
-    roots = [str(neighbour.status["root"]) for neighbour in found if neighbour.status is not None]
-    near = [served for served in roots if Path(wanted).is_relative_to(served) or Path(served).is_relative_to(wanted)]
-    hint = f": did you mean {near[0]}?" if near else f"; the roots that are served here: {', '.join(roots)}" if roots else ""
+    roots = [located(neighbour.status["root"]) for neighbour in found if neighbour.status is not None]
+    near = [served for served in roots if wanted in served.parents or served in wanted.parents]
+    hint = f": did you mean {near[0]}?" if near else f"; the roots that are served here: {', '.join(map(str, roots))}" if roots else ""
     raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{hint}")
 
 
@@ -87,7 +88,7 @@ def of_environment() -> Neighbour:
         status = daemon_status(Path(socket))
         return Neighbour(status["pid"], socket, status)
     if root := os.environ.get("CKPTD_ROOT"):
-        return of_root(Path(root))
+        return of_root(located(root))
     raise NotFound("name the root of the daemon to stop; `ckptd ps` lists the daemons")
 
 
@@ -134,7 +135,7 @@ def _connect(socket: Path | None) -> Channel:
         return Channel(socket, TIMEOUT, later=TIMEOUT)
     usual = names.default_sockets()
     if root := os.environ.get("CKPTD_ROOT"):
-        usual = [*names.private_sockets(Path(os.path.abspath(root))), *usual]
+        usual = [*names.private_sockets(located(root)), *usual]
     problem: Forbidden | DaemonUnreachable | None = None
     for place in [place for place in usual if place.exists()]:
         try:

@@ -7,15 +7,15 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from ckptd.shared import names
 from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
+from ckptd.shared.location import Location, Url, located
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
-from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_root, meant, tags_of
+from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_prefix, is_root, meant, tags_of
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.units import count_text, size_text, some_text, span_text
@@ -127,12 +127,12 @@ def manifests(repository: Repository, job: str) -> Iterator[tuple[str, Manifest 
             yield tag, error
 
 
-def listing(path: Path) -> list[dict[str, Any]]:
+def listing(path: Location) -> list[dict[str, Any]]:
     """Return one row for each checkpoint at the path, which is a root, a job or one checkpoint. Raises NotFound, StorageError.
 
     The order is by job and (attempt, step). Damaged checkpoints come first in their job.
     """
-    path = Path(os.path.abspath(path))
+    path = located(path)
     if has_checkpoint(path):
         repository, job, tag = find_job_or_checkpoint(path)
         if tag is None:
@@ -147,8 +147,8 @@ def listing(path: Path) -> list[dict[str, Any]]:
         return [_row(job, path.name, manifest, newest=tag == repository.read_newest(job), pinned=tag in repository.pins(job))]
     whole = is_root(path)
     repository = existing_root(path if whole else path.parent)
-    if not whole and not path.is_dir():
-        raise NotFound(f"{path} does not exist, or is not a directory")
+    if not whole and not is_prefix(path):
+        raise NotFound(f"there is nothing at {path}" if isinstance(path, Url) else f"{path} does not exist, or is not a directory")
     jobs = repository.jobs() if whole else [path.name]
     rows = []
     for job in jobs:
@@ -188,7 +188,7 @@ def listing_text(rows: list[dict[str, Any]]) -> str:
     return "\n".join(_table(table))
 
 
-def manifest_at(path: Path) -> Manifest:
+def manifest_at(path: Location) -> Manifest:
     """Return the manifest of DIR/JOB/TAG, or that of the newest checkpoint of DIR/JOB whose manifest is intact.
 
     Raises NotFound if there is no such manifest, IntegrityError if that of DIR/JOB/TAG is damaged, StorageError.
@@ -205,7 +205,7 @@ def manifest_at(path: Path) -> Manifest:
     return max(sound, key=lambda manifest: manifest.order)
 
 
-def damaged_newer(path: Path, manifest: Manifest) -> list[str]:
+def damaged_newer(path: Location, manifest: Manifest) -> list[str]:
     """Return the error of each damaged checkpoint of DIR/JOB that is newer than `manifest`. Return [] if the path names one checkpoint."""
     repository, job, tag = find_job_or_checkpoint(path)
     if tag is not None:
@@ -257,7 +257,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
     return "\n".join(map(printable, lines))
 
 
-def verification(path: Path) -> Iterator[dict[str, Any]]:
+def verification(path: Location) -> Iterator[dict[str, Any]]:
     """Read every byte of each checkpoint at the path, and yield one result for each.
 
     Raises NotFound if there is no checkpoint, Busy if a checkpoint is being deleted.
@@ -273,7 +273,7 @@ def verification(path: Path) -> Iterator[dict[str, Any]]:
     for job, name in wanted:
         begun = time.monotonic()
         called = title(repository, job, name)
-        directory = repository.path.name if isinstance(repository, StandaloneCheckpoint) else name
+        directory = located(repository.where()).name if isinstance(repository, StandaloneCheckpoint) else name
         result: dict[str, Any] = {"job": job, "tag": directory, "name": called, "ok": False, "bytes": 0, "error": None}
         try:
             lease = repository.lease(job, name)

@@ -217,6 +217,8 @@ class ArrayCheckpoint:
 class _File:
     """A file of a part as a `Source`, without any call that only POSIX has."""
 
+    remote = False
+
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
         self.size = os.fstat(self._file.fileno()).st_size

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from ckptd.shared import errors as e
+from ckptd.shared.location import Location, located
 
 EXIT_CODES: dict[type[e.CkptdError], int] = {
     e.InvalidConfig: 2,
@@ -23,6 +24,24 @@ EXIT_CODES: dict[type[e.CkptdError], int] = {
     e.IntegrityError: 13,
     e.DaemonUnreachable: 14,
 }
+
+
+def _action(error: OSError) -> str:
+    return f"use {error.filename}" if error.filename else "do that"
+
+
+class _Place(click.ParamType[Location]):
+    name = "place"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Location:
+        try:
+            return located(value)
+        except e.InvalidConfig as error:
+            self.fail(str(error), param, ctx)
+
+
+PLACE = _Place()
+"""The type of an argument that is a path or a URL: the command gets a `Location`."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs instead of text.")
 
 
@@ -40,7 +59,7 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             sys.exit(130)
         except (e.CkptdError, OSError) as caught:
-            error = caught if isinstance(caught, e.CkptdError) else e.StorageError.of("do that", caught)
+            error = caught if isinstance(caught, e.CkptdError) else e.StorageError.of(_action(caught), caught)
             code = exit_code(error)
             if kwargs.get("as_json"):
                 click.echo(json.dumps({"error": {"code": error.code, "message": str(error), "retry": error.retry}, "exit": code}))

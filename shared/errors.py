@@ -96,6 +96,14 @@ class MachineError(CkptdError):
 _RUN_OUT = frozenset({_errno.EMFILE, _errno.ENFILE, _errno.ENOMEM, _errno.ENOSPC, _errno.EDQUOT, _errno.EAGAIN})
 
 
+class RemoteError(OSError):
+    """An error of an object store. Its `strerror` says more than its error number, and holds no secret."""
+
+
+class RemoteRefusal(RemoteError, PermissionError):
+    """The store has refused the credentials, or found none."""
+
+
 class StorageError(MachineError):
     """A failed write, sync or read. `errno` is the error number of the operating system, or 0 if none is known."""
 
@@ -122,6 +130,8 @@ class StorageError(MachineError):
             _errno.EROFS: " (mounted read-only)",
             _errno.EACCES: " (this user has no permission there)",
         }.get(number, "")
+        if isinstance(error, RemoteError):
+            return cls(f"cannot {action}: {error.strerror}", number)
         return cls(f"cannot {action}: {os.strerror(number) if number else error}{hint}", number)
 
 

@@ -22,6 +22,14 @@ from ckptd.shared.names import TMP_SUFFIX
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
+
+def page_aligned(data: bytes) -> mmap.mmap:
+    """Return a copy of `data` in page-aligned memory, which O_DIRECT needs. `data` must not be empty."""
+    buffer = mmap.mmap(-1, len(data))
+    buffer[:] = data
+    return buffer
+
+
 _RENAME_NOREPLACE = 1  # linux/fs.h
 
 

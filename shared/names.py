@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 
 from ckptd.shared.errors import InvalidName
+from ckptd.shared.location import Location
 from ckptd.shared.owners import is_usable_for_sockets, own_directories, own_directory
 
 MANIFEST = "manifest.json"
@@ -26,6 +27,9 @@ JOURNAL_SPARE = "spare"
 """The name of an allocated file in the journal's directory. Its content means nothing; it becomes the next journal file on a full disk."""
 ATTEMPTS = "attempts"
 PINS = "pins"
+LEASES = "leases"
+RETIRING = "retiring"
+CAPABILITIES = "capabilities.json"
 TMP_SUFFIX = ".tmp"
 
 _MOST_OF_A_SOCKET = 96
@@ -38,8 +42,8 @@ _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
 _PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})(?:\.(?P<number>[0-9]{4,9}))?\.ckpt")
 _UNDER_WAY = re.compile(r"manifest\.json\.[0-9a-f]{32}\.tmp")
 _ATTEMPT = re.compile(r"a(?P<attempt>[0-9]{4,9})")
+_CLAIM = re.compile(r"(?P<name>.+)\.[0-9a-f]{32}")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
-_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 _JOURNAL_FILE = re.compile(r"(?P<number>[0-9a-f]{16})\.log")
 
 
@@ -131,9 +135,17 @@ def attempt_file(attempt: int) -> str:
 
 
 def parse_attempt_file(name: str) -> int | None:
+    """Return the attempt that a claim is for, or None for another name."""
+    name = claimed(name)
     match = _ATTEMPT.fullmatch(name)
     attempt = int(match["attempt"]) if match else None
     return attempt if attempt is not None and attempt_file(attempt) == name else None
+
+
+def claimed(name: str) -> str:
+    """Return the name that a claim is for: some stores need a nonce behind it (FORMAT.md, section 6)."""
+    match = _CLAIM.fullmatch(name)
+    return match["name"] if match else name
 
 
 def new_nonce() -> bytes:
@@ -187,11 +199,11 @@ def pins(job: str) -> str:
     return f"{CONTROL}/{PINS}/{job}"
 
 
-def root_digest(root: Path) -> str:
-    return hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+def root_digest(root: Location) -> str:
+    return hashlib.sha256(os.fsencode(str(root))).hexdigest()[:16]
 
 
-def segment_directory(root: Path) -> str:
+def segment_directory(root: Location) -> str:
     """Return the name of the directory in the tmpfs for the segments of this user and root.
 
     If another user has taken that name, the daemon appends `.` and 16 random hexadecimal digits to it.
@@ -199,7 +211,7 @@ def segment_directory(root: Path) -> str:
     return f"ckptd-{os.getuid()}-{root_digest(root)}"
 
 
-def private_socket(root: Path) -> Path:
+def private_socket(root: Location) -> Path:
     """Return the path of the socket for a private daemon of `root`. It is short enough for a socket address, and not under the root.
 
     The path is in $XDG_RUNTIME_DIR, if that is a directory of this user and the path is not too long there. Otherwise it is in a directory
@@ -209,24 +221,24 @@ def private_socket(root: Path) -> Path:
     runtime = _runtime_directory()
     if runtime is not None and len(os.fsencode(runtime)) + len(name) < _MOST_OF_A_SOCKET:
         return runtime / name
-    return own_directory(_plain_socket_directory()) / name
+    return own_directory(plain_directory()) / name
 
 
-def private_sockets(root: Path) -> list[Path]:
+def private_sockets(root: Location) -> list[Path]:
     """Return the paths where a private daemon of `root` may listen, most likely first.
 
     The first is that of `private_socket`. The others are in /tmp, because the daemon may have been started in another environment, without
     this $XDG_RUNTIME_DIR.
     """
     first = private_socket(root)
-    others = [directory / first.name for directory in own_directories(_plain_socket_directory())]
+    others = [directory / first.name for directory in own_directories(plain_directory())]
     return [first, *(path for path in others if path != first)]
 
 
 def private_socket_directories() -> list[Path]:
     """Return the directories where private daemons of this user may listen. Each exists and belongs to this user."""
     runtime = _runtime_directory()
-    return [*([runtime] if runtime is not None else []), *own_directories(_plain_socket_directory())]
+    return [*([runtime] if runtime is not None else []), *own_directories(plain_directory())]
 
 
 def default_sockets() -> list[Path]:
@@ -240,7 +252,8 @@ def default_sockets() -> list[Path]:
     return places
 
 
-def _plain_socket_directory() -> Path:
+def plain_directory() -> Path:
+    """Return the directory of this user in /tmp for sockets and locks. `owners.py` makes it, or finds another if its name is taken."""
     return Path(f"/tmp/ckptd-{os.getuid()}")
 
 
@@ -251,12 +264,3 @@ def _runtime_directory() -> Path | None:
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) if runtime and os.path.isabs(runtime) and is_usable_for_sockets(Path(runtime)) else None
-
-
-def url_scheme(root: str | os.PathLike[str]) -> str:
-    """Return the scheme of a root that is a URL, such as "s3", or "" for a path.
-
-    One slash after the colon is enough, because a `Path` made from a URL has lost the other.
-    """
-    match = _SCHEME.match(os.fspath(root))
-    return match["scheme"] if match else ""

@@ -122,8 +122,10 @@ class ChunkSource(Protocol):
     plan: the plan of the packed slot.
     values: offset and length of the values document in the packed slot, in bytes.
     ranges: the chunks, in the order of their numbers.
+    remote: as of the source that the chunks are read from.
     """
 
+    remote: bool
     plan: Plan
     values: tuple[int, int]
     ranges: list[ChunkRange]
@@ -147,8 +149,8 @@ class PartReader:
 
     The constructor verifies header, trailer, index and plan, and the length and header of each data file. It does not verify the chunks.
     `index_sha256` is the digest of the index that the manifest holds, or None if it is not to be compared. `open_file` opens a file by its
-    name beside the part. A data file is opened each time that a chunk is read from it, and closed afterwards. Without
-    `open_file`, data files count as missing.
+    name beside the part. A data file is opened each time that a chunk is read from it, and closed afterwards, because there may be many.
+    Remote files, which take no descriptor, stay open. Without `open_file`, data files count as missing.
 
     Raises IntegrityError or NewerFormat, with `name` in the error text, or OSError.
     """
@@ -159,6 +161,8 @@ class PartReader:
         self.name = name
         self._source = source
         self._open_file = open_file
+        self.remote = source.remote
+        self._open: dict[int, Source] = {}  # the remote data files
         self._local = threading.local()
         try:
             self.index = self._read_index(index_sha256)
@@ -185,6 +189,8 @@ class PartReader:
                 raise type(error)(f"{self.name}: {error}") from None
 
     def close(self) -> None:
+        for source in self._open.values():
+            source.close()
         self._source.close()
 
     @property
@@ -199,8 +205,8 @@ class PartReader:
 
     @contextmanager
     def _file(self, number: int) -> Iterator[Source]:
-        if number == 0:
-            yield self._source
+        if (known := self._source if number == 0 else self._open.get(number)) is not None:
+            yield known
             return
         name = names.part_file(self.index.rank, self._nonce, number)
         try:
@@ -209,6 +215,10 @@ class PartReader:
             source = self._open_file(name)
         except FileNotFoundError:
             raise IntegrityError(f"its data file {name} is missing") from None
+        if source.remote:
+            self._open[number] = source
+            yield source
+            return
         try:
             yield source
         finally:
@@ -287,8 +297,8 @@ class PartReader:
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
         chunk = self.index.chunks[number]
-        if chunk.codec != codec.RAW or chunk.stored_length != chunk.raw_length:
-            return False
+        if self.remote or chunk.codec != codec.RAW or chunk.stored_length != chunk.raw_length:
+            return False  # a remote chunk is read with one request
         crc, position, end = 0, chunk.offset, chunk.offset + align(chunk.stored_length)
         with self._stored_in(number) as (source, where):
             for whole in pieces:

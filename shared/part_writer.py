@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import mmap
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,11 +18,12 @@ from ckptd.shared.binary import ALIGN, align
 from ckptd.shared.codec import RAW, Encoder
 from ckptd.shared.errors import InvalidConfig
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import page_aligned
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part import Chunk, Linked, PartIndex, encode_end, encode_header, end_bound
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange
 from ckptd.shared.reuse import NOTHING, Linker, Reuse, StoredFile, StoredPart
-from ckptd.shared.storage.protocol import Sink
+from ckptd.shared.storage.protocol import Creator, Sink
 
 MOST_FILES = 64
 """The most files that a part can be spread over at once."""
@@ -100,21 +99,22 @@ class _Group:
 class PartWriter:
     """A writer of one part. Call `create`, then `chunk` for every chunk of `ranges`, then `finish`, or `discard` at any time.
 
-    `create_file` creates a file from its name and its expected size in bytes. A data file that is full is finished as soon as its last
-    chunk is written, to keep the number of open files small. `linker` links files of older parts; without one, all chunks are stored.
+    `creator` creates the files. Where the first bytes of an object must be written first, all chunks go to data files, and the part file,
+    whose header depends on them, is created last. A data file that is full is finished as soon as its last chunk is written, to keep the
+    number of open files small. `linker` links files of older parts; without one, all chunks are stored.
 
     Every method except `discard` raises OSError if a file cannot be created, written or synced.
     """
 
     def __init__(
         self,
-        create_file: Callable[[str, int], Sink],
+        creator: Creator,
         nonce: bytes,
         encoder: Encoder,
         spread: Spread = ONE_FILE,
         linker: Linker | None = None,
     ) -> None:
-        self._create_file, self._nonce, self._encoder, self._spread = create_file, nonce, encoder, spread
+        self._creator, self._nonce, self._encoder, self._spread = creator, nonce, encoder, spread
         self._linker, self._apart = linker, NOTHING.apart
         self._linked: dict[int, StoredFile] = {}  # the files that could be linked, by their positions in `Reuse.files`
         self._files: list[_File] = []
@@ -143,22 +143,37 @@ class PartWriter:
             apart = chunk.offset in self._apart
             self._groups[apart].left += align(chunk.length)
             counts[apart] += 1
-        for group, count in zip(self._groups, (max(1, counts[0]), counts[1]), strict=True):
+        least = 1 if self._creator.head_last else 0
+        for group, count in zip(self._groups, (max(least, counts[0]), counts[1]), strict=True):
             count = min(self._spread.files_per_rank, count)
             for _ in range(count):
-                self._add(group, align(-(-group.left // count)), 0 if self._files else end_bound(len(ranges), documents, len(links)))
+                end = 0 if self._files or not self._creator.head_last else end_bound(len(ranges), documents, len(links))
+                self._add(group, align(-(-group.left // count)), end)
 
     def _add(self, group: _Group, room: int, reserved: int = 0) -> _File:
         """Create the next file, add it to the files of its group that are being filled, and return it.
 
         It gets room for `room` bytes of chunks and `reserved` bytes after them, but never more than `bytes_per_file`.
         """
-        number = len(self._files) + len(self._linked) if self._files else 0
+        number = len(self._files) + len(self._linked)
+        if not self._creator.head_last:
+            number += 1
+        elif not self._files:
+            number = 0
         room += ALIGN + reserved
-        sink = self._create_file(self._name(number), min(room, self._spread.bytes_per_file or room))
-        file = _File(number, sink, reserved)
-        self._files.append(file)
+        file = self._create(number, min(room, self._spread.bytes_per_file or room), reserved)
         group.filling.append(file)
+        return file
+
+    def _create(self, number: int, size: int, reserved: int = 0, index: PartIndex | None = None) -> _File:
+        """Create a file of about `size` bytes. The header of a part file needs the complete `index`; without it, `_finish` writes it."""
+        head = None
+        if number > 0:  # a header says that there are data files, not how many
+            head = encode_header(msgspec.structs.replace(self._index, files=[0]), self._nonce, number)
+        elif index is not None:
+            head = encode_header(index, self._nonce)
+        file = _File(number, self._creator.create(self._name(number), size, head), reserved)
+        self._files.append(file)
         failpoint("persist.created")
         return file
 
@@ -215,16 +230,10 @@ class PartWriter:
             file.writing -= 1
             over = file.full and file.writing == 0
         if over:
-            self._finish_data_file(file)
+            self._finish(file)
 
-    def _finish_data_file(self, file: _File) -> None:
-        self._finish(file, msgspec.structs.replace(self._index, files=[0]))  # a header says that there are data files, not how many
-
-    def _finish(self, file: _File, index: PartIndex) -> None:
-        """Make a complete file durable, with a header for a part with this index."""
-        header = encode_header(index, self._nonce, file.number)
-        with _aligned(header) as head:
-            file.sink.finish(head)
+    def _finish(self, file: _File, head: bytes | None = None) -> None:
+        file.sink.finish(head)
         file.finished = True
 
     def finish(self, index: PartIndex, chunks: list[Chunk], *, items: int) -> PartEntry:
@@ -234,23 +243,28 @@ class PartWriter:
         numbers of their files complete `index`. The files are synced before their directory. `items` is the number of items in the plan.
         """
         placed = [self._placed[chunk.raw_offset] for chunk in chunks]
-        first, *others = self._files
+        first = self._files[0] if self._creator.head_last else None
+        others = self._files[1:] if first is not None else list(self._files)
         lengths = [older.size for older in self._linked.values()] + [file.end for file in others]
         linked = [msgspec.structs.replace(older.origin, number=number) for number, older in enumerate(self._linked.values(), 1)]
         index = msgspec.structs.replace(index, chunks=chunks, files=lengths, placed=placed if lengths else [], linked=linked)
         document = index.encode()
         failpoint("persist.index")
-        end = encode_end(first.end, document)
-        with _aligned(end) as data:
-            first.sink.append(data)
-        first.end += len(end)
+        end = encode_end(first.end if first is not None else ALIGN, document)
+        if first is not None:
+            _append(first, end)
         failpoint("persist.syncing")
         for file in others:
             if not file.finished:
-                self._finish_data_file(file)
-        self._finish(first, index)
+                self._finish(file)
+        if first is None:
+            first = self._create(0, ALIGN + len(end), index=index)
+            _append(first, end)
+            self._finish(first)
+        else:
+            self._finish(first, encode_header(index, self._nonce))
         failpoint("persist.synced")
-        self._finished = index
+        self._finished = index, first.end
         return PartEntry(
             rank=index.rank, file=self._name(0), bytes=first.end + sum(lengths), raw_bytes=sum(c.raw_length for c in chunks),
             items=items, index_sha256=hashlib.sha256(document).hexdigest(), files=1 + len(lengths),
@@ -262,12 +276,12 @@ class PartWriter:
 
         `digests` and `steady` are as in StoredPart.
         """
-        index = self._finished
+        index, length = self._finished
         assert index.step is not None
         links = {link.number: link for link in index.linked}
         files = [
             StoredFile(index.tag, self._name(number), size, links.get(number) or Linked(0, self._nonce, number, index.step))
-            for number, size in enumerate([self._files[0].end, *index.files])
+            for number, size in enumerate([length, *index.files])
         ]
         return StoredPart(
             index.attempt, index.world_size, index.chunks, digests, index.placed or [0] * len(index.chunks), files, steady
@@ -282,8 +296,7 @@ class PartWriter:
             self._linker.remove(self._name(number))
 
 
-def _aligned(data: bytes) -> mmap.mmap:
-    """Return a copy of `data` in page-aligned memory, as a sink requires."""
-    buffer = mmap.mmap(-1, len(data))
-    buffer[:] = data
-    return buffer
+def _append(file: _File, end: bytes) -> None:
+    with page_aligned(end) as data:
+        file.sink.append(data)
+    file.end += len(end)

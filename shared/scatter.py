@@ -22,6 +22,8 @@ from ckptd.shared.part import ChunkSource
 
 _READS = 4
 """The least number of reads under way, unless the caller sets it: a disk needs several, even if there are fewer cores."""
+_REMOTE_READS = 16
+"""The same for a source over the network, where each read waits tens of milliseconds for its first byte."""
 _LARGE = 1 << 14
 """The least average size, in bytes, of buffers that a chunk is read into directly. One copy costs less than the calls for smaller ones."""
 Target = tuple[int, memoryview]
@@ -31,8 +33,9 @@ Target = tuple[int, memoryview]
 def scatter(source: ChunkSource, targets: Iterable[Target], *, threads: int | None = None) -> int:
     """Fill every target from the packed slot, and return the number of raw bytes that were decoded.
 
-    `threads` is the most threads that read at once, by default one for each CPU, and 4 at least. Raises IntegrityError if a chunk is
-    damaged or a target lies outside all chunks, or OSError. Some targets may be partly filled by then, and hold bytes of the damaged chunk.
+    `threads` is the most threads that read at once, by default one for each CPU, and at least 4, or 16 over the network. Raises
+    IntegrityError if a chunk is damaged or a target lies outside all chunks, or OSError. Some targets may be partly filled by then, and
+    hold bytes of the damaged chunk.
     """
     starts = [r.offset for r in source.ranges]
     wanted: dict[int, list[tuple[int, memoryview]]] = defaultdict(list)
@@ -80,7 +83,7 @@ def _overlap(views: Iterable[memoryview]) -> bool:
 def verify(source: ChunkSource, *, threads: int | None = None) -> int:
     """Read and verify every chunk, and return the number of raw bytes. Raises IntegrityError if a chunk is damaged, or OSError.
 
-    `threads` is the most threads that read at once, by default one for each CPU, and 4 at least.
+    `threads` is as for `scatter`.
     """
     return _each(source, list(range(len(source.ranges))), lambda number: [], lambda number, raw: None, threads)
 
@@ -116,6 +119,6 @@ def _each(
         use(number, buffer[:length])
         return length
 
-    workers = min(threads or max(_READS, os.cpu_count() or 1), len(numbers))
+    workers = min(threads or max(_REMOTE_READS if source.remote else _READS, os.cpu_count() or 1), len(numbers))
     with ThreadPoolExecutor(workers, thread_name_prefix="ckptd-read") as pool:
         return sum(pool.map(one, numbers))

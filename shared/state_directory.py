@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptd.shared import names
+from ckptd.shared.location import Location
 from ckptd.shared.owners import own_directory
 
 
@@ -47,6 +48,6 @@ def nearest_existing(path: Path) -> Path:
     return next(found for found in (path, *path.parents) if os.path.exists(found))
 
 
-def state_directory(state_dir: Path, root: Path) -> Path:
+def state_directory(state_dir: Path, root: Location) -> Path:
     """Return the directory for one root. The host is part of its path, because a home directory may be shared by nodes."""
-    return state_dir / names.host() / names.root_digest(Path(os.path.realpath(root)))
+    return state_dir / names.host() / names.root_digest(Path(os.path.realpath(root)) if isinstance(root, Path) else root)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import torch
@@ -22,6 +21,7 @@ from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink, links
 from ckptd.agent.link.arguments import as_step, ranks_of
 from ckptd.agent.link.rounds import Alone
 from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, JobRunning, StorageError
+from ckptd.shared.location import Location, Url, located
 from ckptd.shared.names import check_name, check_user_tag, tag_directory
 from ckptd.shared.storage.locate import is_root
 
@@ -35,7 +35,7 @@ class Adopted:
     `user_content`.
     """
 
-    root: Path
+    root: Location
     job: str
     step: int
     tag: str
@@ -46,8 +46,8 @@ class Adopted:
 
 
 def adopt(
-    path: str | os.PathLike[str],
-    root: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Url,
+    root: str | os.PathLike[str] | Url,
     job: str,
     *,
     step: int = 0,
@@ -85,17 +85,17 @@ def adopt(
     if as_step(step) < 0:
         raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
     check_name("job", job)
-    _check_job(Path(os.path.abspath(root)), job)
+    _check_job(located(root), job)
     if tag is not None:
         check_user_tag(tag)
     if ranks_of(None).world_size > 1:
         raise InvalidRequest("adopt is called in one process, and this is one of several ranks: call it before they start")
-    source = Path(os.path.abspath(path))
+    source = located(path)
     try:
         with opened(source, which, format) as (found, contents, left_out):
             with one_sentence(source):
                 planned, tensors = plan(contents, Selection(only, dtype, tuple(rename), names or {}), under_of(found, under))
-            nbytes, place = planned.layout.data_length, Path(os.path.abspath(root))
+            nbytes, place = planned.layout.data_length, located(root)
             made = ""
             if not dry_run:
                 _check_idle(job, place)
@@ -107,7 +107,7 @@ def adopt(
         raise StorageError.of(f"adopt {path}", error) from None
 
 
-def _check_job(root: Path, job: str) -> None:
+def _check_job(root: Location, job: str) -> None:
     """Raise InvalidRequest if root/job is a root itself, or lies inside a job of another root."""
     if is_root(root / job):
         raise InvalidRequest(f"{root / job} is a root, which holds jobs: name a job in it, like {root / job / 'gpt'}")
@@ -115,15 +115,15 @@ def _check_job(root: Path, job: str) -> None:
         raise InvalidRequest(f"{root.parent} is a root, and {root} is the place of a job in it: name that job, and a tag with `tag`")
 
 
-def _check_idle(job: str, root: Path) -> None:
+def _check_idle(job: str, root: Location) -> None:
     """Raise JobRunning if this process itself has an agent of the job. The daemon looks for other processes."""
-    if any(link.job == job and os.path.realpath(link.root) == os.path.realpath(root) for link in links()):
+    if any(link.job == job and located(link.root).resolve() == root.resolve() for link in links()):
         raise JobRunning(f"this process has an agent of job {job!r}, which would no longer be able to save: close it first")
 
 
 @contextmanager
-def _linked(job: str, root: Path) -> Iterator[RankLink]:
-    link = RankLink(Alone(), job, root=root, takeover=False)
+def _linked(job: str, root: Location) -> Iterator[RankLink]:
+    link = RankLink(Alone(), job, root=str(root), takeover=False)
     try:
         yield link
     except BaseException:
@@ -157,7 +157,7 @@ def _hand_over(link: RankLink, planned: PlannedPart, tensors: Iterator[torch.Ten
     return tag_directory(step, tag, link.attempt)
 
 
-def _counted(tensors: Iterator[torch.Tensor], source: Path, progress: Progress) -> Iterator[torch.Tensor]:
+def _counted(tensors: Iterator[torch.Tensor], source: Location, progress: Progress) -> Iterator[torch.Tensor]:
     with one_sentence(source):
         for tensor in tensors:
             progress(tensor.numel() * tensor.itemsize)

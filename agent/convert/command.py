@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +20,9 @@ from ckptd.agent.convert.formats import FORMATS
 from ckptd.agent.convert.importing import import_checkpoint
 from ckptd.agent.convert.output import Progress
 from ckptd.agent.state.dtypes import torch_dtype
-from ckptd.shared.command import json_option, speaks
+from ckptd.shared.command import PLACE, json_option, speaks
 from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.location import Location
 from ckptd.shared.units import size_text, some_text
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -43,7 +43,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command(short_help="Write a checkpoint in the format of another tool.")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
 @click.option("--to", type=click.Choice(list(FORMATS)), required=True, help="Format: dcp and hf are directories, the others one file.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The new file or directory. It must not exist.")
 @click.option("--step", type=int, help="Step of the checkpoint, if PATH is a job. Default: the newest.")
@@ -53,7 +53,7 @@ def _selecting(command: Callable[..., None]) -> Callable[..., None]:
 @json_option
 @speaks
 def export(
-    path: Path,
+    path: Location,
     to: str,
     out: Path,
     step: int | None,
@@ -143,8 +143,8 @@ def _say_left_out(files: list[str]) -> None:
 
 
 @click.command(short_help="Start a job from a checkpoint that was saved elsewhere.")
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("job", metavar="DIR/JOB", type=click.Path(path_type=Path))
+@click.argument("path", type=PLACE)
+@click.argument("job", metavar="DIR/JOB", type=PLACE)
 @click.option("--step", default=0, show_default=True, metavar="STEP", help="Step of the new checkpoint.")
 @click.option("--tag", metavar="TAG", help="Tag of the new checkpoint, which retention then keeps. Default: none.")
 @click.option("--from", "format", type=click.Choice(list(FORMATS)), help="Format of PATH. Default: looked up in PATH.")
@@ -153,8 +153,8 @@ def _say_left_out(files: list[str]) -> None:
 @json_option
 @speaks
 def adopt(
-    path: Path,
-    job: Path,
+    path: Location,
+    job: Location,
     step: int,
     tag: str | None,
     format: str | None,
@@ -172,12 +172,11 @@ def adopt(
     The job's next recover() loads the new checkpoint, which the daemon saves as it saves snapshots. PATH is not changed, and
     nothing in it is run. No run of the job may be alive.
     """
-    place = Path(os.path.abspath(job))
-    with _bar(place, as_json) as (begin, progress):
+    with _bar(job, as_json) as (begin, progress):
         found = adopt_checkpoint(
             path,
-            place.parent,
-            place.name,
+            job.parent,
+            job.name,
             step=step,
             tag=tag,
             format=format or "",
@@ -190,13 +189,13 @@ def adopt(
     if as_json:
         click.echo(json.dumps(asdict(found) | {"root": str(found.root)}, indent=1))
         return
-    made = f"would adopt {path} as step {step} of {place}" if dry_run else f"adopted {path} as {place / found.tag}"
+    made = f"would adopt {path} as step {step} of {job}" if dry_run else f"adopted {path} as {job / found.tag}"
     click.echo(f"{made}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
     _say_left_out(found.left_out)
 
 
 @contextmanager
-def _bar(out: Path, hidden: bool) -> Iterator[tuple[Callable[[int], None], Progress]]:
+def _bar(out: Location, hidden: bool) -> Iterator[tuple[Callable[[int], None], Progress]]:
     """Context manager. Yields `begin` and `progress` of a progress bar, which shows nothing if it is hidden."""
     bars: list[Any] = []
 

@@ -19,6 +19,7 @@ from ckptd.agent.convert.selection import Selection
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.shared import __version__
 from ckptd.shared.errors import InvalidRequest, StorageError
+from ckptd.shared.location import Url, local
 from ckptd.shared.manifest import Manifest
 
 SHARD = 5_000_000_000
@@ -43,7 +44,7 @@ class Exported:
 
 
 def export(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Url,
     to: str,
     out: str | os.PathLike[str],
     *,
@@ -86,7 +87,7 @@ def export(
         with Checkpoint.open(path, which) as checkpoint:
             contents = contents_of(checkpoint.opened)
             selection = Selection(only or (_model_in(contents) if to == "hf" else ""), dtype, tuple(rename), names or {})
-            place = Path(os.path.abspath(out))
+            place = local(out, "out")
             checked = _checked(contents, selection, to, place, None if files is None else Path(files), max_shard_size)
             key = _key(checkpoint.manifest, to, selection, max_shard_size) if to in ("dcp", "hf") else ""
             check_place(place, checked.summary.nbytes, key)

@@ -12,6 +12,7 @@ from ckptd.agent.convert.contents import Contents
 from ckptd.agent.convert.dcp_metadata import METADATA
 from ckptd.agent.read.checkpoint import Checkpoint
 from ckptd.shared.errors import CkptdError, IntegrityError, InvalidRequest, NotFound
+from ckptd.shared.location import Location
 from ckptd.shared.names import MANIFEST
 
 FORMATS = {
@@ -60,7 +61,7 @@ def format_of(path: Path, wanted: str = "") -> str:
 
 
 @contextmanager
-def one_sentence(path: Path) -> Iterator[None]:
+def one_sentence(path: Location) -> Iterator[None]:
     """Context manager. Turns the errors of torch, which have many types, into IntegrityError while a foreign source is read."""
     try:
         yield
@@ -83,13 +84,13 @@ def open_contents(path: Path, format: str) -> tuple[Contents, list[str]]:
 
 
 @contextmanager
-def opened(path: Path, which: str | int = "newest", format: str = "") -> Iterator[tuple[str, Contents, list[str]]]:
+def opened(path: Location, which: str | int = "newest", format: str = "") -> Iterator[tuple[str, Contents, list[str]]]:
     """Context manager. Opens a checkpoint in any format. Yields its format, its contents, and the names of the files that are left out.
 
     which: for a job of ckptd, as for `Checkpoint.open`. format: a key of `FORMATS`, or "" to detect it. The format of a checkpoint of
-    ckptd is "ckptd". Raises as `format_of`, `open_contents` and `Checkpoint.open`.
+    ckptd is "ckptd", and that of a URL too. Raises as `format_of`, `open_contents` and `Checkpoint.open`.
     """
-    if format or is_of_another_tool(path):
+    if isinstance(path, Path) and (format or is_of_another_tool(path)):
         with one_sentence(path):
             format = format_of(path, format)
             contents, left_out = open_contents(path, format)

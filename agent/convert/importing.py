@@ -16,6 +16,7 @@ from ckptd.agent.convert.output import Progress, check_place, published
 from ckptd.agent.convert.selection import Selection
 from ckptd.shared import codec as codecs
 from ckptd.shared.errors import InvalidRequest, StorageError
+from ckptd.shared.location import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def import_checkpoint(
     if ckptd cannot save it.
     """
     codecs.encoder(codec)
-    source, place = Path(os.path.abspath(path)), Path(os.path.abspath(out))
+    source, place = local(path, "path"), local(out, "out")
     if place.is_relative_to(source):
         raise InvalidRequest(f"{place} is inside {source}, which an import does not change: choose another place")
     try:

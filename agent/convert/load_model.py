@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ckptd.agent.convert.selection import Selection, part_of
 from ckptd.agent.read.loader import copy_any
 from ckptd.agent.state.naming import canonical, flattens, unwrapped
 from ckptd.shared.errors import InvalidRequest, StorageError, StructureMismatch
+from ckptd.shared.location import located
 from ckptd.shared.units import some_text
 
 log = logging.getLogger("ckptd.agent")
@@ -69,7 +69,7 @@ def load_model(
     device.
     """
     try:
-        with opened(Path(os.path.abspath(path)), which) as (_, contents, _):
+        with opened(located(path), which) as (_, contents, _):
             selection = Selection(only or model_of(contents), None, tuple(rename), names or {})
             return load_contents(model, contents, selection, strict=strict, device=device)
     except OSError as error:

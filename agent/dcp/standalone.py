@@ -27,7 +27,7 @@ from ckptd.shared.part import Chunk, PartIndex
 from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, ChunkRange, Region, align_region, chunk_ranges
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Closable, Sink
+from ckptd.shared.storage.protocol import Closable, Creator, Sink
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 
 _MOST_THREADS = 8
@@ -55,11 +55,12 @@ class StandalonePart:
 
     def _begin(self) -> None:
         self.nonce = names.new_nonce()
-        self._writer = PartWriter(self._create_file, self.nonce, self._encoder, self._spread)
+        self._files = self._checkpoint.part_files(self._checkpoint.job, self._checkpoint.tag)
+        self._writer = PartWriter(Creator(self._create_file, self._files.head_last), self.nonce, self._encoder, self._spread)
 
-    def _create_file(self, file: str, size: int) -> Sink:
+    def _create_file(self, file: str, size: int, head: bytes | None) -> Sink:
         """Create a file of the part. The first one is the part file: take the lease that keeps the whole part from being swept."""
-        sink = self._checkpoint.part_files(self._checkpoint.job, self._checkpoint.tag)(file, size)
+        sink = self._files.create(file, size, head)
         if self._lease is None:
             try:
                 self._lease = self._checkpoint.hold(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import storage as dcp
@@ -16,8 +15,9 @@ from torch.futures import Future
 from ckptd.agent.read.load_plan import read_plan
 from ckptd.agent.read.sources import Opened, open_checkpoint
 from ckptd.shared.errors import IntegrityError, InvalidRequest, StorageError
+from ckptd.shared.location import Location, is_place, located
 from ckptd.shared.names import MANIFEST
-from ckptd.shared.storage.locate import find_checkpoint
+from ckptd.shared.storage.locate import find_checkpoint, holds
 
 log = logging.getLogger("ckptd.agent")
 
@@ -34,7 +34,7 @@ class StorageReader(dcp.StorageReader):
     def __init__(self, path: str | os.PathLike[str] | None = None, *, weights_only: bool = True) -> None:
         super().__init__()
         self.weights_only = weights_only
-        self._path = None if path is None else Path(os.path.abspath(path))
+        self._path = None if path is None else located(path)
         self._opened: Opened | None = None
         self._failure = ""  # why the last call of `read_metadata` has failed
         self.load_id = secrets.token_hex(8)
@@ -44,21 +44,21 @@ class StorageReader(dcp.StorageReader):
     def checkpoint_id(self) -> str | None:
         return None if self._path is None else str(self._path)
 
-    def _where(self) -> Path:
+    def _where(self) -> Location:
         if self._path is None:
             raise InvalidRequest("StorageReader has no path: give it one, or pass checkpoint_id= to dcp.load")
         return self._path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if this is a path in a file system, and not a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Return True if this is a path in a file system, or a URL of an object store that ckptd knows."""
+        return is_place(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.close()
         self.load_id = secrets.token_hex(8)
         if checkpoint_id:
-            self._path = Path(os.path.abspath(checkpoint_id))
+            self._path = located(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint and return its metadata.
@@ -78,7 +78,7 @@ class StorageReader(dcp.StorageReader):
     def _read_metadata(self, rank: int | None) -> Metadata:
         path = self._where()
         self.close()
-        if rank is not None and os.path.lexists(path / MANIFEST):
+        if rank is not None and holds(path, MANIFEST):
             raise IntegrityError(
                 f"the checkpoint in {path} cannot be read, and no rank has its own there: it was not saved with use_collectives=False"
             )

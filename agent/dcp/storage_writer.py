@@ -13,7 +13,6 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,12 +29,12 @@ from ckptd.agent.dcp.tickets import Ticket, receive, send
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
 from ckptd.shared import codec as codecs
 from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, StorageError
+from ckptd.shared.location import Location, is_place, located
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import HIDDEN
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.locate import attempts_of
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.locate import attempts_of, open_standalone
 
 log = logging.getLogger("ckptd.agent")
 
@@ -116,7 +115,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         self.spread = Spread.checked(files_per_rank, bytes_per_file)
         self.overwrite, self.codec, self.threads, self.weights_only = overwrite, codec, threads, weights_only
         self.socket = None if socket is None else os.fspath(socket)
-        self._path = None if path is None else _absolute(path)
+        self._path = None if path is None else located(path)
         self._local = threading.local()
         self.save_id = secrets.token_hex(8)
         """The random id of the last save that has begun. The `StorageMeta` in the metadata of that save has it too."""
@@ -134,8 +133,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         path = getattr(self._local, "path", self._path)
         return None if path is None else str(path)
 
-    def _where(self) -> Path:
-        path: Path | None = getattr(self._local, "path", self._path)
+    def _where(self) -> Location:
+        path: Location | None = getattr(self._local, "path", self._path)
         if path is None:
             raise InvalidRequest("StorageWriter has no path: give it one, or pass checkpoint_id= to dcp.save")
         return path
@@ -147,8 +146,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if this is a path in a file system, and not a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Return True if this is a path in a file system, or a URL of an object store that ckptd knows."""
+        return is_place(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
@@ -165,7 +164,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         self.close()
         self.save_id = secrets.token_hex(8)
         if checkpoint_id:
-            self._local.path = _absolute(checkpoint_id)
+            self._local.path = located(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         rank, use_collectives = kwargs.get("rank"), bool(kwargs.get("use_collectives", True))
@@ -200,8 +199,8 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         save.room = sum(6 * len(write.index.fqn) + _ROOM_OF_ITEM for plan in plans for write in plan.items)
         return plans
 
-    def _begin_alone(self, path: Path) -> None:
-        checkpoint = StandaloneCheckpoint(path)
+    def _begin_alone(self, path: Location) -> None:
+        checkpoint = open_standalone(path)
         try:
             if beside := attempts_of(path):
                 raise AlreadyExists(
@@ -249,7 +248,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         if ticket.claimed is not None:
             return SlotPart(ticket.claimed, ticket.rank, ticket.world_size)
         return StandalonePart(
-            StandaloneCheckpoint(Path(ticket.path)), ticket.rank, ticket.world_size, codecs.encoder(self.codec), self.threads, self.spread
+            open_standalone(located(ticket.path)), ticket.rank, ticket.world_size, codecs.encoder(self.codec), self.threads, self.spread
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -287,7 +286,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             if self.overwrite:
                 part.forget_older()
             return
-        checkpoint = StandaloneCheckpoint(Path(ticket.path))
+        checkpoint = open_standalone(located(ticket.path))
         entries = [entry for _, entry in sorted(parts.items()) if entry is not None]
         save.part = None  # a manifest may name the part from now on, so that `drop` must not discard it
         try:
@@ -313,9 +312,3 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
 
 def _request(ticket: Ticket) -> SnapshotRequest:
     return SnapshotRequest(tag=None if ticket.claimed is None else ticket.claimed.target.tag, created=time.time())
-
-
-def _absolute(path: str | os.PathLike[str]) -> Path:
-    if not StorageWriter.validate_checkpoint_id(path):
-        raise InvalidRequest(f"{os.fspath(path)!r} is a URL; expected the path of a directory")
-    return Path(os.path.abspath(path))

@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.handover.handover import Handover
@@ -26,10 +25,10 @@ from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
+from ckptd.shared.location import Location, located
 from ckptd.shared.segment import this_boot
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.locate import attempts_of, job_and_tag, open_root
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.locate import attempts_of, job_and_tag, open_root, open_standalone
 
 log = logging.getLogger("ckptd.agent")
 
@@ -55,11 +54,11 @@ class Target:
     step: int | None
 
     @property
-    def path(self) -> Path:
-        return Path(self.root) / self.job / (self.tag or f"step-{self.step}")
+    def path(self) -> Location:
+        return located(self.root) / self.job / (self.tag or f"step-{self.step}")
 
     @classmethod
-    def of(cls, path: Path, socket: str | None) -> Target | None:
+    def of(cls, path: Location, socket: str | None) -> Target | None:
         """Return the target of a path, or None if the path is not `<root>/<job>/<tag>` under the root of a daemon of this node.
 
         Raises InvalidName for a job or a tag that cannot be a name; DaemonUnreachable if a named socket, or the private daemon of the root,
@@ -79,10 +78,10 @@ class Target:
         return cls(place, str(root), job, names.check_user_tag(tag), None)
 
 
-def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
+def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location] | None:
     """Return socket and root of the daemon under whose root `path` is a tag, or None. The socket of a private daemon is None."""
     for known in links():
-        root = Path(known.root)
+        root = located(known.root)
         if socket in (None, str(known.place.socket)) and job_and_tag(path, root):
             return None if known.place.private else str(known.place.socket), root
     try:
@@ -100,7 +99,7 @@ def _daemon(path: Path, socket: str | None) -> tuple[str | None, Path] | None:
             raise
         return None  # a socket file that a dead daemon has left at a default place
     channel.close()
-    root = Path(channel.welcome.root)
+    root = located(channel.welcome.root)
     if not job_and_tag(path, root):
         return None
     return None if place.private else str(place.socket), root
@@ -127,7 +126,7 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
 
     Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one is that of the caller's Agent; the daemon's errors.
     """
-    if StandaloneCheckpoint(target.path).has_manifest():
+    if open_standalone(target.path).has_manifest():
         raise AlreadyExists(
             f"Checkpoint already exists in {target.path}, and it was saved without the daemon: move it away, or choose another path"
         )

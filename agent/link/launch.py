@@ -18,6 +18,7 @@ from pathlib import Path
 from ckptd.shared import names, owners, settings
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
+from ckptd.shared.location import Location, located
 from ckptd.shared.log_file import open_log
 from ckptd.shared.state_directory import configured_state_dir, state_directory
 
@@ -37,7 +38,7 @@ class Place:
     """
 
     socket: Path
-    root: Path | None
+    root: Location | None
     private: bool
 
     def connect(self) -> Channel:
@@ -51,7 +52,7 @@ class Place:
             _warn_of_other_settings(self.root, channel.welcome.settings)
         else:
             channel = Channel(self.socket, CONNECT_SECONDS)
-        if self.root is not None and Path(channel.welcome.root) != self.root:
+        if self.root is not None and located(channel.welcome.root) != self.root:
             channel.close()
             raise InvalidRequest(
                 f"the daemon at {self.socket} uses root {channel.welcome.root}, not {self.root}: name that root, or another daemon's socket"
@@ -65,18 +66,13 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
     The socket and the root are the arguments, or else CKPTD_SOCKET and CKPTD_ROOT. Without a socket, this is a daemon at a default path
     that serves the root, or else the private daemon of the root.
 
-    Raises DaemonUnreachable if a named socket does not exist, or if no daemon runs and no root is known. Raises InvalidRequest if the root
-    is a URL.
+    Raises DaemonUnreachable if a named socket does not exist, or if no daemon runs and no root is known. Raises InvalidConfig if the root
+    is a URL that ckptd cannot use.
     """
     _warn_of_unknown_variables()
     named = socket or os.environ.get("CKPTD_SOCKET")
     where = root or os.environ.get("CKPTD_ROOT")
-    if where and names.url_scheme(where):
-        raise InvalidRequest(
-            f"the root {os.fspath(where)} is a URL, and this version of ckptd saves to directories only: "
-            "mount the storage and name the directory where it is mounted"
-        )
-    absolute = Path(os.path.abspath(os.path.expanduser(where))) if where else None
+    absolute = located(os.path.expanduser(where)) if where else None
     if named:
         path = Path(named)
         if not path.exists():
@@ -88,7 +84,7 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
     if absolute is None:
         raise DaemonUnreachable(
             "no daemon runs on this node and no root is known: start one with `ckptd run --root DIR`, or set CKPTD_ROOT (or root=) "
-            "to a directory, for which a private daemon is then started"
+            "to a directory or a URL, for which a private daemon is then started"
         )
     return Place(names.private_socket(absolute), absolute, private=True)
 
@@ -101,7 +97,7 @@ def _warn_of_unknown_variables() -> None:
             log.warning("%s is not a setting of ckptd, and is ignored%s", variable, f": did you mean {near}?" if near else "")
 
 
-def _warn_of_other_settings(root: Path, theirs: dict[str, str] | None) -> None:
+def _warn_of_other_settings(root: Location, theirs: dict[str, str] | None) -> None:
     """Log the settings of this process that a running private daemon does not have. `theirs`: None if unknown."""
     ours = settings.given(os.environ)
     other = [] if theirs is None else sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
@@ -113,7 +109,7 @@ def _warn_of_other_settings(root: Path, theirs: dict[str, str] | None) -> None:
         )  # fmt: skip
 
 
-def _serves(socket: Path, root: Path | None) -> bool:
+def _serves(socket: Path, root: Location | None) -> bool:
     """Return True if the daemon at a default path may be used for `root`. Without a root, any daemon of this user may be used.
 
     A daemon of another user is passed over with a warning, because the caller has not named it.
@@ -126,10 +122,10 @@ def _serves(socket: Path, root: Path | None) -> bool:
     except CkptdError:
         return root is None  # the daemon may be restarting; if not, the connection made next reports the error
     channel.close()
-    return root is None or Path(channel.welcome.root) == root
+    return root is None or located(channel.welcome.root) == root
 
 
-def _connect_private(root: Path) -> Channel:
+def _connect_private(root: Location) -> Channel:
     """Connect to the private daemon of `root`, and start it first if it does not answer. Raises DaemonUnreachable, Forbidden."""
     try:
         return _connect_to_any(root)
@@ -145,7 +141,7 @@ def _connect_private(root: Path) -> Channel:
             time.sleep(0.02)  # a daemon that another rank has started is about to listen
 
 
-def _connect_to_any(root: Path) -> Channel:
+def _connect_to_any(root: Location) -> Channel:
     """Connect at the first path where a private daemon of `root` answers.
 
     Raises the DaemonUnreachable of the preferred path if none answers, and Forbidden if a daemon there belongs to another user.
@@ -163,7 +159,7 @@ def _connect_to_any(root: Path) -> Channel:
     raise reason
 
 
-def start_private(root: Path) -> None:
+def start_private(root: Location) -> None:
     """Start a private daemon, and wait until it is ready. Returns also if it exits because another daemon serves the root already.
 
     Raises DaemonUnreachable if the daemon cannot be started, fails, or is not ready within `START_SECONDS`.
@@ -222,7 +218,7 @@ def start_private(root: Path) -> None:
         raise DaemonUnreachable(f"the private daemon did not start: {last[0].removeprefix('ckptd: ')} (the whole log is {log_file})")
 
 
-def _private_socket(root: Path) -> Path:
+def _private_socket(root: Location) -> Path:
     """Make the directory of the private daemon's socket, and return the path of the socket. Raises DaemonUnreachable."""
     for _ in range(8):  # another user may take the free name in /tmp at the same moment
         socket = names.private_socket(root)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +18,7 @@ from ckptd.agent.state.tree import filled
 from ckptd.shared import names
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError
+from ckptd.shared.location import Url, located
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.plan import Alias
 from ckptd.shared.storage.locate import find_checkpoint, open_root
@@ -46,17 +46,19 @@ class Checkpoint:
 
     @classmethod
     @paused_collector()
-    def open(cls, path: str | os.PathLike[str], which: str | int = "newest") -> Checkpoint:
+    def open(cls, path: str | os.PathLike[str] | Url, which: str | int = "newest") -> Checkpoint:
         """Open a checkpoint for reading.
 
-        path: the directory of a job. With "newest" also a directory anywhere that holds one checkpoint, or `<root>/<job>/<tag>`.
+        path: the directory of a job, or a URL like `s3://BUCKET/PREFIX/JOB`. With "newest" also a directory anywhere that holds one
+        checkpoint, or `<root>/<job>/<tag>`.
         which: "newest" for the newest sound checkpoint of the job, a step, a tag, or the name of a tag's directory. If several attempts
         have the step or the tag, the highest attempt counts.
 
-        Raises NotFound; StorageError; IntegrityError if the requested checkpoint is damaged; NewerFormat if a newer ckptd wrote it.
+        Raises NotFound; StorageError; InvalidConfig for a URL that cannot be used; IntegrityError if the requested checkpoint is damaged;
+        NewerFormat if a newer ckptd wrote it.
         "newest" passes over damaged checkpoints, but never over one that a newer ckptd wrote.
         """
-        where = Path(os.path.abspath(path))
+        where = located(path)
         repository, job = open_root(where.parent), where.name
         try:
             tags = repository.tags(job)

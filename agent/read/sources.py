@@ -41,6 +41,8 @@ class SlotSource:
     `close` at the end: memory that is mapped cannot be freed.
     """
 
+    remote = False
+
     def __init__(self, fd: int, attempt: int, step: int) -> None:
         self._fd = fd
         header = read_header(fd)

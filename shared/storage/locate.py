@@ -1,53 +1,90 @@
-"""Finds the checkpoint, the job or the root that a path names. Every path that a user gives is resolved here.
+"""Finds the checkpoint, the job or the root that a path or a URL names. Every place that a user gives is resolved here.
 
-A path may name a root, the directory `<root>/<job>` of a job, a checkpoint `<root>/<job>/<tag>` with or without its attempt, or a directory
-anywhere that holds one checkpoint by itself.
+A place may be a root, the prefix `<root>/<job>` of a job, a checkpoint `<root>/<job>/<tag>` with or without its attempt, or a prefix
+anywhere that holds one checkpoint by itself. A prefix is a directory, or the URL of a prefix in an object store.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidConfig, NotFound, StorageError
 from ckptd.shared.fs import FileSystem
+from ckptd.shared.location import Location, Url, located
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.standalone import StandaloneCheckpoint, StandaloneObjects
+
+if TYPE_CHECKING:  # obstore is imported only for a URL
+    from ckptd.shared.storage.object_store import ObjectStorage
 
 
-def open_root(root: str | os.PathLike[str], fs: FileSystem | None = None) -> Repository:
-    """Return the checkpoints below a root, which need not exist yet. `fs` replaces the operating system's file system."""
-    return Repository(PosixStorage(Path(root), fs))
+def open_root(root: str | os.PathLike[str] | Url, fs: FileSystem | None = None) -> Repository:
+    """Return the checkpoints below a root, which need not exist yet. `fs` replaces the operating system's file system.
+
+    Raises InvalidConfig if the root is a URL that cannot be used.
+    """
+    place = located(root)
+    return Repository(PosixStorage(place, fs) if isinstance(place, Path) else object_storage(place))
 
 
-def is_root(path: Path) -> bool:
-    """Return True if a daemon has used the directory as a root."""
-    return (path / names.CONTROL).is_dir()
+@functools.lru_cache(maxsize=64)
+def object_storage(url: Url) -> ObjectStorage:
+    """Return the objects below a URL. Raises InvalidConfig if obstore is missing, or cannot use the settings in the environment."""
+    try:
+        from ckptd.shared.storage.bucket import open_bucket
+        from ckptd.shared.storage.object_store import ObjectStorage
+    except ImportError:
+        raise InvalidConfig(f"{url} needs the package obstore: install it with pip install 'ckptd[s3]'") from None
+    return ObjectStorage(open_bucket(url), names.root_digest(url))
 
 
-def job_and_tag(path: Path, root: Path) -> tuple[str, str] | None:
-    """Return the last two components of `<root>/<job>/<tag>`, or None if the path is not of this form."""
-    root = root.resolve()
-    if not path.is_relative_to(root):
+def open_standalone(place: Location) -> StandaloneCheckpoint:
+    """Return the checkpoint that a directory or a prefix outside every root holds by itself, or may hold one day."""
+    return StandaloneCheckpoint(place) if isinstance(place, Path) else StandaloneObjects(object_storage(place))
+
+
+def is_root(place: Location) -> bool:
+    """Return True if a daemon has used the place as a root."""
+    if isinstance(place, Path):
+        return (place / names.CONTROL).is_dir()
+    return object_storage(place).exists(f"{names.CONTROL}/{names.IDENTITY}")
+
+
+def is_prefix(place: Location) -> bool:
+    """Return True if the place is a directory, or a prefix that has objects."""
+    return place.is_dir() if isinstance(place, Path) else bool(object_storage(place).children(""))
+
+
+def holds(place: Location, name: str) -> bool:
+    """Return True if there is a file, a link or an object of this name directly below the place."""
+    return os.path.lexists(place / name) if isinstance(place, Path) else object_storage(place).exists(name)
+
+
+def job_and_tag(place: Location, root: Location) -> tuple[str, str] | None:
+    """Return the last two components of `<root>/<job>/<tag>`, or None if the place is not of this form."""
+    job = place.parent
+    if job.parent != root.resolve() or job == job.parent or job.name.startswith("."):
         return None
-    parts = path.relative_to(root).parts
-    return (parts[0], parts[1]) if len(parts) == 2 and not parts[0].startswith(".") else None
+    return job.name, place.name
 
 
 # -- for readers, which open committed checkpoints only
 
 
-def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
+def find_checkpoint(path: Location) -> tuple[Repository, str, str]:
     """Return the repository, the job and the tag directory of the committed checkpoint that `path` names.
 
     `path` is a directory that holds a checkpoint, or `<root>/<job>/<tag>`, which means the highest attempt of that tag. Raises NotFound if
     there is no checkpoint or if `path` names two; OSError.
     """
-    standalone, found = StandaloneCheckpoint(path), attempts_of(path)
+    standalone, found = open_standalone(path), attempts_of(path)
     if standalone.has_manifest():
         if found:
             raise NotFound(
@@ -56,12 +93,12 @@ def find_checkpoint(path: Path) -> tuple[Repository, str, str]:
         return standalone, standalone.job, standalone.tag
     if found:
         return open_root(path.parent.parent), path.parent.name, found[max(found)]
-    if os.path.lexists(path / ".metadata"):
+    if holds(path, ".metadata"):
         raise NotFound(f"{path} is a checkpoint of torch.distributed.checkpoint itself: make one of ckptd from it with `ckptd import`")
-    raise NotFound(f"no checkpoint at {path}" + ("" if path.is_dir() else ", which is not a directory"))
+    raise NotFound(f"no checkpoint at {path}" + ("" if isinstance(path, Url) or path.is_dir() else ", which is not a directory"))
 
 
-def attempts_of(path: Path) -> dict[int, str]:
+def attempts_of(path: Location) -> dict[int, str]:
     """Return the committed directories of the tag that `path` names (`<root>/<job>/<tag>`), by attempt.
 
     The tag is one of the user's own, or `step-<number>` with any number of digits. The dict is empty if the root cannot be listed.
@@ -85,19 +122,19 @@ def attempts_of(path: Path) -> dict[int, str]:
 # -- for the command line, which also shows jobs and damaged checkpoints
 
 
-def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
+def find_job_or_checkpoint(path: Location) -> tuple[Repository, str, str | None]:
     """Return the repository, the job and the tag of DIR/JOB or DIR/JOB/TAG, or of a directory that is one checkpoint by itself.
 
     The tag is None for DIR/JOB. A tag may be given without its attempt: then the highest attempt is meant. Raises NotFound, StorageError.
     """
-    path = Path(os.path.abspath(path))
+    path = located(path)
     if has_checkpoint(path):
         if _lies_in_a_root(path):
             return existing_root(path.parent.parent), path.parent.name, path.name
-        return StandaloneCheckpoint(path), StandaloneCheckpoint.job, StandaloneCheckpoint.tag
+        return open_standalone(path), StandaloneCheckpoint.job, StandaloneCheckpoint.tag
     if is_root(path):
         raise NotFound(f"{path} is a root, which holds jobs, and not a job{meant(path)}")
-    if path.is_dir():
+    if is_prefix(path):
         return existing_root(path.parent), path.name, None
     if is_root(path.parent):
         raise NotFound(f"job {path.name!r} has no checkpoints in {path.parent}{meant(path)}")
@@ -111,15 +148,19 @@ def find_job_or_checkpoint(path: Path) -> tuple[Repository, str, str | None]:
     return repository, job, names.tag_directory(None, tag, attempt)
 
 
-def existing_root(root: Path) -> Repository:
-    """Return the checkpoints below a root. Raises NotFound if it is not a directory."""
-    if not root.is_dir():
+def existing_root(root: Location) -> Repository:
+    """Return the checkpoints below a root. Raises NotFound if it is not a directory, or if there is nothing below a URL."""
+    if not is_prefix(root):
+        if isinstance(root, Url):
+            raise NotFound(f"there is nothing at {root}")
         raise NotFound(f"{root} does not exist, or is not a directory{meant(root)}")
     return open_root(root)
 
 
-def meant(path: Path) -> str:
-    """Return ": did you mean PATH?" with a path near the given one that holds checkpoints, or "" if there is none."""
+def meant(path: Location) -> str:
+    """Return ": did you mean PATH?" with a path near the given one that holds checkpoints, or "" if there is none, or for a URL."""
+    if isinstance(path, Url):
+        return ""
     try:
         found = next(_near(Path(os.path.abspath(path))), None)
     except OSError:
@@ -152,12 +193,12 @@ def tags_of(repository: Repository, job: str) -> list[str]:
         raise StorageError.of(f"list {repository.where(job)}", error) from None
 
 
-def has_checkpoint(path: Path) -> bool:
-    """Return True if the directory has a manifest, and is neither a root nor the directory of a job."""
-    return os.path.lexists(path / names.MANIFEST) and not is_root(path) and not tags_of(open_root(path.parent), path.name)
+def has_checkpoint(path: Location) -> bool:
+    """Return True if the prefix has a manifest, and is neither a root nor that of a job."""
+    return holds(path, names.MANIFEST) and not is_root(path) and not tags_of(open_root(path.parent), path.name)
 
 
-def _lies_in_a_root(path: Path) -> bool:
+def _lies_in_a_root(path: Location) -> bool:
     """Return True if the path of a checkpoint is DIR/JOB/TAG, and False if it is a checkpoint by itself.
 
     In a root the name alone decides. Elsewhere, as in a copy of a root, the manifest must be that of this job and tag.

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import Busy
 from ckptd.shared.fs import Buffer
 from ckptd.shared.storage.protocol import Entry
@@ -22,6 +21,8 @@ class MemoryStorage:
     `fail(operation, name)` is called with the name of a method and of an object or prefix. This is done by `children`, `exists`, `open`,
     `create`, `link`, `publish`, `delete`, `remove`, `claim`, `lease` and `exclude`, and by `append` and `finish` of a sink.
     """
+
+    head_last = False
 
     def __init__(self, root: str = "memory:") -> None:
         self._root = root
@@ -58,9 +59,10 @@ class MemoryStorage:
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
 
-    def create(self, name: str, size: int) -> MemorySink:
+    def create(self, name: str, size: int, head: bytes | None = None) -> MemorySink:
         self.fail("create", name)
-        return MemorySink(self, name)
+        assert head is not None
+        return MemorySink(self, name, head)
 
     def link(self, name: str, new: str, size: int) -> bool:
         self.fail("link", new)
@@ -157,6 +159,8 @@ class MemoryStorage:
 class MemorySource:
     """An object as it was when it was opened. Deleting or replacing the object does not change it."""
 
+    remote = False
+
     def __init__(self, data: bytes, closed: Callable[[], None]) -> None:
         self._data, self._closed = data, closed
         self.size = len(data)
@@ -173,9 +177,9 @@ class MemorySource:
 class MemorySink:
     """An object that nobody sees before `finish`."""
 
-    def __init__(self, storage: MemoryStorage, name: str) -> None:
+    def __init__(self, storage: MemoryStorage, name: str, head: bytes) -> None:
         self._storage, self._name = storage, name
-        self._data = bytearray(ALIGN)
+        self._data = bytearray(head)
         self._lock = threading.Lock()
 
     @property
@@ -189,9 +193,8 @@ class MemorySink:
             self._data += data
         return offset
 
-    def finish(self, head: Buffer) -> None:
+    def finish(self, head: bytes | None = None) -> None:
         self._storage.fail("finish", self._name)
-        self._data[:ALIGN] = head
         self._storage._put(self._name, bytes(self._data), replace=False)
 
     def discard(self) -> None:

@@ -29,6 +29,8 @@ from ckptd.shared.storage.protocol import Closable, Entry
 class PosixStorage:
     """The objects below the directory `root`. Only the root itself may be a link."""
 
+    head_last = True
+
     def __init__(self, root: Path, fs: FileSystem | None = None) -> None:
         self.root = root
         self.fs = fs or PosixFileSystem()
@@ -119,13 +121,13 @@ class PosixStorage:
         except NotADirectoryError as error:
             raise FileNotFoundError(errno.ENOENT, "its directory is missing", name) from error
 
-    def create(self, name: str, size: int) -> PosixSink:
+    def create(self, name: str, size: int, head: bytes | None = None) -> PosixSink:
         """Create the file with room for `size` bytes, and make its directory if it is missing."""
         prefix, _, file = name.rpartition("/")
         self.ensure(prefix)
         with self.directory(prefix) as directory:
             fd = self.fs.create(file, directory, direct=True)
-        sink = PosixSink(self.fs, fd, file, lambda: self.directory(prefix))
+        sink = PosixSink(self.fs, fd, file, lambda: self.directory(prefix), head)
         try:
             self.fs.allocate(fd, size)
         except BaseException:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ckptd.shared.binary import ALIGN
-from ckptd.shared.fs import Buffer, FileSystem
+from ckptd.shared.fs import Buffer, FileSystem, page_aligned
 from ckptd.shared.storage import locks
 
 
@@ -17,6 +17,8 @@ class PosixSource:
 
     A forked child that closes a leased source does not release the lock, because the parent still needs it.
     """
+
+    remote = False
 
     def __init__(self, fs: FileSystem, fd: int, *, leased: bool = False) -> None:
         self._fs, self._fd = fs, fd
@@ -36,8 +38,15 @@ class PosixSource:
 class PosixSink:
     """A file that is being written, with O_DIRECT if the file system supports it. `directory` opens the directory of the file."""
 
-    def __init__(self, fs: FileSystem, fd: int, name: str, directory: Callable[[], AbstractContextManager[int]]) -> None:
-        self._fs, self._fd, self._name, self._directory = fs, fd, name, directory
+    def __init__(
+        self,
+        fs: FileSystem,
+        fd: int,
+        name: str,
+        directory: Callable[[], AbstractContextManager[int]],
+        head: bytes | None = None,
+    ) -> None:
+        self._fs, self._fd, self._name, self._directory, self._head = fs, fd, name, directory, head
         self._lock = threading.Lock()
         self.size = ALIGN
 
@@ -47,8 +56,11 @@ class PosixSink:
         self._fs.write(self._fd, data, offset)
         return offset
 
-    def finish(self, head: Buffer) -> None:
-        self._fs.write(self._fd, head, 0)
+    def finish(self, head: bytes | None = None) -> None:
+        head = head or self._head
+        assert head is not None
+        with page_aligned(head) as first:
+            self._fs.write(self._fd, first, 0)
         self._fs.truncate(self._fd, self.size)  # free the room that was allocated and not used
         self._fs.sync(self._fd)
         fd, self._fd = self._fd, -1

@@ -8,6 +8,7 @@ FileNotFoundError and FileExistsError as usual; the callers translate it.
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -32,6 +33,9 @@ class Closable(Protocol):
 class Source(Closable, Protocol):
     """An object that is open for reading. Several threads may read it at once."""
 
+    remote: bool
+    """True if each read is a request over the network: many should be made at once, each for as much as possible."""
+
     @property
     def size(self) -> int:
         """The size of the object in bytes."""
@@ -53,15 +57,29 @@ class Sink(Protocol):
     def append(self, data: Buffer) -> int:
         """Write `data` behind everything that has been appended, and return its offset. Several threads may call this at once."""
 
-    def finish(self, head: Buffer) -> None:
-        """Write `head` to the first `ALIGN` bytes, which were left free, and make the object durable under its name."""
+    def finish(self, head: bytes | None = None) -> None:
+        """Make the object durable under its name. `head` is for its first `ALIGN` bytes, unless it was given when the sink was created."""
 
     def discard(self) -> None:
         """Delete the object, whether it is finished or not. Errors are ignored."""
 
 
+class Creator(NamedTuple):
+    """The way in which the files of one checkpoint are created.
+
+    create: takes the name of a file, its expected size in bytes, and its first `ALIGN` bytes if they are known, as `Storage.create` does.
+    head_last: as in `Storage`.
+    """
+
+    create: Callable[[str, int, bytes | None], Sink]
+    head_last: bool
+
+
 class Storage(Protocol):
     """The operations of a storage. An operation that changes something is durable when it returns."""
+
+    head_last: bool
+    """True if the first `ALIGN` bytes of an object can be written last."""
 
     def where(self, name: str = "") -> str:
         """Return the location of an object or a prefix, as text for messages."""
@@ -93,8 +111,12 @@ class Storage(Protocol):
     def holders(self, name: str, called: str) -> str:
         """Return the processes that have leased the object, as text, or "" if there are none. Raises Busy as `exclude` does."""
 
-    def create(self, name: str, size: int) -> Sink:
-        """Begin a new object. `size` is the expected size in bytes. Raises FileExistsError if the name is taken."""
+    def create(self, name: str, size: int, head: bytes | None = None) -> Sink:
+        """Begin a new object. Raises FileExistsError if the name is taken, which an object store may find only when the object is finished.
+
+        size: the expected size in bytes. head: the first `ALIGN` bytes of the object. Where `head_last` is True it may be left out, and is
+        then given to `finish`.
+        """
 
     def link(self, name: str, new: str, size: int) -> bool:
         """Give an object of `size` bytes the second name `new`, or make a copy of this name. Each name can be deleted without the other.

@@ -6,7 +6,6 @@ The layout of jobs, tags, parts, manifests, pins and claims is known here, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from ckptd.shared.failpoints import failpoint
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
 from ckptd.shared.reuse import Linker, StoredFile
-from ckptd.shared.storage.protocol import Sink, Source, Storage, read_whole
+from ckptd.shared.storage.protocol import Creator, Source, Storage, read_whole
 
 _MOST_OF_A_HINT = 300
 """The most bytes that are read of the object `newest`, and of the identity."""
@@ -111,9 +110,9 @@ class Repository:
     def _open_part_file(self, job: str, tag: str, file: str) -> Source:
         return self.storage.open(self._name(job, tag, file))
 
-    def part_files(self, job: str, tag: str) -> Callable[[str, int], Sink]:
-        """Return the function with which `PartWriter` creates the files of a part. It takes a name and the expected size in bytes."""
-        return lambda file, size: self.storage.create(self._name(job, tag, file), size)
+    def part_files(self, job: str, tag: str) -> Creator:
+        """Return the way in which `PartWriter` creates the files of a part."""
+        return Creator(lambda file, size, head: self.storage.create(self._name(job, tag, file), size, head), self.storage.head_last)
 
     def linker(self, job: str, tag: str) -> Linker:
         """Return the place in which `PartWriter` links files of older checkpoints of the job."""
@@ -162,7 +161,7 @@ class Repository:
 
     def pins(self, job: str) -> set[str]:
         """Return the tag directories that are pinned."""
-        return {entry.name for entry in self.storage.children(names.pins(job)) if names.parse_tag_directory(entry.name)}
+        return {name for entry in self.storage.children(names.pins(job)) if names.parse_tag_directory(name := names.claimed(entry.name))}
 
     def pin(self, job: str, tag: str) -> None:
         """Pin a checkpoint. The caller holds a lease on it."""
@@ -170,7 +169,8 @@ class Repository:
 
     def unpin(self, job: str, tag: str) -> None:
         """Remove the pin of a checkpoint, if it has one."""
-        self.storage.delete(names.pins(job), [tag])
+        prefix = names.pins(job)
+        self.storage.delete(prefix, [tag, *(entry.name for entry in self.storage.children(prefix) if names.claimed(entry.name) == tag)])
 
     # -- attempts
 
@@ -193,6 +193,8 @@ class Repository:
             return False
         failpoint("attempt.claimed")
         numbers = {entry.name: names.parse_attempt_file(entry.name) for entry in self.storage.children(prefix)}
+        if any(number is not None and number > attempt for number in numbers.values()):
+            return False  # a faster daemon may have deleted the claim that would have been in the way of this one
         if older := [name for name, number in numbers.items() if number is not None and number < attempt - 1]:
             self.storage.delete(prefix, older)
         return True

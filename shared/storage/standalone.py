@@ -1,4 +1,4 @@
-"""Keeps one checkpoint by itself in a directory outside every root, and sweeps what failed saves have left there."""
+"""Keeps one checkpoint by itself in a directory or prefix outside every root, and sweeps what failed saves have left there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError
+from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.posix_streams import PosixSource
-from ckptd.shared.storage.protocol import Source
+from ckptd.shared.storage.protocol import Closable, Source, Storage
 from ckptd.shared.storage.repository import Repository
 
 _SWEPT_AT_ONCE = 64
@@ -42,7 +42,7 @@ class StandaloneCheckpoint(Repository):
 
     def read_manifest(self, job: str = job, tag: str = tag) -> Manifest:
         """Return the manifest, whatever job and tag it names: the checkpoint may have been moved or copied here."""
-        return self._read_manifest(job, tag, f"no checkpoint in {self.path}", str(self.path))
+        return self._read_manifest(job, tag, f"no checkpoint in {self.where()}", self.where())
 
     def has_manifest(self, job: str = job, tag: str = tag) -> bool:
         return super().has_manifest(job, tag)
@@ -57,14 +57,14 @@ class StandaloneCheckpoint(Repository):
 
     # -- keeping files from being swept
 
-    def hold(self, file: str) -> Source:
+    def hold(self, file: str) -> Closable:
         """Keep a part from being swept until the result is closed. Raises FileNotFoundError if it has been swept, Busy, IntegrityError."""
-        return self.storage.lease(file, self.storage.where(file))
+        return self._open_part_file(self.job, self.tag, file)
 
     def _open_part_file(self, job: str, tag: str, file: str) -> Source:
-        return self.hold(file)
+        return self.storage.lease(file, self.storage.where(file))
 
-    def share(self) -> Source:
+    def share(self) -> Closable:
         """Keep earlier versions of ckptd, which lock no parts, from sweeping until the result is closed.
 
         The lock is not waited for: any process that may read the directory can refuse it.
@@ -144,3 +144,44 @@ class StandaloneCheckpoint(Repository):
             yield
         finally:
             shared.close()
+
+
+class StandaloneObjects(StandaloneCheckpoint):
+    """A prefix that holds one checkpoint. Every job and tag means this prefix.
+
+    Without locks, the parts of a save that is under way cannot be told from those of a save that has failed. A sweep therefore deletes only
+    the parts of the checkpoint that this save has replaced. The reader of that checkpoint is told that it is gone.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        Repository.__init__(self, storage)
+        self._replaced: list[str] = []
+
+    def make(self) -> None:
+        """Do nothing: a prefix exists as soon as it has an object."""
+
+    def commit(self, data: bytes, *, overwrite: bool, nonce: str) -> None:
+        if overwrite:
+            try:
+                self._replaced = [part.file for part in self.read_manifest().parts]
+            except (NotFound, IntegrityError):
+                self._replaced = []
+        super().commit(data, overwrite=overwrite, nonce=nonce)
+
+    def sweep(self) -> None:
+        """Remove the parts of the checkpoint that the last `commit` has replaced."""
+        keep = self._named()
+        self.delete_files(self.job, self.tag, [file for file in self._replaced if file not in keep])
+
+    def hold(self, file: str) -> Closable:
+        return ExitStack()
+
+    def share(self) -> Closable:
+        return ExitStack()
+
+    def _open_part_file(self, job: str, tag: str, file: str) -> Source:
+        return self.storage.open(file)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        yield

@@ -31,7 +31,7 @@ from ckptd.shared import codec
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
-from ckptd.shared.storage.protocol import Source
+from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from tests.agent.dcp.test_storage_writer import Place, blank, refused, same, spot, state
 from tests.shared.samples import WRITER
@@ -193,7 +193,7 @@ def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Pat
     hold = StandaloneCheckpoint.hold
     swept: list[str] = []
 
-    def late(self: StandaloneCheckpoint, file: str) -> Source:
+    def late(self: StandaloneCheckpoint, file: str) -> Closable:
         if len(swept) < 2:
             swept.append(file)
             number = len(swept)

@@ -9,13 +9,14 @@ import itertools
 import signal
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.shared import failpoints, names
+from ckptd.shared.location import Location
+from ckptd.shared.storage.locate import open_root
 from tests.support import trainers
 from tests.support.daemons import Daemon, Home, running
 
@@ -27,17 +28,17 @@ SECOND_KILLS = [p for p in failpoints.DAEMON if p.startswith(("start.", "journal
 ]
 
 
-def _first_life(place: Home, diary: trainers.Diary) -> None:
+def first_life(place: Home, diary: trainers.Diary) -> None:
     """Save some steps, sealed and durable, then kill everything."""
     with running(place, *KEEP, forked=True) as daemon:
-        trainer = trainers.start(place.socket, diary, *FIRST)
-        assert _finished(diary, 1, trainer, daemon)
+        trainer = trainers.start(place.socket, diary, *FIRST, environ=place.environ)
+        assert finished(diary, 1, trainer, daemon)
         trainer.kill()
         trainer.join()
         daemon.kill()
 
 
-def _finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -> bool:
+def finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -> bool:
     """Wait until `lives` trainers have taken all their steps. Return False if this trainer or its daemon has died before."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -49,7 +50,7 @@ def _finished(diary: trainers.Diary, lives: int, trainer: Any, daemon: Daemon) -
     raise AssertionError("neither the end nor a death")
 
 
-def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
+def second_life(place: Home, diary: trainers.Diary, point: str) -> None:
     """Recover and continue, with `point` armed to kill the process that passes it. Afterwards everything is dead."""
     deadly = f"{point}=kill"
     daemon = Daemon(place, *KEEP, failpoints=deadly if point in failpoints.DAEMON else "", forked=True)
@@ -57,10 +58,10 @@ def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
         if not daemon.reached_ready():
             assert daemon.died() == -signal.SIGKILL, place.log_text()
             return
-        trainer = trainers.start(place.socket, diary, *SECOND, armed=deadly if point in failpoints.AGENT else "")
-        finished = _finished(diary, diary.count("finished") + 1, trainer, daemon)
+        trainer = trainers.start(place.socket, diary, *SECOND, armed=deadly if point in failpoints.AGENT else "", environ=place.environ)
+        through = finished(diary, diary.count("finished") + 1, trainer, daemon)
         if point in failpoints.AGENT:
-            assert not finished, f"{point} was never reached"
+            assert not through, f"{point} was never reached"
             trainer.join()
             assert trainer.exitcode == -signal.SIGKILL
             return
@@ -71,7 +72,7 @@ def _second_life(place: Home, diary: trainers.Diary, point: str) -> None:
         daemon.close()
 
 
-def _check(place: Home, diary: trainers.Diary) -> None:
+def check_all(place: Home, diary: trainers.Diary) -> None:
     """Start once more, without deaths: nothing acknowledged is lost, all bytes are right, the job saves again, and nothing leaks."""
     sealed, durable = diary.newest("sealed", "durable"), diary.newest("durable")
     with running(place, *KEEP, forked=True) as daemon:
@@ -90,37 +91,41 @@ def _check(place: Home, diary: trainers.Diary) -> None:
         assert status["jobs"][0]["last_durable"]["step"] == 100
         assert status["jobs"][0]["pending"] == []
         assert daemon.stop() == 0
-    _check_storage(place.root)
+    check_storage(place.root)
 
 
-def _check_storage(root: Path) -> None:
+def check_storage(root: Location) -> None:
     """Check that every manifest verifies and has the tensors of its step, and that no other file is left."""
-    tags = [path for path in (root / trainers.JOB).iterdir() if path.name != "newest"]
-    assert (root / trainers.JOB / "newest").read_text().startswith("step-00000100.")
-    for tag in tags:
-        with Checkpoint.open(root / trainers.JOB, tag.name) as checkpoint:
+    repository = open_root(root)
+    newest = repository.read_newest(trainers.JOB)
+    assert newest is not None
+    assert newest.startswith("step-00000100.")
+    for tag in repository.tags(trainers.JOB):
+        files = Counter(names.part_of(name) or name for name in repository.files(trainers.JOB, tag))
+        if not files:
+            continue  # a store may list an empty prefix for a while
+        with Checkpoint.open(root / trainers.JOB, tag) as checkpoint:
             checkpoint.verify()
             assert checkpoint.step is not None
             trainers.assert_equal(checkpoint.load(), checkpoint.step)
-            found = Counter(names.part_of(path.name) or path.name for path in tag.iterdir())
-            assert found == {"manifest.json": 1} | {part.file: part.files for part in checkpoint.manifest.parts}
+            assert files == {"manifest.json": 1} | {part.file: part.files for part in checkpoint.manifest.parts}
 
 
 @pytest.mark.parametrize("point", failpoints.AGENT + failpoints.DAEMON)
 def test_death_at_every_point(place: Home, point: str) -> None:
     diary = trainers.Diary(place.path / "diary")
-    _first_life(place, diary)
-    _second_life(place, diary, point)
-    _check(place, diary)
+    first_life(place, diary)
+    second_life(place, diary, point)
+    check_all(place, diary)
 
 
 @pytest.mark.parametrize(("point", "second"), list(zip(failpoints.AGENT + failpoints.DAEMON, itertools.cycle(SECOND_KILLS), strict=False)))
 def test_second_death_during_recovery(place: Home, point: str, second: str) -> None:
     diary = trainers.Diary(place.path / "diary")
-    _first_life(place, diary)
-    _second_life(place, diary, point)
-    _second_life(place, diary, second)
-    _check(place, diary)
+    first_life(place, diary)
+    second_life(place, diary, point)
+    second_life(place, diary, second)
+    check_all(place, diary)
 
 
 def test_there_are_at_least_25_distinct_failpoints() -> None:

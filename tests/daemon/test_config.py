@@ -11,6 +11,7 @@ import pytest
 
 from ckptd.daemon.config import FIELDS, Config, load, parse_size
 from ckptd.shared.errors import InvalidConfig
+from ckptd.shared.location import Url
 from ckptd.shared.plan import DEFAULT_CHUNK
 from ckptd.shared.retention import BestN, EveryNSteps
 from ckptd.shared.state_directory import default_state_dir
@@ -168,17 +169,15 @@ def test_a_file_that_is_not_toml(file: Path, text: bytes) -> None:
         load(ROOT, {}, file)
 
 
-def test_a_root_that_is_a_url_is_refused(tmp_path: Path) -> None:
+def test_a_root_may_be_a_url(tmp_path: Path) -> None:
     """It was once taken for a directory `s3:` below the current one."""
     file = tmp_path / "ckptd.toml"
     file.write_text('root = "gs://bucket/runs"')
     socket = {"socket": "/s"}
-    with pytest.raises(InvalidConfig, match=r"^--root: root is the URL 's3://bucket/x'; expected a directory, .* mount the storage"):
-        load({"root": "s3://bucket/x", **socket}, {}, None)
-    with pytest.raises(InvalidConfig, match=r"^CKPTD_ROOT: root is the URL"):
+    assert load({"root": "s3://bucket/x", **socket}, {}, None).root == Url("s3", "bucket", ("x",))
+    with pytest.raises(InvalidConfig, match=r"^CKPTD_ROOT: root: 'file:///ckpts' is a URL that ckptd cannot save to"):
         load(socket, {"CKPTD_ROOT": "file:///ckpts"}, None)
-    with pytest.raises(InvalidConfig, match=r"ckptd\.toml: root is the URL 'gs://bucket/runs'"):
-        load(socket, {}, file)
+    assert load(socket, {}, file).root == Url("gs", "bucket", ("runs",))
     assert load({"root": "./s3:/x", **socket}, {}, None).root.name == "x"
 
 

@@ -7,7 +7,7 @@ import hashlib
 import mmap
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ckptd.shared.part_writer import PartWriter, Spread
 from ckptd.shared.plan import MIN_CHUNK, Alias, Item, Plan, Region, align_region, chunk_ranges, signature, with_values
 from ckptd.shared.segment import Extent, SegmentHeader, SlotState, write_document, write_header
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Sink
+from ckptd.shared.storage.protocol import Creator
 from tests.support.storage import files_in
 
 steady = settings(deadline=None)
@@ -173,15 +173,14 @@ def write_checkpoint(
 TAG = "step-00001000.a0002"
 
 
-def write_parts(create_file: Callable[[str, int], Sink], *, world_size: int, files: int = 1) -> Manifest:
+def write_parts(creator: Creator, *, world_size: int, files: int = 1) -> Manifest:
     """Write the parts of checkpoint gpt/TAG with a new nonce, and return the manifest that would commit it."""
     plan, nonce = sample_plan(3 << 16), new_nonce()
     values = values_after(plan)
     slot = packed_slot(plan, values)
     common: dict[str, Any] = {"job": "gpt", "attempt": 2, "step": 1000, "tag": TAG, "world_size": world_size}
     entries = [
-        write_part(create_file, slot, plan, encode_part(slot, plan, values, rank=rank, **common)[1], files, nonce)
-        for rank in range(world_size)
+        write_part(creator, slot, plan, encode_part(slot, plan, values, rank=rank, **common)[1], files, nonce) for rank in range(world_size)
     ]
     return Manifest(
         **common, features=["files"] if files > 1 else [], seq=7, created="2026-01-02T03:04:05+00:00", parts=entries,
@@ -189,11 +188,9 @@ def write_parts(create_file: Callable[[str, int], Sink], *, world_size: int, fil
     )  # fmt: skip
 
 
-def write_part(
-    create_file: Callable[[str, int], Sink], slot: bytearray, plan: Plan, index: PartIndex, files: int, nonce: bytes = NONCE
-) -> PartEntry:
+def write_part(creator: Creator, slot: bytearray, plan: Plan, index: PartIndex, files: int, nonce: bytes = NONCE) -> PartEntry:
     """Write the part of this index in several files."""
-    writer = PartWriter(create_file, nonce, codecs.encoder("raw"), Spread(files))
+    writer = PartWriter(creator, nonce, codecs.encoder("raw"), Spread(files))
     ranges, chunks = chunk_ranges(with_values(plan.regions, index.values), index.chunk_size), []
     writer.create(index, ranges, len(index.plan))
     for chunk in ranges:

@@ -234,7 +234,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path = Path(name) / "runtime"
         path.mkdir(mode=0o700)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(path))
-        monkeypatch.setattr("ckptd.shared.names._plain_socket_directory", lambda: path.parent / "plain")
+        monkeypatch.setattr("ckptd.shared.names.plain_directory", lambda: path.parent / "plain")
         yield path
 
 
@@ -280,17 +280,6 @@ def test_default_sockets(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert names.default_sockets() == [Path("/run/ckptd/ada.sock"), runtime / "ckptd.sock"]
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert names.default_sockets() == [Path("/run/ckptd/ada.sock")]
-
-
-@pytest.mark.parametrize(
-    ("root", "scheme"),
-    [
-        ("s3://bucket/x", "s3"), ("gs://b", "gs"), ("file:///ckpts", "file"), ("S3://B", "S3"), (Path("s3://bucket/x"), "s3"),
-        ("/ckpts", ""), ("ckpts", ""), ("./s3://bucket", ""), ("/mnt/s3:/x", ""), ("a:b", ""), ("", ""), ("C:/x", ""),
-    ],
-)  # fmt: skip
-def test_url_scheme(root: str | Path, scheme: str) -> None:
-    assert names.url_scheme(root) == scheme
 
 
 def test_default_socket_of_a_uid_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

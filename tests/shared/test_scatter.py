@@ -24,6 +24,8 @@ DATA = bytes((7 * n + n // 5) % 256 for n in range(257))
 class Source:
     """Chunks of 40 bytes over `DATA`. `damaged` is a chunk that writes its bytes and then fails, as a decoder may."""
 
+    remote = False
+
     def __init__(self, damaged: int = -1, chunk_size: int = 40) -> None:
         self.plan = Plan(REGIONS, [], [], None, {})
         self.values = (256, 1)

@@ -38,14 +38,15 @@ class Home:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="ckptd-test-"))
-        self.root = self.path / "root"
+        self.root: Path = self.path / "root"
+        self.environ: dict[str, str] = {}
         self.socket = self.path / "s"
         self.log = self.path / "daemon.log"
 
     @property
     def state(self) -> Path:
-        """The daemon's `state_dir`, on the file system of the root."""
-        return self.root.parent / "state"
+        """The daemon's `state_dir`, on the file system of the root, if it has one."""
+        return self.root.parent / "state" if isinstance(self.root, Path) else self.path / "state"
 
     @property
     def journal(self) -> Path:
@@ -88,7 +89,7 @@ class Daemon:
         self.home = home
         ready, told = os.pipe()
         arguments = ("run", "--root", str(home.root), "--socket", str(home.socket), "--state-dir", str(home.state), *arguments)
-        environment = {**(environment or {}), "CKPTD_FAILPOINTS": failpoints}
+        environment = {**home.environ, **(environment or {}), "CKPTD_FAILPOINTS": failpoints}
         self.process: subprocess.Popen[bytes] | Fork
         if forked:
             self.process = Fork(home.log, told, arguments, environment, forked if callable(forked) else None)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.posix_streams import PosixSource
-from ckptd.shared.storage.protocol import Sink
+from ckptd.shared.storage.protocol import Creator
 
 
 def part_in(directory: Path) -> Path:
@@ -23,6 +22,6 @@ def source(fd: int) -> PosixSource:
     return PosixSource(PosixFileSystem(), fd)
 
 
-def files_in(directory: Path, fs: FileSystem | None = None) -> Callable[[str, int], Sink]:
-    """Return a function that creates files in a directory, as `PartWriter` needs it."""
-    return PosixStorage(directory, fs).create
+def files_in(directory: Path, fs: FileSystem | None = None) -> Creator:
+    """Return the way in which `PartWriter` creates files in a directory."""
+    return Creator(PosixStorage(directory, fs).create, PosixStorage.head_last)

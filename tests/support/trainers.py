@@ -5,6 +5,7 @@ The state of a step follows from its number alone, so that any process can tell 
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -130,12 +131,13 @@ def train(
 
 
 def start(*arguments: Any, **options: Any) -> Any:
-    """Start a trainer process, and return it."""
+    """Start a trainer process, and return it. The arguments are those of `train`; `environ` has variables that it needs."""
     process = context().Process(target=_train, args=(arguments, options), daemon=True)
     process.start()
     return process
 
 
 def _train(arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    os.environ.update(options.pop("environ", {}))
     torch.set_num_threads(1)
     train(*arguments, **options)

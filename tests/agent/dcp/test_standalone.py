@@ -24,7 +24,7 @@ from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import MIN_CHUNK, chunk_ranges
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.protocol import Source
+from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from tests.support.descriptors import opened
 
@@ -124,7 +124,7 @@ def test_a_forked_child_takes_nothing_away(tmp_path: Path) -> None:
 def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int) -> None:
     hold, seen = StandaloneCheckpoint.hold, list[str]()
 
-    def swept(self: StandaloneCheckpoint, file: str) -> Source:
+    def swept(self: StandaloneCheckpoint, file: str) -> Closable:
         seen.append(file)
         if len(seen) <= tries:
             (self.path / file).unlink()

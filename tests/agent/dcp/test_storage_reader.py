@@ -65,7 +65,7 @@ def test_an_id_given_to_dcp_replaces_the_path(saved: Path, monkeypatch: pytest.M
     assert reader.checkpoint_id == str(saved)
     reader.reset()
     assert reader.checkpoint_id == str(saved)
-    assert [Reader.validate_checkpoint_id(path) for path in ("x", saved, "s3://bucket/x")] == [True, True, False]
+    assert [Reader.validate_checkpoint_id(path) for path in ("x", saved, "s3://bucket/x", "hdfs://x")] == [True, True, True, False]
 
 
 def test_metadata_that_was_read_elsewhere_is_opened_by_each_reader(saved: Path) -> None:

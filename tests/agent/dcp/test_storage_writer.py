@@ -702,7 +702,7 @@ def test_keys_and_shapes_that_do_not_fit_are_refused(spot: Place) -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{"path": "s3://bucket/it"}, {"codec": "lzma"}])
+@pytest.mark.parametrize("options", [{"path": "hdfs://bucket/it"}, {"codec": "lzma"}])
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(CkptdError):
         StorageWriter(**options)

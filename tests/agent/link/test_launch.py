@@ -192,7 +192,7 @@ def saves(root: Path, job: str = "job") -> None:
 def plain(private: Home, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the directory that stands for /tmp/ckptd-UID. $XDG_RUNTIME_DIR is not set."""
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    monkeypatch.setattr("ckptd.shared.names._plain_socket_directory", lambda: private.path / "plain")
+    monkeypatch.setattr("ckptd.shared.names.plain_directory", lambda: private.path / "plain")
     return private.path / "plain"
 
 
@@ -313,11 +313,11 @@ def test_a_log_that_is_not_our_own_file_is_not_written(private: Home, kind: str)
 
 
 @pytest.mark.parametrize("by", ["argument", "environment"])
-def test_a_root_that_is_a_url_is_refused(private: Home, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_a_root_that_is_no_place_is_refused(private: Home, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     monkeypatch.chdir(private.path)
-    monkeypatch.setenv("CKPTD_ROOT", "s3://bucket/runs" if by == "environment" else str(private.root))
-    with pytest.raises(errors.InvalidRequest, match=r"the root s3://bucket/runs is a URL, .* saves to directories only: mount"):
-        Agent(root="s3://bucket/runs" if by == "argument" else None)
+    monkeypatch.setenv("CKPTD_ROOT", "hdfs://bucket/runs" if by == "environment" else str(private.root))
+    with pytest.raises(errors.InvalidConfig, match=r"'hdfs://bucket/runs' is a URL that ckptd cannot save to; expected a directory, or s3"):
+        Agent(root="hdfs://bucket/runs" if by == "argument" else None)
     assert list(private.path.iterdir()) == []
 
 

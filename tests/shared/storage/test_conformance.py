@@ -3,33 +3,58 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from obstore.store import MemoryStore
 
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import Busy, IntegrityError, NotFound
+from ckptd.shared.location import Url
 from ckptd.shared.scatter import verify
+from ckptd.shared.storage import object_leases
+from ckptd.shared.storage.bucket import Bucket, open_bucket
 from ckptd.shared.storage.memory import MemoryStorage
+from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.protocol import Entry, Sink, Storage, read_whole
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from tests.shared.samples import TAG, write_parts
+from tests.support import stores
 
-KINDS = ("posix", "memory")
+SERVERS = ("seaweed", "rclone")
+KINDS = ("posix", "memory", "obstore", *SERVERS)
+HEAD = b"head".ljust(ALIGN, b"\0")
 
 
-def make(kind: str, place: Path) -> Storage:
-    return PosixStorage(place) if kind == "posix" else MemoryStorage()
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Servers]:
+    with stores.Servers(tmp_path_factory.mktemp("servers")) as running:
+        yield running
+
+
+def make(kind: str, place: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    if kind == "posix":
+        return PosixStorage(place)
+    if kind == "memory":
+        return MemoryStorage()
+    monkeypatch.setattr(object_leases, "RENEWAL_SECONDS", 0.3)
+    digest = names.new_nonce().hex()[:16]
+    if kind == "obstore":
+        return ObjectStorage(Bucket(MemoryStore(), f"memory://{digest}"), digest)
+    for name, value in servers.get(kind).environ.items():
+        monkeypatch.setenv(name, value)
+    return ObjectStorage(open_bucket(Url("s3", "bucket", (digest,))), digest)
 
 
 @pytest.fixture(params=KINDS)
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    return make(request.param, tmp_path)
+def storage(request: pytest.FixtureRequest, tmp_path: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Storage:
+    return make(request.param, tmp_path, servers, monkeypatch)
 
 
 def aligned(data: bytes, blocks: int = 1) -> mmap.mmap:
@@ -39,12 +64,21 @@ def aligned(data: bytes, blocks: int = 1) -> mmap.mmap:
     return made
 
 
+def listed(storage: Storage) -> list[Entry]:
+    """Return the children of the root, without those that the storage keeps for itself."""
+    return [entry for entry in storage.children("") if entry.name != names.CONTROL]
+
+
+def creates_once(storage: Storage) -> bool:
+    return not isinstance(storage, ObjectStorage) or storage.atomic
+
+
 def read(storage: Storage, name: str) -> bytes:
     return read_whole(storage.open(name), 1 << 20, name)
 
 
 def create(storage: Storage, name: str, *blocks: bytes) -> Sink:
-    sink = storage.create(name, (1 + len(blocks)) * ALIGN)
+    sink = storage.create(name, (1 + len(blocks)) * ALIGN, HEAD)
     for block in blocks:
         sink.append(aligned(block))
     return sink
@@ -58,24 +92,24 @@ def test_an_object_is_whole_once_it_is_finished(storage: Storage) -> None:
     assert sink.append(aligned(b"one")) == ALIGN
     assert sink.append(aligned(b"two", 2)) == 2 * ALIGN
     assert sink.size == 4 * ALIGN
-    sink.finish(aligned(b"head"))
+    sink.finish()
     data = read(storage, "gpt/tag/part")
     assert (len(data), data[:4], data[ALIGN : ALIGN + 3], data[2 * ALIGN : 2 * ALIGN + 3]) == (4 * ALIGN, b"head", b"one", b"two")
 
 
 def test_more_room_than_is_used_leaves_no_trace(storage: Storage) -> None:
-    sink = storage.create("part", 100 * ALIGN)
-    sink.finish(aligned(b"head"))
+    sink = storage.create("part", 100 * ALIGN, HEAD)
+    sink.finish()
     source = storage.open("part")
     assert source.size == ALIGN
     source.close()
 
 
 def test_threads_append_without_overwriting_one_another(storage: Storage) -> None:
-    sink = storage.create("part", ALIGN)
+    sink = storage.create("part", ALIGN, HEAD)
     with ThreadPoolExecutor(8) as pool:
         offsets = list(pool.map(lambda n: sink.append(aligned(bytes([n]) * ALIGN)), range(1, 101)))
-    sink.finish(aligned(b""))
+    sink.finish()
     assert sorted(offsets) == [ALIGN * n for n in range(1, 101)]
     data = read(storage, "part")
     assert [data[offset : offset + ALIGN] == bytes([n]) * ALIGN for n, offset in enumerate(offsets, 1)] == [True] * 100
@@ -85,7 +119,7 @@ def test_a_discarded_object_is_gone(storage: Storage) -> None:
     create(storage, "tag/part", b"x").discard()
     assert not storage.exists("tag/part")
     finished = create(storage, "tag/part", b"x")
-    finished.finish(aligned(b""))
+    finished.finish()
     finished.discard()
     assert not storage.exists("tag/part")
 
@@ -115,7 +149,7 @@ def test_publish_replaces_only_if_it_is_asked_to(storage: Storage) -> None:
     assert read(storage, "object") == b"one"
     storage.publish("object", b"three", replace=True, by="me")
     assert read(storage, "object") == b"three"
-    assert [entry.name for entry in storage.children("")] == ["object"]
+    assert listed(storage) == [Entry("object", False)]
 
 
 def test_one_of_many_publishers_succeeds(storage: Storage) -> None:
@@ -126,6 +160,8 @@ def test_one_of_many_publishers_succeeds(storage: Storage) -> None:
             return -1
         return number
 
+    if not creates_once(storage):
+        pytest.skip("names are published by the one process that has claimed them")
     with ThreadPoolExecutor(8) as pool:
         won = [number for number in pool.map(publish, range(32)) if number >= 0]
     assert len(won) == 1
@@ -152,27 +188,28 @@ def test_operations_on_missing_objects(storage: Storage) -> None:
 
 def test_children_are_objects_and_prefixes_in_order(storage: Storage) -> None:
     for name in ("b/two/x", "b/one/x", "b/one/y"):
-        create(storage, name, b"").finish(aligned(b""))
+        create(storage, name, b"").finish()
     storage.publish("b/object", b"", replace=False)
     storage.publish("b/one/z", b"", replace=False)
-    assert storage.children("") == [Entry("b", True)]
+    assert listed(storage) == [Entry("b", True)]
     assert storage.children("b") == [Entry("object", False), Entry("one", True), Entry("two", True)]
     assert [entry.name for entry in storage.children("b/one")] == ["x", "y", "z"]
 
 
 def test_delete_deletes_only_named_objects_and_remove_only_an_empty_prefix(storage: Storage) -> None:
     for name in ("tag/a", "tag/b", "tagged/a"):
-        create(storage, name, b"").finish(aligned(b""))
+        create(storage, name, b"").finish()
     storage.delete("tag", ["a", "never there"])
     assert storage.remove("tag") is False
     storage.delete("tag", ["a", "b"])
     assert storage.remove("tag") is True
     assert storage.remove("tag") is True
-    assert storage.children("") == [Entry("tagged", True)]
+    assert Entry("tagged", True) in listed(storage)
+    assert storage.children("tag") == []
 
 
 def test_a_second_name_of_an_object_outlives_the_first(storage: Storage) -> None:
-    create(storage, "gpt/one/part", b"data").finish(aligned(b"head"))
+    create(storage, "gpt/one/part", b"data").finish()
     whole = read(storage, "gpt/one/part")
     assert storage.link("gpt/one/part", "gpt/two/other", len(whole))
     assert [entry.name for entry in storage.children("gpt/two")] == ["other"]
@@ -184,7 +221,7 @@ def test_a_second_name_of_an_object_outlives_the_first(storage: Storage) -> None
 
 
 def test_an_object_that_is_gone_or_has_another_length_gets_no_second_name(storage: Storage) -> None:
-    create(storage, "gpt/one/part", b"data").finish(aligned(b"head"))
+    create(storage, "gpt/one/part", b"data").finish()
     size = len(read(storage, "gpt/one/part"))
     assert not storage.link("gpt/one/part", "gpt/two/part", size + 1)
     assert not storage.link("gpt/one/gone", "gpt/two/part", size)
@@ -202,12 +239,14 @@ def test_a_name_is_claimed_once(storage: Storage) -> None:
     assert storage.claim("claims/a0001") is True
     assert storage.claim("claims/a0001") is False
     assert storage.claim("claims/a0002") is True
-    assert [entry.name for entry in storage.children("claims")] == ["a0001", "a0002"]
+    assert [names.claimed(entry.name) for entry in storage.children("claims")] == ["a0001", "a0002"]
 
 
 def test_one_of_many_claimants_succeeds(storage: Storage) -> None:
     with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(lambda _: storage.claim("claims/a0001"), range(64))) == 1
+        won = sum(pool.map(lambda _: storage.claim("claims/a0001"), range(32)))
+    assert won == 1 if creates_once(storage) else won <= 1
+    assert storage.claim("claims/a0002") is True
 
 
 # -- leases
@@ -261,8 +300,10 @@ def test_messages_name_the_place(storage: Storage) -> None:
 
 
 @pytest.fixture(params=(*KINDS, "standalone"))
-def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Repository:
-    return StandaloneCheckpoint(tmp_path / "one") if request.param == "standalone" else Repository(make(request.param, tmp_path))
+def repository(request: pytest.FixtureRequest, tmp_path: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    if request.param == "standalone":
+        return StandaloneCheckpoint(tmp_path / "one")
+    return Repository(make(request.param, tmp_path, servers, monkeypatch))
 
 
 def commit(repository: Repository, *, ranks: int = 2, files: int = 1) -> None:
@@ -316,8 +357,8 @@ def test_a_leased_checkpoint_cannot_be_deleted(repository: Repository) -> None:
 
 
 @pytest.fixture(params=KINDS)
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Repository:
-    return Repository(make(request.param, tmp_path))
+def root(request: pytest.FixtureRequest, tmp_path: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    return Repository(make(request.param, tmp_path, servers, monkeypatch))
 
 
 def test_a_deleted_checkpoint_leaves_nothing(root: Repository) -> None:
@@ -329,7 +370,7 @@ def test_a_deleted_checkpoint_leaves_nothing(root: Repository) -> None:
     root.delete_files("gpt", TAG, [part.file for part in manifest.parts])
     assert root.files("gpt", TAG) == []
     assert root.delete_tag("gpt", TAG) is True
-    assert root.tags("gpt") == []
+    assert all(root.files("gpt", tag) == [] for tag in root.tags("gpt"))  # a store may list an empty prefix for a while
 
 
 def test_pins_and_the_hint(root: Repository) -> None:
@@ -350,7 +391,7 @@ def test_an_attempt_is_claimed_once_and_older_claims_are_deleted(root: Repositor
     assert root.newest_attempt("gpt") == 0
     assert [root.claim("gpt", number) for number in (1, 2, 2, 3)] == [True, True, False, True]
     assert root.newest_attempt("gpt") == 3
-    assert [entry.name for entry in root.storage.children(names.attempts("gpt"))] == ["a0002", "a0003"]
+    assert [names.claimed(entry.name) for entry in root.storage.children(names.attempts("gpt"))] == ["a0002", "a0003"]
     assert root.claim("gpt", 9) is True
     assert root.newest_attempt("gpt") == 9
 
@@ -360,8 +401,9 @@ def test_a_root_has_one_identity(root: Repository) -> None:
     identity = root.identity()
     assert names.is_identity(identity)
     assert Repository(root.storage).identity() == identity
-    with mock.patch.object(root.storage, "exists", return_value=False):  # as for two daemons that look at the same moment
-        assert root.identity() == identity
+    if creates_once(root.storage):
+        with mock.patch.object(root.storage, "exists", return_value=False):  # as for two daemons that look at the same moment
+            assert root.identity() == identity
     root.storage.publish(f"{names.CONTROL}/{names.IDENTITY}", b"not one\n", replace=True)
     with pytest.raises(IntegrityError, match="does not hold the identity of the root"):
         root.identity()

@@ -317,7 +317,7 @@ USES: list[Callable[[Repository], object]] = [
     lambda s: s.open_part("gpt", TAG, PART),
     lambda s: s.publish_manifest("gpt", TAG, b"{}"),
     lambda s: s.publish_newest("gpt", TAG),
-    lambda s: s.part_files("gpt", TAG)(PART, 4096),
+    lambda s: s.part_files("gpt", TAG).create(PART, 4096, None),
 ]
 
 

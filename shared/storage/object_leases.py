@@ -1,0 +1,152 @@
+"""Leases and deletions in an object store, which has no locks: each is an object that its holder writes again as long as it lives.
+
+A reader first puts its lease, then looks for the mark of a deleter. A deleter first puts its mark, then looks for leases. So at least one
+of two that meet sees the other, and gives way. An object whose version has not changed for `SECONDS` of the observer's own clock belongs
+to a process that is dead, or that has stopped for as long (FORMAT.md, section 6).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from ckptd.shared import names
+from ckptd.shared.errors import Busy
+from ckptd.shared.storage import locks
+from ckptd.shared.storage.bucket import Bucket, ObjectMeta
+
+SECONDS = 25.0
+"""After this time without a new version, a lease or a mark is dead."""
+RENEWAL_SECONDS = 6.0
+RETRY_SECONDS = 0.2
+_MOST = 300
+"""The most bytes that are read of a lease or a mark."""
+
+
+class Leases:
+    """The leases and marks of one bucket. `directory` is the prefix below which they are kept."""
+
+    def __init__(self, bucket: Bucket, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bucket, self._directory, self._clock = bucket, directory, clock
+        self._seen: dict[str, tuple[str, float]] = {}  # the version of an object of another process, and when it was first seen
+        self._lock = threading.Lock()
+
+    def lease(self, name: str, called: str) -> Held | None:
+        """Return a lease on an object. Return None if this user may not write to the store: then the object may go at any time.
+
+        A deleter is waited for up to `locks.SECONDS`. Raises Busy.
+        """
+        held = Held(self._bucket, self._place(names.LEASES, name))
+        try:
+            held.put()
+        except PermissionError:
+            return None
+        try:
+            until = time.monotonic() + locks.SECONDS
+            while marks := self._alive(names.RETIRING, name):
+                if time.monotonic() > until:
+                    who = self._holder(marks[0].name)
+                    raise Busy(f"{called} cannot be read now: it has been marked for deletion by {who}; try again later")
+                time.sleep(RETRY_SECONDS)
+        except BaseException:
+            held.close()
+            raise
+        held.keep()
+        return held
+
+    @contextmanager
+    def exclude(self, name: str, called: str) -> Iterator[None]:
+        """Context manager. Mark an object for deletion. Raises Busy if there is a lease on it, or another mark."""
+        mark = Held(self._bucket, self._place(names.RETIRING, name))
+        mark.put()
+        try:
+            if found := self._alive(names.RETIRING, name, but=mark.name) or self._alive(names.LEASES, name):
+                raise Busy(f"{called} is being read, or deleted, by {self._holder(found[0].name)}")
+            mark.keep()
+            yield
+        finally:
+            mark.close()
+
+    def holders(self, name: str) -> str:
+        """Return the holders of the leases on an object, as text. Waits until each lease has shown whether it is alive."""
+        first = dict[str, str]()
+        while found := self._alive(names.LEASES, name):
+            if renewed := [lease.name for lease in found if first.setdefault(lease.name, lease.version) != lease.version]:
+                return ", ".join(sorted(map(self._holder, renewed)))
+            time.sleep(RETRY_SECONDS)
+        return ""
+
+    def end_marks(self, host: str) -> None:
+        """Delete the marks of this host's deleters. The caller holds the lock of the root on this host, so that they are dead."""
+        prefix = f"{self._directory}/{names.RETIRING}"
+        self._bucket.delete([mark for mark in self._bucket.below(prefix) if self._holder(mark).endswith(f" on {host}")])
+
+    def _place(self, kind: str, name: str) -> str:
+        return f"{self._directory}/{kind}/{name}/{names.new_nonce().hex()}"
+
+    def _alive(self, kind: str, name: str, but: str = "") -> list[ObjectMeta]:
+        """Return the leases or marks on an object that are not dead, and delete the dead ones. `but` is left out."""
+        prefix = f"{self._directory}/{kind}/{name}"
+        objects = [found for found in self._bucket.children(prefix)[1] if found.name != but]
+        young = [found for found in objects if self._is_young(found)]
+        self._bucket.delete([found.name for found in objects if found not in young])
+        with self._lock:
+            for gone in [seen for seen in self._seen if seen.startswith(f"{prefix}/")]:
+                if all(found.name != gone for found in young):
+                    del self._seen[gone]
+        return young
+
+    def _is_young(self, found: ObjectMeta) -> bool:
+        """Return True unless the object has had this version for too long."""
+        with self._lock:
+            known, since = self._seen.get(found.name, ("", 0.0))
+            if known != found.version:
+                since = self._clock()
+                self._seen[found.name] = found.version, since
+            return self._clock() - since < SECONDS
+
+    def _holder(self, name: str) -> str:
+        try:
+            text = self._bucket.get(name, _MOST).decode("ascii", "replace")
+        except OSError:
+            return "another process"
+        host, pid, *_ = [*text.split(" "), "", ""]
+        return f"process {pid} on {host}" if names.is_name(host) and pid.isdigit() else "another process"
+
+
+class Held:
+    """A lease or a mark of this process, which a thread writes again until `close`."""
+
+    def __init__(self, bucket: Bucket, name: str) -> None:
+        self._bucket, self.name = bucket, name
+        self._pid = os.getpid()
+        self._count = 0
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def put(self) -> None:
+        self._count += 1
+        self._bucket.put(self.name, f"{names.host()} {self._pid} {self._count}".encode(), create=False)
+
+    def keep(self) -> None:
+        """Begin to write the object again every `RENEWAL_SECONDS`."""
+        self._thread = threading.Thread(target=self._renew, name="ckptd-lease", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._closed.wait(RENEWAL_SECONDS):
+            with suppress(OSError):  # the next time may succeed; until then the object ages
+                self.put()
+
+    def close(self) -> None:
+        """End the lease. A forked child does not end that of its parent."""
+        if self._pid != os.getpid():
+            return
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()  # a renewal that is under way would bring the object back
+        with suppress(OSError):  # an object that stays is found dead later
+            self._bucket.delete([self.name])

@@ -1,0 +1,118 @@
+"""Reads and writes single objects of an object store, as sources and sinks."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+from ckptd.shared.fs import Buffer
+from ckptd.shared.storage.bucket import Bucket
+
+FIRST = 64 << 10
+"""The bytes of an object that are read when it is opened: small objects take one request, and large ones show their header in it."""
+LEAST_PART = 8 << 20
+MOST_PARTS = 9_000
+"""A multipart upload has at most 10,000 parts. The size of an object is only estimated when its upload begins."""
+
+
+class ObjectSource:
+    """An object that is open for reading. `closed` is called once at its end."""
+
+    remote = True
+
+    def __init__(self, bucket: Bucket, name: str, closed: Callable[[], None] = lambda: None) -> None:
+        self._bucket, self._name, self._closed = bucket, name, closed
+        found, self._first = bucket.open(name, FIRST)
+        self.size = found.size
+
+    def read(self, buffer: memoryview, offset: int) -> int:
+        length = max(0, min(len(buffer), self.size - offset))
+        if offset + length <= len(self._first):
+            buffer[:length] = self._first[offset : offset + length]
+        elif length:
+            self._bucket.read(self._name, buffer[:length], offset)
+        return length
+
+    def close(self) -> None:
+        self._closed()
+
+
+class ObjectSink:
+    """An object that is being uploaded, in the order in which its data is appended. Nobody sees it before `finish`.
+
+    A thread uploads parts of `part_size` bytes, `at_once` at the same time, and `append` waits while so many are under way. `ended` is
+    called once, when the upload has ended.
+    """
+
+    def __init__(self, bucket: Bucket, name: str, head: bytes, part_size: int, at_once: int, ended: Callable[[], None]) -> None:
+        self._bucket, self._name, self._part_size, self._at_once, self._ended = bucket, name, part_size, at_once, ended
+        self._pieces: queue.Queue[bytes | None] = queue.Queue(1)  # None is the end
+        self._lock = threading.Lock()
+        self._discarded = False
+        self._error: Exception | None = None
+        self.size = len(head)
+        self._head = head
+        self._thread = threading.Thread(target=self._upload, name="ckptd-write-upload", daemon=True)
+        self._thread.start()
+
+    def append(self, data: Buffer) -> int:
+        with self._lock:
+            offset, self.size = self.size, self.size + len(data)
+            self._send(bytes(data))  # a copy, because the caller uses its buffer again
+        return offset
+
+    def finish(self, head: bytes | None = None) -> None:
+        self._send(None)
+        self._thread.join()
+        if self._error is not None:
+            self._raise_unless_written(self._error)
+
+    def _raise_unless_written(self, error: Exception) -> None:
+        """Raise the error of the upload, unless only the answer to its last request was lost: no other process uses this name."""
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENOENT):
+            try:
+                if self._bucket.head(self._name).size == self.size:
+                    return
+            except OSError:
+                pass
+        raise error
+
+    def discard(self) -> None:
+        self._discarded = True
+        try:
+            self._send(None)
+        except Exception:
+            pass  # the upload has failed, and has been aborted
+        self._thread.join()
+        try:
+            self._bucket.delete([self._name])
+        except OSError:
+            pass  # left to a later sweep: by the daemon, from its journal
+
+    def _send(self, piece: bytes | None) -> None:
+        """Hand a piece to the thread. Raises the error of the upload if that has ended."""
+        while self._thread.is_alive():
+            try:
+                self._pieces.put(piece, timeout=0.5)
+                return
+            except queue.Full:
+                continue
+        if piece is not None and self._error is not None:
+            raise self._error
+
+    def _upload(self) -> None:
+        try:
+            self._bucket.upload(self._name, self._all_pieces(), self._part_size, self._at_once)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._ended()
+
+    def _all_pieces(self) -> Iterator[bytes]:
+        yield self._head
+        while (piece := self._pieces.get()) is not None:
+            yield piece
+        if self._discarded:
+            raise InterruptedError(errno.EINTR, "the object was discarded", self._name)  # obstore then aborts the upload

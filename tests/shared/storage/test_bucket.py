@@ -1,0 +1,154 @@
+"""Tests the calls to a bucket: how the errors of a store are worded, and which settings of the environment are used."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from obstore import exceptions
+from obstore.store import MemoryStore, S3Store
+
+from ckptd.shared.errors import InvalidConfig, RemoteError, RemoteRefusal, StorageError
+from ckptd.shared.location import Url
+from ckptd.shared.storage import bucket as buckets
+from ckptd.shared.storage.bucket import Bucket, NoRanges, open_bucket, translated
+
+NAME, WHERE = "s3://data/ckpts/x", "s3://data/ckpts"
+ANSWER = "Generic S3 error: Error performing PUT https://data.host/x?X-Amz-Signature=SECRET in 1s - Server returned non-2xx status code: {}"
+BODY = "<Error><Code>{}</Code><Message>key SECRET</Message></Error>"
+
+
+def made(kind: str, text: str) -> Exception:
+    found: type[Exception] = getattr(exceptions, kind)
+    return found(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "cls", "number", "words"),
+    [
+        (made("AlreadyExistsError", "x"), FileExistsError, errno.EEXIST, "File exists"),
+        (made("PreconditionError", "x"), FileExistsError, errno.EEXIST, "File exists"),
+        (made("NotFoundError", "x"), FileNotFoundError, errno.ENOENT, "No such file or directory"),
+        (FileNotFoundError("x"), FileNotFoundError, errno.ENOENT, "No such file or directory"),
+        (made("NotFoundError", ANSWER.format("404 Not Found: ") + BODY.format("NoSuchBucket")), RemoteError, errno.ENXIO,
+         "there is no bucket 'data', or it cannot be seen with these credentials"),
+        (made("GenericError", ANSWER.format("403 Forbidden: ") + BODY.format("SignatureDoesNotMatch")), RemoteRefusal, errno.EACCES,
+         "the store answered 403 Forbidden (SignatureDoesNotMatch): check the credentials and their rights"),
+        (made("PermissionDeniedError", "SECRET"), RemoteRefusal, errno.EACCES,
+         "the store refused the request: check the credentials and their rights"),
+        (made("GenericError", "Error performing PUT http://169.254.169.254/latest/api/token"), RemoteRefusal, errno.EACCES,
+         "no credentials for the store were found, in the environment or elsewhere"),
+        (made("GenericError", ANSWER.format("507 Insufficient Storage: ")), RemoteError, errno.ENOSPC,
+         "the store answered 507 Insufficient Storage"),
+        (made("GenericError", ANSWER.format("500 Internal Server Error: ") + BODY.format("InternalError")), RemoteError, errno.EIO,
+         "the store answered 500 Internal Server Error (InternalError)"),
+        (made("NotSupportedError", "SECRET"), RemoteError, errno.EOPNOTSUPP, "the store does not support the request"),
+        (made("GenericError", "Received non-partial response when range requested"), NoRanges, errno.EIO,
+         "the store does not answer requests for ranges as it should"),
+        (made("GenericError", "HTTP error: error sending request for url (http://h/?sig=SECRET)"), RemoteError, errno.EHOSTUNREACH,
+         "the store does not answer"),
+        (made("GenericError", "HTTP error: operation timed out SECRET"), RemoteError, errno.ETIMEDOUT, "the store does not answer"),
+        (made("GenericError", "something else with SECRET"), RemoteError, errno.EIO,
+         "the store or the connection to it failed (GenericError)"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_store_becomes_one_sentence_without_secrets(error: Exception, cls: type, number: int, words: str) -> None:
+    found = translated(error, NAME, WHERE)
+    assert (type(found), found.errno, found.strerror, found.filename) == (cls, number, words, NAME)
+    if isinstance(found, RemoteError):
+        assert str(StorageError.of("save it", found)) == f"cannot save it: {words}"
+
+
+def test_errors_of_the_caller_stay_what_they_are() -> None:
+    bucket = Bucket(MemoryStore(), "memory://x")
+
+    def pieces() -> Any:
+        yield b"one"
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        bucket.upload("object", pieces(), 8 << 20, 2)
+    with pytest.raises(FileNotFoundError):
+        bucket.head("object")
+
+
+def test_an_object_of_another_size_than_expected_is_refused() -> None:
+    bucket = Bucket(MemoryStore(), "memory://x")
+    bucket.put("object", b"12345", create=True)
+    assert bucket.get("object", 5) == b"12345"
+    with pytest.raises(OSError, match="larger than 4 bytes") as caught:
+        bucket.get("object", 4)
+    assert caught.value.errno == errno.EFBIG
+
+
+@pytest.mark.parametrize("offset", [0, 1, 70_000, 199_990])
+def test_a_store_without_ranges_is_read_from_the_beginning(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    bucket, data = Bucket(MemoryStore(), "memory://x"), os.urandom(200_000)
+    bucket.put("object", data, create=True)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise made("GenericError", "Received non-partial response when range requested")
+
+    monkeypatch.setattr("obstore.get_range", refuse)
+    buffer = bytearray(10)
+    bucket.read("object", memoryview(buffer), offset)
+    assert (bytes(buffer), bucket.ranges) == (data[offset : offset + 10], False)
+    assert bucket.open("object", 10) == (bucket.head("object"), b"")
+    assert bucket.open("object", 200_000)[1] == data
+    with pytest.raises(RemoteError, match="the store answered with 4 bytes instead of 10"):
+        bucket.read("object", memoryview(buffer), 199_996)
+
+
+def test_an_answer_that_is_too_short_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket(MemoryStore(), "memory://x")
+    bucket.put("object", b"0123456789", create=True)
+    monkeypatch.setattr("obstore.get_range", lambda *args, **kwargs: b"012")
+    with pytest.raises(RemoteError, match="the store answered with 3 bytes instead of 5"):
+        bucket.read("object", memoryview(bytearray(5)), 0)
+
+
+# -- settings
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    buckets._connect.cache_clear()
+
+
+def s3(**environ: str) -> S3Store:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        found = open_bucket(Url("s3", "data", ("ckpts", "x")))._store
+    assert isinstance(found, S3Store)
+    return found
+
+
+def test_the_usual_variables_are_used() -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "K", "AWS_SECRET_ACCESS_KEY": "S"}
+    store = s3(**keys, AWS_ENDPOINT_URL="http://store:9000", AWS_DEFAULT_REGION="eu-1")
+    assert (store.prefix, store.config["endpoint"], store.config["region"]) == ("ckpts/x", "http://store:9000", "eu-1")
+    assert store.client_options is not None
+    assert store.client_options["allow_http"] == "true"  # type: ignore[comparison-overlap]  # obstore returns the texts that it has kept
+    buckets._connect.cache_clear()
+    special = s3(**keys, AWS_ENDPOINT_URL="http://general", AWS_ENDPOINT_URL_S3="https://special")
+    assert (special.config["endpoint"], special.config["region"]) == ("https://special", "us-east-1")
+    assert special.client_options is not None
+    assert special.client_options["allow_http"] == "false"  # type: ignore[comparison-overlap]
+
+
+def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "obstore.auth.boto3", None)
+    with pytest.raises(InvalidConfig, match="or AWS_PROFILE need the package boto3: install it, or set AWS_ACCESS_KEY_ID"):
+        s3(AWS_PROFILE="mine")
+
+
+def test_settings_that_obstore_refuses_are_named() -> None:
+    with pytest.raises(InvalidConfig, match="az://box cannot be used with the settings in the environment: "):
+        open_bucket(Url("az", "box"))
