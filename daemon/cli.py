@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from ckptd.daemon import neighbours, report
+from ckptd.daemon.copying import copy
 from ckptd.shared import __version__, names
 from ckptd.shared import errors as e
 from ckptd.shared.command import PLACE, exit_code, json_option, speaks
@@ -388,6 +389,7 @@ def pin(path: Location, remove: bool, as_json: bool) -> None:
     click.echo(json.dumps(found) if as_json else f"{job}/{tag}: {'no longer pinned' if remove else 'pinned'}")
 
 
+main.add_command(copy)
 for _name, _does in _VERBS.items():
     main.add_command(Verb(_name, short_help=_does))
 

@@ -224,6 +224,10 @@ class _File:
         self.size = os.fstat(self._file.fileno()).st_size
         self._lock = threading.Lock()
 
+    def view(self, offset: int, length: int) -> memoryview:
+        buffer = memoryview(bytearray(length))
+        return buffer[: self.read(buffer, offset)]
+
     def read(self, buffer: memoryview, offset: int) -> int:
         with self._lock:
             self._file.seek(offset)

@@ -297,8 +297,18 @@ class PartReader:
 
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
         chunk = self.index.chunks[number]
-        if self.remote or chunk.codec != codec.RAW or chunk.stored_length != chunk.raw_length:
-            return False  # a remote chunk is read with one request
+        if chunk.codec != codec.RAW or chunk.stored_length != chunk.raw_length:
+            return False
+        if self.remote:
+            with self._stored_in(number) as (source, where):
+                stored = self._stored(chunk, source, where)
+            if chunk.raw_crc != chunk.stored_crc:
+                raise IntegrityError(f"{where} holds other bytes than were saved")
+            at = 0
+            for piece in pieces:
+                piece[:] = stored[at : at + len(piece)]
+                at += len(piece)
+            return True
         crc, position, end = 0, chunk.offset, chunk.offset + align(chunk.stored_length)
         with self._stored_in(number) as (source, where):
             for whole in pieces:
@@ -319,14 +329,10 @@ class PartReader:
         if self.read_pieces(number, [raw]):
             return
         chunk = self.index.chunks[number]
-        stored = self._buffer(align(chunk.stored_length))
         with self._stored_in(number) as (source, where):
-            _read_into(stored, source, chunk.offset, where)
-        if crc32c(stored[: chunk.stored_length]) != chunk.stored_crc:
-            raise IntegrityError(f"{where} does not match its checksum")
-        check_zero(stored[chunk.stored_length :], where)
+            stored = self._stored(chunk, source, where)
         try:
-            codec.decoder(chunk.codec).decode(stored[: chunk.stored_length], raw, chunk.element_size)
+            codec.decoder(chunk.codec).decode(stored, raw, chunk.element_size)
         except IntegrityError as error:
             raise type(error)(f"{where}: {error}") from None
         if crc32c(raw) != chunk.raw_crc:
@@ -343,6 +349,21 @@ class PartReader:
             except IntegrityError as error:
                 raise type(error)(f"{self.name}: {error}") from None
             yield source, f"{self.name}: chunk {number} (bytes {chunk.offset} to {chunk.offset + chunk.stored_length}{of_file})"
+
+    def _stored(self, chunk: Chunk, source: Source, where: str) -> memoryview:
+        """Read and verify the stored form of a chunk, as a whole. The result may be a buffer that this thread uses again."""
+        length = align(chunk.stored_length)
+        if source.remote:
+            stored = source.view(chunk.offset, length)
+            if len(stored) < length:
+                raise IntegrityError(f"{where} is cut short")
+        else:
+            stored = self._buffer(length)
+            _read_into(stored, source, chunk.offset, where)
+        if crc32c(stored[: chunk.stored_length]) != chunk.stored_crc:
+            raise IntegrityError(f"{where} does not match its checksum")
+        check_zero(stored[chunk.stored_length :], where)
+        return stored[: chunk.stored_length]
 
     def _buffer(self, length: int) -> memoryview:
         """Return a buffer of this thread. Its content is undefined, and it is used again for the thread's next chunk."""

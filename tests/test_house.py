@@ -140,7 +140,7 @@ def test_the_search_finds_a_cycle() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
     assert edges("shared")["ckptd.shared.part"] >= {"ckptd.shared.codec", "ckptd.shared.errors", "ckptd.shared.plan"}
-    assert edges("daemon")["ckptd.daemon.cli"] == {"ckptd.daemon.neighbours", "ckptd.daemon.report"}
+    assert edges("daemon")["ckptd.daemon.cli"] == {"ckptd.daemon.copying", "ckptd.daemon.neighbours", "ckptd.daemon.report"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -98,23 +98,22 @@ class Bucket:
 
         return self._call(name, get)
 
-    def read(self, name: str, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` with the bytes of an object from `offset`, which it must have. Raises OSError (EIO) if the answer is shorter."""
+    def read(self, name: str, offset: int, length: int) -> memoryview:
+        """Return a range of an object, which must have it. Raises OSError (EIO) if the answer has another length."""
         if self.ranges:
             try:
-                data = self._call(name, lambda: obstore.get_range(self._store, name, start=offset, length=len(buffer)))
+                data = self._call(name, lambda: memoryview(obstore.get_range(self._store, name, start=offset, length=length)))
             except NoRanges:
                 self.ranges = False
             else:
-                if len(data) != len(buffer):
-                    raise RemoteError(errno.EIO, f"the store answered with {len(data)} bytes instead of {len(buffer)}", name)
-                buffer[:] = memoryview(data)
-                return
-        self._call(name, lambda: self._skip_and_read(name, buffer, offset))
+                if len(data) != length:
+                    raise RemoteError(errno.EIO, f"the store answered with {len(data)} bytes instead of {length}", name)
+                return data
+        return self._call(name, lambda: self._skip_and_read(name, offset, length))
 
-    def _skip_and_read(self, name: str, buffer: memoryview, offset: int) -> None:
+    def _skip_and_read(self, name: str, offset: int, length: int) -> memoryview:
         """Read the object from its beginning, for a store without usable ranges."""
-        position, filled = 0, 0
+        buffer, position, filled = memoryview(bytearray(length)), 0, 0
         for piece in obstore.get(self._store, name):
             with memoryview(piece) as data:
                 wanted = data[max(0, offset - position) : max(0, offset + len(buffer) - position)]
@@ -122,7 +121,7 @@ class Bucket:
                 filled += len(wanted)
                 position += len(data)
             if filled == len(buffer):
-                return
+                return buffer
         raise RemoteError(errno.EIO, f"the store answered with {filled} bytes instead of {len(buffer)}", name)
 
     def head(self, name: str) -> ObjectMeta:

@@ -170,6 +170,9 @@ class MemorySource:
         buffer[: len(found)] = found
         return len(found)
 
+    def view(self, offset: int, length: int) -> memoryview:
+        return memoryview(self._data)[offset : offset + length]
+
     def close(self) -> None:
         self._closed()
 

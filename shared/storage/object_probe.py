@@ -50,9 +50,7 @@ def check(bucket: Bucket) -> None:
     try:
         if name not in [found.name for found in bucket.children(_PREFIX)[1]]:
             raise RemoteError(errno.EIO, "a listing lacks an acknowledged object, and ckptd relies on listings", name)
-        middle = bytearray(8)
-        bucket.read(name, memoryview(middle), 8)
-        if middle != data[8:16]:
+        if bucket.read(name, 8, 8) != data[8:16]:
             raise RemoteError(errno.EIO, "the store returns other bytes than those that were written", name)
     finally:
         bucket.delete([name])

@@ -28,12 +28,15 @@ class ObjectSource:
         self.size = found.size
 
     def read(self, buffer: memoryview, offset: int) -> int:
-        length = max(0, min(len(buffer), self.size - offset))
+        found = self.view(offset, len(buffer))
+        buffer[: len(found)] = found
+        return len(found)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        length = max(0, min(length, self.size - offset))
         if offset + length <= len(self._first):
-            buffer[:length] = self._first[offset : offset + length]
-        elif length:
-            self._bucket.read(self._name, buffer[:length], offset)
-        return length
+            return memoryview(self._first)[offset : offset + length]
+        return self._bucket.read(self._name, offset, length) if length else memoryview(b"")
 
     def close(self) -> None:
         self._closed()

@@ -28,6 +28,10 @@ class PosixSource:
     def read(self, buffer: memoryview, offset: int) -> int:
         return self._fs.read(self._fd, buffer, offset)
 
+    def view(self, offset: int, length: int) -> memoryview:
+        buffer = memoryview(bytearray(length))
+        return buffer[: self.read(buffer, offset)]
+
     def close(self) -> None:
         fd, self._fd = self._fd, -1
         if self._leaseholder == os.getpid():

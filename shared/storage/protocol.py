@@ -43,6 +43,9 @@ class Source(Closable, Protocol):
     def read(self, buffer: memoryview, offset: int) -> int:
         """Fill `buffer` from `offset`. Return the number of bytes read, which is smaller than the buffer only at the end of the object."""
 
+    def view(self, offset: int, length: int) -> memoryview:
+        """Return `length` bytes from `offset`, or fewer at the end of the object. A remote object is asked for them once."""
+
 
 class Sink(Protocol):
     """A new object that is being written. Nobody may rely on the object before `finish` has returned.

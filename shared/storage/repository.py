@@ -84,6 +84,14 @@ class Repository:
         except IntegrityError as error:
             raise type(error)(f"{called}: {error}") from None
 
+    def manifest_document(self, job: str, tag: str) -> bytes:
+        """Return the bytes of a manifest, intact or damaged. Raises NotFound if there is none."""
+        name = self._name(job, tag, names.MANIFEST)
+        try:
+            return read_whole(self.storage.open(name), MAX_MANIFEST, name)
+        except FileNotFoundError:
+            raise NotFound(f"no checkpoint {job}/{tag} in {self.where()}") from None
+
     def has_manifest(self, job: str, tag: str) -> bool:
         """Return True if there is a manifest, intact or damaged."""
         return self.storage.exists(self._name(job, tag, names.MANIFEST))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from contextlib import suppress
 
 import pytest
 from obstore.store import MemoryStore
@@ -25,13 +26,14 @@ class Racy(Bucket):
 
     def __init__(self, store: MemoryStore, url: str) -> None:
         super().__init__(store, url)
-        self._first_two = threading.Barrier(2, timeout=5)
+        self._first_two = threading.Barrier(2)
 
     def put(self, name: str, data: bytes, *, create: bool) -> None:
         try:
             self.head(name)
         except FileNotFoundError:
-            self._first_two.wait()
+            with suppress(threading.BrokenBarrierError):  # for those who come after the first two
+                self._first_two.wait(0.2)
             super().put(name, data, create=False)
             return
         raise FileExistsError(errno.EEXIST, "exists", name)
@@ -74,9 +76,8 @@ class Forgetful(Bucket):
 
 
 class Mangling(Bucket):
-    def read(self, name: str, buffer: memoryview, offset: int) -> None:
-        super().read(name, buffer, offset)
-        buffer[0] ^= 1
+    def read(self, name: str, offset: int, length: int) -> memoryview:
+        return memoryview(bytes(length))
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Bucket, True), (Ignoring, False), (Racy, False), (Unsupporting, False)])

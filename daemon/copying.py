@@ -1,0 +1,266 @@
+"""Implements `ckptd copy`: copies checkpoints from one root to another, of any kind, and verifies every byte of the copies."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import click
+
+from ckptd.daemon import report
+from ckptd.shared import names
+from ckptd.shared.binary import ALIGN
+from ckptd.shared.command import PLACE, json_option, speaks
+from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, InvalidRequest, NotFound
+from ckptd.shared.location import Location
+from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.part import PartReader
+from ckptd.shared.scatter import verify
+from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, is_root, open_root
+from ckptd.shared.storage.protocol import Source
+from ckptd.shared.storage.repository import Repository
+from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.units import size_text
+
+_BLOCK = 8 << 20
+_READS_AHEAD = 8
+"""The blocks of one file that are read before they are written."""
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """One checkpoint that is to be copied.
+
+    manifest: None if it is damaged, with the reason in `error`. data: the bytes of the manifest. pinned: True if the checkpoint is pinned.
+    there: True if the destination has the checkpoint already, whole and committed.
+    """
+
+    job: str
+    tag: str
+    manifest: Manifest | None
+    data: bytes
+    pinned: bool
+    there: bool
+    error: str | None = None
+
+
+class Copier:
+    """Copies checkpoints to another root, under the names that they have.
+
+    source: a root, a job in it, or one of its checkpoints. destination: a root, which is made if it does not exist.
+
+    Raises InvalidRequest, NotFound, StorageError, OSError; AlreadyExists if the destination has another checkpoint under one of the names.
+    """
+
+    def __init__(self, source: Location, destination: Location) -> None:
+        if destination.resolve() in (source.resolve(), *source.resolve().parents):
+            raise InvalidRequest(f"{source} lies in {destination} already: name another root to copy to")
+        self._from, wanted = _named(source)
+        self._to, self._destination = open_root(destination), destination
+        self.todo = [self._planned(job, tag) for job, tag in wanted]
+
+    def _planned(self, job: str, tag: str) -> Copying:
+        pinned = tag in self._from.pins(job)
+        try:
+            data = self._from.manifest_document(job, tag)
+            manifest = self._from.read_manifest(job, tag)
+        except IntegrityError as error:
+            return Copying(job, tag, None, b"", pinned, there=False, error=str(error))
+        there = self._to.has_manifest(job, tag)
+        if there and self._to.manifest_document(job, tag) != data:
+            raise AlreadyExists(f"{self._to.where(job, tag)} is another checkpoint than {self._from.where(job, tag)}: copy to another root")
+        return Copying(job, tag, manifest, data, pinned, there)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are still to be copied."""
+        return sum(one.manifest.nbytes for one in self.todo if one.manifest is not None and not one.there)
+
+    def run(self, progress: Progress = lambda length: None) -> Iterator[dict[str, Any]]:
+        """Copy one checkpoint after another, oldest first, and yield a row for each. `progress` gets the bytes that were copied.
+
+        A row has an `error` if the checkpoint at the source is damaged, or was deleted meanwhile. The destination has no part of it then.
+        """
+        if not is_root(self._destination):
+            with suppress(Busy):  # a daemon has just made it
+                self._to.storage.serve(names.host()).close()
+        self._to.identity()
+        for one in self.todo:
+            error = one.error
+            if one.manifest is not None and not one.there:
+                try:
+                    self._copy(one, one.manifest, progress)
+                except (IntegrityError, NotFound) as caught:
+                    error = str(caught)
+                    self._to.delete_files(one.job, one.tag, [part.file for part in one.manifest.parts])
+                    self._to.delete_tag(one.job, one.tag)
+            if one.pinned and error is None:
+                self._to.pin(one.job, one.tag)
+            nbytes = 0 if one.manifest is None else one.manifest.nbytes
+            yield {"job": one.job, "tag": one.tag, "bytes": nbytes, "copied": error is None and not one.there, "error": error}
+
+    def _copy(self, one: Copying, manifest: Manifest, progress: Progress) -> None:
+        lease = self._from.lease(one.job, one.tag)
+        try:
+            for part in manifest.parts:
+                self._copy_part(one, part, progress)
+        finally:
+            lease.close()
+        self._to.publish_manifest(one.job, one.tag, one.data)
+        newest = self._to.read_newest(one.job)
+        try:
+            older = newest is None or self._to.read_manifest(one.job, newest).order < manifest.order
+        except (NotFound, IntegrityError):
+            older = True
+        if older:
+            self._to.publish_newest(one.job, one.tag)
+
+    def _copy_part(self, one: Copying, part: PartEntry, progress: Progress) -> None:
+        """Copy the files of a part, and verify the copies. Files that an interrupted copy has left are used if they are sound."""
+        source = self._from.open_part(one.job, one.tag, part.file, part.index_sha256)
+        try:
+            for again in (False, True):
+                for number, name in enumerate(_files(part, source)):
+                    self._copy_file(one, name, source, number, progress)
+                try:
+                    self._verify(one, part)
+                    return
+                except IntegrityError:
+                    verify(source)  # raises first if the source itself is damaged
+                    if again:
+                        raise
+                    self._to.delete_files(one.job, one.tag, [part.file])
+        finally:
+            source.close()
+
+    def _copy_file(self, one: Copying, name: str, part: PartReader, number: int, progress: Progress) -> None:
+        place = f"{one.job}/{one.tag}/{name}"
+        source = self._from.storage.open(place)
+        try:
+            if source.size < ALIGN or source.size % ALIGN:
+                raise IntegrityError(f"{place} has {source.size} bytes; expected a multiple of {ALIGN}")
+            if self._has(place, source.size) or self._linked(one, place, part, number, source.size):
+                progress(source.size)
+            else:
+                self._write(place, source, progress)
+        finally:
+            source.close()
+
+    def _write(self, place: str, source: Source, progress: Progress) -> None:
+        blocks, buffer = _blocks(source), mmap.mmap(-1, _BLOCK)
+        first = next(blocks)
+        sink = self._to.storage.create(place, source.size, bytes(first[:ALIGN]))
+        progress(ALIGN)
+        try:
+            for block in chain([first[ALIGN:]], blocks):
+                buffer[: len(block)] = block
+                with memoryview(buffer) as whole, whole[: len(block)] as data:
+                    sink.append(data)
+                progress(len(block))
+            sink.finish()
+        except BaseException:
+            sink.discard()
+            raise
+
+    def _has(self, place: str, size: int) -> bool:
+        """Return True if the destination has a file of this size. One of another size is what an interrupted copy has left: delete it."""
+        try:
+            found = self._to.storage.open(place)
+        except FileNotFoundError:
+            return False
+        found.close()
+        if found.size != size:
+            prefix, _, file = place.rpartition("/")
+            self._to.storage.delete(prefix, [file])
+        return found.size == size
+
+    def _linked(self, one: Copying, place: str, part: PartReader, number: int, size: int) -> bool:
+        """Link a file of an older checkpoint at the destination, where the source has linked it too. Return False if there is none."""
+        link = next((link for link in part.index.linked if link.number == number), None)
+        if link is None:
+            return False
+        older = names.part_file(part.index.rank, link.nonce, link.origin)
+        tags = [tag for tag in self._to.tags(one.job) if older in self._to.files(one.job, tag)]
+        return any(self._to.storage.link(f"{one.job}/{tag}/{older}", place, size) for tag in tags)
+
+    def _verify(self, one: Copying, part: PartEntry) -> None:
+        reader = self._to.open_part(one.job, one.tag, part.file, part.index_sha256)
+        try:
+            verify(reader)
+        finally:
+            reader.close()
+
+
+def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:
+    """Return the repository of the source, and the job and tag of each checkpoint in it, oldest first."""
+    repository, only, tag = (existing_root(source), None, None) if is_root(source) else find_job_or_checkpoint(source)
+    if isinstance(repository, StandaloneCheckpoint):
+        raise InvalidRequest(
+            f"{source} is a checkpoint outside every root, which belongs to no job: `ckptd adopt` saves it as that of a job"
+        )
+    if only is not None and tag is not None:
+        return repository, [(only, tag)]
+    found = []
+    for job in repository.jobs() if only is None else [only]:
+        for name, manifest in report.manifests(repository, job):
+            found.append((job, manifest.order if isinstance(manifest, Manifest) else (-1, -1, -1), name))
+    if not found:
+        raise NotFound(f"{source} holds no checkpoint")
+    return repository, [(job, name) for job, _, name in sorted(found)]
+
+
+def _files(part: PartEntry, reader: PartReader) -> list[str]:
+    """Return the names of the files of a part, the part file first."""
+    parsed = names.parse_part_file(part.file)
+    assert parsed is not None
+    return [names.part_file(*parsed, number) for number in range(1 + len(reader.index.files))]
+
+
+def _blocks(source: Source) -> Iterator[memoryview]:
+    """Yield the content of a file in blocks, and read ahead."""
+    under_way: deque[Future[memoryview]] = deque()
+    with ThreadPoolExecutor(_READS_AHEAD, thread_name_prefix="ckptd-copy") as pool:
+        for offset in range(0, source.size, _BLOCK):
+            under_way.append(pool.submit(source.view, offset, min(_BLOCK, source.size - offset)))
+            if len(under_way) == _READS_AHEAD:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+
+
+@click.command(short_help="Copy checkpoints to another root.")
+@click.argument("source", metavar="SRC", type=PLACE)
+@click.argument("destination", metavar="ROOT", type=PLACE)
+@json_option
+@speaks
+def copy(source: Location, destination: Location, as_json: bool) -> None:
+    """Copy checkpoints to another root, and verify every byte of the copies.
+
+    SRC is a root, a job in it (DIR/JOB), or one checkpoint (DIR/JOB/TAG). ROOT gets the checkpoints under the names that they have.
+    Either may be a directory or a URL. A copy that was interrupted goes on where it ended when the same command is run again. The
+    exit code is 13 if a checkpoint could not be copied because it is damaged.
+    """
+    copier = Copier(source, destination)
+    bar = click.progressbar(length=copier.nbytes, label=f"{size_text(copier.nbytes)} to {destination}", file=sys.stderr)
+    hidden = as_json or not copier.nbytes
+    rows = []
+    for row in copier.run(lambda length: None if hidden else bar.update(length)):
+        rows.append(row)
+        if not as_json:
+            did = row["error"] or (f"copied ({size_text(row['bytes'])})" if row["copied"] else "is there already")
+            click.echo(f"{row['job']}/{row['tag']}: {did}")
+    if not hidden:
+        bar.render_finish()
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+    if any(row["error"] for row in rows):
+        sys.exit(13)
