@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384, help="a multiple of 64")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", help="directory for the checkpoints; a private daemon is started for it")
+    parser.add_argument("--root", help="directory or URL (s3://...) for the checkpoints; a private daemon is started for it")
     parser.add_argument("--losses", type=Path, help="gets {step: loss} at the end; beside it, FILE.jsonl gets a line at every step")
     args = parser.parse_args()
     if args.root:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.shared import names
+from ckptd.shared.location import located
 from examples.runs import RECOVERED, Run, check_checkpoints, check_losses
+from tests.support import stores
 
 TRAINER = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 TINY = ["--layers", "1", "--width", "64", "--context", "32", "--batch", "2", "--steps", "12", "--every", "4"]
@@ -42,6 +47,43 @@ def test_a_killed_run_gives_the_losses_of_an_uninterrupted_one(tmp_path: Path) -
     again = subprocess.run(command(killed), env=environment(killed), check=True, timeout=200, capture_output=True, text=True)
     assert "recovered step 8 of attempt 1 from memory" in again.stdout or "recovered step 12" in again.stdout
     assert json.loads((killed / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
+
+
+def test_a_run_in_an_object_store_outlives_its_node(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The trainer and its daemon are killed, and shared memory and the local disk are lost with them: only the bucket is left."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    subprocess.run(command(whole), env=environment(whole), check=True, timeout=200, capture_output=True)
+    with stores.Servers(tmp_path_factory.mktemp("stores")) as servers:
+        environ = environment(tmp_path) | servers.get("seaweed").environ
+        root, lost, new = f"s3://bucket/{names.new_nonce().hex()}", tmp_path / "lost", tmp_path / "new"
+        again = [*command(tmp_path)[:-4], "--root", root, "--losses", str(tmp_path / "losses.json")]
+        with subprocess.Popen(
+            again, env=environ | {"CKPTD_STATE_DIR": str(lost)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as trainer:
+            assert trainer.stdout is not None
+            while not (line := trainer.stdout.readline()).startswith("step 8/12"):
+                assert line
+            until = time.monotonic() + 60
+            while newest_in(root, environ) < "step-00000008":
+                assert time.monotonic() < until
+            rows = json.loads(ckptd(environ, "ps", "--json"))
+            os.kill(next(row["pid"] for row in rows if row["root"] == root), signal.SIGKILL)
+            trainer.kill()
+        for path in (lost, Path("/dev/shm") / names.segment_directory(located(root))):
+            shutil.rmtree(path)
+        done = subprocess.run(again, env=environ | {"CKPTD_STATE_DIR": str(new)}, check=True, timeout=200, capture_output=True, text=True)
+    assert re.search("recovered step (8|12) of attempt 1 from storage", done.stdout), done.stdout
+    assert json.loads((tmp_path / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
+
+
+def ckptd(environ: dict[str, str], *arguments: str) -> bytes:
+    return subprocess.run([sys.executable, "-m", "ckptd.daemon", *arguments], env=environ, capture_output=True, check=False).stdout
+
+
+def newest_in(root: str, environ: dict[str, str]) -> str:
+    rows = json.loads(ckptd(environ, "ls", f"{root}/train_gpt", "--json"))
+    return max((row["tag"] for row in rows), default="") if isinstance(rows, list) else ""
 
 
 def test_a_run_on_two_ranks_of_which_one_is_killed_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import ctypes
 import io
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from ckptd.agent.state.tree import TensorRef, filled, tensor_names
 from ckptd.agent.state.values import decode
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
-from ckptd.shared.manifest import Manifest
+from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.plan import Plan, chunk_ranges, with_values
 from ckptd.shared.scatter import scatter, verify
@@ -32,6 +33,9 @@ from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
+
+_OPENED_AT_ONCE = 16
+"""The parts in an object store that are opened at the same time. Each takes several requests."""
 
 
 class SlotSource:
@@ -230,20 +234,25 @@ def open_checkpoint(repository: Repository, job: str, tag: str, manifest: Manife
 
 
 def _opened(repository: Repository, job: str, tag: str, manifest: Manifest) -> Opened:
+    def open_part(part: PartEntry) -> PartReader:
+        return repository.open_part(job, tag, part.file, part.index_sha256)
+
     readers: list[PartReader] = []
-    held: list[Closable] = [repository.lease(job, tag)]
+    lease = repository.lease(job, tag)
+    held: list[Closable] = [lease]
     try:
         if isinstance(repository, StandaloneCheckpoint):
             held.append(repository.share())
-        for part in manifest.parts:
-            reader = repository.open_part(job, tag, part.file, part.index_sha256)
-            readers.append(reader)
-            held.append(reader)
-            reader.check_codecs()  # an error that is found later would leave half of the state overwritten
-            index = reader.index
-            whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
-            if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
-                raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
+        with ExitStack() as threads:
+            each = threads.enter_context(ThreadPoolExecutor(_OPENED_AT_ONCE, "ckptd-open")).map if lease.remote else map
+            for part, reader in zip(manifest.parts, each(open_part, manifest.parts), strict=True):
+                readers.append(reader)
+                held.append(reader)
+                reader.check_codecs()  # an error that is found later would leave half of the state overwritten
+                index = reader.index
+                whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
+                if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
+                    raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
         saved = Saved.of(readers)
     except BaseException:
         while held:

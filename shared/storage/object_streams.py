@@ -6,6 +6,7 @@ import errno
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from ckptd.shared.fs import Buffer
 from ckptd.shared.storage.bucket import Bucket
@@ -107,7 +108,14 @@ class ObjectSink:
 
     def _upload(self) -> None:
         try:
-            self._bucket.upload(self._name, self._all_pieces(), self._part_size, self._at_once)
+            pieces, begun, length = self._all_pieces(), list[bytes](), 0
+            while length < self._part_size and (piece := next(pieces, None)) is not None:
+                begun.append(piece)
+                length += len(piece)
+            if length < self._part_size:
+                self._bucket.put(self._name, b"".join(begun), create=False)  # one request instead of three
+            else:
+                self._bucket.upload(self._name, chain(begun, pieces), self._part_size, self._at_once)
         except Exception as error:
             self._error = error
         finally:

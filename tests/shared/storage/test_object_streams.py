@@ -58,7 +58,7 @@ def bucket() -> Bucket:
 
 
 def sink_in(where: Bucket, ended: list[int] | None = None) -> ObjectSink:
-    return ObjectSink(where, "object", HEAD, 8 << 20, 2, lambda: (ended if ended is not None else []).append(1))
+    return ObjectSink(where, "object", HEAD, 4096, 2, lambda: (ended if ended is not None else []).append(1))
 
 
 def test_a_small_object_takes_one_request_and_a_large_one_more() -> None:
@@ -153,3 +153,15 @@ def test_a_discarded_upload_is_aborted_and_leaves_nothing() -> None:
     sink.append(bytes(9 << 20))
     sink.discard()
     assert (where.children(""), ended, sink._thread.is_alive()) == (([], []), [1], False)
+
+
+def test_a_small_object_is_written_with_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = bucket()
+    monkeypatch.setattr(Bucket, "upload", lambda *arguments: pytest.fail("a multipart upload"))
+    sink = ObjectSink(where, "object", HEAD, 4 * 4096, 2, lambda: None)
+    sink.append(b"1" * 8192)
+    sink.finish()
+    assert where.get("object", 1 << 20) == HEAD + b"1" * 8192
+    discarded = ObjectSink(where, "other", HEAD, 4 * 4096, 2, lambda: None)
+    discarded.discard()
+    assert [found.name for found in where.children("")[1]] == ["object"]
