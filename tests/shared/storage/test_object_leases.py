@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +17,7 @@ from ckptd.shared.storage import locks, object_leases
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_leases import SECONDS, Held, Leases
 from tests.support.clock import Clock
+from tests.support.in_turn import InTurn, interleavings
 
 LEASES, MARKS = ".ckptd/leases/gpt/x", ".ckptd/retiring/gpt/x"
 
@@ -159,3 +162,44 @@ def test_a_forked_child_does_not_end_the_lease_of_its_parent(bucket: Bucket, tmp
     assert names_in(bucket, LEASES) == [held.name]
     held.close()
     assert names_in(bucket, LEASES) == []
+
+
+def test_in_every_interleaving_no_deleter_takes_what_a_reader_has_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader puts its lease, looks for marks and looks at the object; the deleter puts its mark, looks twice, and deletes."""
+    monkeypatch.setattr(locks, "SECONDS", 0.0)
+    ends, schedules = Counter[tuple[bool, bool]](), interleavings(3, 5)
+    assert len(schedules) == 56
+    with ThreadPoolExecutor(2) as pool:
+        for schedule in schedules:
+            bucket = InTurn(schedule)
+            Bucket.put(bucket, "gpt/x", b"data", create=False)
+
+            def read(bucket: InTurn = bucket) -> Held | None:
+                bucket.caller.number = 0
+                try:
+                    held = Leases(bucket, names.CONTROL).lease("gpt/x", "it")
+                    assert held is not None
+                    bucket.head("gpt/x")
+                except (Busy, FileNotFoundError):
+                    return None
+                finally:
+                    bucket.leave()
+                return held
+
+            def delete(bucket: InTurn = bucket) -> bool:
+                bucket.caller.number = 1
+                try:
+                    with Leases(bucket, names.CONTROL).exclude("gpt/x", "it"):
+                        bucket.delete(["gpt/x"])
+                except Busy:
+                    return False
+                finally:
+                    bucket.leave()
+                return True
+
+            reading, deleting = pool.submit(read), pool.submit(delete)
+            held = reading.result()
+            ends[held is not None, deleting.result()] += 1
+            if held is not None:
+                held.close()
+    assert set(ends) == {(True, False), (False, True), (False, False)}

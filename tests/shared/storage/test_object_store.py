@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -14,6 +16,7 @@ from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.repository import Repository
 from tests.shared.storage.test_object_probe import Ignoring, Stale
+from tests.support.in_turn import InTurn, interleavings
 
 DIGEST = "0123456789abcdef"
 
@@ -175,3 +178,28 @@ def test_a_copy_that_the_store_refuses_is_written_instead(monkeypatch: pytest.Mo
     monkeypatch.setattr(Bucket, "copy", refuse)
     with pytest.raises(RemoteError) if raised else ExitStack():
         assert not storage.link("old", "new", 5)
+
+
+# -- every interleaving of claims without exclusive creation
+
+
+def test_in_every_interleaving_at_most_one_of_three_claims_wins() -> None:
+    """A claim takes three requests: look, put, look again. All 1,680 orders of three claimants are tried."""
+    schedules, winners = interleavings(3, 3, 3), Counter[int]()
+    assert len(schedules) == 1680
+    with ThreadPoolExecutor(3) as pool:
+        for schedule in schedules:
+            bucket = InTurn(schedule)
+
+            def claim(number: int, bucket: InTurn = bucket) -> bool:
+                bucket.caller.number = number
+                storage = ObjectStorage(bucket, DIGEST)
+                storage.atomic = False
+                try:
+                    return storage.claim("claims/a0001")
+                finally:
+                    bucket.leave()
+
+            winners[sum(pool.map(claim, range(3)))] += 1
+    assert winners.keys() == {0, 1}
+    assert winners[1] > winners[0] / 10
