@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import msgspec
@@ -230,15 +230,18 @@ class ObjectStorage:
             raise StorageError.of(f"use {self.where()} as the root for checkpoints", error) from None
         return lock
 
-    def _lock_locally(self, host: str) -> Descriptor:
+    def _lock_locally(self, host: str) -> _LocalLock:
         path = make_own_directory(names.plain_directory()) / f"{names.LOCK}-{self._digest}-{host}"
-        fd = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-        try:
-            fcntl.flock(fd.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            fd.close()
-            raise Busy(f"another ckptd already serves {self.where()}: use that one, or stop it first") from None
-        return fd
+        while True:
+            lock = _LocalLock(path)
+            try:
+                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                Descriptor.close(lock)
+                raise Busy(f"another ckptd already serves {self.where()}: use that one, or stop it first") from None
+            if os.fstat(lock.fileno()).st_nlink:
+                return lock
+            Descriptor.close(lock)  # its holder has just ended, and has deleted the file
 
     def is_lost(self) -> bool:
         return False
@@ -251,3 +254,17 @@ class ObjectStorage:
 
     def free(self) -> int | None:
         return None
+
+
+class _LocalLock(Descriptor):
+    """An open file by whose lock daemons of one machine keep one another from a root. `close` deletes the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        self._path = path
+
+    def close(self) -> None:
+        if not self.closed:
+            with suppress(FileNotFoundError):
+                self._path.unlink()
+        super().close()

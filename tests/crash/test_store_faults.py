@@ -23,8 +23,6 @@ from tests.shared.samples import TAG, write_parts
 from tests.support import stores
 from tests.support.fault_proxy import FAULTS, Proxy, proxied
 
-DIGEST = "0123456789abcdef"
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Server]:
@@ -43,11 +41,12 @@ def behind(proxy: Proxy, server: stores.Server, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(object_leases, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(object_leases, "SECONDS", 0.3)
     proxy.timeout = 0.6
-    bucket = open_bucket(Url("s3", "bucket", (names.new_nonce().hex(),)))
+    nonce = names.new_nonce().hex()
+    bucket = open_bucket(Url("s3", "bucket", (nonce,)))
     bucket.put(
         ".ckptd/capabilities.json", b'{"creates_once":true}', create=False
     )  # the race of the probe takes longer than this client waits
-    yield ObjectStorage(bucket, DIGEST)
+    yield ObjectStorage(bucket, nonce[:16])
 
 
 def save(root: Repository) -> bytes:
