@@ -9,6 +9,7 @@ import msgspec
 
 from ckptd.agent.bench.measure import Report, measure
 from ckptd.shared.command import json_option, speaks
+from ckptd.shared.location import local
 from ckptd.shared.units import size_text
 
 
@@ -27,7 +28,7 @@ def bench(root: Path, megabytes: int, rounds: int, as_json: bool) -> None:
     saves for ckptd; CKPTD_* variables set it up, like CKPTD_CODEC=raw. Everything is written into a new directory under
     --root, and deleted at the end.
     """
-    report = measure(root, megabytes * 1_000_000, rounds, lambda text: click.echo(f"{text} ...", err=True))
+    report = measure(local(root, "--root"), megabytes * 1_000_000, rounds, lambda text: click.echo(f"{text} ...", err=True))
     click.echo(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() if as_json else text_of(report))
 
 

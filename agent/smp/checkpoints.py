@@ -19,6 +19,7 @@ from ckptd.agent.smp.runs import check_absent, check_plain, known_run, manifests
 from ckptd.agent.state.naming import unwrapped
 from ckptd.agent.state.tree import PerRank, per_rank
 from ckptd.shared.errors import InvalidRequest, NotFound
+from ckptd.shared.location import local
 from ckptd.shared.names import check_name
 from ckptd.shared.retention import LatestN, PreserveAll, checked
 from ckptd.shared.storage.locate import is_root
@@ -49,7 +50,7 @@ def save_checkpoint(
     kept checkpoints below 1; AlreadyExists if the file exists; the errors of `Agent`, of `Agent.snapshot` with on_error="raise", and of
     `export`.
     """
-    where = Path(os.path.realpath(path))
+    where = local(path, "path").resolve()
     check_name("tag", tag)
     if model is None and optimizer is None:
         raise InvalidRequest("save_checkpoint saves a model, an optimizer or both: pass at least one")
@@ -104,7 +105,7 @@ def resume_from_checkpoint(
     Raises NotFound if there is no such checkpoint; StructureMismatch if it does not fit; InvalidRequest for wrong arguments; the errors of
     `Agent.recover` and `load_model`.
     """
-    where = Path(os.path.realpath(path))
+    where = local(path, "path").resolve()
     if not partial and same_partition_load:
         raise InvalidRequest("same_partition_load: only for partial=True; a full checkpoint has whole tensors")
     if not partial:

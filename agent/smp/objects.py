@@ -19,6 +19,7 @@ from ckptd.agent.read.loader import materialize
 from ckptd.agent.smp.runs import check_absent, check_plain, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
 from ckptd.agent.state.tree import any_node, empty_like, filled, like, per_rank, tensor_names
 from ckptd.shared.errors import NotFound, StorageError, UnsavableValue
+from ckptd.shared.location import local
 from ckptd.shared.names import check_name
 from ckptd.shared.storage.locate import is_root
 from ckptd.shared.units import some_text
@@ -89,7 +90,7 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device | None = No
 
 def _place(f: str | os.PathLike[str]) -> tuple[Path, str]:
     directory, name = os.path.split(os.fspath(f))
-    return Path(os.path.realpath(directory)), check_name("name", name)
+    return local(directory, "path").resolve(), check_name("name", name)
 
 
 def _by_rank(value: Any) -> Any:

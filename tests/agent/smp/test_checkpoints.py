@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from ckptd.agent import Checkpoint, smp
-from ckptd.shared.errors import InvalidName, InvalidRequest, NotFound, SnapshotFailed, StructureMismatch, UnsavableValue
+from ckptd.shared.errors import InvalidConfig, InvalidName, InvalidRequest, NotFound, SnapshotFailed, StructureMismatch, UnsavableValue
 from tests.agent.smp.pairs import pair, plain
 from tests.support import sharded
 from tests.support.daemons import Daemon
@@ -247,3 +248,20 @@ def test_more_ranks_than_saved_get_the_content_of_another(daemon: Daemon) -> Non
     with Ranks(3) as ranks:
         ranks.call(sharded.build, "ddp", 5)
         assert ranks.call(resume_on_rank, *where) == [{"of": 0}, {"of": 1}, {"of": 0}]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda url: smp.save_checkpoint(url, tag="t", partial=True, model=torch.nn.Linear(2, 2)),
+        lambda url: smp.resume_from_checkpoint(url),
+        lambda url: smp.save({"a": 1}, f"{url}/name"),
+        lambda url: smp.load(f"{url}/name"),
+    ],
+    ids=["save_checkpoint", "resume_from_checkpoint", "save", "load"],
+)
+def test_a_url_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[str], object]) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidConfig, match="^path is the URL 's3://bucket/x'; expected a path on this machine$"):
+        call("s3://bucket/x")
+    assert list(tmp_path.iterdir()) == []
