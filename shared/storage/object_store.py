@@ -28,8 +28,8 @@ from ckptd.shared.storage.object_leases import Leases
 from ckptd.shared.storage.object_streams import LEAST_PART, MOST_PARTS, ObjectSink, ObjectSource
 from ckptd.shared.storage.protocol import Closable, Entry
 
-_UPLOADS_AT_ONCE = 16
-"""The parts that all uploads of a storage together send at the same time, as far as each has at least two."""
+_UPLOAD_MEMORY = 128 << 20
+"""The bytes that all uploads of a storage together have under way, as far as each has at least two parts."""
 _MOST_TO_COPY = 5 * 1000**3
 """The largest object that a store copies with one request."""
 _CONFLICTS = 5
@@ -95,10 +95,11 @@ class ObjectStorage:
     def create(self, name: str, size: int, head: bytes | None = None) -> ObjectSink:
         """Begin an upload. The name must be one that no other process uses: an object of this name would be replaced."""
         assert head is not None
+        part_size = max(LEAST_PART, -(-size // MOST_PARTS))
         with self._lock:
             self._uploads += 1
-            at_once = max(2, _UPLOADS_AT_ONCE // self._uploads)
-        return ObjectSink(self._bucket, name, head, max(LEAST_PART, -(-size // MOST_PARTS)), at_once, self._ended)
+            at_once = max(2, _UPLOAD_MEMORY // (part_size * self._uploads))
+        return ObjectSink(self._bucket, name, head, part_size, at_once, self._ended)
 
     def _ended(self) -> None:
         with self._lock:

@@ -180,6 +180,27 @@ def test_a_copy_that_the_store_refuses_is_written_instead(monkeypatch: pytest.Mo
         assert not storage.link("old", "new", 5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([1 << 20], [(8 << 20, 16)]),
+        ([1 << 30] * 4, [(8 << 20, 16), (8 << 20, 8), (8 << 20, 5), (8 << 20, 4)]),
+        ([200 << 30], [(-(-(200 << 30) // 9000), 5)]),
+        ([2 << 40], [(-(-(2 << 40) // 9000), 2)]),
+        ([1 << 30] * 20, [*((8 << 20, max(2, 16 // count)) for count in range(1, 21))]),
+    ],
+)
+def test_uploads_share_their_memory_and_have_few_enough_parts(sizes: list[int], expected: list[tuple[int, int]]) -> None:
+    storage = in_memory()
+    sinks = [storage.create(f"part-{number}", size, b"head") for number, size in enumerate(sizes)]
+    assert [(sink._part_size, sink._at_once) for sink in sinks] == expected
+    for sink in sinks:
+        sink.discard()
+    again = storage.create("again", 1, b"head")
+    assert again._at_once == 16
+    again.discard()
+
+
 # -- every interleaving of claims without exclusive creation
 
 
