@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,9 +21,11 @@ from ckptd.daemon import report
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.command import PLACE, json_option, speaks
-from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, InvalidRequest, NotFound
+from ckptd.shared.descriptor import Descriptor
+from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, InvalidRequest, NotFound, StorageError
 from ckptd.shared.location import Location
 from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.owners import make_own_directory
 from ckptd.shared.part import PartReader
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, is_root, open_root
@@ -65,7 +69,10 @@ class Copier:
         if destination.resolve() in (source.resolve(), *source.resolve().parents):
             raise InvalidRequest(f"{source} lies in {destination} already: name another root to copy to")
         self._from, wanted = _named(source)
+        if is_root(destination.parent) and not is_root(destination):
+            raise InvalidRequest(f"{destination} is a job of the root {destination.parent}: name a root")
         self._to, self._destination = open_root(destination), destination
+        self._linkable: dict[str, dict[str, str]] = {}  # for each job, the checkpoint at the destination that has a file
         self.todo = [self._planned(job, tag) for job, tag in wanted]
 
     def _planned(self, job: str, tag: str) -> Copying:
@@ -94,21 +101,34 @@ class Copier:
             with suppress(Busy):  # a daemon has just made it
                 self._to.storage.serve(names.host()).close()
         self._to.identity()
-        for one in self.todo:
-            error = one.error
-            if one.manifest is not None and not one.there:
-                try:
-                    self._copy(one, one.manifest, progress)
-                except (IntegrityError, NotFound) as caught:
-                    error = str(caught)
-                    self._to.delete_files(one.job, one.tag, [part.file for part in one.manifest.parts])
-                    self._to.delete_tag(one.job, one.tag)
-            if one.pinned and error is None:
-                self._to.pin(one.job, one.tag)
-            nbytes = 0 if one.manifest is None else one.manifest.nbytes
-            yield {"job": one.job, "tag": one.tag, "bytes": nbytes, "copied": error is None and not one.there, "error": error}
+        with _one_at_a_time(self._destination):
+            for one in self.todo:
+                error = one.error
+                if one.manifest is not None and not one.there:
+                    try:
+                        self._copy(one, one.manifest, progress)
+                    except (IntegrityError, NotFound) as caught:
+                        error = str(caught)
+                        self._undo(one, one.manifest)
+                    except OSError as caught:
+                        raise StorageError.of(f"copy {one.job}/{one.tag}", caught) from None
+                elif one.pinned and one.there:
+                    self._to.pin(one.job, one.tag)
+                nbytes = 0 if one.manifest is None else one.manifest.nbytes
+                yield {"job": one.job, "tag": one.tag, "bytes": nbytes, "copied": error is None and not one.there, "error": error}
+
+    def _undo(self, one: Copying, manifest: Manifest) -> None:
+        """Delete the files of a copy that has failed, unless another copy has been committed there meanwhile."""
+        if not self._to.has_manifest(one.job, one.tag):
+            self._to.unpin(one.job, one.tag)
+            self._to.delete_files(one.job, one.tag, [part.file for part in manifest.parts])
+            self._to.delete_tag(one.job, one.tag)
 
     def _copy(self, one: Copying, manifest: Manifest, progress: Progress) -> None:
+        if self._to.has_manifest(one.job, one.tag) and self._to.manifest_document(one.job, one.tag) == one.data:
+            return  # another copy was faster
+        if one.pinned:
+            self._to.pin(one.job, one.tag)  # before a daemon there sees the checkpoint
         lease = self._from.lease(one.job, one.tag)
         try:
             for part in manifest.parts:
@@ -154,6 +174,8 @@ class Copier:
                 self._write(place, source, progress)
         finally:
             source.close()
+        if one.job in self._linkable:
+            self._linkable[one.job][name] = one.tag
 
     def _write(self, place: str, source: Source, progress: Progress) -> None:
         blocks, buffer = _blocks(source), mmap.mmap(-1, _BLOCK)
@@ -189,8 +211,10 @@ class Copier:
         if link is None:
             return False
         older = names.part_file(part.index.rank, link.nonce, link.origin)
-        tags = [tag for tag in self._to.tags(one.job) if older in self._to.files(one.job, tag)]
-        return any(self._to.storage.link(f"{one.job}/{tag}/{older}", place, size) for tag in tags)
+        if one.job not in self._linkable:
+            self._linkable[one.job] = {file: tag for tag in self._to.tags(one.job) for file in self._to.files(one.job, tag)}
+        tag = self._linkable[one.job].get(older)
+        return tag is not None and self._to.storage.link(f"{one.job}/{tag}/{older}", place, size)
 
     def _verify(self, one: Copying, part: PartEntry) -> None:
         reader = self._to.open_part(one.job, one.tag, part.file, part.index_sha256)
@@ -198,6 +222,20 @@ class Copier:
             verify(reader)
         finally:
             reader.close()
+
+
+@contextmanager
+def _one_at_a_time(destination: Location) -> Iterator[None]:
+    """Context manager. Keep other copies of this user on this machine from the same root. Raises Busy."""
+    path = make_own_directory(names.plain_directory()) / f"copy-{names.root_digest(destination.resolve())}"
+    lock = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    try:
+        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise Busy(f"another `ckptd copy` writes to {destination}: wait for it") from None
+    finally:
+        lock.close()
 
 
 def _named(source: Location) -> tuple[Repository, list[tuple[str, str]]]:

@@ -12,7 +12,7 @@ from typing import Any
 from ckptd.shared import names
 from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
-from ckptd.shared.location import Location, Url, located
+from ckptd.shared.location import Location, Url, located, url_scheme
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_prefix, is_root, meant, tags_of
@@ -27,13 +27,14 @@ def status_text(status: dict[str, Any]) -> str:
     memory, counters, files = status["shared_memory"], status["counters"], status["descriptors"]
     ready = "is ready" if status["ready"] else "is NOT ready"
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
-    free = "NOT AVAILABLE" if status["disk_free_bytes"] is None else f"{size_text(status['disk_free_bytes'])} free"
+    unknown = "" if url_scheme(status["root"]) else " (NOT AVAILABLE)"  # an object store does not tell how much room it has
+    free = unknown if status["disk_free_bytes"] is None else f" ({size_text(status['disk_free_bytes'])} free)"
     clients = f"{count_text(files['clients'], 'client')} connected, {files['clients_fit']} fit"
     used = f"{size_text(memory['used_bytes'])} of {size_text(memory['quota_bytes'])}"
     on_disk = f", and {size_text(memory['on_disk_bytes'])} on disk, because they do not fit" if memory.get("on_disk_bytes") else ""
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {span_text(status['uptime_seconds'])})",
-        f"  root           {status['root']} ({free})",
+        f"  root           {status['root']}{free}",
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         *([f"  log            {status['log_file']}"] if status.get("log_file") else []),
         f"  shared memory  {used} in {count_text(memory['segments'], 'segment')}{on_disk}",

@@ -22,6 +22,7 @@ import numpy as np
 from ckptd.shared import names
 from ckptd.shared.coverage import check_cover, two_sizes
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
+from ckptd.shared.location import local
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
 from ckptd.shared.plain_values import Undecoded, decode_plain, merged
@@ -89,7 +90,7 @@ class ArrayCheckpoint:
         Raises NotFound; IntegrityError if the checkpoint is damaged; NewerFormat if a newer ckptd wrote it; OSError. "newest" passes over
         damaged checkpoints, but not over one that a newer ckptd wrote.
         """
-        where = Path(os.path.abspath(path))
+        where = local(path, "path")
         if (where / names.MANIFEST).is_file():
             return cls(where)
         failure: IntegrityError | None = None

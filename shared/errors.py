@@ -110,14 +110,14 @@ class StorageError(MachineError):
     code = "storage"
     retry = True
 
-    def __init__(self, message: str, errno: int = 0) -> None:
+    def __init__(self, message: str, errno: int = 0, *, remote: bool = False) -> None:
         super().__init__(message)
-        self.errno = errno
+        self.errno, self._remote = errno, remote
 
     @property
     def is_of_the_machine(self) -> bool:
-        """True if a resource of the machine has run out. The error then says nothing about the state of the file."""
-        return self.errno in _RUN_OUT
+        """True if a resource of the machine has run out, or an object store does not serve: the file itself may be sound."""
+        return self._remote or self.errno in _RUN_OUT
 
     @classmethod
     def of(cls, action: str, error: OSError) -> StorageError:
@@ -131,7 +131,7 @@ class StorageError(MachineError):
             _errno.EACCES: " (this user has no permission there)",
         }.get(number, "")
         if isinstance(error, RemoteError):
-            return cls(f"cannot {action}: {error.strerror}", number)
+            return cls(f"cannot {action}: {error.strerror}", number, remote=True)
         return cls(f"cannot {action}: {os.strerror(number) if number else error}{hint}", number)
 
 

@@ -127,7 +127,6 @@ def _checked(key: str, shown: str) -> tuple[str, ...]:
 
 
 def _without_secrets(text: str) -> str:
-    """Return a URL without the user, the query and the fragment, in which people put credentials."""
-    scheme, separator, rest = text.partition("://" if "://" in text else ":/")
-    before, _, after = rest.partition("@")
-    return f"{scheme}{separator}{re.split('[?#]', after or before)[0]}"
+    """Return a URL, or only its scheme if it has a user, a query or a fragment, in which people put credentials."""
+    scheme = text.partition(":/")[0]
+    return f"{scheme}://..." if set("@?#") & set(text) else text

@@ -210,6 +210,8 @@ class PartWriter:
         """
         full, group = None, self._groups[chunk.offset in self._apart]
         with self._lock:
+            if not group.filling:
+                self._add(group, align(length))  # a chunk that was not announced, which may be the only one
             file, most = min(group.filling, key=lambda f: f.used), self._spread.bytes_per_file
             if most and file.used + length > most:
                 over, file = file, self._add(group, align(-(-group.left // len(group.filling))))

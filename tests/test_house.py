@@ -240,6 +240,7 @@ TOUCH_FILES = {
     "agent/link/launch.py": "the log of a private daemon",
     "agent/smp/full.py": "the files of full checkpoints, beside the jobs",
     "daemon/app.py": "removes its socket",
+    "daemon/copying.py": "the lock that keeps two copies apart",
     "daemon/journal_directory.py": "the journal, on the local disk",
     "daemon/journal_place.py": "the directory of the journal, on the local disk",
     "daemon/leftovers.py": "segments and sockets that dead daemons have left",

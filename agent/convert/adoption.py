@@ -85,7 +85,10 @@ def adopt(
     if as_step(step) < 0:
         raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
     check_name("job", job)
-    _check_job(located(root), job)
+    try:
+        _check_job(located(root), job)
+    except OSError as error:
+        raise StorageError.of(f"adopt {path}", error) from None
     if tag is not None:
         check_user_tag(tag)
     if ranks_of(None).world_size > 1:

@@ -78,11 +78,11 @@ class StorageReader(dcp.StorageReader):
     def _read_metadata(self, rank: int | None) -> Metadata:
         path = self._where()
         self.close()
-        if rank is not None and holds(path, MANIFEST):
-            raise IntegrityError(
-                f"the checkpoint in {path} cannot be read, and no rank has its own there: it was not saved with use_collectives=False"
-            )
         try:
+            if rank is not None and holds(path, MANIFEST):
+                raise IntegrityError(
+                    f"the checkpoint in {path} cannot be read, and no rank has its own there: it was not saved with use_collectives=False"
+                )
             opened = self._opened = open_checkpoint(*find_checkpoint(path if rank is None else path / f"rank-{rank:05d}"))
             metadata = opened.metadata()
         except OSError as error:

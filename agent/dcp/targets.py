@@ -24,7 +24,7 @@ from ckptd.agent.plan.layout import Layout
 from ckptd.agent.plan.save_plan import Resolved, resolves_by_itself
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed
+from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, StorageError
 from ckptd.shared.location import Location, located
 from ckptd.shared.segment import this_boot
 from ckptd.shared.snapshot_request import SnapshotRequest
@@ -126,7 +126,11 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
 
     Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one is that of the caller's Agent; the daemon's errors.
     """
-    if open_standalone(target.path).has_manifest():
+    try:
+        alone = open_standalone(target.path).has_manifest()
+    except OSError as error:
+        raise StorageError.of(f"look for a checkpoint at {target.path}", error) from None
+    if alone:
         raise AlreadyExists(
             f"Checkpoint already exists in {target.path}, and it was saved without the daemon: move it away, or choose another path"
         )

@@ -68,15 +68,18 @@ class Checkpoint:
         except OSError as error:
             raise StorageError.of(f"list {where}", error) from None
         failure: IntegrityError | NotFound | None = None
-        for manifest in _newest_first(repository, job, tags, which):
-            try:
-                return cls(repository, job, manifest)
-            except NewerFormat as error:
-                raise newer(error, f"{job}/{manifest.tag}", _OLDER) from None
-            except (IntegrityError, NotFound) as error:
-                failure = failure or error
-                if which != "newest":
-                    raise
+        try:
+            for manifest in _newest_first(repository, job, tags, which):
+                try:
+                    return cls(repository, job, manifest)
+                except NewerFormat as error:
+                    raise newer(error, f"{job}/{manifest.tag}", _OLDER) from None
+                except (IntegrityError, NotFound) as error:
+                    failure = failure or error
+                    if which != "newest":
+                        raise
+        except OSError as error:
+            raise StorageError.of(f"read {where}", error) from None
         raise failure or NotFound(f"no checkpoint{'' if which == 'newest' else f' {which!r}'} in {where}")
 
     @property

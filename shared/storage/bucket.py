@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 T = TypeVar("T")
+_used_by: dict[str, int] = {}  # the process that has made the first request: its threads do not live in forked children
 
-RETRIES: dict[str, Any] = {
-    "max_retries": 8,
-    "retry_timeout": timedelta(seconds=60),
-    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
-}
-"""How obstore repeats a request after a server error, a lost connection or a request to slow down. It adds jitter."""
+_BACKOFF = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 2}
+RETRIES: dict[str, Any] = {"max_retries": 100, "retry_timeout": timedelta(seconds=30), "backoff": _BACKOFF}
+"""How obstore repeats a request after a server error, a lost connection or a request to slow down. It adds jitter; the time ends it."""
+BULK_RETRIES: dict[str, Any] = RETRIES | {"retry_timeout": timedelta(minutes=10)}
+"""The same for requests that move chunks: a save or a recovery is worth waiting for."""
 CLIENT: ClientConfig = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=5)}
+BULK_CLIENT: ClientConfig = {**CLIENT, "timeout": timedelta(minutes=5)}
+"""The time for a whole request. All parts that are under way share the line: 128 MiB in 5 minutes take 0.45 MB/s."""
 _STATUS = re.compile(r"status code: (\d{3}) ([A-Za-z ]+)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>|\"code\":\s*\"(\w{1,64})\"")
 _NO_ROOM = {"QuotaExceeded", "EntityTooLarge", "InsufficientStorage", "StorageFull"}
@@ -49,8 +51,9 @@ class Bucket:
     Calls raise OSError: FileNotFoundError, FileExistsError and PermissionError as usual, and others with a text of their own.
     """
 
-    def __init__(self, store: ObjectStore, url: str) -> None:
-        self._store, self._url = store, url
+    def __init__(self, store: ObjectStore, url: str, bulk: ObjectStore | None = None) -> None:
+        """bulk: the same objects, with more patience for large requests. Default: `store`."""
+        self._store, self._url, self._bulk = store, url, bulk or store
         self.ranges = True  # False once the store has answered a request for a range in a way that obstore does not accept
 
     def where(self, name: str = "") -> str:
@@ -62,7 +65,7 @@ class Bucket:
 
     def upload(self, name: str, pieces: Iterable[bytes], part_size: int, at_once: int) -> None:
         """Write an object of any size, `at_once` parts of `part_size` bytes at a time. If `pieces` raises, nothing is written."""
-        self._call(name, lambda: obstore.put(self._store, name, iter(pieces), chunk_size=part_size, max_concurrency=at_once))
+        self._call(name, lambda: obstore.put(self._bulk, name, iter(pieces), chunk_size=part_size, max_concurrency=at_once))
 
     def open(self, name: str, most: int) -> tuple[ObjectMeta, bytes]:
         """Return size and version of an object, and its first bytes: at most `most`, or none if the store gives no part of an object."""
@@ -102,7 +105,7 @@ class Bucket:
         """Return a range of an object, which must have it. Raises OSError (EIO) if the answer has another length."""
         if self.ranges:
             try:
-                data = self._call(name, lambda: memoryview(obstore.get_range(self._store, name, start=offset, length=length)))
+                data = self._call(name, lambda: memoryview(obstore.get_range(self._bulk, name, start=offset, length=length)))
             except NoRanges:
                 self.ranges = False
             else:
@@ -114,7 +117,7 @@ class Bucket:
     def _skip_and_read(self, name: str, offset: int, length: int) -> memoryview:
         """Read the object from its beginning, for a store without usable ranges."""
         buffer, position, filled = memoryview(bytearray(length)), 0, 0
-        for piece in obstore.get(self._store, name):
+        for piece in obstore.get(self._bulk, name):
             with memoryview(piece) as data:
                 wanted = data[max(0, offset - position) : max(0, offset + len(buffer) - position)]
                 buffer[filled : filled + len(wanted)] = wanted
@@ -155,9 +158,11 @@ class Bucket:
 
     def copy(self, name: str, new: str) -> None:
         """Have the store copy an object, without its bytes passing through here."""
-        self._call(name, lambda: obstore.copy(self._store, name, new))
+        self._call(name, lambda: obstore.copy(self._bulk, name, new))
 
     def _call(self, name: str, call: Callable[[], T]) -> T:
+        if _used_by.setdefault("pid", os.getpid()) != os.getpid():
+            raise RemoteError(errno.EIO, "obstore cannot be used in a forked process: use the start method spawn or forkserver", name)
         try:
             return call()
         except OSError as error:
@@ -168,6 +173,10 @@ class Bucket:
             if type(error).__module__.partition(".")[0] != "obstore":
                 raise
             raise self._of(name, error) from None
+        except BaseException as error:
+            if type(error).__module__ != "pyo3_runtime":  # a panic of obstore
+                raise
+            raise RemoteError(errno.EIO, f"obstore has failed: {str(error).splitlines()[0].split('?')[0]}", name) from None
 
     def _of(self, name: str, error: Exception) -> OSError:
         return translated(error, self.where(name), self._url)
@@ -198,12 +207,12 @@ def translated(error: Exception, name: str, bucket: str) -> OSError:
     answer = f"the store answered {status[1]} {status[2].strip()}" + (f" ({found})" if found else "") if status else ""
     if "169.254.169.254" in text or "MissingCredentials" in text:
         return RemoteRefusal(errno.EACCES, "no credentials for the store were found, in the environment or elsewhere", name)
+    if found in _NO_ROOM or (status and status[1] == "507"):
+        return RemoteError(errno.ENOSPC, answer, name)
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or (status and status[1] in ("401", "403")):
         return RemoteRefusal(errno.EACCES, f"{answer or 'the store refused the request'}: check the credentials and their rights", name)
     if kind == "NotSupportedError" or (status and status[1] == "501"):
         return RemoteError(errno.EOPNOTSUPP, answer or "the store does not support the request", name)
-    if found in _NO_ROOM or (status and status[1] == "507"):
-        return RemoteError(errno.ENOSPC, answer, name)
     if answer:
         return RemoteError(errno.EIO, answer, name)
     if "error sending request" in text or "timed out" in text or "operation timed out" in text:
@@ -217,18 +226,20 @@ def _found(meta: Any) -> ObjectMeta:
 
 def open_bucket(url: Url) -> Bucket:
     """Return the objects below a URL. Raises InvalidConfig if obstore does not take the settings in the environment."""
-    return Bucket(_connect(url.scheme, url.bucket, url.key), str(url))
+    place = url.scheme, url.bucket, url.key
+    return Bucket(_connect(*place, bulk=False), str(url), _connect(*place, bulk=True))
 
 
 @functools.lru_cache(maxsize=64)
-def _connect(scheme: str, bucket: str, key: str) -> ObjectStore:
-    common: dict[str, Any] = {"prefix": key or None, "retry_config": RETRIES}
+def _connect(scheme: str, bucket: str, key: str, *, bulk: bool) -> ObjectStore:
+    common: dict[str, Any] = {"prefix": key or None, "retry_config": BULK_RETRIES if bulk else RETRIES}
+    client = BULK_CLIENT if bulk else CLIENT
     try:
         if scheme == "s3":
-            return _s3(bucket, common)
+            return _s3(bucket, client, common)
         if scheme == "gs":
-            return stores.GCSStore(bucket, client_options=CLIENT, **common)
-        return stores.AzureStore(bucket, client_options=CLIENT, **common)
+            return stores.GCSStore(bucket, client_options=client, **common)
+        return stores.AzureStore(bucket, client_options=client, **common)
     except InvalidConfig:
         raise
     except Exception as error:
@@ -236,12 +247,14 @@ def _connect(scheme: str, bucket: str, key: str) -> ObjectStore:
         raise InvalidConfig(f"{scheme}://{bucket} cannot be used with the settings in the environment: {first.split('?')[0]}") from None
 
 
-def _s3(bucket: str, common: dict[str, Any]) -> ObjectStore:
+def _s3(bucket: str, client: ClientConfig, common: dict[str, Any]) -> ObjectStore:
     """Return a store of the S3 protocol, with the endpoint, the region and the credentials that the AWS tools would use."""
     environ = os.environ
-    options, settings = CLIENT.copy(), dict[str, Any]()
+    options, settings = client.copy(), dict[str, Any]()
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or environ.get("AWS_ENDPOINT")
     if endpoint:
+        if not endpoint.startswith(("http://", "https://")):
+            raise InvalidConfig(f"the endpoint in AWS_ENDPOINT_URL is {endpoint!r}; expected a URL that begins with https:// or http://")
         settings["endpoint"] = endpoint
         options["allow_http"] = endpoint.startswith("http://")
     settings["region"] = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or "us-east-1"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.shared import names
-from ckptd.shared.errors import IntegrityError, InvalidConfig, NotFound, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidConfig, NotFound, RemoteError, StorageError
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.location import Location, Url, located
 from ckptd.shared.storage.posix import PosixStorage
@@ -40,7 +40,9 @@ def object_storage(url: Url) -> ObjectStorage:
     try:
         from ckptd.shared.storage.bucket import open_bucket
         from ckptd.shared.storage.object_store import ObjectStorage
-    except ImportError:
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] != "obstore":
+            raise
         raise InvalidConfig(f"{url} needs the package obstore: install it with pip install 'ckptd[s3]'") from None
     return ObjectStorage(open_bucket(url), names.root_digest(url))
 
@@ -101,7 +103,8 @@ def find_checkpoint(path: Location) -> tuple[Repository, str, str]:
 def attempts_of(path: Location) -> dict[int, str]:
     """Return the committed directories of the tag that `path` names (`<root>/<job>/<tag>`), by attempt.
 
-    The tag is one of the user's own, or `step-<number>` with any number of digits. The dict is empty if the root cannot be listed.
+    The tag is one of the user's own, or `step-<number>` with any number of digits. The dict is empty if a directory cannot be listed.
+    Raises RemoteError if an object store cannot be listed.
     """
     repository, job, name = open_root(path.parent.parent), path.parent.name, path.name
     wanted = name
@@ -110,6 +113,8 @@ def attempts_of(path: Location) -> dict[int, str]:
     found = {}
     try:
         tags = repository.tags(job)
+    except RemoteError:
+        raise
     except OSError:
         return {}
     for tag in tags:

@@ -7,7 +7,9 @@ to a process that is dead, or that has stopped for as long (FORMAT.md, section 6
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,15 +37,17 @@ class Leases:
         self._lock = threading.Lock()
 
     def lease(self, name: str, called: str) -> Held | None:
-        """Return a lease on an object. Return None if this user may not write to the store: then the object may go at any time.
+        """Return a lease on an object. Return None if nothing can be written to the store: then the object may go at any time.
 
         A deleter is waited for up to `locks.SECONDS`. Raises Busy.
         """
         held = Held(self._bucket, self._place(names.LEASES, name))
         try:
             held.put()
-        except PermissionError:
-            return None
+        except OSError as error:
+            if isinstance(error, PermissionError) or error.errno == errno.ENOSPC:
+                return None
+            raise
         try:
             until = time.monotonic() + locks.SECONDS
             while marks := self._alive(names.RETIRING, name):
@@ -61,7 +65,11 @@ class Leases:
     def exclude(self, name: str, called: str) -> Iterator[None]:
         """Context manager. Mark an object for deletion. Raises Busy if there is a lease on it, or another mark."""
         mark = Held(self._bucket, self._place(names.RETIRING, name))
-        mark.put()
+        try:
+            mark.put()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # a full store takes no new lease either, and only deletions make room in it
+                raise
         try:
             if found := self._alive(names.RETIRING, name, but=mark.name) or self._alive(names.LEASES, name):
                 raise Busy(f"{called} is being read, or deleted, by {self._holder(found[0].name)}")
@@ -146,7 +154,7 @@ class Held:
         if self._pid != os.getpid():
             return
         self._closed.set()
-        if self._thread is not None:
+        if self._thread is not None and not sys.is_finalizing():  # at the end of the process threads no longer run
             self._thread.join()  # a renewal that is under way would bring the object back
         with suppress(OSError):  # an object that stays is found dead later
             self._bucket.delete([self.name])

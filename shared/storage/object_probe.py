@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from contextlib import suppress
 
 from ckptd.shared import names
@@ -22,17 +22,27 @@ def creates_once(bucket: Bucket) -> bool:
     """
     name = f"{_PREFIX}/{names.new_nonce().hex()}"
 
-    def creates(number: int) -> bool:
+    winners, errors = list[int](), list[OSError]()
+
+    def create(number: int) -> None:
         try:
             bucket.put(name, f"{number}".encode(), create=True)
+            winners.append(number)
         except FileExistsError:
-            return False
-        return True
+            pass
+        except OSError as error:
+            errors.append(error)
 
     try:
-        with ThreadPoolExecutor(_CALLERS) as pool:
-            winners = [number for number, won in enumerate(pool.map(creates, range(_CALLERS))) if won]
-        return len(winners) == 1 and not creates(_CALLERS) and bucket.get(name, 10) == f"{winners[0]}".encode()
+        callers = [threading.Thread(target=create, args=(number,)) for number in range(_CALLERS)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        create(_CALLERS)
+        if errors:
+            raise errors[0]
+        return len(winners) == 1 and bucket.get(name, 10) == f"{winners[0]}".encode()
     except OSError as error:
         if error.errno == errno.EOPNOTSUPP:
             return False

@@ -60,7 +60,7 @@ class ObjectStorage:
         self._unsure: dict[str, str] = {}  # tokens of claims that have failed, and may be there nevertheless
 
     @functools.cached_property
-    def atomic(self) -> bool:
+    def creates_once(self) -> bool:
         """True if the store creates an object for only one of several callers. This is measured once, and remembered in the root."""
         try:
             return _decoder.decode(self._bucket.get(_CAPABILITIES, _MOST_OF_CAPABILITIES)).creates_once
@@ -70,7 +70,7 @@ class ObjectStorage:
         return once
 
     def measure(self) -> bool:
-        """Measure what `atomic` tells, whatever is remembered. Raises OSError."""
+        """Measure what `creates_once` tells, whatever is remembered. Raises OSError."""
         return object_probe.creates_once(self._bucket)
 
     def where(self, name: str = "") -> str:
@@ -115,15 +115,13 @@ class ObjectStorage:
             if self._bucket.head(name).size != size:
                 return False
             self._bucket.copy(name, new)
-            if self._bucket.head(new).size == size:
-                return True
-            self._bucket.delete([new])
-        except PermissionError:
-            raise
+            return self._bucket.head(new).size == size
+        except FileNotFoundError:
+            return False
         except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise
-        return False
+            if error.errno != errno.EOPNOTSUPP:
+                raise  # the store may still carry the copy out, so that the name must not be used for anything else
+            return False
 
     def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None) -> None:
         """An object that has these bytes already counts as published: the store may have lost the answer to an earlier request."""
@@ -141,9 +139,9 @@ class ObjectStorage:
     def _create_small(self, name: str, data: bytes) -> None:
         for _ in range(_CONFLICTS):
             try:
-                if not self.atomic and self.exists(name):
+                if not self.creates_once and self.exists(name):
                     raise FileExistsError
-                self._bucket.put(name, data, create=self.atomic)
+                self._bucket.put(name, data, create=self.creates_once)
                 return
             except FileExistsError:
                 pass
@@ -182,7 +180,7 @@ class ObjectStorage:
             raise
 
     def _claim(self, name: str, token: str) -> bool:
-        if self.atomic:
+        if self.creates_once:
             try:
                 self._create_small(name, token.encode())
             except FileExistsError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
 
+from ckptd.shared.errors import RemoteError
 from ckptd.shared.fs import Buffer
 from ckptd.shared.storage.bucket import Bucket
 
@@ -89,6 +91,8 @@ class ObjectSink:
             self._send(None)
         except Exception:
             pass  # the upload has failed, and has been aborted
+        if sys.is_finalizing():
+            return  # threads no longer run, and cannot be waited for
         self._thread.join()
         try:
             self._bucket.delete([self._name])
@@ -118,6 +122,8 @@ class ObjectSink:
                 self._bucket.upload(self._name, chain(begun, pieces), self._part_size, self._at_once)
         except Exception as error:
             self._error = error
+        except BaseException as error:
+            self._error = RemoteError(errno.EIO, f"the upload has ended with {type(error).__name__}", self._name)
         finally:
             self._ended()
 

@@ -26,6 +26,7 @@ class Repository:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self._claimed: set[tuple[str, int]] = set()  # claims that are made, and whose surroundings are not looked at yet
 
     def where(self, *parts: str) -> str:
         """Return the location of a job, a tag or a file, given by its parts, as text for messages."""
@@ -197,14 +198,17 @@ class Repository:
             raise StorageError(reason)
         prefix = names.attempts(job)
         failpoint("attempt.claiming")
-        if not self.storage.claim(f"{prefix}/{names.attempt_file(attempt)}"):
+        if (job, attempt) not in self._claimed and not self.storage.claim(f"{prefix}/{names.attempt_file(attempt)}"):
             return False
+        self._claimed.add((job, attempt))
         failpoint("attempt.claimed")
         numbers = {entry.name: names.parse_attempt_file(entry.name) for entry in self.storage.children(prefix)}
-        if any(number is not None and number > attempt for number in numbers.values()):
-            return False  # a faster daemon may have deleted the claim that would have been in the way of this one
+        if any(number is not None and number > attempt + 1 for number in numbers.values()):
+            self._claimed.discard((job, attempt))
+            return False  # its owner may have deleted a claim that would have been in the way of this one
         if older := [name for name, number in numbers.items() if number is not None and number < attempt - 1]:
             self.storage.delete(prefix, older)
+        self._claimed.discard((job, attempt))
         return True
 
     def refusal(self, job: str) -> str:

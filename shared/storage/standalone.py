@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound
@@ -16,8 +17,11 @@ from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.posix_streams import PosixSource
-from ckptd.shared.storage.protocol import Closable, Source, Storage
+from ckptd.shared.storage.protocol import Closable, Source
 from ckptd.shared.storage.repository import Repository
+
+if TYPE_CHECKING:  # obstore is imported only for a URL
+    from ckptd.shared.storage.object_store import ObjectStorage
 
 _SWEPT_AT_ONCE = 64
 """The most parts that a sweep locks at once. Each takes an open descriptor."""
@@ -48,7 +52,7 @@ class StandaloneCheckpoint(Repository):
         return super().has_manifest(job, tag)
 
     def commit(self, data: bytes, *, overwrite: bool, nonce: str) -> None:
-        """Publish the manifest. If several savers commit at once without `overwrite`, one succeeds.
+        """Publish the manifest. If several savers commit at once without `overwrite`, one succeeds, where the storage can tell.
 
         nonce: of a part that the caller has locked. Until the lock is released, no other save sweeps the unpublished manifest.
         Raises FileExistsError, OSError; after an OSError the manifest may be there nevertheless.
@@ -153,12 +157,14 @@ class StandaloneObjects(StandaloneCheckpoint):
     the parts of the checkpoint that this save has replaced. The reader of that checkpoint is told that it is gone.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: ObjectStorage) -> None:
         Repository.__init__(self, storage)
+        self._objects = storage
         self._replaced: list[str] = []
 
     def make(self) -> None:
-        """Do nothing: a prefix exists as soon as it has an object."""
+        """Measure now what the commit needs to know: a process that is about to end can start no threads."""
+        self._objects.creates_once  # noqa: B018  # it is remembered
 
     def commit(self, data: bytes, *, overwrite: bool, nonce: str) -> None:
         if overwrite:

@@ -81,7 +81,7 @@ def forget(root: Repository) -> None:
 def requests(proxy: Proxy, server: stores.Server, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
     """Return how many requests a save, a recovery and a deletion take."""
     with behind(proxy, server, monkeypatch) as storage:
-        assert storage.atomic
+        assert storage.creates_once
         counts = []
         for action in (save, None, forget):
             proxy.begin()
@@ -106,7 +106,7 @@ def test_a_fault_at_any_request_loses_nothing_and_is_survived_or_told(
         assert min(saving, reading, deleting) > 4
         for number in range(saving + reading + deleting):
             with behind(proxy, server, monkeypatch) as storage:
-                assert storage.atomic
+                assert storage.creates_once
                 root, chosen = Repository(storage), [number]
 
                 def choose(count: int, method: str, path: str, chosen: list[int] = chosen) -> str:

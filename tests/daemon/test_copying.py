@@ -16,7 +16,7 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon.cli import main
 from ckptd.daemon.copying import Copier
 from ckptd.shared import names
-from ckptd.shared.errors import AlreadyExists, InvalidRequest, NotFound
+from ckptd.shared.errors import AlreadyExists, Busy, InvalidRequest, NotFound
 from ckptd.shared.location import Location, Url
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage import locate
@@ -56,7 +56,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
         return made[url]
 
     monkeypatch.setattr(locate, "object_storage", storage)
-    return Url("s3", "bucket", ("copies",))
+    return Url("s3", "bucket", (names.new_nonce().hex(),))
 
 
 def tags_in(root: Location) -> dict[str, list[str]]:
@@ -218,6 +218,39 @@ def test_what_cannot_be_copied_is_refused(own: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="is a checkpoint outside every root, which belongs to no job: `ckptd adopt`"):
         Copier(alone, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_a_job_is_no_destination(own: Path, saved: Home) -> None:
+    with pytest.raises(InvalidRequest, match=f"{own / 'gpt'} is a job of the root {own}: name a root"):
+        Copier(saved.root, own / "gpt")
+
+
+def test_a_second_copy_to_the_same_root_is_refused_meanwhile(saved: Home, target: Location) -> None:
+    first = Copier(saved.root, target).run()
+    next(first)
+    with pytest.raises(Busy, match="another `ckptd copy` writes to .*: wait for it"):
+        list(Copier(saved.root, target).run())
+    list(first)
+    assert [row["copied"] for row in Copier(saved.root, target).run()] == [False] * 4
+
+
+def test_a_checkpoint_that_another_copy_has_committed_stays(own: Path, target: Location) -> None:
+    """Both planned to copy it. The source deletes it before the second begins."""
+    late = Copier(own / "gpt" / "step-00000005", target)
+    copied(own / "gpt" / "step-00000005", target)
+    repository = locate.open_root(own)
+    repository.delete_files("gpt", steps(5)[0], repository.files("gpt", steps(5)[0]))
+    assert [row["error"] for row in late.run()] == [None]
+    assert_sound(target)
+
+
+def test_a_checkpoint_that_is_deleted_before_it_is_copied_is_told(own: Path, target: Location) -> None:
+    late = Copier(own / "gpt" / "step-00000006", target)
+    repository = locate.open_root(own)
+    repository.delete_files("gpt", steps(6)[0], repository.files("gpt", steps(6)[0]))
+    (row,) = late.run()
+    assert (row["copied"], row["error"]) == (False, f"no checkpoint gpt/{steps(6)[0]} in {own}")
+    assert locate.open_root(target).pins("gpt") == set()
 
 
 def ckptd(*arguments: object) -> Result:

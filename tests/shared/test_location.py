@@ -74,7 +74,17 @@ def test_a_url_that_names_no_place_is_refused(text: str, why: str) -> None:
     assert not is_place(text)
 
 
-@pytest.mark.parametrize("text", ["s3://KEY:SECRET@bucket/x", "az://container/x?sig=SECRET", "s3://bucket/x#SECRET", "hdfs://u:SECRET@h/x"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://KEY:SECRET@bucket/x",
+        "s3://user:p@SECRET@bucket/x",
+        "s3://bucket/x?sig=abc@SECRET",
+        "az://container/x?sig=SECRET",
+        "s3://bucket/x#SECRET",
+        "hdfs://u:SECRET@h/x",
+    ],
+)
 def test_credentials_in_a_url_are_refused_and_never_shown(text: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         located(text)

@@ -45,6 +45,8 @@ def made(kind: str, text: str) -> Exception:
          "the store answered 507 Insufficient Storage"),
         (made("GenericError", ANSWER.format("500 Internal Server Error: ") + BODY.format("InternalError")), RemoteError, errno.EIO,
          "the store answered 500 Internal Server Error (InternalError)"),
+        (made("PermissionDeniedError", ANSWER.format("403 Forbidden: ") + BODY.format("QuotaExceeded")), RemoteError, errno.ENOSPC,
+         "the store answered 403 Forbidden (QuotaExceeded)"),
         (made("NotSupportedError", "SECRET"), RemoteError, errno.EOPNOTSUPP, "the store does not support the request"),
         (made("GenericError", "Received non-partial response when range requested"), NoRanges, errno.EIO,
          "the store does not answer requests for ranges as it should"),
@@ -150,3 +152,28 @@ def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_settings_that_obstore_refuses_are_named() -> None:
     with pytest.raises(InvalidConfig, match="az://box cannot be used with the settings in the environment: "):
         open_bucket(Url("az", "box"))
+
+
+@pytest.mark.parametrize("endpoint", ["store:9000", "localhost", "ftp://store"])
+def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"the endpoint in AWS_ENDPOINT_URL is '{endpoint}'; expected a URL that begins with https"):
+        s3(AWS_ACCESS_KEY_ID="K", AWS_SECRET_ACCESS_KEY="S", AWS_ENDPOINT_URL=endpoint)
+
+
+def test_a_forked_child_is_told_that_it_cannot_use_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls would hang for ever, because the threads of obstore are in the parent."""
+    bucket = Bucket(MemoryStore(), "memory://x")
+    bucket.put("object", b"data", create=True)
+    child = os.getpid() + 1
+    monkeypatch.setattr(os, "getpid", lambda: child)
+    with pytest.raises(RemoteError, match="obstore cannot be used in a forked process: use the start method spawn or forkserver"):
+        bucket.get("object", 10)
+
+
+def test_an_outage_is_no_damage() -> None:
+    """A recovery that took it for damage would go back to an older checkpoint."""
+    outage = translated(made("GenericError", ANSWER.format("503 Service Unavailable: ")), NAME, WHERE)
+    assert StorageError.of("read it", outage).is_of_the_machine
+    gone = translated(made("NotFoundError", "x"), NAME, WHERE)
+    assert not StorageError.of("read it", gone).is_of_the_machine
+    assert not StorageError.of("read it", OSError(errno.EIO, "x")).is_of_the_machine

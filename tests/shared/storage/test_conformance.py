@@ -70,7 +70,7 @@ def listed(storage: Storage) -> list[Entry]:
 
 
 def creates_once(storage: Storage) -> bool:
-    return not isinstance(storage, ObjectStorage) or storage.atomic
+    return not isinstance(storage, ObjectStorage) or storage.creates_once
 
 
 def read(storage: Storage, name: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from ckptd.shared import names
-from ckptd.shared.errors import Busy
+from ckptd.shared.errors import Busy, RemoteError
 from ckptd.shared.storage import locks, object_leases
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_leases import SECONDS, Held, Leases
@@ -203,3 +204,17 @@ def test_in_every_interleaving_no_deleter_takes_what_a_reader_has_leased(monkeyp
             if held is not None:
                 held.close()
     assert set(ends) == {(True, False), (False, True), (False, False)}
+
+
+def test_a_full_store_can_be_read_and_deleted_from(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.put("gpt/x", b"data", create=False)
+    monkeypatch.setattr(Bucket, "put", mock.Mock(side_effect=RemoteError(errno.ENOSPC, "the store answered 507")))
+    leases = Leases(bucket, names.CONTROL)
+    assert leases.lease("gpt/x", "it") is None
+    with leases.exclude("gpt/x", "it"):
+        bucket.delete(["gpt/x"])
+    monkeypatch.setattr(Bucket, "put", mock.Mock(side_effect=RemoteError(errno.EIO, "the store answered 500")))
+    with pytest.raises(RemoteError):
+        leases.lease("gpt/x", "it")
+    with pytest.raises(RemoteError), leases.exclude("gpt/x", "it"):
+        pass

@@ -6,6 +6,7 @@ import errno
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 from obstore.store import MemoryStore
@@ -61,7 +62,7 @@ class Conflicting(Bucket):
 def losing() -> tuple[ObjectStorage, Losing]:
     bucket = Losing(MemoryStore(), "memory://x")
     storage = ObjectStorage(bucket, DIGEST)
-    assert storage.atomic
+    assert storage.creates_once
     return storage, bucket
 
 
@@ -100,7 +101,7 @@ def test_a_claim_that_has_failed_may_be_repeated() -> None:
 def test_a_creation_that_meets_a_conflict_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptd.shared.storage.object_store._CONFLICT_SECONDS", 0.0)
     storage = ObjectStorage(Conflicting(MemoryStore(), "memory://x"), DIGEST)
-    assert storage.atomic
+    assert storage.creates_once
     monkeypatch.setattr(Conflicting, "conflicts", 3)
     storage.publish("gpt/x", b"mine", replace=False)
     monkeypatch.setattr(Conflicting, "conflicts", 100)
@@ -112,7 +113,7 @@ def test_a_store_without_exclusive_creation_gives_a_claim_to_nobody_or_to_one(mo
     """Two daemons put their claims before either looks. Both try the next number, and one of them wins it."""
     bucket = Ignoring(MemoryStore(), "memory://x")
     one, two = ObjectStorage(bucket, DIGEST), ObjectStorage(bucket, DIGEST)
-    assert not one.atomic
+    assert not one.creates_once
     put, met = Bucket.put, list[str]()
 
     def put_and_meet(self: Bucket, name: str, data: bytes, *, create: bool) -> None:
@@ -137,14 +138,32 @@ def test_attempts_are_unique_without_exclusive_creation() -> None:
     assert not daemons[1].claim("gpt", 5)  # its claim was deleted long ago
 
 
+def test_a_claim_is_kept_while_the_listing_after_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    repository, children = Repository(in_memory()), ObjectStorage.children
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStorage, "children", mock.Mock(side_effect=RemoteError(errno.EIO, "the store answered 500")))
+        with pytest.raises(RemoteError):
+            repository.claim("gpt", 1)
+    assert ObjectStorage.children is children
+    assert repository.claim("gpt", 1) is True
+    assert repository.claim("gpt", 1) is False
+
+
+def test_an_older_attempt_of_the_same_daemon_may_be_claimed_later() -> None:
+    repository = Repository(in_memory())
+    assert [repository.claim("gpt", number) for number in (6, 5)] == [True, True]
+    assert repository.claim("gpt", 8) is True
+    assert repository.claim("gpt", 4) is False  # 8 may have deleted the claim of another daemon
+
+
 def test_what_was_measured_is_remembered_in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Ignoring(MemoryStore(), "memory://x")
-    assert not ObjectStorage(bucket, DIGEST).atomic
+    assert not ObjectStorage(bucket, DIGEST).creates_once
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStorage, "measure", lambda self: pytest.fail("measured again"))
-        assert not ObjectStorage(bucket, DIGEST).atomic
+        assert not ObjectStorage(bucket, DIGEST).creates_once
     bucket.put(".ckptd/capabilities.json", b"not json", create=False)
-    assert not ObjectStorage(bucket, DIGEST).atomic
+    assert not ObjectStorage(bucket, DIGEST).creates_once
     assert bucket.get(".ckptd/capabilities.json", 100) == b'{"creates_once":false}'
 
 
@@ -167,8 +186,11 @@ def test_large_objects_are_not_linked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert storage.link("old", "new", 5)
 
 
-@pytest.mark.parametrize(("number", "raised"), [(errno.ENOSPC, True), (errno.EIO, False), (errno.EOPNOTSUPP, False)])
-def test_a_copy_that_the_store_refuses_is_written_instead(monkeypatch: pytest.MonkeyPatch, number: int, raised: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "raised"), [(errno.ENOSPC, True), (errno.EIO, True), (errno.ETIMEDOUT, True), (errno.EOPNOTSUPP, False)]
+)
+def test_only_a_copy_that_will_never_come_is_written_instead(monkeypatch: pytest.MonkeyPatch, number: int, raised: bool) -> None:
+    """A copy that was asked for and not answered may still come, and would replace what was written under its name."""
     storage = in_memory()
     storage.publish("old", b"12345", replace=False)
 
@@ -215,7 +237,7 @@ def test_in_every_interleaving_at_most_one_of_three_claims_wins() -> None:
             def claim(number: int, bucket: InTurn = bucket) -> bool:
                 bucket.caller.number = number
                 storage = ObjectStorage(bucket, DIGEST)
-                storage.atomic = False
+                storage.creates_once = False
                 try:
                     return storage.claim("claims/a0001")
                 finally:

@@ -165,3 +165,16 @@ def test_a_small_object_is_written_with_one_request(monkeypatch: pytest.MonkeyPa
     discarded = ObjectSink(where, "other", HEAD, 4 * 4096, 2, lambda: None)
     discarded.discard()
     assert [found.name for found in where.children("")[1]] == ["object"]
+
+
+class Panicking(Bucket):
+    """A client that ends with an exception that is no Exception, as a panic in Rust is."""
+
+    def upload(self, name: str, pieces: Iterable[bytes], part_size: int, at_once: int) -> None:
+        raise SystemExit(1)
+
+
+def test_an_upload_that_ends_in_any_way_but_well_is_not_taken_for_done() -> None:
+    sink = sink_in(Panicking(MemoryStore(), "memory://x"))
+    with pytest.raises(RemoteError, match="the upload has ended with SystemExit"):
+        sink.finish()
