@@ -59,7 +59,7 @@ class StandalonePart:
         self._writer = PartWriter(Creator(self._create_file, self._files.head_last), self.nonce, self._encoder, self._spread)
 
     def _create_file(self, file: str, size: int, head: bytes | None) -> Sink:
-        """Create a file of the part. The first keeps the whole part from being swept: take its lease. In a directory it is the part file."""
+        """Create a file of the part. Take the lease of the first, which keeps the whole part from being swept."""
         sink = self._files.create(file, size, head)
         if self._lease is None:
             try:
