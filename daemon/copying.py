@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,12 +18,11 @@ import click
 from ckptd.daemon import report
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
-from ckptd.shared.command import PLACE, json_option, speaks
-from ckptd.shared.descriptor import Descriptor
+from ckptd.shared.command import PLACE, json_option, progress_bar, speaks
 from ckptd.shared.errors import AlreadyExists, Busy, IntegrityError, InvalidRequest, NotFound, StorageError
+from ckptd.shared.local_lock import LocalLock
 from ckptd.shared.location import Location
 from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.owners import make_own_directory
 from ckptd.shared.part import PartReader
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, is_root, open_root
@@ -42,7 +39,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """One checkpoint that is to be copied.
+    """A checkpoint that is to be copied.
 
     manifest: None if it is damaged, with the reason in `error`. data: the bytes of the manifest. pinned: True if the checkpoint is pinned.
     there: True if the destination has the checkpoint already, whole and committed.
@@ -78,14 +75,22 @@ class Copier:
     def _planned(self, job: str, tag: str) -> Copying:
         pinned = tag in self._from.pins(job)
         try:
-            data = self._from.manifest_document(job, tag)
-            manifest = self._from.read_manifest(job, tag)
+            manifest, data = self._from.read_manifest_document(job, tag)
         except IntegrityError as error:
             return Copying(job, tag, None, b"", pinned, there=False, error=str(error))
-        there = self._to.has_manifest(job, tag)
-        if there and self._to.manifest_document(job, tag) != data:
+        found = self._document_there(job, tag)
+        if found not in (None, data):
             raise AlreadyExists(f"{self._to.where(job, tag)} is another checkpoint than {self._from.where(job, tag)}: copy to another root")
-        return Copying(job, tag, manifest, data, pinned, there)
+        return Copying(job, tag, manifest, data, pinned, there=found is not None)
+
+    def _document_there(self, job: str, tag: str) -> bytes | None:
+        """Return the bytes of the manifest at the destination, b"" if it is damaged, or None if there is none."""
+        try:
+            return self._to.read_manifest_document(job, tag)[1]
+        except IntegrityError:
+            return b""
+        except NotFound:
+            return None
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +130,7 @@ class Copier:
             self._to.delete_tag(one.job, one.tag)
 
     def _copy(self, one: Copying, manifest: Manifest, progress: Progress) -> None:
-        if self._to.has_manifest(one.job, one.tag) and self._to.manifest_document(one.job, one.tag) == one.data:
+        if self._document_there(one.job, one.tag) == one.data:
             return  # another copy was faster
         if one.pinned:
             self._to.pin(one.job, one.tag)  # before a daemon there sees the checkpoint
@@ -227,13 +232,11 @@ class Copier:
 @contextmanager
 def _one_at_a_time(destination: Location) -> Iterator[None]:
     """Context manager. Keep other copies of this user on this machine from the same root. Raises Busy."""
-    path = make_own_directory(names.plain_directory()) / f"copy-{names.root_digest(destination.resolve())}"
-    lock = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    lock = LocalLock.take(f"copy-{names.root_digest(destination.resolve())}")
+    if lock is None:
+        raise Busy(f"another `ckptd copy` writes to {destination}: wait for it")
     try:
-        fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    except BlockingIOError:
-        raise Busy(f"another `ckptd copy` writes to {destination}: wait for it") from None
     finally:
         lock.close()
 
@@ -288,16 +291,14 @@ def copy(source: Location, destination: Location, as_json: bool) -> None:
     exit code is 13 if a checkpoint could not be copied because it is damaged.
     """
     copier = Copier(source, destination)
-    bar = click.progressbar(length=copier.nbytes, label=f"{size_text(copier.nbytes)} to {destination}", file=sys.stderr)
-    hidden = as_json or not copier.nbytes
     rows = []
-    for row in copier.run(lambda length: None if hidden else bar.update(length)):
-        rows.append(row)
-        if not as_json:
-            did = row["error"] or (f"copied ({size_text(row['bytes'])})" if row["copied"] else "is there already")
-            click.echo(f"{row['job']}/{row['tag']}: {did}")
-    if not hidden:
-        bar.render_finish()
+    with progress_bar(destination, as_json or not copier.nbytes) as (begin, progress):
+        begin(copier.nbytes)
+        for row in copier.run(progress):
+            rows.append(row)
+            if not as_json:
+                did = row["error"] or (f"copied ({size_text(row['bytes'])})" if row["copied"] else "is there already")
+                click.echo(f"{row['job']}/{row['tag']}: {did}")
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     if any(row["error"] for row in rows):

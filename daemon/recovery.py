@@ -50,7 +50,7 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls) -> Non
             job.checkpoints.pop(tag, None)
         except OSError as problem:
             failure = StorageError.of(f"read the manifest of {job.name}/{tag}", problem)
-            if failure.is_of_the_machine:
+            if failure.is_no_damage:
                 raise failure from None
             damaged[tag] = str(failure)
         except NewerFormat as error:

@@ -227,7 +227,7 @@ class Slots:
             fd = os.open(slot.name, READ | (os.O_RDWR if write else 0), dir_fd=slot.directory.fd)
         except OSError as problem:
             error = StorageError.of(f"open the segment {slot.name}", problem)
-            if error.is_of_the_machine:
+            if error.is_no_damage:
                 raise error from None
             raise NotFound(f"segment {slot.name} has been removed from {slot.directory.path}: that copy in memory is lost") from None
         if os.fstat(fd).st_ino != os.fstat(slot.fd).st_ino:
@@ -308,7 +308,7 @@ class Slots:
                 fd = os.open(name, READ | os.O_RDWR, dir_fd=directory.fd)
             except OSError as problem:
                 error = StorageError.of(f"open the segment {name}", problem)
-                if error.is_of_the_machine:  # a recovery would not find a snapshot that is sealed in it
+                if error.is_no_damage:  # a recovery would not find a snapshot that is sealed in it
                     raise error from None
                 log.warning("%s: left alone", error)
                 continue

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -15,6 +16,7 @@ import click
 
 from ckptd.shared import errors as e
 from ckptd.shared.location import Location, located
+from ckptd.shared.units import size_text
 
 EXIT_CODES: dict[type[e.CkptdError], int] = {
     e.InvalidConfig: 2,
@@ -68,3 +70,27 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
             sys.exit(code)
 
     return wrapped
+
+
+@contextmanager
+def progress_bar(out: Location, hidden: bool) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """Context manager. Yields two functions of a progress bar, which shows nothing if it is hidden.
+
+    The first is called once with all bytes that will be written to `out`, and shows the bar. The second is called with those that were.
+    """
+    bars: list[Any] = []
+
+    def begin(nbytes: int) -> None:
+        if not hidden:
+            bars.append(click.progressbar(length=nbytes, label=f"{size_text(nbytes)} to {out}", file=sys.stderr))
+            bars[0].render_progress()
+
+    def progress(length: int) -> None:
+        for bar in bars:
+            bar.update(length)
+
+    try:
+        yield begin, progress
+    finally:
+        for bar in bars:
+            bar.render_finish()

@@ -115,7 +115,7 @@ class StorageError(MachineError):
         self.errno, self._remote = errno, remote
 
     @property
-    def is_of_the_machine(self) -> bool:
+    def is_no_damage(self) -> bool:
         """True if a resource of the machine has run out, or an object store does not serve: the file itself may be sound."""
         return self._remote or self.errno in _RUN_OUT
 

@@ -35,7 +35,7 @@ from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.part_writer import ONE_FILE
 from ckptd.shared.plan import HIDDEN, Alias, Item, c_order
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.standalone import StandaloneDirectory
 from ckptd.shared.units import size_text
 
 _ROOM = 1 << 16
@@ -195,7 +195,7 @@ def _reserved(length: int) -> torch.UntypedStorage:
 
 def write_directory(directory: Path, planned: PlannedPart, contents: Contents, codec: str, progress: Progress) -> None:
     """Write a checkpoint into an empty directory, and read it back. Raises OSError; IntegrityError, also for values that cannot be made."""
-    checkpoint = StandaloneCheckpoint(directory)
+    checkpoint = StandaloneDirectory(directory)
     part = StandalonePart(checkpoint, 0, 1, codecs.encoder(codec), None, ONE_FILE)
     layout = planned.layout
     try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from ckptd.agent.convert.export import SHARD, Exported
 from ckptd.agent.convert.export import export as export_checkpoint
 from ckptd.agent.convert.formats import FORMATS
 from ckptd.agent.convert.importing import import_checkpoint
-from ckptd.agent.convert.output import Progress
 from ckptd.agent.state.dtypes import torch_dtype
-from ckptd.shared.command import PLACE, json_option, speaks
+from ckptd.shared.command import PLACE, json_option, progress_bar, speaks
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.location import Location
 from ckptd.shared.units import size_text, some_text
@@ -73,7 +70,7 @@ def export(
     interrupted, the same command continues dcp and hf with the first file that was not finished, if PATH still means the same
     checkpoint. For hf, the default of --only is the part "model" of the state, or its only module.
     """
-    with _bar(out, as_json) as (begin, progress):
+    with progress_bar(out, as_json) as (begin, progress):
         found = export_checkpoint(
             path,
             to,
@@ -117,7 +114,7 @@ def import_(
     torch.distributed.checkpoint. --out appears only when it is whole, synced and read back. PATH is not changed, and nothing
     in it is run.
     """
-    with _bar(out, as_json) as (begin, progress):
+    with progress_bar(out, as_json) as (begin, progress):
         found = import_checkpoint(
             path,
             out,
@@ -172,7 +169,7 @@ def adopt(
     The job's next recover() loads the new checkpoint, which the daemon saves as it saves snapshots. PATH is not changed, and
     nothing in it is run. No run of the job may be alive.
     """
-    with _bar(job, as_json) as (begin, progress):
+    with progress_bar(job, as_json) as (begin, progress):
         found = adopt_checkpoint(
             path,
             job.parent,
@@ -192,27 +189,6 @@ def adopt(
     made = f"would adopt {path} as step {step} of {job}" if dry_run else f"adopted {path} as {job / found.tag}"
     click.echo(f"{made}: {found.tensors:,d} tensors, {size_text(found.nbytes)}")
     _say_left_out(found.left_out)
-
-
-@contextmanager
-def _bar(out: Location, hidden: bool) -> Iterator[tuple[Callable[[int], None], Progress]]:
-    """Context manager. Yields `begin` and `progress` of a progress bar, which shows nothing if it is hidden."""
-    bars: list[Any] = []
-
-    def begin(nbytes: int) -> None:
-        if not hidden:
-            bars.append(click.progressbar(length=nbytes, label=f"{size_text(nbytes)} to {out}", file=sys.stderr))
-            bars[0].render_progress()
-
-    def progress(length: int) -> None:
-        for bar in bars:
-            bar.update(length)
-
-    try:
-        yield begin, progress
-    finally:
-        for bar in bars:
-            bar.render_finish()
 
 
 def text_of(found: Exported, *, dry_run: bool = False) -> str:

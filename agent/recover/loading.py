@@ -84,7 +84,7 @@ class Loading:
             raise newer(error, where, "step=") from None
         if isinstance(error, OSError):
             failure = StorageError.of(f"read {where}", error)
-            if failure.is_of_the_machine:
+            if failure.is_no_damage:
                 raise failure from None
         return str(error)
 

@@ -25,7 +25,7 @@ _used_by: dict[str, int] = {}  # the process that has made the first request: it
 
 _BACKOFF = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=5), "base": 2}
 RETRIES: dict[str, Any] = {"max_retries": 100, "retry_timeout": timedelta(seconds=30), "backoff": _BACKOFF}
-"""How obstore repeats a request after a server error, a lost connection or a request to slow down. It adds jitter; the time ends it."""
+"""The rule by which obstore repeats a request after a server error, a lost connection or a request to slow down. obstore adds jitter."""
 BULK_RETRIES: dict[str, Any] = RETRIES | {"retry_timeout": timedelta(minutes=10)}
 """The same for requests that move chunks: a save or a recovery is worth waiting for."""
 CLIENT: ClientConfig = {"timeout": timedelta(seconds=60), "connect_timeout": timedelta(seconds=5)}
@@ -33,7 +33,7 @@ BULK_CLIENT: ClientConfig = {**CLIENT, "timeout": timedelta(minutes=5)}
 """The time for a whole request. All parts that are under way share the line: 128 MiB in 5 minutes take 0.45 MB/s."""
 _STATUS = re.compile(r"status code: (\d{3}) ([A-Za-z ]+)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>|\"code\":\s*\"(\w{1,64})\"")
-_NO_ROOM = {"QuotaExceeded", "EntityTooLarge", "InsufficientStorage", "StorageFull"}
+_NO_ROOM = {"QuotaExceeded", "InsufficientStorage", "StorageFull"}
 _NO_SUCH_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 
 
@@ -84,10 +84,8 @@ class Bucket:
                 return self._call(name, first)
             except NoRanges:
                 self.ranges = False
-            except OSError as error:
-                if error.errno != errno.EIO or (found := self.head(name)).size:
-                    raise
-                return found, b""  # an empty object has no range
+            except NoSuchRange:
+                return self.head(name), b""  # the object is empty
         return self._call(name, whole)
 
     def get(self, name: str, limit: int) -> bytes:
@@ -165,25 +163,23 @@ class Bucket:
             raise RemoteError(errno.EIO, "obstore cannot be used in a forked process: use the start method spawn or forkserver", name)
         try:
             return call()
-        except OSError as error:
-            if isinstance(error, FileNotFoundError) and error.errno is None:  # obstore's
-                raise self._of(name, error) from None
-            raise
         except Exception as error:
-            if type(error).__module__.partition(".")[0] != "obstore":
+            builtin = isinstance(error, FileNotFoundError) and error.errno is None  # obstore raises this one of Python's own
+            if not builtin and type(error).__module__.partition(".")[0] != "obstore":
                 raise
-            raise self._of(name, error) from None
+            raise translated(error, self.where(name), self._url) from None
         except BaseException as error:
             if type(error).__module__ != "pyo3_runtime":  # a panic of obstore
                 raise
             raise RemoteError(errno.EIO, f"obstore has failed: {str(error).splitlines()[0].split('?')[0]}", name) from None
 
-    def _of(self, name: str, error: Exception) -> OSError:
-        return translated(error, self.where(name), self._url)
-
 
 class NoRanges(RemoteError):
     """The store has answered a request for a range with something else."""
+
+
+class NoSuchRange(RemoteError):
+    """The object is too short for the range that was asked for."""
 
 
 def translated(error: Exception, name: str, bucket: str) -> OSError:
@@ -198,12 +194,14 @@ def translated(error: Exception, name: str, bucket: str) -> OSError:
     found = code[1] or code[2] if code else ""
     if found in _NO_SUCH_BUCKET:
         return RemoteError(errno.ENXIO, f"there is no bucket {bucket.split('/')[2]!r}, or it cannot be seen with these credentials", name)
-    if kind == "AlreadyExistsError" or (kind == "PreconditionError"):
+    if kind in ("AlreadyExistsError", "PreconditionError"):
         return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError":
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
     if "Received non-partial response" in text:
         return NoRanges(errno.EIO, "the store does not answer requests for ranges as it should", name)
+    if "Invalid range" in text or (status and status[1] == "416"):
+        return NoSuchRange(errno.EINVAL, "the object is shorter than the range that was asked for", name)
     answer = f"the store answered {status[1]} {status[2].strip()}" + (f" ({found})" if found else "") if status else ""
     if "169.254.169.254" in text or "MissingCredentials" in text:
         return RemoteRefusal(errno.EACCES, "no credentials for the store were found, in the environment or elsewhere", name)
@@ -215,7 +213,7 @@ def translated(error: Exception, name: str, bucket: str) -> OSError:
         return RemoteError(errno.EOPNOTSUPP, answer or "the store does not support the request", name)
     if answer:
         return RemoteError(errno.EIO, answer, name)
-    if "error sending request" in text or "timed out" in text or "operation timed out" in text:
+    if "error sending request" in text or "timed out" in text:
         return RemoteError(errno.ETIMEDOUT if "timed out" in text else errno.EHOSTUNREACH, "the store does not answer", name)
     return RemoteError(errno.EIO, f"the store or the connection to it failed ({kind})", name)
 

@@ -19,7 +19,7 @@ from ckptd.shared.fs import FileSystem
 from ckptd.shared.location import Location, Url, located
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.storage.standalone import StandaloneCheckpoint, StandaloneObjects
+from ckptd.shared.storage.standalone import StandaloneCheckpoint, StandaloneDirectory, StandaloneObjects
 
 if TYPE_CHECKING:  # obstore is imported only for a URL
     from ckptd.shared.storage.object_store import ObjectStorage
@@ -49,7 +49,7 @@ def object_storage(url: Url) -> ObjectStorage:
 
 def open_standalone(place: Location) -> StandaloneCheckpoint:
     """Return the checkpoint that a directory or a prefix outside every root holds by itself, or may hold one day."""
-    return StandaloneCheckpoint(place) if isinstance(place, Path) else StandaloneObjects(object_storage(place))
+    return StandaloneDirectory(place) if isinstance(place, Path) else StandaloneObjects(object_storage(place))
 
 
 def is_root(place: Location) -> bool:

@@ -7,21 +7,19 @@ measured, not concluded from its name (`object_probe.py`).
 from __future__ import annotations
 
 import errno
-import fcntl
 import functools
 import os
 import threading
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 
 from ckptd.shared import names
-from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import Busy, RemoteError, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.owners import make_own_directory
+from ckptd.shared.local_lock import LocalLock
 from ckptd.shared.storage import object_probe
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_leases import Leases
@@ -220,27 +218,19 @@ class ObjectStorage:
 
         Raises Busy, StorageError.
         """
-        lock = self._lock_locally(host)
         try:
-            object_probe.check(self._bucket)
-            self._leases.end_marks(host)
+            lock = LocalLock.take(f"{names.LOCK}-{self._digest}-{host}")
+            if lock is None:
+                raise Busy(f"another ckptd already serves {self.where()}: use that one, or stop it first")
+            try:
+                object_probe.check(self._bucket)
+                self._leases.end_marks(host)
+            except BaseException:
+                lock.close()
+                raise
         except OSError as error:
-            lock.close()
             raise StorageError.of(f"use {self.where()} as the root for checkpoints", error) from None
         return lock
-
-    def _lock_locally(self, host: str) -> _LocalLock:
-        path = make_own_directory(names.plain_directory()) / f"{names.LOCK}-{self._digest}-{host}"
-        while True:
-            lock = _LocalLock(path)
-            try:
-                fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                Descriptor.close(lock)
-                raise Busy(f"another ckptd already serves {self.where()}: use that one, or stop it first") from None
-            if os.fstat(lock.fileno()).st_nlink:
-                return lock
-            Descriptor.close(lock)  # its holder has just ended, and has deleted the file
 
     def is_lost(self) -> bool:
         return False
@@ -253,17 +243,3 @@ class ObjectStorage:
 
     def free(self) -> int | None:
         return None
-
-
-class _LocalLock(Descriptor):
-    """An open file by whose lock daemons of one machine keep one another from a root. `close` deletes the file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
-        self._path = path
-
-    def close(self) -> None:
-        if not self.closed:
-            with suppress(FileNotFoundError):
-                self._path.unlink()
-        super().close()

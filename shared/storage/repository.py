@@ -72,26 +72,23 @@ class Repository:
 
     def read_manifest(self, job: str, tag: str) -> Manifest:
         """Return the manifest. Raises NotFound if nothing is committed, IntegrityError if it is damaged or of another checkpoint."""
-        manifest = self._read_manifest(job, tag, f"no checkpoint {job}/{tag} in {self.where()}", f"{job}/{tag}")
-        check_manifest_place(manifest, job, tag)
-        return manifest
+        return self.read_manifest_document(job, tag)[0]
 
-    def _read_manifest(self, job: str, tag: str, missing: str, called: str) -> Manifest:
+    def read_manifest_document(self, job: str, tag: str) -> tuple[Manifest, bytes]:
+        """Return the manifest and the bytes that it was decoded from. Raises as `read_manifest`."""
+        manifest, document = self._read_manifest(job, tag, f"no checkpoint {job}/{tag} in {self.where()}", f"{job}/{tag}")
+        check_manifest_place(manifest, job, tag)
+        return manifest, document
+
+    def _read_manifest(self, job: str, tag: str, missing: str, called: str) -> tuple[Manifest, bytes]:
         name = self._name(job, tag, names.MANIFEST)
         try:
-            return Manifest.decode(read_whole(self.storage.open(name), MAX_MANIFEST, name))
+            document = read_whole(self.storage.open(name), MAX_MANIFEST, name)
+            return Manifest.decode(document), document
         except FileNotFoundError:
             raise NotFound(missing) from None
         except IntegrityError as error:
             raise type(error)(f"{called}: {error}") from None
-
-    def manifest_document(self, job: str, tag: str) -> bytes:
-        """Return the bytes of a manifest, intact or damaged. Raises NotFound if there is none."""
-        name = self._name(job, tag, names.MANIFEST)
-        try:
-            return read_whole(self.storage.open(name), MAX_MANIFEST, name)
-        except FileNotFoundError:
-            raise NotFound(f"no checkpoint {job}/{tag} in {self.where()}") from None
 
     def has_manifest(self, job: str, tag: str) -> bool:
         """Return True if there is a manifest, intact or damaged."""

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,25 +28,20 @@ _SWEPT_AT_ONCE = 64
 
 
 class StandaloneCheckpoint(Repository):
-    """A directory that holds one checkpoint. Every job and tag means this directory."""
+    """A directory or a prefix that holds one checkpoint. Every job and tag means this place."""
 
     job, tag, attempt = "standalone", "standalone.a0001", 1
-
-    def __init__(self, path: Path, fs: FileSystem | None = None) -> None:
-        self._posix = PosixStorage(path, fs)
-        super().__init__(self._posix)
-        self.path = path
 
     def _name(self, *parts: str) -> str:
         return "/".join(parts[2:])
 
     def make(self) -> None:
-        """Make the directory and its missing parents durably."""
-        self._posix.ensure("")
+        """Prepare the place for a save."""
+        raise NotImplementedError
 
     def read_manifest(self, job: str = job, tag: str = tag) -> Manifest:
         """Return the manifest, whatever job and tag it names: the checkpoint may have been moved or copied here."""
-        return self._read_manifest(job, tag, f"no checkpoint in {self.where()}", self.where())
+        return self._read_manifest(job, tag, f"no checkpoint in {self.where()}", self.where())[0]
 
     def has_manifest(self, job: str = job, tag: str = tag) -> bool:
         return super().has_manifest(job, tag)
@@ -59,20 +54,49 @@ class StandaloneCheckpoint(Repository):
         """
         self.storage.publish(names.MANIFEST, data, replace=overwrite, by=nonce)
 
+    def hold(self, file: str) -> Closable:
+        """Keep a part from being swept until the result is closed. Raises FileNotFoundError if it has been swept, Busy, IntegrityError."""
+        return ExitStack()
+
+    def share(self) -> Closable:
+        """Keep earlier versions of ckptd, which lock no parts, from sweeping until the result is closed."""
+        return ExitStack()
+
+    def saving(self) -> AbstractContextManager[Closable]:
+        """Keep earlier versions of ckptd from sweeping while the caller saves. The lock on each part does so for this version."""
+        return closing(self.share())
+
+    def sweep(self) -> None:
+        """Remove files that the committed checkpoint does not need. Raises OSError, IntegrityError, NotFound."""
+        raise NotImplementedError
+
+    def _named(self) -> set[str]:
+        """Return the names of the parts of the committed checkpoint."""
+        return {part.file for part in self.read_manifest().parts}
+
+
+class StandaloneDirectory(StandaloneCheckpoint):
+    """A directory that holds one checkpoint, whose parts are locked by those who write and read them."""
+
+    def __init__(self, path: Path, fs: FileSystem | None = None) -> None:
+        self._posix = PosixStorage(path, fs)
+        super().__init__(self._posix)
+        self.path = path
+
+    def make(self) -> None:
+        """Make the directory and its missing parents durably."""
+        self._posix.ensure("")
+
     # -- keeping files from being swept
 
     def hold(self, file: str) -> Closable:
-        """Keep a part from being swept until the result is closed. Raises FileNotFoundError if it has been swept, Busy, IntegrityError."""
         return self._open_part_file(self.job, self.tag, file)
 
     def _open_part_file(self, job: str, tag: str, file: str) -> Source:
         return self.storage.lease(file, self.storage.where(file))
 
     def share(self) -> Closable:
-        """Keep earlier versions of ckptd, which lock no parts, from sweeping until the result is closed.
-
-        The lock is not waited for: any process that may read the directory can refuse it.
-        """
+        """Lock the directory. The lock is not waited for: any process that may read the directory can refuse it."""
         with self._posix.directory() as directory:
             shared = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
         try:
@@ -97,10 +121,6 @@ class StandaloneCheckpoint(Repository):
             left = list(self._left(keep).items())
             for first in range(0, len(left), _SWEPT_AT_ONCE):
                 self._sweep(fd, dict(left[first : first + _SWEPT_AT_ONCE]))
-
-    def _named(self) -> set[str]:
-        """Return the names of the parts of the committed checkpoint."""
-        return {part.file for part in self.read_manifest().parts}
 
     def _all_files(self) -> Iterator[str]:
         return (entry.name for entry in self.storage.children(""))
@@ -140,25 +160,16 @@ class StandaloneCheckpoint(Repository):
         locked.callback(locks.release, fd)
         return locks.exclude(fd)
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Keep earlier versions of ckptd from sweeping while the caller saves. The lock on each part does so for this version."""
-        shared = self.share()
-        try:
-            yield
-        finally:
-            shared.close()
-
 
 class StandaloneObjects(StandaloneCheckpoint):
-    """A prefix that holds one checkpoint. Every job and tag means this prefix.
+    """A prefix in an object store that holds one checkpoint.
 
     Without locks, the parts of a save that is under way cannot be told from those of a save that has failed. A sweep therefore deletes only
     the parts of the checkpoint that this save has replaced. The reader of that checkpoint is told that it is gone.
     """
 
     def __init__(self, storage: ObjectStorage) -> None:
-        Repository.__init__(self, storage)
+        super().__init__(storage)
         self._objects = storage
         self._replaced: list[str] = []
 
@@ -178,16 +189,3 @@ class StandaloneObjects(StandaloneCheckpoint):
         """Remove the parts of the checkpoint that the last `commit` has replaced."""
         keep = self._named()
         self.delete_files(self.job, self.tag, [file for file in self._replaced if file not in keep])
-
-    def hold(self, file: str) -> Closable:
-        return ExitStack()
-
-    def share(self) -> Closable:
-        return ExitStack()
-
-    def _open_part_file(self, job: str, tag: str, file: str) -> Source:
-        return self.storage.open(file)
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        yield

@@ -32,7 +32,7 @@ from ckptd.shared.errors import CkptdError, IntegrityError, NotFound
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import BLOB, Alias, Item, Plan, Region
 from ckptd.shared.storage.protocol import Closable
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.agent.dcp.test_storage_writer import Place, blank, refused, same, spot, state
 from tests.shared.samples import WRITER
 from tests.support import forks
@@ -76,14 +76,14 @@ def try_save(where: Path, seed: int, overwrite: bool) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "the directory could not be synced")])
 def test_an_interruption_after_the_commit_does_not_undo_it(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = StandaloneCheckpoint.commit
+    commit = StandaloneDirectory.commit
 
-    def interrupted(self: StandaloneCheckpoint, data: bytes, *, overwrite: bool, nonce: str) -> None:
+    def interrupted(self: StandaloneDirectory, data: bytes, *, overwrite: bool, nonce: str) -> None:
         commit(self, data, overwrite=overwrite, nonce=nonce)
         raise error
 
     dcp.save(state(1), storage_writer=StorageWriter(tmp_path))
-    monkeypatch.setattr(StandaloneCheckpoint, "commit", interrupted)
+    monkeypatch.setattr(StandaloneDirectory, "commit", interrupted)
     with pytest.raises(BaseException):  # noqa: B017 (DCP wraps the one and not the other)
         dcp.save(state(2), storage_writer=StorageWriter(tmp_path, overwrite=True))
     assert same(Checkpoint.open(tmp_path).load(), state(2))
@@ -112,15 +112,15 @@ def test_an_async_save_that_is_the_last_statement_is_finished(spot: Place) -> No
 def test_a_checkpoint_deleted_or_overwritten_while_it_is_opened_is_not_called_damaged(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         dcp.save({"a": torch.full((2,), number)}, storage_writer=StorageWriter(tmp_path / str(number)))
-    before = StandaloneCheckpoint(tmp_path / "1").read_manifest()
+    before = StandaloneDirectory(tmp_path / "1").read_manifest()
     for part in (tmp_path / "1").glob("rank-*"):
         part.unlink()
     (tmp_path / "1" / "manifest.json").unlink()
     with pytest.raises(NotFound):
-        Checkpoint(StandaloneCheckpoint(tmp_path / "1"), "standalone", before)
-    before = StandaloneCheckpoint(tmp_path / "2").read_manifest()
+        Checkpoint(StandaloneDirectory(tmp_path / "1"), "standalone", before)
+    before = StandaloneDirectory(tmp_path / "2").read_manifest()
     dcp.save({"a": torch.full((2,), 22)}, storage_writer=StorageWriter(tmp_path / "2", overwrite=True))
-    with Checkpoint(StandaloneCheckpoint(tmp_path / "2"), "standalone", before) as checkpoint:
+    with Checkpoint(StandaloneDirectory(tmp_path / "2"), "standalone", before) as checkpoint:
         assert checkpoint.tensor("a")[0].item() == 22
         assert checkpoint.manifest.parts != before.parts
     for part in (tmp_path / "3").glob("rank-*"):
@@ -172,7 +172,7 @@ def test_a_save_without_the_lock_on_the_directory_is_not_swept() -> None:
     with open_place() as place:
         where = place / "latest"
         dcp.save(state(1), storage_writer=StorageWriter(where))
-        storage = StandaloneCheckpoint(where)
+        storage = StandaloneDirectory(where)
         with holding("flock-ex", where), storage.saving():
             part = StandalonePart(storage, 0, 1, codec.encoder("raw"), 1, Spread(2, 0))
             resolved = planned()
@@ -190,10 +190,10 @@ def test_a_save_without_the_lock_on_the_directory_is_not_swept() -> None:
 
 def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The flock on the directory is missing, because another user may keep this process from taking it."""
-    hold = StandaloneCheckpoint.hold
+    hold = StandaloneDirectory.hold
     swept: list[str] = []
 
-    def late(self: StandaloneCheckpoint, file: str) -> Closable:
+    def late(self: StandaloneDirectory, file: str) -> Closable:
         if len(swept) < 2:
             swept.append(file)
             number = len(swept)
@@ -202,8 +202,8 @@ def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Pat
         return hold(self, file)
 
     dcp.save(state(8), storage_writer=StorageWriter(tmp_path))
-    monkeypatch.setattr(StandaloneCheckpoint, "hold", late)
-    monkeypatch.setattr(StandaloneCheckpoint, "share", lambda self: source(os.open(self.path, os.O_RDONLY)))
+    monkeypatch.setattr(StandaloneDirectory, "hold", late)
+    monkeypatch.setattr(StandaloneDirectory, "share", lambda self: source(os.open(self.path, os.O_RDONLY)))
     dcp.save(state(9), storage_writer=StorageWriter(tmp_path, overwrite=True))
     assert len(swept) == 2
     assert same(Checkpoint.open(tmp_path).load(), state(9))

@@ -111,21 +111,23 @@ def check_storage(root: Location) -> None:
             assert files == {"manifest.json": 1} | {part.file: part.files for part in checkpoint.manifest.parts}
 
 
-@pytest.mark.parametrize("point", failpoints.AGENT + failpoints.DAEMON)
-def test_death_at_every_point(place: Home, point: str) -> None:
+def die_at(place: Home, *points: str) -> None:
+    """Live once, then die at each of the points in a life of its own, and check that nothing is lost."""
     diary = trainers.Diary(place.path / "diary")
     first_life(place, diary)
-    second_life(place, diary, point)
+    for point in points:
+        second_life(place, diary, point)
     check_all(place, diary)
+
+
+@pytest.mark.parametrize("point", failpoints.AGENT + failpoints.DAEMON)
+def test_death_at_every_point(place: Home, point: str) -> None:
+    die_at(place, point)
 
 
 @pytest.mark.parametrize(("point", "second"), list(zip(failpoints.AGENT + failpoints.DAEMON, itertools.cycle(SECOND_KILLS), strict=False)))
 def test_second_death_during_recovery(place: Home, point: str, second: str) -> None:
-    diary = trainers.Diary(place.path / "diary")
-    first_life(place, diary)
-    second_life(place, diary, point)
-    second_life(place, diary, second)
-    check_all(place, diary)
+    die_at(place, point, second)
 
 
 def test_there_are_at_least_25_distinct_failpoints() -> None:

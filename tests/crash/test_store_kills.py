@@ -8,8 +8,8 @@ import pytest
 
 from ckptd.shared import failpoints, names
 from ckptd.shared.location import Url
-from tests.crash.test_failpoints import check_all, first_life, second_life
-from tests.support import stores, trainers
+from tests.crash.test_failpoints import die_at
+from tests.support import stores
 from tests.support.daemons import Home, home
 
 KINDS = ("seaweed", "rclone")
@@ -34,7 +34,4 @@ def place(request: pytest.FixtureRequest, servers: stores.Servers, monkeypatch: 
 
 @pytest.mark.parametrize("point", failpoints.AGENT + failpoints.DAEMON)
 def test_death_at_every_point(place: Home, point: str) -> None:
-    diary = trainers.Diary(place.path / "diary")
-    first_life(place, diary)
-    second_life(place, diary, point)
-    check_all(place, diary)
+    die_at(place, point)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from obstore.store import MemoryStore
@@ -95,7 +96,7 @@ def test_a_root_is_copied_with_its_jobs_pins_and_hint(saved: Home, target: Locat
     assert repository.identity() != locate.open_root(saved.root).identity()
     assert_sound(target)
     for tag in steps(*STEPS):
-        assert repository.manifest_document("gpt", tag) == locate.open_root(saved.root).manifest_document("gpt", tag)
+        assert repository.read_manifest_document("gpt", tag) == locate.open_root(saved.root).read_manifest_document("gpt", tag)
     assert copied(saved.root, target) == []
 
 
@@ -193,12 +194,13 @@ def test_a_copy_that_the_destination_damages_is_made_again_once(saved: Home, tmp
     assert_sound(tmp_path)
 
 
-def test_another_checkpoint_of_the_same_name_is_refused(own: Path, target: Location) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_another_checkpoint_of_the_same_name_is_refused(own: Path, target: Location, damaged: bool) -> None:
     copied(own / "gpt" / "step-00000005", target)
     repository = locate.open_root(target)
-    document = repository.manifest_document("gpt", *steps(5))
+    other = msgspec.structs.replace(repository.read_manifest("gpt", *steps(5)), created="2020-01-01T00:00:00+00:00")
     repository.delete_files("gpt", steps(5)[0], ["manifest.json"])
-    repository.publish_manifest("gpt", steps(5)[0], document + b"\n")
+    repository.publish_manifest("gpt", steps(5)[0], b"damaged" if damaged else other.encode())
     with pytest.raises(AlreadyExists, match=r"step-00000005\.a0001 is another checkpoint than .*: copy to another root$"):
         Copier(own / "gpt", target)
 
@@ -235,7 +237,7 @@ def test_a_second_copy_to_the_same_root_is_refused_meanwhile(saved: Home, target
 
 
 def test_a_checkpoint_that_another_copy_has_committed_stays(own: Path, target: Location) -> None:
-    """Both planned to copy it. The source deletes it before the second begins."""
+    """Plan two copies of one checkpoint, and delete the checkpoint at the source between them."""
     late = Copier(own / "gpt" / "step-00000005", target)
     copied(own / "gpt" / "step-00000005", target)
     repository = locate.open_root(own)

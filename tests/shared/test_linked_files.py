@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from crc32c import crc32c
+from obstore.store import MemoryStore
 
 from ckptd.shared import codec
 from ckptd.shared.binary import ALIGN
@@ -25,7 +26,8 @@ from ckptd.shared.plan import MIN_CHUNK, chunk_ranges, signature, with_values
 from ckptd.shared.reuse import NOTHING, ChunkCheck, StoredPart, choose, is_steady, new_hasher
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.memory import MemoryStorage
+from ckptd.shared.storage.bucket import Bucket
+from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import packed_slot, sample_plan, values_after
@@ -112,7 +114,9 @@ class Root:
 
 @pytest.fixture(params=["posix", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Root:
-    return Root(Repository(PosixStorage(tmp_path) if request.param == "posix" else MemoryStorage()))
+    return Root(
+        Repository(PosixStorage(tmp_path) if request.param == "posix" else ObjectStorage(Bucket(MemoryStore(), "memory://x"), "0" * 16))
+    )
 
 
 @pytest.fixture

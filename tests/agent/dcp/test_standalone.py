@@ -25,7 +25,7 @@ from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import MIN_CHUNK, chunk_ranges
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.protocol import Closable
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.support.descriptors import opened
 
 STATE = {"w": torch.arange(300_000.0), "bytes": torch.arange(70_000, dtype=torch.int64).to(torch.uint8), "n": 5}
@@ -39,7 +39,7 @@ class Save:
         planner.set_up_planner(STATE if state is None else state, is_coordinator=True)
         plans, self.metadata = planner.create_global_plan([planner.create_local_plan()])
         self.resolved = Resolved.of(planner.finish_plan(plans[0]), planner, weights_only=True)
-        self.storage = StandaloneCheckpoint(directory)
+        self.storage = StandaloneDirectory(directory)
         self.part = StandalonePart(self.storage, 0, 1, codec.encoder("raw"), threads, Spread(1))
 
     @property
@@ -122,9 +122,9 @@ def test_a_forked_child_takes_nothing_away(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tries", [3, standalone._TRIES])
 def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tries: int) -> None:
-    hold, seen = StandaloneCheckpoint.hold, list[str]()
+    hold, seen = StandaloneDirectory.hold, list[str]()
 
-    def swept(self: StandaloneCheckpoint, file: str) -> Closable:
+    def swept(self: StandaloneDirectory, file: str) -> Closable:
         seen.append(file)
         if len(seen) <= tries:
             (self.path / file).unlink()
@@ -132,7 +132,7 @@ def test_a_part_that_is_swept_before_it_is_locked_is_created_again(tmp_path: Pat
         return hold(self, file)
 
     save = Save(tmp_path / "x")
-    monkeypatch.setattr(StandaloneCheckpoint, "hold", swept)
+    monkeypatch.setattr(StandaloneDirectory, "hold", swept)
     if tries < standalone._TRIES:
         entry = save.write()
         assert (entry.file, len(set(seen))) == (seen[-1], tries + 1)
@@ -187,12 +187,12 @@ def test_bytes_are_cut_where_the_chunks_are() -> None:
 
 def test_a_part_may_be_named_if_its_manifest_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the manifest cannot be read, the part counts as named, so it is not deleted."""
-    storage = StandaloneCheckpoint(tmp_path)
+    storage = StandaloneDirectory(tmp_path)
     assert not is_named(storage, "rank-00000.x.ckpt")
     for error in (OSError(errno.EIO, "Input/output error"), IntegrityError("damaged")):
 
         def fail(*_: Any, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr(StandaloneCheckpoint, "read_manifest", fail)
+        monkeypatch.setattr(StandaloneDirectory, "read_manifest", fail)
         assert is_named(storage, "rank-00000.x.ckpt")

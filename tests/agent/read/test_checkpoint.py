@@ -21,7 +21,7 @@ from ckptd.shared.errors import Busy, IntegrityError, NotFound
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage import locks
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import write_checkpoint
 from tests.support.descriptors import opened
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_can_be_read_in_two_dtypes(checkpoint: Checkpoint) -> None:
 
 def test_an_open_checkpoint_is_not_deleted(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "SECONDS", 0.1)
-    storage = StandaloneCheckpoint(saved)
+    storage = StandaloneDirectory(saved)
     with Checkpoint.open(saved), Checkpoint.open(saved), pytest.raises(Busy, match="is being read"), storage.exclude("", ""):
         pass
     with storage.exclude("", ""), pytest.raises(Busy, match="has been locked for deletion"):
@@ -101,7 +101,7 @@ def test_an_open_checkpoint_is_not_deleted(saved: Path, monkeypatch: pytest.Monk
 
 
 def test_a_deleters_lock_delays_a_reader_until_it_is_released(saved: Path) -> None:
-    storage = StandaloneCheckpoint(saved)
+    storage = StandaloneDirectory(saved)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as looking:
         looking.enter_context(storage.exclude("", ""))
         opening = pool.submit(Checkpoint.open, saved)
@@ -119,7 +119,7 @@ def test_a_forked_child_holds_no_lease_of_a_closed_checkpoint(saved: Path) -> No
         os._exit(0)
     try:
         opened.close()
-        with StandaloneCheckpoint(saved).exclude("", ""):
+        with StandaloneDirectory(saved).exclude("", ""):
             pass
     finally:
         os.kill(child, signal.SIGKILL)

@@ -14,7 +14,7 @@ from obstore.store import MemoryStore, S3Store
 from ckptd.shared.errors import InvalidConfig, RemoteError, RemoteRefusal, StorageError
 from ckptd.shared.location import Url
 from ckptd.shared.storage import bucket as buckets
-from ckptd.shared.storage.bucket import Bucket, NoRanges, open_bucket, translated
+from ckptd.shared.storage.bucket import Bucket, NoRanges, NoSuchRange, open_bucket, translated
 
 NAME, WHERE = "s3://data/ckpts/x", "s3://data/ckpts"
 ANSWER = "Generic S3 error: Error performing PUT https://data.host/x?X-Amz-Signature=SECRET in 1s - Server returned non-2xx status code: {}"
@@ -50,6 +50,8 @@ def made(kind: str, text: str) -> Exception:
         (made("NotSupportedError", "SECRET"), RemoteError, errno.EOPNOTSUPP, "the store does not support the request"),
         (made("GenericError", "Received non-partial response when range requested"), NoRanges, errno.EIO,
          "the store does not answer requests for ranges as it should"),
+        (made("GenericError", ANSWER.format("416 Range Not Satisfiable: ") + BODY.format("InvalidRange")), NoSuchRange, errno.EINVAL,
+         "the object is shorter than the range that was asked for"),
         (made("GenericError", "HTTP error: error sending request for url (http://h/?sig=SECRET)"), RemoteError, errno.EHOSTUNREACH,
          "the store does not answer"),
         (made("GenericError", "HTTP error: operation timed out SECRET"), RemoteError, errno.ETIMEDOUT, "the store does not answer"),
@@ -161,7 +163,7 @@ def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
 
 
 def test_a_forked_child_is_told_that_it_cannot_use_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its calls would hang for ever, because the threads of obstore are in the parent."""
+    """Test that the call fails at once: the threads of obstore are in the parent, so that it would wait for ever."""
     bucket = Bucket(MemoryStore(), "memory://x")
     bucket.put("object", b"data", create=True)
     child = os.getpid() + 1
@@ -173,7 +175,7 @@ def test_a_forked_child_is_told_that_it_cannot_use_the_store(monkeypatch: pytest
 def test_an_outage_is_no_damage() -> None:
     """A recovery that took it for damage would go back to an older checkpoint."""
     outage = translated(made("GenericError", ANSWER.format("503 Service Unavailable: ")), NAME, WHERE)
-    assert StorageError.of("read it", outage).is_of_the_machine
+    assert StorageError.of("read it", outage).is_no_damage
     gone = translated(made("NotFoundError", "x"), NAME, WHERE)
-    assert not StorageError.of("read it", gone).is_of_the_machine
-    assert not StorageError.of("read it", OSError(errno.EIO, "x")).is_of_the_machine
+    assert not StorageError.of("read it", gone).is_no_damage
+    assert not StorageError.of("read it", OSError(errno.EIO, "x")).is_no_damage

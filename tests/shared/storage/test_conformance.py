@@ -18,17 +18,16 @@ from ckptd.shared.location import Url
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.bucket import Bucket, open_bucket
-from ckptd.shared.storage.memory import MemoryStorage
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.protocol import Entry, Sink, Storage, read_whole
 from ckptd.shared.storage.repository import Repository
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import TAG, write_parts
 from tests.support import stores
 
 SERVERS = ("seaweed", "rclone")
-KINDS = ("posix", "memory", "obstore", *SERVERS)
+KINDS = ("posix", "memory", *SERVERS)
 HEAD = b"head".ljust(ALIGN, b"\0")
 
 
@@ -41,11 +40,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Servers
 def make(kind: str, place: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Storage:
     if kind == "posix":
         return PosixStorage(place)
-    if kind == "memory":
-        return MemoryStorage()
     monkeypatch.setattr(object_leases, "RENEWAL_SECONDS", 0.3)
     digest = names.new_nonce().hex()[:16]
-    if kind == "obstore":
+    if kind == "memory":
         return ObjectStorage(Bucket(MemoryStore(), f"memory://{digest}"), digest)
     for name, value in servers.get(kind).environ.items():
         monkeypatch.setenv(name, value)
@@ -302,13 +299,13 @@ def test_messages_name_the_place(storage: Storage) -> None:
 @pytest.fixture(params=(*KINDS, "standalone"))
 def repository(request: pytest.FixtureRequest, tmp_path: Path, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Repository:
     if request.param == "standalone":
-        return StandaloneCheckpoint(tmp_path / "one")
+        return StandaloneDirectory(tmp_path / "one")
     return Repository(make(request.param, tmp_path, servers, monkeypatch))
 
 
 def commit(repository: Repository, *, ranks: int = 2, files: int = 1) -> None:
     manifest = write_parts(repository.part_files("gpt", TAG), world_size=ranks, files=files)
-    if isinstance(repository, StandaloneCheckpoint):
+    if isinstance(repository, StandaloneDirectory):
         repository.commit(manifest.encode(), overwrite=False, nonce=names.new_nonce().hex())
     else:
         repository.publish_manifest("gpt", TAG, manifest.encode())

@@ -10,7 +10,7 @@ import pytest
 
 from ckptd.shared.errors import NotFound
 from ckptd.shared.storage.locate import attempts_of, find_checkpoint, find_job_or_checkpoint, job_and_tag, meant
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import TAG, write_checkpoint
 from tests.support.forged import forge
 
@@ -29,7 +29,7 @@ def test_a_path_names_the_highest_attempt_of_its_tag(tmp_path: Path) -> None:
 def test_a_directory_that_is_one_checkpoint_is_found(tmp_path: Path) -> None:
     where = forge(tmp_path, (1,), [[((0,), (1,))]])
     found, _, _ = find_checkpoint(where)
-    assert isinstance(found, StandaloneCheckpoint)
+    assert isinstance(found, StandaloneDirectory)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_the_command_line_finds_jobs_and_checkpoints_with_and_without_the_attemp
         assert (repository.where(), found, its_tag) == (str(tmp_path / "root"), "gpt", tag)
     shutil.copytree(job / TAG, tmp_path / "copy")
     repository, _, _ = find_job_or_checkpoint(tmp_path / "copy")
-    assert isinstance(repository, StandaloneCheckpoint)
+    assert isinstance(repository, StandaloneDirectory)
     with pytest.raises(NotFound, match="no checkpoint 'step-00009999' of job 'gpt'"):
         find_job_or_checkpoint(job / "step-00009999")
 

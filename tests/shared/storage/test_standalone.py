@@ -11,7 +11,7 @@ from ckptd.shared.errors import IntegrityError
 from ckptd.shared.names import MANIFEST, part_file
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locks import exclude
-from ckptd.shared.storage.standalone import StandaloneCheckpoint
+from ckptd.shared.storage.standalone import StandaloneDirectory
 from tests.shared.samples import NONCE, write_checkpoint
 from tests.support.descriptors import opened
 
@@ -20,13 +20,13 @@ PART = part_file(0, NONCE)
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> StandaloneCheckpoint:
+def alone(tmp_path: Path) -> StandaloneDirectory:
     """A directory that is one checkpoint, with a part of three files."""
     write_checkpoint(tmp_path, floats=3 << 16, files=3)
-    return StandaloneCheckpoint(tmp_path / "gpt" / TAG)
+    return StandaloneDirectory(tmp_path / "gpt" / TAG)
 
 
-def files_of(storage: StandaloneCheckpoint) -> set[str]:
+def files_of(storage: StandaloneDirectory) -> set[str]:
     return set(os.listdir(storage.path))
 
 
@@ -34,7 +34,7 @@ def other(number: int = 0, rank: int = 0) -> str:
     return part_file(rank, bytes([rank] * 16), number)
 
 
-def test_a_sweep_deletes_everything_that_is_left(alone: StandaloneCheckpoint) -> None:
+def test_a_sweep_deletes_everything_that_is_left(alone: StandaloneDirectory) -> None:
     before = files_of(alone)
     for file in (other(), other(1), other(2), other(7, rank=3), f"{MANIFEST}.{'ab' * 16}.tmp", f"{MANIFEST}.{NONCE.hex()}.tmp"):
         (alone.path / file).write_bytes(b"left")
@@ -44,7 +44,7 @@ def test_a_sweep_deletes_everything_that_is_left(alone: StandaloneCheckpoint) ->
     assert files_of(alone) == {*before, "notes.txt"}
 
 
-def test_a_sweep_keeps_a_locked_part_and_its_data_files(alone: StandaloneCheckpoint) -> None:
+def test_a_sweep_keeps_a_locked_part_and_its_data_files(alone: StandaloneDirectory) -> None:
     before = files_of(alone)
     held_files = {other(), other(1), f"{MANIFEST}.{bytes(16).hex()}.tmp"}
     for file in (*held_files, other(0, rank=3)):
@@ -57,7 +57,7 @@ def test_a_sweep_keeps_a_locked_part_and_its_data_files(alone: StandaloneCheckpo
     assert files_of(alone) == before
 
 
-def test_a_sweep_keeps_the_manifest_of_a_saver_that_has_just_committed(alone: StandaloneCheckpoint) -> None:
+def test_a_sweep_keeps_the_manifest_of_a_saver_that_has_just_committed(alone: StandaloneDirectory) -> None:
     """Where the manifest is published by a link, its temporary name exists for a moment after the commit."""
     unpublished = alone.path / f"{MANIFEST}.{NONCE.hex()}.tmp"
     unpublished.write_bytes(b"left")
@@ -69,7 +69,7 @@ def test_a_sweep_keeps_the_manifest_of_a_saver_that_has_just_committed(alone: St
     assert not unpublished.exists()
 
 
-def test_a_sweep_keeps_a_part_that_is_committed_during_the_sweep(alone: StandaloneCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_keeps_a_part_that_is_committed_during_the_sweep(alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     named = alone._named()
     answers = [set[str](), named]
     monkeypatch.setattr(alone, "_named", lambda: answers.pop(0))
@@ -79,7 +79,7 @@ def test_a_sweep_keeps_a_part_that_is_committed_during_the_sweep(alone: Standalo
     assert files_of(alone) == before
 
 
-def test_many_left_parts_are_swept(alone: StandaloneCheckpoint) -> None:
+def test_many_left_parts_are_swept(alone: StandaloneDirectory) -> None:
     before = files_of(alone)
     for rank in range(150):
         (alone.path / other(0, rank=rank)).write_bytes(b"left")
@@ -89,7 +89,7 @@ def test_many_left_parts_are_swept(alone: StandaloneCheckpoint) -> None:
     assert opened(alone.path) == open_before
 
 
-def test_nothing_is_swept_while_an_earlier_version_has_locked_the_directory(alone: StandaloneCheckpoint) -> None:
+def test_nothing_is_swept_while_an_earlier_version_has_locked_the_directory(alone: StandaloneDirectory) -> None:
     (alone.path / other()).write_bytes(b"left")
     shared = alone.share()
     alone.sweep()
@@ -99,7 +99,7 @@ def test_nothing_is_swept_while_an_earlier_version_has_locked_the_directory(alon
     assert not (alone.path / other()).exists()
 
 
-def test_an_opened_part_is_locked(alone: StandaloneCheckpoint) -> None:
+def test_an_opened_part_is_locked(alone: StandaloneDirectory) -> None:
     reader = alone.open_part(alone.job, alone.tag, PART)
     fd = os.open(alone.path / PART, os.O_RDWR)
     assert not exclude(fd)
@@ -109,7 +109,7 @@ def test_an_opened_part_is_locked(alone: StandaloneCheckpoint) -> None:
     os.close(fd)
 
 
-def test_a_part_swept_before_it_is_locked_is_reported_as_gone(alone: StandaloneCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_swept_before_it_is_locked_is_reported_as_gone(alone: StandaloneDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def late(fd: int) -> bool:
         (alone.path / PART).unlink()
         return True
