@@ -231,7 +231,7 @@ class Copier:
 
 @contextmanager
 def _one_at_a_time(destination: Location) -> Iterator[None]:
-    """Context manager. Keep other copies of this user on this machine from the same root. Raises Busy."""
+    """Context manager. Keep every other `ckptd copy` of this user on this machine out of the same root. Raises Busy."""
     lock = LocalLock.take(f"copy-{names.root_digest(destination.resolve())}")
     if lock is None:
         raise Busy(f"another `ckptd copy` writes to {destination}: wait for it")

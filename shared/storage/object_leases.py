@@ -79,7 +79,7 @@ class Leases:
             mark.close()
 
     def holders(self, name: str) -> str:
-        """Return the holders of the leases on an object, as text. Waits until each lease has shown whether it is alive."""
+        """Wait until each lease on an object is renewed, or is found dead. Return the holders of the renewed leases, as text."""
         first = dict[str, str]()
         while found := self._alive(names.LEASES, name):
             if renewed := [lease.name for lease in found if first.setdefault(lease.name, lease.version) != lease.version]:

@@ -68,7 +68,7 @@ class ObjectStorage:
         return once
 
     def measure(self) -> bool:
-        """Measure what `creates_once` tells, whatever is remembered. Raises OSError."""
+        """Return True if the store creates an object for only one of several callers now, whatever the root remembers. Raises OSError."""
         return object_probe.creates_once(self._bucket)
 
     def where(self, name: str = "") -> str:

@@ -110,7 +110,7 @@ def test_a_creation_that_meets_a_conflict_is_repeated(monkeypatch: pytest.Monkey
 
 
 def test_a_store_without_exclusive_creation_gives_a_claim_to_nobody_or_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two daemons put their claims before either looks. Both try the next number, and one of them wins it."""
+    """Let two daemons put their claims before either looks. Neither wins. Then one of them wins the next number."""
     bucket = Ignoring(MemoryStore(), "memory://x")
     one, two = ObjectStorage(bucket, DIGEST), ObjectStorage(bucket, DIGEST)
     assert not one.creates_once
