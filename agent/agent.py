@@ -70,17 +70,16 @@ class Agent:
         ranks plan at every snapshot. Default: ckptd plans, and plans again only if the structure of the state changes.
     load_planner: a DCP LoadPlanner. `recover` then works like `dcp.load`: the planner decides what must match, and `strict` and
         `on_reshape` are ignored. Default: DCP's DefaultLoadPlanner if `planner` is given, otherwise ckptd plans.
-    process_group: the ranks of this job, all on one node. Default: the default process group, or a single rank if torch.distributed is not
-        initialized.
+    process_group: the ranks of this job. Default: the default process group, or a single rank if torch.distributed is not initialized.
     retention: one policy, such as `LatestN(5)`, or several; a checkpoint is kept if any of them keeps it. Default: the daemon's settings.
         The policies are saved with every snapshot, and hold until a newer snapshot brings others.
     takeover: True begins the attempt although another run of the job is alive on this node. That run can then no longer save. False waits
         up to 10 s for its end, and then raises JobRunning. Workers of one torchrun are one run. Default: CKPTD_TAKEOVER, which is 0 or 1.
 
     Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
-    group, and for ranks that differ in node, daemon, root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if
-    it belongs to another user, VersionMismatch if it has no protocol version in common with this process, and Busy if it is stopping or has
-    too many jobs or clients. Raises JobRunning if another run of the job is alive. Raises StorageError if the attempt cannot be claimed on
+    group, and for ranks that differ in root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if it belongs to
+    another user, VersionMismatch if it has no protocol version in common with this process, and Busy if it is stopping or has too many jobs
+    or clients. Raises JobRunning if another run of the job is alive. Raises StorageError if the attempt cannot be claimed on
     storage, Fenced if another attempt of the job begins at the same time, and SnapshotFailed if another rank does not make its agent within
     120 s. If one rank cannot find its daemon or the name of its job, or has an invalid `retention`, or if rank 0 cannot claim the attempt,
     that error is raised on all ranks.
@@ -204,7 +203,7 @@ class Agent:
             with link.calls("snapshot", link.stall_budget):
                 handover = link.handovers.open(pending, tag)
                 try:
-                    request = make_request(step, tag, persist, on_busy, metrics, user_content, self.retention)
+                    request = make_request(step, tag, persist, on_busy, metrics, user_content, self.retention, link.node)
                     check_choice("on_error", on_error, ("raise", "log", None))
                     check_choice("unsavable", unsavable, ("refuse", "skip"))
                     pending.unsaved = {} if unsavable == "skip" else None
@@ -365,7 +364,7 @@ class Agent:
             link.client.wait_connected(link.stall_budget)
             topic = f"recover/{link.attempt}"
             options = Options(strict, (keep,) if isinstance(keep, str) else tuple(keep), on_reshape, same_partition)
-            recovery = Recovery(link.client, link.ranks, link.job, topic, options, planner=self._load_planner)
+            recovery = Recovery(link.client, link.ranks, link.job, topic, options, self._load_planner, nodes=link.node is not None)
             recovered = recovery.run(state, step=step, last_step=_UNKNOWN if link.interrupted else link.last_step)
             if recovered is None and link.unnamed and link.job != DEFAULT:
                 check_not_default(link.root, link.job)

@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from ckptd.daemon import decisions as d
-from ckptd.daemon.catalog import Job, Key, SlotDecision
+from ckptd.daemon.catalog import Job, SlotDecision
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot, Slots
+from ckptd.daemon.snapshot import Key
 from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SharedMemoryFull
 from ckptd.shared.segment import SegmentHeader
 

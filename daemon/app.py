@@ -26,7 +26,7 @@ from ckptd.shared import __version__, settings
 from ckptd.shared import messages as m
 from ckptd.shared.errors import StorageError
 from ckptd.shared.fs import FileSystem, PosixFileSystem
-from ckptd.shared.session import MAX_VERSION
+from ckptd.shared.session import MAX_VERSION, NODES
 
 log = logging.getLogger("ckptd")
 
@@ -104,7 +104,8 @@ class Serving:
         self._idle: asyncio.TimerHandle | None = None
         self._server = Server(
             parts.engine, parts.orphans, max_connections=parts.config.max_connections, descriptors=self._descriptors(),
-            welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._service.find, forget=self._service.forget,
+            welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._service.find, deliver=self._service.deliver,
+            forget=self._service.forget,
             remark=lambda slots: self._service.remark(slots, self._vitals.disk_free), changed=self.consider_leaving,
         )  # fmt: skip
 
@@ -167,9 +168,10 @@ class Serving:
     def _welcome(self, request_id: int) -> m.Welcome:
         config = self._parts.config
         return m.Welcome(
-            re=request_id, version=MAX_VERSION, daemon=__version__, root=str(config.root), private=config.private,
+            re=request_id, version=MAX_VERSION, features=[NODES], daemon=__version__, root=str(config.root), private=config.private,
             slots=config.slots, chunk_size=config.chunk_size, stall_budget=config.stall_budget,
-            instance=self._instance, settings=settings.given(os.environ) if config.private else None,
+            instance=self._instance, identity=self._parts.identity,
+            settings=settings.given(os.environ) if config.private else None,
         )  # fmt: skip
 
     def status(self) -> dict[str, object]:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckptd.daemon.storage_calls import StorageCalls
-from ckptd.shared.errors import StorageError
+from ckptd.shared import names
+from ckptd.shared.errors import InvalidRequest, StorageError
 from ckptd.shared.storage.repository import Repository
 
 T = TypeVar("T")
@@ -31,6 +32,26 @@ class Attempts:
         Raises StorageError; the caller may then retry the same claim.
         """
         return await self._translated(job, lambda: self._repository.claim(job, attempt))
+
+    async def check_exclusive(self, job: str) -> None:
+        """Raise InvalidRequest if the storage cannot hold a job of several nodes, whose daemons may commit at the same time."""
+        if not await self._translated(job, lambda: self._repository.storage.creates_once):
+            raise InvalidRequest(
+                f"job {job!r} is on several nodes, but {self._repository.where()} creates an object for several callers at once, so that "
+                "two daemons could commit different outcomes: use a store with conditional puts, or a shared file system"
+            )
+
+    async def check_shared(self, job: str, attempt: int) -> None:
+        """Check that a claim that the daemon of another node has made is seen here, and keeps this node from making it again.
+
+        Raises InvalidRequest if this node can make it, StorageError.
+        """
+        if await self._translated(job, lambda: self._repository.claim_again(job, attempt)):
+            raise InvalidRequest(
+                f"{names.host()} could claim attempt {attempt} of job {job!r}, which the node of rank 0 has claimed: "
+                f"{self._repository.where()} is another directory on this node, or its file system lets several nodes create one file; use "
+                "a shared file system such as NFS or Lustre, or an object store"
+            )
 
     async def _translated(self, job: str, call: Callable[[], T]) -> T:
         try:

@@ -7,107 +7,22 @@ decisions out. Snapshots and checkpoints are ordered by (attempt, step), never b
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckptd.daemon.ranks import Ranks
-from ckptd.daemon.save_progress import SaveProgress
-from ckptd.shared import lifecycle, names
-from ckptd.shared.lifecycle import Event, SnapshotState
+from ckptd.daemon.snapshot import Key, Snapshot
+from ckptd.shared import names
+from ckptd.shared.board import Answer
+from ckptd.shared.errors import from_wire
+from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.messages import TrainingCost
+from ckptd.shared.membership import Membership
 from ckptd.shared.retention import Policy, understood
-from ckptd.shared.reuse import ChunkCheck, StoredPart
+from ckptd.shared.reuse import StoredPart
 
-log = logging.getLogger("ckptd.catalog")
-
-Key = tuple[int, int]
-"""The attempt and the step of a snapshot, which identify it within its job."""
 _REMEMBERED = 64  # the last steps of a job that failed or were skipped, so that a late rank learns the reason
-
-
-@dataclass(slots=True, eq=False)
-class RankSeal:
-    """The share of one rank in a snapshot, and the slot that holds this share.
-
-    `generation`: that of the slot at the seal. `checks`: the checksum of each chunk of the slot, or None until they have been computed.
-    `training_held`: seconds for which the snapshot held the training of this rank, or 0.0 if the rank has not said so.
-    `cost`: what an earlier snapshot has cost the training of this rank, or None.
-    """
-
-    rank: int
-    segment: str
-    generation: int
-    signature: bytes
-    global_plan: bytes = b""
-    persist: bool = True
-    checks: list[ChunkCheck] | None = None
-    training_held: float = 0.0
-    cost: TrainingCost | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Snapshot:
-    """The state of all ranks at one step of one attempt, in memory.
-
-    `persist`: True if it is to be saved. `reason` and `code`: message and error code of its last failure, or "". `holds`: how many times
-    `held` is in use now.
-    """
-
-    job: str
-    attempt: int
-    step: int
-    tag: str
-    world_size: int
-    persist: bool
-    state: SnapshotState = SnapshotState.FILLING
-    seals: dict[int, RankSeal] = field(default_factory=dict)
-    reason: str = ""
-    code: str = ""
-    holds: int = 0
-    progress: SaveProgress | None = None
-    """The share of the save that is done, as SaveProgress; None before the save writes its first part."""
-    unwanted: bool = False
-    """True once a rank has detached: the slots are then free as soon as the snapshot is durable."""
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Context manager. While it is held, the slots of the snapshot are being read and are not reused."""
-        self.holds += 1
-        try:
-            yield
-        finally:
-            self.holds -= 1
-
-    @property
-    def key(self) -> Key:
-        return (self.attempt, self.step)
-
-    @property
-    def complete(self) -> bool:
-        """True if all ranks have sealed the snapshot."""
-        return len(self.seals) == self.world_size
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks that have not sealed the snapshot."""
-        return [rank for rank in range(self.world_size) if rank not in self.seals]
-
-    @property
-    def in_memory(self) -> bool:
-        return self.complete and self.state not in (SnapshotState.RELEASED, SnapshotState.FILLING)
-
-    def move(self, event: Event) -> None:
-        """Change the state as `lifecycle` says. Raises IllegalStep, and changes nothing, if the event cannot follow the state."""
-        after = lifecycle.step(self.state, event)
-        log.debug("snapshot %s/%s: %s -> %s", self.job, self.tag, self.state.value, after.value)
-        self.state = after
-
-    def __repr__(self) -> str:
-        return f"<Snapshot {self.job}/{self.tag} {self.state.value} {len(self.seals)}/{self.world_size}>"
 
 
 @dataclass(slots=True, eq=False)
@@ -240,27 +155,41 @@ class Failure:
     when: float
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierAttempt:
+    """An earlier attempt of a job: its number, the number of its ranks, and those of them that were on this node."""
+
+    attempt: int = 0
+    world_size: int = 0
+    ranks: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class Job:
     """One job: its newest attempt, its ranks, its steps, and its checkpoints on storage.
 
-    `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the number of its ranks.
+    `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the number of its ranks. `node`: the share of
+    this node in it, or None if all ranks are on this node. `answer`: the last answer from the board in this attempt (`shared/board.py`).
+    `earlier`: the attempt before it that began on this node.
 
     `steps`: one record for each step; use `step` to make one. `sealed`: the newest snapshot that all ranks have sealed, whether or not it
     still exists. `stuck`: the incomplete snapshot that a rank has waited for in vain; the next ranks do not wait for it again. `moved` is
     set when a slot becomes free, when the ranks stop waiting for a step, and when a rank leaves. `begin_lock`: held while an attempt
     begins.
 
-    `damaged`: tags whose manifest could not be read, with the reason. `newer`: tags whose manifest a newer ckptd has written, with the
-    error. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a checkpoint. `policies`: those of the last retention, None
-    before this daemon's first commit in the job. `announced`: a sentence about the deletion that the next commit will bring, or "".
-    `last_failure`: the last step that failed since this daemon started, or None. `stored`: the parts of the last save, by rank, if this
-    daemon has written them.
+    `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose manifest could not be read, with the reason. `newer`:
+    tags whose manifest a newer ckptd has written, with the error. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a
+    checkpoint. `policies`: those of the last retention, None before this daemon's first commit in the job. `announced`: a sentence about
+    the deletion that the next commit will bring, or "". `last_failure`: the last step that failed since this daemon started, or None.
+    `stored`: the parts of the last save, by rank, if this daemon has written them.
     """
 
     name: str
     attempt: int = 0
     world_size: int = 1
+    node: Membership | None = None
+    answer: Answer = field(default_factory=Answer)
+    earlier: EarlierAttempt = EarlierAttempt()
     ranks: Ranks = field(default_factory=Ranks)
     steps: dict[Key, Step] = field(default_factory=dict)
     sealed: Key = (0, -1)
@@ -268,6 +197,7 @@ class Job:
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     begin_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     checkpoints: dict[str, StoredCheckpoint] = field(default_factory=dict)
+    uncommitted: set[str] = field(default_factory=set)
     damaged: dict[str, str] = field(default_factory=dict)
     newer: dict[str, str] = field(default_factory=dict)
     retiring: set[str] = field(default_factory=set)
@@ -276,6 +206,11 @@ class Job:
     last_failure: Failure | None = None
     stored: dict[int, StoredPart] = field(default_factory=dict)
     seq: int = 0
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        """The ranks of the newest attempt that are on this node."""
+        return self.node.ranks if self.node is not None else range(self.world_size)
 
     # -- steps
 
@@ -329,7 +264,7 @@ class Job:
         return [c for c in self.checkpoints.values() if c.tag not in self.retiring]
 
     def newest_in_memory(self) -> Snapshot | None:
-        return max((s for s in self.snapshots if s.in_memory), key=lambda s: s.key, default=None)
+        return max((s for s in self.snapshots if s.in_memory and not self.is_dead(s)), key=lambda s: s.key, default=None)
 
     def unreadable_beyond(self, best: tuple[int, int | None] | None, step: int | None) -> str:
         """Return the reason why `best` may not be recovered, or "". The reason is a later checkpoint that a newer ckptd has written.
@@ -355,6 +290,12 @@ class Job:
         self.checkpoints[checkpoint.tag] = checkpoint
         self.seq = max(self.seq, checkpoint.seq)
 
+    def forget_older(self, most: int) -> None:
+        """Forget all but the newest `most` checkpoints. They stay on storage."""
+        if len(self.checkpoints) > most:
+            for old in sorted(self.checkpoints.values(), key=lambda c: c.order)[:-most]:
+                del self.checkpoints[old.tag]
+
     def releasable(self) -> list[Snapshot]:
         """Return the settled snapshots whose slots may be reused.
 
@@ -362,12 +303,24 @@ class Job:
         complete snapshot is in memory.
         """
         newest = self.newest_in_memory()
+        return [s for s in self.snapshots if self.is_settled(s) and (self.is_dead(s) or self._is_done(s, newest))]
+
+    def _is_done(self, snapshot: Snapshot, newest: Snapshot | None) -> bool:
         if newest is None:
-            return []
-        return [
-            s for s in self.snapshots
-            if self.is_settled(s) and (s.key < newest.key or (s.unwanted and s.state is SnapshotState.DURABLE))
-        ]  # fmt: skip
+            return False
+        return self.is_replaced(snapshot, newest) or (snapshot.unwanted and snapshot.state is SnapshotState.DURABLE)
+
+    def is_replaced(self, snapshot: Snapshot, newest: Snapshot) -> bool:
+        """Return True if a newer snapshot makes this one needless. `newest`: the newest one in memory.
+
+        On several nodes, a snapshot that is not delivered is needed until all nodes hold a newer one, or a newer one is durable. Otherwise
+        a node could die before it seals the newer one, and no step would be left that all nodes hold.
+        """
+        if snapshot.node is None or snapshot.state is SnapshotState.DURABLE or snapshot.delivered:
+            return snapshot.key < newest.key
+        if any(checkpoint.order[:2] > snapshot.key for checkpoint in self.live_checkpoints()):
+            return True
+        return snapshot.attempt == self.attempt and any(snapshot.step < step for step in self.answer.common)
 
     def is_settled(self, snapshot: Snapshot) -> bool:
         """Return True if nothing reads the snapshot's slots, and no save of it is running or still to come."""
@@ -377,12 +330,41 @@ class Job:
             return True
         return snapshot.state is SnapshotState.SEALED and not snapshot.persist
 
-    def owed(self) -> Snapshot | None:
-        """Return the snapshot to save when the trainer is gone: the newest in memory, or None if that is durable or being saved."""
-        newest = self.newest_in_memory()
-        if newest is None or newest.state not in (SnapshotState.SEALED, SnapshotState.FAILED) or self.is_durable(*newest.key):
-            return None
-        return newest
+    def owed(self) -> list[Snapshot]:
+        """Return the snapshots to save when the trainer is gone: the newest in memory, unless that is durable or being saved.
+
+        Of several nodes, another node may not have sealed the newest step. Each node then saves all steps that it holds and that are newer
+        than the newest durable one, except those that it has delivered and those that are known to be dead.
+        """
+        newest, saved = self.newest_in_memory(), self.newest_checkpoint()
+        if newest is None:
+            return []
+        if newest.node is None:
+            found = [newest]
+        else:
+            floor = saved.order[:2] if saved is not None else (0, -1)
+            found = [
+                s
+                for s in sorted(self.snapshots, key=lambda s: s.key)
+                if s.in_memory and s.key > floor and not (s.delivered or self.is_dead(s))
+            ]
+        return [s for s in found if s.state in (SnapshotState.SEALED, SnapshotState.FAILED) and not self.is_durable(*s.key)]
+
+    def may_save(self, snapshot: Snapshot) -> bool:
+        """Return True if a sealed snapshot of several nodes may be written: all nodes hold it, or its trainers are not all here any more.
+
+        The trainers carry the board. Without them, each node saves all it holds. Raises the reason if another node will never seal the
+        step.
+        """
+        if snapshot.attempt < self.attempt:
+            return True
+        if (dead := self.answer.dead.get(snapshot.step)) is not None:
+            raise from_wire(*dead)
+        return snapshot.step in self.answer.common or any(not self.ranks.has(snapshot.attempt, rank) for rank in snapshot.ranks)
+
+    def is_dead(self, snapshot: Snapshot) -> bool:
+        """Return True if another node will never seal this step."""
+        return snapshot.attempt == self.attempt and snapshot.step in self.answer.dead
 
 
 class Catalog:

@@ -32,26 +32,39 @@ class Claims:
         self._pending: dict[tuple[str, int], asyncio.Task[bool]] = {}
         self._lost: set[tuple[str, int]] = set()
 
-    async def claim(self, job: Job, known: int) -> int:
+    async def claim(self, job: Job, known: int, *, in_memory: bool = True) -> int:
         """Claim the next attempt of a job, and return its number. The attempt begins in memory if the storage does not answer in time.
 
-        known: the highest attempt of the job that this daemon knows, or 0; the new number is higher. Raises StorageError if the number
+        known: the highest attempt of the job that this daemon knows, or 0; the new number is higher. in_memory: False if the attempt may
+        not begin before its claim is durable, because the daemons of other nodes use the number, too. Raises StorageError if the number
         cannot be claimed, or if the storage does not answer and `known` is 0: then nothing of the job is in memory.
         """
+        if not in_memory:
+            await self._attempts.check_exclusive(job.name)
         try:
             async with asyncio.timeout(self._seconds):  # giving up is safe here: `find_newest` changes nothing
                 attempt = 1 + max(known, await self._attempts.find_newest(job.name))
         except TimeoutError:
             attempt = known + 1
-            return self._begin_in_memory(job, attempt, known, self._start(job, attempt))
+            return self._begin_in_memory(job, attempt, known if in_memory else 0, self._start(job, attempt))
         while True:
             task = self._start(job, attempt)
             done, _ = await asyncio.wait([task], timeout=self._seconds)
             if not done:
-                return self._begin_in_memory(job, attempt, known, task)
+                return self._begin_in_memory(job, attempt, known if in_memory else 0, task)
             if task.result():
                 return attempt
             attempt += 1
+
+    async def check_shared(self, job: Job, attempt: int) -> None:
+        """Check that the claim of an attempt that begins on several nodes holds on this node, too. Raises InvalidRequest, StorageError."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._attempts.check_shared(job.name, attempt)
+        except TimeoutError:
+            raise StorageError(
+                f"cannot join attempt {attempt} of job {job.name!r}: the storage has not answered for {self._seconds:g} s", errno.ETIMEDOUT
+            ) from None
 
     def _start(self, job: Job, attempt: int) -> asyncio.Task[bool]:
         task = asyncio.get_running_loop().create_task(self._attempts.claim(job.name, attempt))
@@ -62,7 +75,7 @@ class Claims:
         if not known:
             raise StorageError(
                 f"cannot claim an attempt of job {job.name!r}: the storage has not answered for {self._seconds:g} s, and nothing of this "
-                "job is in memory",
+                "job that could be recovered without it is in memory",
                 errno.ETIMEDOUT,
             )
         log.warning("job %s attempt %d begins in memory, because the storage does not answer; it saves once it does", job.name, attempt)

@@ -1,16 +1,13 @@
-"""Defines the `ckptd` command line: run, status, ps, stop, gc, doctor, ls, show, verify, forget, pin, and the verbs of other packages.
+"""Defines the `ckptd` command line: status, ps, stop, gc, doctor, ls, show, verify, forget, pin, and the verbs of other modules.
 
 Commands print text for people, and JSON for programs with `--json`. The exit codes are those of `ckptd.shared.command`.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
-import logging
 import os
 import sys
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,11 @@ import click
 
 from ckptd.daemon import neighbours, report
 from ckptd.daemon.copying import copy
-from ckptd.shared import __version__, names
+from ckptd.daemon.job_report import job_report, job_text
+from ckptd.daemon.run_command import default_socket, run
+from ckptd.shared import __version__
 from ckptd.shared import errors as e
-from ckptd.shared.command import PLACE, exit_code, json_option, speaks
+from ckptd.shared.command import PLACE, json_option, speaks
 from ckptd.shared.location import Location, located
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.locate import find_job_or_checkpoint
@@ -84,133 +83,21 @@ def main() -> None:
     """
 
 
-@main.command(short_help="Run the daemon of this node.")
-@click.option("--root", help="Directory for the checkpoints of all jobs; made if missing.")
-@click.option("--socket", help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.")
-@click.option("--state-dir", help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.")
-@click.option("--codec", help="How chunks are stored: auto, raw, zstd, zstd:LEVEL (1-19) or planes. Default: auto.")
-@click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with any of the settings.")
-@click.option("--keep-last", type=int, help="Checkpoints of a job to keep; 0 keeps all. Default: 10.")
-@click.option(
-    "--keep", multiple=True, metavar="POLICY", help="A policy for what else to keep, like EveryNSteps(1000) or BestN('loss',3). Repeatable."
-)
-@click.option("--make-room", is_flag=True, default=None, help="Let a save on a full disk delete the job's oldest checkpoints early.")
-@click.option("--slots", type=int, help="Slots in shared memory for each rank. Default: 2.")
-@click.option("--shm-dir", help="A tmpfs for the slots. Default: /dev/shm.")
-@click.option("--shm-quota", help="Shared memory that all slots may take, like 24G. Default: nine tenths of the tmpfs.")
-@click.option("--memory-ttl", type=float, help="Seconds that a dead trainer's newest snapshot stays in memory. Default: 900.")
-@click.option("--threads", type=int, help="Threads for checksums; twice as many write. Default: one for each CPU, 8 at most.")
-@click.option("--cpus", help="CPUs for the worker threads, like 0-3,8. Default: all that the daemon may use.")
-@click.option("--files-per-rank", type=int, help="Files that a rank's part of a checkpoint is spread over. Default: 1.")
-@click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
-@click.option("--link-unchanged/--no-link-unchanged", default=None, help="Link the files of unchanged tensors, or write them each time.")
-@click.option("--log-file", help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")
-@click.option("--log-level", help="debug, info, warning or error. Default: info.")
-@click.option("--overflow/--no-overflow", default=None, help="Put slots that do not fit into shared memory on the disk, or refuse them.")
-@click.option("--strict-journal", is_flag=True, default=None, help="Refuse to start on a corrupt journal instead of rebuilding it.")
-@click.option("--private", is_flag=True, default=None, hidden=True)
-@click.option("--ready-fd", type=int, default=-1, hidden=True)
-@speaks
-def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
-    """Run the daemon of this node, in the foreground.
-
-    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. Every setting can also be given in the
-    config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
-    """
-    from ckptd.daemon import config as settings
-
-    given = {key: value for key, value in flags.items() if value not in (None, ())}
-    if "socket" not in given and "CKPTD_SOCKET" not in os.environ and not (file and "socket" in settings.read_file(file)):
-        given["socket"] = str(_default_socket())
-    config = settings.load(given, os.environ, file)
-    logging.basicConfig(
-        level=config.log_level.upper(), handlers=[_log_handler(config.log_file)],
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%S",
-    )  # fmt: skip
-    faulthandler.enable()  # SIGSEGV or SIGABRT then leaves a traceback of every thread in the log
-    _give_way()
-    from ckptd.daemon import limits
-    from ckptd.daemon.app import App
-
-    limits.check(limits.DescriptorPlan(config.slots, config.open_files), limits.raise_limit())
-    try:
-        _event_loop_runner()(lambda: App(config, ready_fd).run())
-    except e.CkptdError as error:
-        _end_past_hung_threads(error)
-        raise
-    _end_past_hung_threads()
-
-
-def _log_handler(file: Path | None) -> logging.Handler:
-    if file is None:
-        return logging.StreamHandler()
-    from ckptd.daemon.rotating_log import RotatingLog
-
-    return RotatingLog(file)
-
-
-def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
-    """End the process here if threads still wait for a disk that hangs. The exit code is that of `error`, or 0.
-
-    Otherwise Python would wait for these threads, and no new daemon could start.
-    """
-    from ckptd.daemon.storage_calls import hung_threads
-
-    if names_of_them := hung_threads():
-        logging.getLogger("ckptd.cli").warning("the disk still blocks %s: exiting without waiting for them", ", ".join(names_of_them))
-        if error is not None:
-            click.echo(f"ckptd: {error}", err=True)
-        logging.shutdown()
-        sys.stderr.flush()
-        os._exit(0 if error is None else exit_code(error))
-
-
-def _give_way() -> None:
-    """Move this process to the scheduling class SCHED_BATCH: a message that wakes it then never preempts a running trainer; sched(7)."""
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        try:
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        except OSError as error:
-            logging.getLogger("ckptd.cli").debug("cannot change the scheduling class to SCHED_BATCH: %s", error)
-
-
-def _event_loop_runner() -> Callable[[Callable[[], Any]], None]:
-    import asyncio
-
-    try:
-        import uvloop
-    except ImportError:
-        factory = None
-    else:
-        factory = uvloop.new_event_loop
-
-    def run_app(make: Callable[[], Any]) -> None:
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(make())
-
-    return run_app
-
-
-def _default_socket() -> Path:
-    places = names.default_sockets()
-    system = places[0].parent
-    if os.access(system, os.W_OK) or (os.geteuid() == 0 and not system.exists()):
-        return places[0]
-    if len(places) > 1:
-        return places[1]
-    raise e.InvalidConfig(
-        f"no place for the socket: {system} cannot be written and XDG_RUNTIME_DIR is not set to a directory of uid {os.geteuid()}; "
-        "name one with --socket PATH"
-    )
-
-
 @main.command(short_help="Tell what a daemon is doing.")
 @click.argument("root", type=PLACE, required=False)
+@click.option("--job", help="Tell from storage which nodes of this job have delivered its last steps. Needs no daemon if ROOT is given.")
 @_socket
 @json_option
 @speaks
-def status(root: Location | None, socket: Path | None, as_json: bool) -> None:
-    """Tell what the daemon is doing: the one that serves ROOT, or else the one at --socket. Exit code 0 only if it is ready."""
+def status(root: Location | None, job: str | None, socket: Path | None, as_json: bool) -> None:
+    """Tell what the daemon is doing: the one that serves ROOT, or else the one at --socket. Exit code 0 only if it is ready.
+
+    With --job, tell which nodes have delivered the last steps of a job. The exit code does not depend on that.
+    """
+    if job is not None:
+        told = job_report(located(neighbours.daemon_status(socket)["root"]) if root is None else root, job)
+        click.echo(json.dumps(told, indent=1) if as_json else job_text(told))
+        return
     found = neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
     assert found is not None
     click.echo(json.dumps(found, indent=1) if as_json else report.status_text(found))
@@ -280,7 +167,7 @@ def doctor(root: str | None, socket: str | None, file: Path | None, as_json: boo
     from ckptd.daemon import doctor as checks
 
     known = {**(settings.read_file(file) if file else {}), **({"root": root} if root else {}), **({"socket": socket} if socket else {})}
-    given = {"root": str(known.get("root", "/")), "socket": str(known["socket"] if "socket" in known else _default_socket())}
+    given = {"root": str(known.get("root", "/")), "socket": str(known["socket"] if "socket" in known else default_socket())}
     environment = {key: value for key, value in os.environ.items() if key not in ("CKPTD_CONFIG", "CKPTD_ROOT", "CKPTD_SOCKET")}
     found = list(checks.check_all(settings.load(given, environment, file), with_root="root" in known))
     failed = any(check.level == checks.FAILED for check in found)
@@ -390,6 +277,7 @@ def pin(path: Location, remove: bool, as_json: bool) -> None:
 
 
 main.add_command(copy)
+main.add_command(run)
 for _name, _does in _VERBS.items():
     main.add_command(Verb(_name, short_help=_does))
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from ckptd.daemon import recovery, tasks
 from ckptd.daemon.admission import Admission
 from ckptd.daemon.attempts import Attempts
-from ckptd.daemon.catalog import Catalog, Job, Snapshot
+from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.claims import Claims
+from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
 from ckptd.daemon.custody import Custody
 from ckptd.daemon.engine import PLAN_GRACE_SECONDS, Engine
@@ -25,6 +26,7 @@ from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slots
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
@@ -38,10 +40,14 @@ from ckptd.shared.storage.repository import Repository
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of one daemon. `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks after dead trainers."""
+    """The parts of one daemon. `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks after dead trainers.
+
+    `identity` is that of the root.
+    """
 
     config: Config
     repository: Repository
+    identity: str
     calls: StorageCalls
     pipeline: Pipeline
     slots: Slots
@@ -84,6 +90,7 @@ async def opened(
             journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal, on_broken=failed)
             tasks.on_failure(failed)
             locked()
+            identity = repository.identity()
             catalog = Catalog()
 
             def lose_claim(job: Job, attempt: int) -> None:
@@ -103,9 +110,10 @@ async def opened(
 
             claims = Claims(Attempts(repository, calls), on_loss=lose_claim)
             steps = Steps(catalog, slots, save, config.rank_timeout)
+            committer = Committer(config.codec, journal, repository, calls, steps.tell)
             saver = Saver(
                 config, catalog, slots, journal, repository, pipeline, calls,
-                counters=steps.counters, claimed=claims.claimed, tell=steps.tell, settled=settled,
+                counters=steps.counters, committer=committer, claimed=claims.claimed, tell=steps.tell, settled=settled,
             )  # fmt: skip
             seals = SealIntake(catalog, steps, journal, read_seal)
             admission = Admission(slots, config.chunk_size, pipeline.run)
@@ -114,6 +122,6 @@ async def opened(
             orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
             await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)
             try:
-                yield Parts(config, repository, calls, pipeline, slots, catalog, journal, engine, saver, orphans)
+                yield Parts(config, repository, identity, calls, pipeline, slots, catalog, journal, engine, saver, orphans)
             finally:
                 await journal.close()

@@ -62,6 +62,8 @@ class Config:
     """Seconds that the root has to answer when it is listed or read. After that the request fails. Saves wait as long as it takes."""
     rank_timeout: float = 60.0
     """Seconds from the first rank's call for a step until the step is given up, if another rank has not sealed it."""
+    node_timeout: float = 600.0
+    """Seconds for which a step of several nodes waits for the parts of the other nodes before it is given up."""
     threads: int = 0
     """Threads that make checksums; twice as many compress and write. 0 means one for each CPU, 8 at most."""
     cpus: str = ""
@@ -113,6 +115,7 @@ class Config:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.storage_timeout > 0, "storage_timeout", self.storage_timeout, "more than 0")
         _require(self.rank_timeout > 0, "rank_timeout", self.rank_timeout, "more than 0")
+        _require(self.node_timeout > 0, "node_timeout", self.node_timeout, "more than 0")
         cpus = self.worker_cpus
         if self.threads == 0:
             object.__setattr__(self, "threads", min(8, len(cpus)))

@@ -37,7 +37,7 @@ class Custody:
             header = slot.header
             job = self._catalog.job(header.job)
             if header.attempt > job.attempt:
-                job.attempt, job.world_size = header.attempt, header.world_size
+                job.attempt, job.world_size, job.node = header.attempt, header.world_size, None
         for slot in slots:
             header = slot.header
             job = self._catalog.job(header.job)
@@ -100,23 +100,26 @@ class Custody:
     # -- what is owed
 
     def save_owed(self, job: Job) -> None:
-        """Save the newest snapshot in memory, unless it is durable or being saved, although no rank has requested it."""
-        owed = job.owed()
-        if owed is not None:
+        """Save what `Job.owed` names, although no rank has requested it."""
+        for owed in job.owed():
             log.info("snapshot %s/%s: saved unasked, because its trainer is gone or this daemon is stopping", owed.job, owed.tag)
             owed.persist = True
             self._saver.counters["saved_unasked"] += 1
             self._saver.start(owed)
 
     def release_expired(self, job: Job) -> None:
-        """Free the snapshots of a job that are durable, and save the newest one in memory if it is not."""
-        self._steps.perform(job, d.durable(job))
+        """Free the snapshots of a job that are durable, and save the newest one in memory if it is not.
+
+        Of several nodes, snapshots whose save has failed are freed too.
+        """
+        self._steps.perform(job, [*d.durable(job), *d.given_up(job)])
         self.save_owed(job)
 
     async def drain(self) -> None:
         """Save the newest sealed snapshot of every job, wait for all saves, and stop all timers of steps."""
         for slot in list(self._slots.slots.values()):
             await self._seals.record_unreported(slot)
+        self._saver.stop_waiting()
         for job in self._catalog.jobs.values():
             self.save_owed(job)
         await self._saver.drain()

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptd.daemon.catalog import Job, Key, RankSeal, Snapshot, Step
+from ckptd.daemon.catalog import Job, Step
+from ckptd.daemon.snapshot import Key, RankSeal, Snapshot
 from ckptd.shared.errors import (
     AlreadyExists,
     CallerError,
@@ -27,6 +28,7 @@ from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.messages import Progress
 from ckptd.shared.units import some_text
 
+_MOST_TRIES = 2
 _NAMES_A_RANK = re.compile(r"ranks? \d")
 
 # -- actions
@@ -127,7 +129,7 @@ def _refuse(step: Step, error: CkptdError) -> list[Action]:
 def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
     """Fail a step whose timer has ended, and name the ranks that are late."""
     came = step.snapshot.seals if step.snapshot is not None else step.planned
-    everyone = list(range(job.world_size))
+    everyone = list(job.ranks_here)
     late = [rank for rank in everyone if rank not in came] or everyone  # if all ranks plan, any of them may be late
     return fail(step, SnapshotFailed(f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"))
 
@@ -282,6 +284,9 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
             "every rank plans again at the next snapshot"
         )
         return rejected(step, seal.segment, error)
+    if step.snapshot is not None and step.snapshot.node != seal.node:
+        error = SnapshotFailed(f"step {step.number} failed: rank {seal.rank} says that other ranks are on this node than the daemon knows")
+        return rejected(step, seal.segment, error)
     if differ := sorted(other.rank for other in others if other.persist != seal.persist):
         error = SnapshotFailed(
             f"step {step.number} has persist={seal.persist} on rank {seal.rank}, but persist={not seal.persist} on {ranks(differ)}: "
@@ -332,6 +337,15 @@ def durable(job: Job, before: int | None = None) -> list[Action]:
     return [Release(s.key) for s in found if before is None or s.attempt < before]
 
 
+def given_up(job: Job) -> list[Action]:
+    """Release the snapshots of several nodes that this node cannot bring any further, once `memory_ttl` has ended.
+
+    Its parts are delivered, another node will never seal the step, or its tries were abandoned twice.
+    """
+    failed = [s for s in job.snapshots if s.node is not None and s.state is SnapshotState.FAILED and not s.holds]
+    return [Release(s.key) for s in failed if s.delivered or job.is_dead(s) or s.abandoned >= _MOST_TRIES]
+
+
 def blocking(job: Job, attempt: int, usable: Mapping[int, Sequence[str]], granted: Key | None = None) -> list[Key]:
     """Return the steps in the slots of the ranks that have no free slot. (attempt, -1) stands for a rank that has no slots yet.
 
@@ -360,7 +374,7 @@ def why_no_slot(job: Job, blocked: Iterable[Key]) -> tuple[str, Key | None]:
 
 def _late(step: Step, snapshot: Snapshot) -> list[int]:
     """Return the ranks that have not sealed the snapshot and whose seal is not being read. Return [] if the job has one rank."""
-    if snapshot.world_size == 1:
+    if len(snapshot.ranks) == 1:
         return []
     under_way = {step.slots.get(segment) for segment in step.reading}
     return [rank for rank in snapshot.missing if rank not in under_way]

@@ -152,8 +152,8 @@ class Deleter:
     async def retire(self, job: Job, old: StoredCheckpoint) -> str:
         """Delete a checkpoint. Return the reason if it stays, because it is pinned or being read, and "" if it is gone.
 
-        The order matters: journal the intent, delete the manifest, then the parts, then the directory, and journal the end. Raises OSError,
-        StorageError.
+        The order matters: journal the intent, delete the receipts of the nodes, if there are any, then the manifest, then the parts, then
+        the directory, and journal the end. Raises OSError, StorageError.
         """
         try:
             return await self._retire(job, old)
@@ -171,12 +171,13 @@ class Deleter:
                 failpoint("retire.intended")
                 if await run(lambda: repository.read_newest(job.name)) == old.tag:
                     await self._leave_newest(job)
+                of_nodes = await run(lambda: repository.delete_receipts(job.name, old.tag))
                 await run(lambda: repository.delete_files(job.name, old.tag, [names.MANIFEST]))
         except Busy as error:
             return str(error)
         failpoint("retire.uncommitted")
         await run(lambda: repository.delete_files(job.name, old.tag, list(old.files)))
-        await run(lambda: repository.delete_tag(job.name, old.tag))
+        await run(lambda: (repository.sweep_tag if of_nodes else repository.delete_tag)(job.name, old.tag))
         failpoint("retire.swept")
         await self._journal.append(r.Retired(job=job.name, tag=old.tag))
         job.checkpoints.pop(old.tag, None)

@@ -11,24 +11,27 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 from ckptd.daemon import decisions as d
 from ckptd.daemon import records as r
 from ckptd.daemon.admission import Admission
-from ckptd.daemon.catalog import Catalog, Job, Snapshot
+from ckptd.daemon.catalog import Catalog, EarlierAttempt, Job
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.journal import Journal
-from ckptd.daemon.ranks import NOT_KNOWN, Owner, Process, processes
+from ckptd.daemon.ranks import NOT_KNOWN, News, Owner, Process, processes
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.shared import messages as m
 from ckptd.shared import names
+from ckptd.shared.board import Answer
 from ckptd.shared.errors import Busy, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import SnapshotState
-from ckptd.shared.messages import Progress
+from ckptd.shared.membership import Membership
 from ckptd.shared.segment import SlotState
 from ckptd.shared.units import count_text
 
@@ -70,14 +73,15 @@ class Engine:
         rank: int,
         world_size: int,
         attempt: int,
-        notify: Callable[[Progress], None],
+        notify: Callable[[News], None],
         process: Process = NOT_KNOWN,
         wait: float | None = None,
+        node: Membership | None = None,
     ) -> Owner:
-        """Begin the next attempt, if `attempt` is 0, or resume the given one. Return the rank's owner.
+        """Begin the next attempt, if `attempt` is 0, or join or resume the given one. Return the rank's owner.
 
         process: the process of the rank. wait: seconds to wait for the end of another run of the job before the next attempt begins, or
-        None to begin it at once.
+        None to begin it at once. node: the share of this node in an attempt of several nodes, which rank 0 has begun with its daemon.
 
         Raises Fenced if the attempt is over or unknown here, JobRunning if another run is alive after `wait`, InvalidName, InvalidRequest,
         Busy, StorageError.
@@ -85,20 +89,26 @@ class Engine:
         names.check_name("job", job_name)
         if rank >= world_size:
             raise InvalidRequest(f"rank {rank} does not exist: the job has {world_size} ranks, numbered from 0")
+        if node is not None and (problem := node.problem(rank, world_size)):
+            raise InvalidRequest(f"the share of this node in job {job_name!r} cannot be: {problem}")
         self._check_not_stopping()
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
         job = self.catalog.job(job_name)
-        if attempt == 0 and wait is not None:
+        if wait is not None and (attempt == 0 or (node is not None and attempt > job.attempt)):
             await self._wait_for_end(job, process, wait)
         async with job.begin_lock:
             if attempt == 0:
                 self._check_alone(job, process, takeover=wait is None)
-                attempt = await self._begin_next(job, world_size)
+                attempt = await self._begin_next(job, world_size, node)
+            elif node is not None and attempt > job.attempt:
+                self._check_alone(job, process, takeover=wait is None)
+                await self._claims.check_shared(job, attempt)
+                await self._start(job, attempt, world_size, node)
             elif attempt > job.attempt:
                 raise Fenced(
-                    f"attempt {attempt} of job {job_name!r} was begun with another daemon: this daemon on {names.host()} knows "
-                    f"{job.attempt} as the newest. A job's ranks must be on one node with one daemon in this version"
+                    f"attempt {attempt} of job {job_name!r} was begun with another daemon: this daemon on {names.host()} "
+                    f"knows {job.attempt} as the newest; start this run again"
                 )
             elif attempt < job.attempt:
                 raise _fenced(attempt, job)
@@ -107,6 +117,10 @@ class Engine:
                     f"attempt {attempt} of job {job_name!r} has {job.world_size} ranks, but this rank says {world_size}: "
                     "start all ranks with the same world size"
                 )
+            elif node != job.node:
+                if job.node is not None:
+                    raise Fenced(f"attempt {attempt} of job {job_name!r} on this node is that of another run: start this run again")
+                job.node = node  # an earlier daemon of this node began the attempt, and its journal is lost
         owner = Owner(job_name, attempt, rank, world_size, notify, process)
         job.ranks.join(owner)
         for slot in self.slots.of(*owner.identity):  # abandoned while the daemon was down
@@ -117,13 +131,11 @@ class Engine:
     @staticmethod
     async def _wait_for_end(job: Job, process: Process, seconds: float) -> None:
         """Wait until no other run of the job is alive, but not longer than `seconds`."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while job.ranks.others(process):
                     job.moved.clear()
                     await job.moved.wait()
-        except TimeoutError:
-            pass  # the caller checks again
 
     @staticmethod
     def _check_alone(job: Job, process: Process, *, takeover: bool) -> None:
@@ -139,20 +151,28 @@ class Engine:
             )
         log.warning("%s; pid %d takes over, and that run can no longer save", running, process.pid)
 
-    async def _begin_next(self, job: Job, world_size: int) -> int:
+    async def _begin_next(self, job: Job, world_size: int, node: Membership | None) -> int:
         """Begin the next attempt of the job, and end the older ones. Return its number."""
         held = max((slot.header.attempt for slot in self._slots_of(job)), default=0)
-        attempt = await self._claims.claim(job, max(job.attempt, held))
-        record = r.Begun(job=job.name, attempt=attempt, world_size=world_size)  # the claim on storage is the truth
+        attempt = await self._claims.claim(job, max(job.attempt, held), in_memory=node is None)
+        await self._start(job, attempt, world_size, node)
+        return attempt
+
+    async def _start(self, job: Job, attempt: int, world_size: int, node: Membership | None) -> None:
+        """Start an attempt that is claimed, and end the older ones."""
+        known = self._journal.state.jobs.get(job.name)
+        if known is not None and 0 < known.attempt < attempt:
+            here = range(known.world_size) if known.node is None else known.node.ranks
+            job.earlier = EarlierAttempt(known.attempt, known.world_size, tuple(here))
+        record = r.Begun(job=job.name, attempt=attempt, world_size=world_size, node=node)  # the claim on storage is the truth
         await asyncio.wait([self._journal.post(record, lambda: failpoint("attempt.journaled"))], timeout=RECORD_SECONDS)
         for slot in self._slots_of(job):
             await self._seals.record_unreported(slot)  # sealed before this attempt began, and not reported yet
         if self._claims.is_lost(job, attempt):
             raise Fenced(f"attempt {attempt} of job {job.name!r} was claimed by another daemon first: start this run again")
-        job.attempt, job.world_size = attempt, world_size
-        log.info("job %s: attempt %d begins with %s", job.name, attempt, count_text(world_size, "rank"))
+        job.attempt, job.world_size, job.node, job.answer = attempt, world_size, node, Answer()
+        log.info("job %s: attempt %d begins with %s, %d here", job.name, attempt, count_text(world_size, "rank"), len(job.ranks_here))
         self._retire_older(job)
-        return attempt
 
     def _slots_of(self, job: Job) -> list[Slot]:
         return [slot for slot in self.slots.slots.values() if slot.header.job == job.name]
@@ -230,7 +250,7 @@ class Engine:
             return slot
         self._check_turn(job, owner, number)
         step = job.occupy(slot.name, owner.rank, key)
-        step.snapshot = step.snapshot or Snapshot(job.name, *key, directory, owner.world_size, persist=True)
+        step.snapshot = step.snapshot or Snapshot(job.name, *key, directory, owner.world_size, persist=True, node=job.node)
         return slot
 
     def _check_turn(self, job: Job, owner: Owner, number: int) -> None:
@@ -318,8 +338,17 @@ class Engine:
         if not job.is_durable(*newest.key):
             raise SnapshotFailed(f"{newest.job}/{newest.tag} could not be made durable: {newest.reason}")
 
+    def hear(self, owner: Owner, attempt: int, answer: Answer) -> None:
+        """Take an answer from the board, which the lowest rank of this node passes on."""
+        job = self._current(owner)
+        if job.node is None or owner.rank != job.node.ranks[0]:
+            raise InvalidRequest(f"rank {owner.rank} cannot pass this on: it is not the lowest rank of a node of several")
+        if attempt == owner.attempt:
+            self._steps.hear(job, answer)
+
     def memory_candidates(self, job_name: str) -> list[Snapshot]:
-        return [s for s in self.catalog.job(job_name).snapshots if s.in_memory]
+        """Return the snapshots that can be recovered from memory: all ranks must be on this node."""
+        return [s for s in self.catalog.job(job_name).snapshots if s.in_memory and s.node is None]
 
     async def fetch(self, owner: Owner, attempt: int, number: int) -> list[tuple[int, int]]:
         """Check a snapshot in memory, and return (rank, read-only descriptor) for each of its slots. The caller closes the descriptors."""

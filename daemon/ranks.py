@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckptd.shared.messages import Progress
+from ckptd.shared.board import Holding
+from ckptd.shared.messages import Holds, Progress
 from ckptd.shared.units import some_text
+
+News = Progress | Holds
+"""The messages that a rank gets without a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +38,18 @@ NOT_KNOWN = Process()
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """One rank of one attempt of a job, which owns slots. `notify` is None while its connection is lost."""
+    """A rank of one attempt of a job, which owns slots. `notify` is None while its connection is lost.
+
+    `shown`: what this node holds, as it was last sent to the rank for the board.
+    """
 
     job: str
     attempt: int
     rank: int
     world_size: int
-    notify: Callable[[Progress], None] | None = None
+    notify: Callable[[News], None] | None = None
     process: Process = NOT_KNOWN
+    shown: Holding | None = None
 
     @property
     def identity(self) -> tuple[str, int, int]:

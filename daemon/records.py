@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from ckptd.shared.membership import Membership
+
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pass
@@ -20,6 +22,7 @@ class Begun(Record, frozen=True, kw_only=True):
     job: str
     attempt: int
     world_size: int
+    node: Membership | None = None
 
 
 class RankSealed(Record, frozen=True, kw_only=True):
@@ -81,17 +84,19 @@ class Retired(Record, frozen=True, kw_only=True):
     tag: str
 
 
-class JobState(msgspec.Struct):
+class JobState(msgspec.Struct, omit_defaults=True):
     """The part of the journal's state that is about one job.
 
     `attempt`: the newest attempt. `world_size`: the number of its ranks. `sealed_step`: the highest step of that attempt for which a seal
-    was seen, -1 if there is none. `seq`: the highest `seq` of a committed checkpoint of the job.
+    was seen, -1 if there is none. `seq`: the highest `seq` of a committed checkpoint of the job. `node`: the share of this node in the
+    newest attempt, None if all its ranks are on this node.
     """
 
     attempt: int = 0
     world_size: int = 1
     sealed_step: int = -1
     seq: int = 0
+    node: Membership | None = None
 
 
 class JournalState(msgspec.Struct):
@@ -134,6 +139,8 @@ class JournalState(msgspec.Struct):
         """Update the job if the record is from a newer attempt, or from a later step of the same attempt."""
         job = self.jobs.setdefault(record.job, JobState())
         if (record.attempt, step) > (job.attempt, job.sealed_step):
+            if isinstance(record, Begun) or record.attempt > job.attempt:
+                job.node = record.node if isinstance(record, Begun) else None
             job.attempt, job.world_size, job.sealed_step = record.attempt, record.world_size, step
 
 
@@ -226,7 +233,7 @@ _ROUND_A_RECORD = 40
 
 def _about_job(name: str, job: JobState) -> Iterator[Record]:
     """Yield records that add up to the state of one job."""
-    yield Begun(job=name, attempt=job.attempt, world_size=job.world_size)
+    yield Begun(job=name, attempt=job.attempt, world_size=job.world_size, node=job.node)
     if job.sealed_step >= 0:
         yield RankSealed(
             job=name, attempt=job.attempt, step=job.sealed_step, rank=0, world_size=job.world_size, tag="", segment="", generation=0,

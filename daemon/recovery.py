@@ -10,12 +10,13 @@ import logging
 from functools import partial
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Job, Snapshot, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog, Job, StoredCheckpoint
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slots
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, IntegrityError, NewerFormat, NotFound, StorageError
@@ -40,6 +41,7 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls) -> Non
         tags = await calls.read(f"list {repository.where(job.name)}", lambda: repository.tags(job.name))
     except OSError as error:
         raise StorageError.of(f"list {repository.where(job.name)}", error) from None
+    uncommitted: set[str] = set()
     damaged: dict[str, str] = {}
     newer: dict[str, str] = {}
     for tag in tags:
@@ -47,6 +49,7 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls) -> Non
             manifest = await calls.read(f"read the manifest of {job.name}/{tag}", partial(repository.read_manifest, job.name, tag))
         except NotFound:
             before.discard(tag)
+            uncommitted.add(tag)
             job.checkpoints.pop(tag, None)
         except OSError as problem:
             failure = StorageError.of(f"read the manifest of {job.name}/{tag}", problem)
@@ -63,7 +66,11 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls) -> Non
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
             job.commit(StoredCheckpoint.of(manifest, user_tag=parsed[1] is None))
-    job.damaged, job.newer = damaged, newer  # both at once, at the end: retention may read them while the scan waits
+    job.uncommitted, job.damaged, job.newer = (
+        uncommitted,
+        damaged,
+        newer,
+    )  # all at once, at the end: retention may read them while the scan waits
     for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)
 
@@ -98,10 +105,11 @@ async def recover(
         job = catalog.job(name)
         job.seq = max(job.seq, known.seq)
         if known.attempt > job.attempt:
-            job.attempt, job.world_size = known.attempt, known.world_size
+            job.attempt, job.world_size, job.node = known.attempt, known.world_size, known.node
     orphans.adopt(adopted)
     for job in catalog.jobs.values():
-        await claims.adopt(job)
+        if job.node is None:  # otherwise the claim was durable before this node joined
+            await claims.adopt(job)
     await _finish_retiring(repository, journal, catalog, saver)
     await _finish_staged(repository, journal, catalog, saver)
     failpoint("start.swept")
@@ -118,6 +126,7 @@ async def _finish_retiring(repository: Repository, journal: Journal, catalog: Ca
                 if tag in repository.pins(job) and repository.has_manifest(job, tag):  # pinned after the daemon died
                     await journal.append(r.Retired(job=job, tag=tag))
                     continue
+                repository.delete_receipts(job, tag)
                 repository.delete_files(job, tag, [names.MANIFEST])
             repository.delete_files(job, tag, files)
             repository.delete_tag(job, tag)
@@ -147,7 +156,7 @@ async def _finish_staged(repository: Repository, journal: Journal, catalog: Cata
                 continue
             if parts and tag not in job.damaged and await _roll_forward(repository, saver, job, tag, parts):
                 continue
-            await saver.drop(job_name, tag, attempt, step, "the daemon ended before it was committed")
+            await saver.committer.drop(job_name, tag, attempt, step, "the daemon ended before it was committed")
         except JournalBroken:
             raise
         except (OSError, StorageError) as error:
@@ -155,7 +164,10 @@ async def _finish_staged(repository: Repository, journal: Journal, catalog: Cata
 
 
 async def _roll_forward(repository: Repository, saver: Saver, job: Job, tag: str, durable: list[r.PartDurable]) -> bool:
-    """Commit a checkpoint from its durable parts. Return False if the part of a rank is missing or damaged, or if the commit fails."""
+    """Commit a checkpoint from its durable parts. Return False if the part of a rank is missing or damaged, or if the commit fails.
+
+    Of several nodes, deliver the parts of this node, unless that is done, and follow what becomes of them.
+    """
     documents: list[tuple[PartEntry, Plan, SnapshotRequest]] = []
     try:
         for part in sorted(durable, key=lambda p: p.rank):
@@ -168,15 +180,20 @@ async def _roll_forward(repository: Repository, saver: Saver, job: Job, tag: str
                     linked_bytes=reader.linked_bytes,
                 )  # fmt: skip
                 documents.append((entry, reader.plan, SnapshotRequest.decode(index.request)))
-                world_size = index.world_size
+                world_size, node = index.world_size, documents[0][2].node
             finally:
                 reader.close()
+        first = durable[0]
+        snapshot = Snapshot(job.name, first.attempt, first.step, tag, world_size, persist=True, state=SnapshotState.WRITTEN, node=node)
+        if node is not None:
+            if not await saver.joint.roll_forward(job, snapshot, documents):
+                return False
+            saver.follow(job, snapshot)
+            return True
         if [entry.rank for entry, _, _ in documents] != list(range(world_size)):
             return False
-        first = durable[0]
-        snapshot = Snapshot(job.name, first.attempt, first.step, tag, world_size, persist=True, state=SnapshotState.WRITTEN)
-        await saver.commit(job, snapshot, documents)
-    except JournalBroken:
+        await saver.committer.commit(job, snapshot, documents)
+    except (JournalBroken, StorageError, OSError):
         raise
     except Exception as error:  # a damaged file may cause any error; the caller then drops the checkpoint
         log.warning("checkpoint %s/%s cannot be committed from its parts: %r", job.name, tag, error)

@@ -61,7 +61,7 @@ def status_text(status: dict[str, Any]) -> str:
             lines.append(f"  LAST ERROR     {job['job']}: {_step(error['step'])}{span_text(error['age_seconds'])} ago: {error['reason']}")
         lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]
         lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
-    return "\n".join([*lines, "", *_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
+    return "\n".join([*lines, "", *as_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
 
 
 def _step(step: int | None) -> str:
@@ -81,7 +81,7 @@ def daemons_text(rows: list[dict[str, Any]]) -> str:
             some_text(row["jobs"], 4) or "-", str(row["clients"]),
             row["socket"],
         ))  # fmt: skip
-    return "\n".join(_table(table))
+    return "\n".join(as_table(table))
 
 
 def leftovers_text(rows: list[dict[str, Any]], *, delete: bool) -> str:
@@ -92,7 +92,7 @@ def leftovers_text(rows: list[dict[str, Any]], *, delete: bool) -> str:
         size = "-" if row["bytes"] is None else size_text(row["bytes"])
         table.append((row["path"], row["owner"], size, ", ".join(row["holds"]) or "-", "deleted" if row["deleted"] else ""))
     own = sum(row["bytes"] or 0 for row in rows)
-    return "\n".join([*_table(table), *([] if delete else [f"{size_text(own)} can be freed with --delete"])])
+    return "\n".join([*as_table(table), *([] if delete else [f"{size_text(own)} can be freed with --delete"])])
 
 
 def _saved(durable: dict[str, Any]) -> str:
@@ -101,8 +101,9 @@ def _saved(durable: dict[str, Any]) -> str:
 
 
 def _saving(job: dict[str, Any]) -> str:
-    progress = {saving["tag"]: saving for saving in job.get("saving", [])}
-    return ", ".join(tag + (f" ({_progress(progress[tag])})" if tag in progress else "") for tag in job["pending"]) or "-"
+    said = {saving["tag"]: _progress(saving) for saving in job.get("saving", [])}
+    said |= dict.fromkeys(job.get("delivered", []), "delivered, waits for other nodes")
+    return ", ".join(tag + (f" ({said[tag]})" if tag in said else "") for tag in job["pending"]) or "-"
 
 
 def _progress(saving: dict[str, Any]) -> str:
@@ -186,7 +187,7 @@ def listing_text(rows: list[dict[str, Any]]) -> str:
             size_text(row["bytes"]), _ratio(row["bytes"], row["raw_bytes"]), row["created"],
             ", ".join(mark for mark in ("newest", "pinned") if row[mark]),
         ))  # fmt: skip
-    return "\n".join(_table(table))
+    return "\n".join(as_table(table))
 
 
 def manifest_at(path: Location) -> Manifest:
@@ -254,7 +255,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
         lines.append(f"  part           {part.file}  {size_text(part.bytes)}{files}, {part.items} items")
     if keys:
         rows = [(name, str(found["size"]) if "size" in found else "-", found.get("dtype", "-")) for name, found in tensors.items()]
-        lines += ["", *_table([("TENSOR", "SHAPE", "DTYPE"), *rows])]
+        lines += ["", *as_table([("TENSOR", "SHAPE", "DTYPE"), *rows])]
     return "\n".join(map(printable, lines))
 
 
@@ -343,7 +344,8 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def as_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with aligned columns."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

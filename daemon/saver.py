@@ -3,8 +3,8 @@
 The order of a save must not change: journal the intent, write the parts, compare them with the checksums of the slots, make the parts
 durable, journal them, publish the manifest, journal the commit, tell the ranks, update `newest`, apply retention. The checksums of slots
 that were sealed without them are computed at once, while the parts are being written. A job has one save at a time, and saves wait for
-their turn in the order of the seals. Each failure is recorded in `Snapshot.reason`, sent to the ranks as a Progress message, and counted.
-The copy in memory stays.
+their turn in the order of the seals. On several nodes, a save begins once all nodes hold the step, and `joint.py` commits it. Each failure
+is recorded in `Snapshot.reason`, sent to the ranks as a Progress message, and counted. The copy in memory stays.
 """
 
 from __future__ import annotations
@@ -16,42 +16,41 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog, Job
+from ckptd.daemon.committer import Committer, Document
 from ckptd.daemon.config import Config
 from ckptd.daemon.deleter import Deleter
 from ckptd.daemon.governor import Governor
+from ckptd.daemon.joint import Abandoned, Joint, Undecided
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.room import Room
 from ckptd.daemon.save_progress import SaveProgress
+from ckptd.daemon.slot_check import SlotCheck
 from ckptd.daemon.slots import Slots
+from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.tasks import all_of, watched
 from ckptd.shared import codec, names
-from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InternalError, NotFound, StorageError
+from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.lifecycle import Event, SnapshotState
+from ckptd.shared.location import Url
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part_writer import PartWriter
-from ckptd.shared.plan import Plan
 from ckptd.shared.reuse import ChunkCheck, StoredPart
-from ckptd.shared.segment import write_check
-from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.saver")
 
-Document = tuple[PartEntry, Plan, SnapshotRequest]
-"""A durable part: its entry in the manifest, its plan and its request."""
 Saved = tuple[Document, StoredPart]
 """A durable part, and what the next save needs to link its files."""
-
-_FEW = 5
-"""The log warns if fewer checkpoints than this still fit under the root."""
 
 
 class Saver:
@@ -72,6 +71,7 @@ class Saver:
         calls: StorageCalls,
         *,
         counters: Counter[str],
+        committer: Committer,
         claimed: Callable[[Job, int], Awaitable[None]],
         tell: Callable[[Snapshot], None],
         settled: Callable[[Job], None],
@@ -84,13 +84,20 @@ class Saver:
         self._journal, self._repository, self._pipeline, self._calls = journal, repository, pipeline, calls
         self._claimed, self._tell, self._settled = claimed, tell, settled
         self._encoder = codec.encoder(config.codec)
+        self.committer = committer
+        self.joint = Joint(
+            committer, repository, calls, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping
+        )
+        self.check = SlotCheck(catalog, slots, pipeline, link_unchanged=config.link_unchanged).check
+        self.stopping = False  # once this is True, saves no longer wait for other nodes to seal a step
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
+        self._refusals: dict[Snapshot, asyncio.Task[None]] = {}
         self.counters = counters
         self.deleter = Deleter(config.retention, journal, repository, calls, self._locks, counters)
         self.persist_seconds = 0.0
         self._governors: dict[str, Governor] = {}
-        self._fit: dict[str, int] = {}  # how many more checkpoints fit, by job; at most _FEW
+        self.room = Room(config, repository, calls)
 
     def governor(self, job: str) -> Governor:
         """Return the governor of the saves of a job."""
@@ -98,12 +105,14 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        return bool(self._tasks)
+        return bool(self._tasks or self._refusals)
 
     def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
         """Return the task that checks a sealed snapshot and, if it is to persist, saves it. Start the task unless it is running."""
         task = self._tasks.get(snapshot)
         if task is None or task.done():
+            if (refusal := self._refusals.pop(snapshot, None)) is not None:
+                refusal.cancel()
             hold = ExitStack()
             hold.enter_context(snapshot.held())  # now, and not when the task first runs: a newer seal could release the slots in between
             task = self._tasks[snapshot] = watched(self._run(snapshot, hold, time.monotonic()), f"saving {snapshot.job}/{snapshot.tag}")
@@ -121,6 +130,12 @@ class Saver:
         while snapshot in self._tasks:
             await asyncio.wait([self._tasks[snapshot]])
 
+    def stop_waiting(self) -> None:
+        """Save the steps of several nodes that wait for other nodes at once, because the daemon ends."""
+        self.stopping = True
+        for job in self._catalog.jobs.values():
+            job.moved.set()
+
     async def drain(self) -> None:
         while self._tasks:
             await asyncio.wait(list(self._tasks.values()))
@@ -135,47 +150,43 @@ class Saver:
                     if not snapshot.persist:
                         await asyncio.shield(checking)  # meanwhile the trainer may die, and then the snapshot is to be saved after all
                     if snapshot.persist and not job.is_durable(*snapshot.key):
+                        if snapshot.node is not None:
+                            await asyncio.shield(checking)
+                            await self._until_all_hold(job, snapshot)
                         async with self._locks[snapshot.job]:
                             await self._save(job, snapshot, sealed, checking)
+                        if snapshot.node is not None and snapshot.state is SnapshotState.WRITTEN:
+                            await self.joint.settle(job, snapshot)
                 finally:
                     await asyncio.gather(checking, return_exceptions=True)  # it reads the slots; its error is raised below, if not above
                 checking.result()
             if snapshot.state is SnapshotState.DURABLE:
                 self._settled(job)
+            if snapshot.state is SnapshotState.DURABLE and (snapshot.node is None or snapshot.node.leads):
                 async with self._locks[snapshot.job]:
                     await self.deleter.retain(job)
-                await self._warn_of_little_room(job)
+                await self.room.warn(job)
         except JournalBroken:
             pass
         except Exception as error:
-            await self._fail(snapshot, error)
+            await self._fail(job, snapshot, error)
 
-    async def check(self, snapshot: Snapshot) -> None:
-        """Check each slot of the snapshot once: compute its checksums, and write them into the segment.
+    async def _until_all_hold(self, job: Job, snapshot: Snapshot) -> None:
+        """Wait until all nodes hold a step, or until that can no longer be learned: then the save itself finds out, on storage.
 
-        If checksums are there already, compare with them instead. A slot that came from the trainer with checksums is not read here.
-        Raises IntegrityError if a slot has changed since it was sealed, NotFound if it has been released.
+        Raises the reason if another node will never seal the step.
         """
-        with snapshot.held():
-            await all_of([self._check_seal(snapshot, seal) for seal in snapshot.seals.values() if seal.checks is None])
-
-    async def _check_seal(self, snapshot: Snapshot, seal: RankSeal) -> None:
-        slot = self._slots.get(seal.segment)
-        header = slot.header
-        with slot.pinned() as fd:
-            sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
-            before = self._catalog.job(snapshot.job).stored.get(seal.rank)
-            digests = self._config.link_unchanged and before is not None and before.steady
-            checks = await self._pipeline.checksum(sealed, with_digests=digests)
-            if slot.refresh().generation != seal.generation:  # a trainer raises it before it changes the first byte
-                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being checked")
-            crcs = [check.crc for check in checks]
-            if sealed.crcs is None:
-                write_check(fd, header, crcs)
-            elif sealed.crcs != crcs:
-                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the copy in memory has changed since it was sealed")
-        seal.checks = checks
-        failpoint("seal.checked")
+        self._settled(job)  # the checksums are known now, so the step may go on the board
+        try:
+            async with asyncio.timeout(self._config.rank_timeout):
+                while not self.stopping and not job.may_save(snapshot):
+                    job.moved.clear()
+                    await job.moved.wait()
+        except TimeoutError:
+            log.warning(
+                "%s/%s: not all nodes are known to hold it after %g s: it is saved nevertheless",
+                snapshot.job, snapshot.tag, self._config.rank_timeout,
+            )  # fmt: skip
 
     async def _save(self, job: Job, snapshot: Snapshot, sealed_at: float, checking: asyncio.Future[None]) -> None:
         """Save a snapshot whose slots `checking` checks meanwhile. Raises what `checking` raises, and the errors of its parts."""
@@ -183,6 +194,8 @@ class Saver:
         if checking.done():
             checking.result()
         await self._claimed(job, snapshot.attempt)
+        if snapshot.node is not None and not await self._needs_parts(job, snapshot):
+            return
         snapshot.move(Event.WRITE)
         used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
         snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
@@ -191,7 +204,10 @@ class Saver:
         saved = await self._save_parts(snapshot, checking)
         documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
-        await self.commit(job, snapshot, documents)
+        if snapshot.node is None:
+            await self.committer.commit(job, snapshot, documents)
+        else:
+            await self.joint.deliver(job, snapshot, documents)
         job.stored = {entry.rank: stored for (entry, _, _), stored in saved}
         seconds = time.monotonic() - begun
         self.persist_seconds += seconds
@@ -201,11 +217,23 @@ class Saver:
         held = max(seal.training_held for seal in snapshot.seals.values())
         governor.saved(snapshot.step, sealed_at, seconds, held)
         log.info(
-            "saved %s/%s: %s as %s (%.0f %%)%s%s, durable after %.2f s, %s/s",
-            snapshot.job, snapshot.tag, size_text(raw), size_text(written), 100 * written / max(raw, 1),
+            "saved %s/%s: %s as %s (%.0f %%)%s%s, %s after %.2f s, %s/s",
+            snapshot.job, snapshot.directory, size_text(raw), size_text(written), 100 * written / max(raw, 1),
             f" and {size_text(linked)} in files that have not changed" if linked else "",
-            f", training held {held:.3f} s" if held else "", time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
+            f", training held {held:.3f} s" if held else "", "durable" if snapshot.node is None else "delivered",
+            time.monotonic() - sealed_at, size_text(raw / max(seconds, 1e-6)),
         )  # fmt: skip
+
+    async def _needs_parts(self, job: Job, snapshot: Snapshot) -> bool:
+        """Open the next try of a step of several nodes. Return False if this node has delivered its parts, or the step is committed."""
+        found = await self.joint.open_try(job, snapshot)
+        if found is None:
+            return True
+        snapshot.move(Event.WRITE)
+        snapshot.move(Event.WROTE)
+        if isinstance(found, Manifest):
+            await self.committer.record(job, snapshot, found)
+        return False
 
     async def _save_parts(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Saved]:
         """Write the parts of all ranks at the same time.
@@ -238,24 +266,6 @@ class Saver:
             entry, stored = await self._write_part(snapshot, seal, sealed, checking, alone=alone)
         return (entry, sealed.plan, sealed.request), stored
 
-    async def _warn_of_little_room(self, job: Job) -> None:
-        """Log a warning if only few more checkpoints like the newest fit under the root, each time their number has become smaller."""
-        free = await self._calls.run(self._repository.storage.free)
-        room = job.room_for(free)
-        fit = _FEW if room is None else min(_FEW, room)
-        if fit < self._fit.get(job.name, _FEW):
-            log.warning("%s", self.little_room(job, fit, free))
-        self._fit[job.name] = fit
-
-    def little_room(self, job: Job, fit: int, free: int | None) -> str:
-        """Return a warning that only `fit` more checkpoints fit into the `free` bytes under the root, or "" if that is enough."""
-        if fit >= _FEW:
-            return ""
-        then = "the oldest ones are then deleted early"
-        if not self._config.make_room:
-            then = "delete some (`ckptd forget`), keep fewer (keep_last), or set make_room, which then deletes the oldest ones early"
-        return f"job {job.name}: the root has room for {fit} more of its checkpoints ({size_text(free or 0)} free): {then}"
-
     async def _write_part(
         self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot, checking: asyncio.Future[None], *, alone: bool
     ) -> tuple[PartEntry, StoredPart]:
@@ -276,13 +286,13 @@ class Saver:
         before = self._catalog.job(snapshot.job).stored.get(seal.rank) if self._config.link_unchanged else None
         if before is not None and (before.attempt, before.world_size) != (snapshot.attempt, snapshot.world_size):
             before = None
-        place = snapshot.job, snapshot.tag
+        place = snapshot.job, snapshot.directory
         linker = self._repository.linker(*place) if self._config.link_unchanged else None
         while True:
             progress.begin_part(seal.rank)
             nonce = names.new_nonce()
             file = names.part_file(seal.rank, nonce)
-            common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": seal.rank, "tag": snapshot.tag}
+            common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": seal.rank, "tag": snapshot.directory}
             await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
             failpoint("persist.intended")
             try:
@@ -292,10 +302,11 @@ class Saver:
                 at_once = governor.threads if governor.threads == governor.most else -(-governor.threads // len(snapshot.seals))
                 digests = self._config.link_unchanged and (before is None or before.steady)
                 entry, stored = await self._pipeline.write_part(
-                    sealed, writer, snapshot.tag, wait_for_checks, written, before, at_once, with_digests=digests
+                    sealed, writer, snapshot.directory, wait_for_checks, written, before, at_once, with_digests=digests
                 )
             except OSError as error:
-                make_room = alone and error.errno in NO_ROOM and self._config.make_room
+                may_delete = self._config.make_room and (snapshot.node is None or snapshot.node.leads)
+                make_room = alone and error.errno in NO_ROOM and may_delete
                 if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job), writer.needed):
                     continue
                 if rewritten or error.errno != errno.EIO:
@@ -310,80 +321,69 @@ class Saver:
             failpoint("persist.journaled")
             return entry, stored
 
-    async def commit(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> None:
-        """Commit a checkpoint by publishing its manifest, then journal the commit and tell the ranks. All parts must be durable.
-
-        documents: entry, plan and request of each part, in the order of the ranks. Raises IntegrityError if the part of a rank is missing
-        or the plans differ, AlreadyExists if the tag has a manifest already, OSError, StorageError.
-        """
-        if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
-            raise IntegrityError(
-                f"only the parts of ranks {[e.rank for e, _, _ in documents]} are durable; expected {snapshot.world_size} parts"
-            )
-        if len({plan.global_plan for _, plan, _ in documents}) != 1:
-            raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
-        _, plan, request = documents[0]
-        manifest = Manifest.of(
-            plan, request, [entry for entry, _, _ in documents], job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step,
-            tag=snapshot.tag, seq=job.seq + 1, codec=self._config.codec,
-        )  # fmt: skip
-        failpoint("commit.starting")
-        try:
-            await self._calls.run(lambda: self._repository.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
-        except FileExistsError:
-            raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
-        failpoint("commit.durable")
-        job.commit(StoredCheckpoint.of(manifest, user_tag=names.parse_tag_directory(snapshot.tag)[1] is None))  # type: ignore[index]
-        await self._journal.append(
-            r.Committed(job=job.name, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.tag, seq=manifest.seq)
-        )
-        failpoint("commit.journaled")
-        snapshot.move(Event.COMMIT)
-        self._tell(snapshot)
-
-    async def _fail(self, snapshot: Snapshot, error: Exception) -> None:
+    async def _fail(self, job: Job, snapshot: Snapshot, error: Exception) -> None:
+        dead, abandoned = job.is_dead(snapshot), isinstance(error, Abandoned)
+        if isinstance(error, Abandoned):
+            error = error.error
         if isinstance(error, OSError):
             error = StorageError.of(f"save {snapshot.job}/{snapshot.tag}", error)
         elif not isinstance(error, CkptdError):
             log.exception("snapshot %s/%s: internal error", snapshot.job, snapshot.tag)
             error = InternalError(f"internal error while saving {snapshot.job}/{snapshot.tag}: {error!r}; the daemon's log has more")
         assert isinstance(error, CkptdError)
+        if isinstance(error, Undecided) and self.stopping:
+            log.info("snapshot %s/%s: %s; the next daemon goes on with it", snapshot.job, snapshot.directory, error)
+            return
         log.error("snapshot %s/%s: %s", snapshot.job, snapshot.tag, error)
         snapshot.reason, snapshot.code = str(error), error.code
         self.counters["failed"] += 1
         if isinstance(error, IntegrityError):
             self.counters["verify_failures"] += 1
-        try:
-            await self.drop(snapshot.job, snapshot.tag, snapshot.attempt, snapshot.step, str(error))
-        except JournalBroken:
+        snapshot.delivered &= not abandoned
+        snapshot.abandoned += abandoned
+        reported = snapshot.node is None or abandoned or (dead and not snapshot.delivered)
+        if reported and not await self._drop(snapshot, str(error)):
             return
-        except (StorageError, OSError) as again:
-            log.warning(
-                "snapshot %s/%s: its files cannot be deleted now, and are deleted at the next start (%s)", snapshot.job, snapshot.tag, again
-            )
         if snapshot.state in (SnapshotState.SEALED, SnapshotState.WRITING, SnapshotState.WRITTEN):
             snapshot.move(Event.FAIL)
         if snapshot.state is SnapshotState.FAILED:
             self._tell(snapshot)
+        if not reported and not isinstance(error, Undecided):
+            refusal = watched(self._refuse(job, replace(snapshot), error), f"reporting that {snapshot.directory} cannot be saved")
+            self._refusals[snapshot] = refusal
+            refusal.add_done_callback(lambda _: self._refusals.pop(snapshot) if self._refusals.get(snapshot) is refusal else None)
 
-    async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
-        """Delete the files that the journal names for a checkpoint that will not be committed, and journal that they are gone.
-
-        If the checkpoint has a manifest after all, the files that the manifest names stay. If that manifest cannot be read, nothing is
-        deleted. Raises OSError, StorageError.
-        """
-        place = f"{job}/{tag}"
-        staged = list(self._journal.state.staged.get(place, {}))
-        if not staged:
-            return
+    async def _refuse(self, job: Job, tried: Snapshot, error: CkptdError) -> None:
         try:
-            keep = {part.file for part in (await self._calls.run(lambda: self._repository.read_manifest(job, tag))).parts}
-        except NotFound:
-            keep = set()
-        except CkptdError:
-            log.error("%s has a manifest that cannot be read: nothing in it is deleted", place)
-            return
-        await self._calls.run(lambda: self._repository.delete_unfinished(job, tag, [file for file in staged if file not in keep]))
-        if not keep:
-            await self._calls.run(lambda: self._repository.delete_tag(job, tag))
-        await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))
+            if await self.joint.refuse(job, tried, error):
+                await self._drop(tried, str(error))
+        except Exception:  # the other nodes then wait until `node_timeout`
+            log.exception("it cannot be reported that %s/%s cannot be saved", tried.job, tried.directory)
+
+    async def _drop(self, snapshot: Snapshot, reason: str) -> bool:
+        """Delete the files of a save that has failed. Return False if the journal is broken."""
+        try:
+            await self.committer.drop(snapshot.job, snapshot.directory, snapshot.attempt, snapshot.step, reason)
+        except JournalBroken:
+            return False
+        except (StorageError, OSError) as error:
+            log.warning(
+                "snapshot %s/%s: its files cannot be deleted now, and are deleted at the next start (%s)",
+                snapshot.job, snapshot.directory, error,
+            )  # fmt: skip
+        return True
+
+    def follow(self, job: Job, snapshot: Snapshot) -> None:
+        """Wait in the background for the outcome of a try that an earlier daemon of this node has delivered."""
+        task = self._tasks[snapshot] = watched(self._follow(job, snapshot), f"the outcome of {snapshot.job}/{snapshot.directory}")
+        task.add_done_callback(lambda done: self._done(snapshot, ExitStack(), done))
+
+    async def _follow(self, job: Job, snapshot: Snapshot) -> None:
+        try:
+            await self.joint.settle(job, snapshot)
+        except JournalBroken:
+            pass
+        except Abandoned as error:
+            await self._drop(snapshot, str(error.error))
+        except (OSError, CkptdError) as error:
+            log.warning("%s/%s: %s", snapshot.job, snapshot.directory, error)

@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable
 
 from ckptd.daemon import decisions as d
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, RankSeal, Snapshot, Step
+from ckptd.daemon.catalog import Catalog, Step
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.pipeline import SealedSlot
 from ckptd.daemon.slots import Slot
+from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError
+from ckptd.shared.errors import CkptdError, IntegrityError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import SegmentHeader, SlotState
@@ -57,10 +58,15 @@ class SealIntake:
             return recorded
         self._steps.perform(job, d.seal_read(job, step, header.rank, slot.name, tag))
         persist = sealed.request.persist
-        snapshot = step.snapshot = step.snapshot or Snapshot(job.name, *step.key, tag, header.world_size, persist)
+        node = sealed.request.node
+        if node is not None and (problem := node.problem(header.rank, header.world_size)):
+            self._steps.perform(job, d.rejected(step, slot.name, IntegrityError(f"the seal names a node that cannot be: {problem}")))
+        if job.node is None and node is not None and header.attempt == job.attempt:  # an earlier daemon began the attempt
+            job.node = node
+        snapshot = step.snapshot = step.snapshot or Snapshot(job.name, *step.key, tag, header.world_size, persist, node=node)
         snapshot.persist = snapshot.persist and persist
         self._journal_seal(header, tag, slot.name, persist=persist)
-        seal = RankSeal(header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, persist)
+        seal = RankSeal(header.rank, slot.name, header.generation, header.signature, sealed.plan.global_plan, persist, node=node)
         if sealed.crcs is not None and not adopted:
             seal.checks = list(map(ChunkCheck, sealed.crcs))
         self._steps.perform(job, d.seal_journaled(step, seal))

@@ -16,10 +16,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from ckptd.daemon import limits
+from ckptd.daemon.catalog import EarlierAttempt
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.peers import NOTHING_LEFT, Peer
-from ckptd.daemon.ranks import Owner, Process
+from ckptd.daemon.ranks import News, Owner, Process
 from ckptd.daemon.slots import Slot
 from ckptd.daemon.tasks import watched
 from ckptd.shared import messages as m
@@ -52,13 +53,15 @@ class Server:
         descriptors: limits.DescriptorPlan,
         welcome: Callable[[int], m.Welcome],
         status: Callable[[], str],
-        find: Callable[[str, int | None], Awaitable[m.Found]],
+        find: Callable[[str, int | None, int], Awaitable[m.Found]],
+        deliver: Callable[[str], Awaitable[EarlierAttempt]],
         forget: Callable[[str, Sequence[str]], Awaitable[dict[str, str]]],
         remark: Callable[[Sequence[Slot]], str],
         changed: Callable[[], None],
     ) -> None:
         self.engine, self.orphans = engine, orphans
-        self.welcome, self.status, self.find, self.forget, self.remark, self.changed = welcome, status, find, forget, remark, changed
+        self.welcome, self.status, self.remark, self.changed = welcome, status, remark, changed
+        self.find, self.deliver, self.forget = find, deliver, forget
         self._max, self.descriptors = max_connections, descriptors
         self.connections: set[Connection] = set()
         self.refused = self.pauses = 0
@@ -140,7 +143,7 @@ class Connection:
         self._server, self._socket = server, client
         self._session = s.Session(s.Role.DAEMON)
         self._out: deque[tuple[memoryview, Sequence[int]]] = deque()
-        self._untold: deque[m.Progress] = deque()  # Progress that came while Begin was under way
+        self._untold: deque[News] = deque()  # what came while Begin was under way
         self._unread = 0
         self.requests: set[asyncio.Task[None]] = set()
         self._seals: set[asyncio.Task[None]] = set()  # Seals under way: Find, Fetch, Persist and Detach wait for them
@@ -200,7 +203,7 @@ class Connection:
 
     async def _answer(self, request: m.Request) -> None:
         descriptors: Sequence[int] = ()
-        if isinstance(request, (m.Find, m.Fetch, m.Persist, m.Detach)) and self._seals:
+        if isinstance(request, (m.Find, m.Fetch, m.Persist, m.Deliver, m.Detach)) and self._seals:
             await asyncio.wait(self._seals)
         try:
             reply, descriptors = await self._handle(request)
@@ -249,7 +252,7 @@ class Connection:
                 pidfd = self.peer.watch()  # before the attempt begins, because this may fail
                 try:
                     self._owner = await engine.begin(
-                        request.job, request.rank, request.world_size, request.attempt, self._notify, process, request.wait
+                        request.job, request.rank, request.world_size, request.attempt, self._notify, process, request.wait, request.node
                     )
                 except BaseException:
                     if pidfd >= 0:
@@ -289,6 +292,11 @@ class Connection:
                     engine.refused(owner, request.reason)
             case m.Persist():
                 await engine.persist(owner)
+            case m.Heard():
+                engine.hear(owner, request.attempt, request.answer)
+            case m.Deliver():
+                earlier = await self._server.deliver(owner.job)
+                return m.Delivered(re=request.id, attempt=earlier.attempt, world_size=earlier.world_size, ranks=list(earlier.ranks)), ()
             case m.Find():
                 return await self._find(request, owner), ()
             case m.Fetch():
@@ -303,7 +311,7 @@ class Connection:
         return m.Done(re=request.id), ()
 
     async def _find(self, request: m.Find, owner: Owner) -> m.Found:
-        found = await self._server.find(owner.job, request.step)
+        found = await self._server.find(owner.job, request.step, request.delivered)
         return m.Found(re=request.id, candidates=found.candidates, damaged=found.damaged)
 
     def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
@@ -318,7 +326,7 @@ class Connection:
             raise
         return m.Segments(re=request_id, segments=[_held(slot) for slot in slots], remark=self._server.remark(slots)), opened
 
-    def _notify(self, message: m.Progress) -> None:
+    def _notify(self, message: News) -> None:
         """Send the message, or keep it until the rank has begun. An error here would keep the caller from freeing slots."""
         if self._session.state in (s.SessionState.ATTACHED, s.SessionState.LEAVING):
             self.send(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import math
@@ -11,11 +12,13 @@ from collections.abc import Sequence
 import msgspec
 
 from ckptd.daemon import recovery
-from ckptd.daemon.catalog import Job
+from ckptd.daemon.catalog import EarlierAttempt, Job
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.slots import Slot
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.shared import messages as m
+from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError
 from ckptd.shared.lifecycle import SnapshotState
 
@@ -34,16 +37,20 @@ class Service:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    async def find(self, job_name: str, step: int | None) -> m.Found:
+    async def find(self, job_name: str, step: int | None, delivered: int = 0) -> m.Found:
         """Return the candidates for a recovery, best first: by (attempt, step), memory before storage.
 
-        step: list the candidates of this step only. Raises StorageError; NewerFormat if only a newer ckptd can read the newest checkpoint.
+        step: list the candidates of this step only. delivered: an attempt whose nodes have all delivered what they hold, or 0. Raises
+        StorageError; NewerFormat if only a newer ckptd can read the newest checkpoint.
         """
         parts = self._parts
         job = parts.catalog.job(job_name)
         in_memory = parts.engine.memory_candidates(job_name)
         try:
             await recovery.scan_job(parts.repository, job, parts.calls)
+            if job.node is None or job.node.leads:
+                await self._deliver(job, [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt])
+                await parts.saver.joint.settle_past(job, delivered)
             stored = job.live_checkpoints()
         except StorageError as error:
             newest = job.newest_in_memory()
@@ -66,6 +73,29 @@ class Service:
             raise NewerFormat(why)
         damaged = [f"{tag}: {why}"[:MAX_TEXT] for tag, why in sorted(job.damaged.items())]
         return m.Found(re=0, candidates=found[:MAX_CANDIDATES], damaged=damaged[:MAX_DAMAGED_FOUND])
+
+    async def deliver(self, job_name: str) -> EarlierAttempt:
+        """Save what is in memory of a job of several nodes, so that all its ranks can read it from storage.
+
+        Returns the attempt before, as this node knows it, once each snapshot of the newest attempt is durable and each older one is
+        delivered, or its save has failed.
+        """
+        job = self._parts.catalog.job(job_name)
+        await self._deliver(job, job.snapshots)
+        return job.earlier
+
+    async def _deliver(self, job: Job, snapshots: Sequence[Snapshot]) -> None:
+        for snapshot in sorted(snapshots, key=lambda s: s.key):
+            done = snapshot.state is SnapshotState.DURABLE or job.is_durable(*snapshot.key) or job.is_dead(snapshot)
+            if done or not snapshot.in_memory:
+                continue
+            snapshot.persist = True
+            saving = self._parts.saver.start(snapshot)
+            while not (saving.done() or (snapshot.delivered and snapshot.attempt < job.attempt)):
+                job.moved.clear()
+                waiting = asyncio.ensure_future(job.moved.wait())
+                await asyncio.wait([saving, waiting], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
 
     async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
         """Delete these checkpoints from storage and from memory. Return the reason for each one that stays. Raises StorageError."""
@@ -97,7 +127,7 @@ class Service:
             job = parts.catalog.job(header.job)
             fit = job.room_for(disk_free)
             told.append(
-                parts.saver.little_room(job, disk_free // max(1, header.capacity * header.world_size) if fit is None else fit, disk_free)
+                parts.saver.room.remark(job, disk_free // max(1, header.capacity * header.world_size) if fit is None else fit, disk_free)
             )
         return "; ".join(filter(None, told))
 
@@ -144,6 +174,9 @@ class Service:
                 if s.state is SnapshotState.WRITING and s.progress is not None
             ],
             "pending": sorted(s.tag for s in job.snapshots if s.persist and not job.is_settled(s)),
+            "host": names.host(),
+            "ranks_here": list(job.ranks_here) if job.node is not None else None,
+            "delivered": sorted(s.directory for s in job.snapshots if s.delivered and s.state is SnapshotState.WRITTEN),
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
             "training_cost": msgspec.to_builtins(governor.cost),
             "writers": governor.threads,

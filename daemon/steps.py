@@ -13,10 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ckptd.daemon import decisions as d
-from ckptd.daemon.catalog import Catalog, Failure, Job, Key, Snapshot, Step
+from ckptd.daemon import holdings
+from ckptd.daemon.catalog import Catalog, Failure, Job, Step
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slots
+from ckptd.daemon.snapshot import Key, Snapshot
+from ckptd.shared import names
+from ckptd.shared.board import Answer
 from ckptd.shared.lifecycle import Event, SnapshotState
+from ckptd.shared.messages import Holds
 
 log = logging.getLogger("ckptd.steps")
 
@@ -36,6 +41,23 @@ class Steps:
                 self._perform(job, action)
         finally:
             job.tidy()
+            self.show(job)
+
+    def show(self, job: Job) -> None:
+        """Send what this node holds to its lowest rank, which puts it on the board, unless it has been sent. Only for several nodes."""
+        leader = job.ranks.owners.get(job.node.ranks[0]) if job.node is not None else None
+        if leader is None or leader.notify is None or leader.attempt != job.attempt:
+            return
+        holding = holdings.holding(job, names.host())
+        if holding != leader.shown:
+            leader.shown = holding
+            leader.notify(Holds(re=0, attempt=job.attempt, holding=holding))
+
+    def hear(self, job: Job, answer: Answer) -> None:
+        """Take an answer from the board."""
+        job.answer = answer
+        self.release_replaced(job)
+        job.moved.set()
 
     def _perform(self, job: Job, action: d.Action) -> None:
         match action:
@@ -127,7 +149,12 @@ class Steps:
         self.perform(job, [d.Tell(d.news(snapshot))])
 
     def release_replaced(self, job: Job) -> None:
-        """Release every snapshot that a newer sealed one has replaced. Called at the end of each save, too."""
+        """Release every snapshot that a newer sealed one has replaced. Called at the end of each save, too.
+
+        Of several nodes, the steps that another node will never seal are failed first. A rank may have sealed one after that was heard.
+        """
+        if job.node is not None:
+            self.perform(job, holdings.heard(job))
         self.perform(job, d.replaced(job))
 
     def close(self) -> None:

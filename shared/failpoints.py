@@ -79,7 +79,18 @@ DAEMON = (
     "slot.released",
     "orphan.found",
 )
-NAMES = frozenset(AGENT + DAEMON)
+NODES = (
+    "receipt.starting",
+    "receipt.written",
+    "receipt.synced",
+    "receipt.renamed",
+    "receipt.durable",
+    "outcome.starting",
+    "outcome.durable",
+    "outcome.known",
+)
+"""Points that a daemon passes only in a job of several nodes."""
+NAMES = frozenset(AGENT + DAEMON + NODES)
 
 _SPEC = re.compile(r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|sleep\((?P<s>\d+(?:\.\d+)?)\))(?:@(?P<n>\d+))?")
 

@@ -5,16 +5,14 @@ This module does no I/O.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
-from ckptd.shared.bounds import MAX_DEPTH_READ, check_json, deeper_than
+from ckptd.shared import sealed_json
+from ckptd.shared.bounds import MAX_DEPTH_READ, deeper_than
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.names import parse_part_file
@@ -28,8 +26,6 @@ _FILES, _LINKED_FILES = "files", "linked-files"
 FEATURES = frozenset({_FILES, _LINKED_FILES})
 MAX_MANIFEST = 256 << 20
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-_END = re.compile(rb'"sha256": "([0-9a-f]{64})"\n\}\n')
-_END_LENGTH = len('"sha256": ""\n}\n') + 64
 
 
 class PartEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -126,9 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         members = msgspec.to_builtins(self)
         if self.retention is None:
             del members["retention"]
-        text = "{\n" + "".join(f"{json.dumps(key)}: {_dump(value)},\n" for key, value in members.items())
-        body = text.encode()
-        data = body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+        data = sealed_json.encode(members)
         if len(data) > MAX_MANIFEST:
             raise IntegrityError(
                 f"manifest would have {len(data):,d} bytes, and readers accept at most {MAX_MANIFEST:,d}: "
@@ -144,12 +138,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """
         if len(data) > MAX_MANIFEST:
             raise IntegrityError(f"manifest has more than {MAX_MANIFEST:,d} bytes; no ckptd writes such a manifest")
-        end = _END.fullmatch(data[-_END_LENGTH:])
-        if end is None:
-            raise IntegrityError(f"manifest is cut short: it does not end with its digest ({len(data)} bytes)")
-        if hashlib.sha256(data[:-_END_LENGTH]).hexdigest().encode() != end[1]:
-            raise IntegrityError("manifest does not match its digest")
-        check_json(data, "manifest")
+        sealed_json.check(data, "manifest")
         try:
             probe = _PROBE_DECODER.decode(data)
             if probe.format == FORMAT and (probe.version > VERSION or not FEATURES.issuperset(probe.features)):
@@ -209,10 +198,6 @@ class _Probe(msgspec.Struct):
     format: str
     version: int
     features: list[str] = []
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def plain_metrics(metrics: dict[str, float]) -> dict[str, float | Literal["nan", "inf", "-inf"]]:

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import msgspec
 
+from ckptd.shared.board import Answer, Holding
 from ckptd.shared.errors import ProtocolError
+from ckptd.shared.membership import MOST_RANKS, Membership
 from ckptd.shared.numa import UNKNOWN
 from ckptd.shared.plan import Size
 
@@ -40,7 +42,10 @@ class Hello(Request, frozen=True, kw_only=True, tag="hello"):
 
 
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
-    """The reply to Hello. `settings` has the `CKPTD_*` variables of a private daemon, except its place; None if not told."""
+    """The reply to Hello. `settings` has the `CKPTD_*` variables of a private daemon, except its place; None if not told.
+
+    `identity` is that of the root, which tells two roots at the same path of two nodes apart.
+    """
 
     version: int
     features: list[str] = []
@@ -52,6 +57,7 @@ class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     stall_budget: float = 10.0
     instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
     settings: dict[str, str] | None = None
+    identity: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Status(Request, frozen=True, kw_only=True, tag="status"):
@@ -66,6 +72,7 @@ class Begin(Request, frozen=True, kw_only=True, tag="begin"):
     """A request that begins an attempt, or joins or resumes one. `run` identifies the launch to which this process belongs, or is "".
 
     `wait`: seconds to wait for the end of another run of the job before the request is refused, or None to end that run's saving at once.
+    `node`: the share of this node in an attempt of several nodes, or None if all ranks are on one node.
     """
 
     job: Name
@@ -74,6 +81,7 @@ class Begin(Request, frozen=True, kw_only=True, tag="begin"):
     attempt: AttemptNumber = 0
     run: Annotated[str, msgspec.Meta(max_length=256)] = ""
     wait: Annotated[float, msgspec.Meta(ge=0, le=3600)] | None = None
+    node: Membership | None = None
 
 
 class HeldSegment(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,8 +183,33 @@ class Persist(Request, frozen=True, kw_only=True, tag="persist"):
     pass
 
 
+class Heard(Request, frozen=True, kw_only=True, tag="heard"):
+    """A request of the lowest rank of a node, which passes on the answer that it has found on the board of an attempt."""
+
+    attempt: AttemptNumber
+    answer: Answer
+
+
+class Deliver(Request, frozen=True, kw_only=True, tag="deliver"):
+    """A request to save all that is in memory of the job. The reply comes once that is done. Only for jobs of several nodes."""
+
+
+class Delivered(Reply, frozen=True, kw_only=True, tag="delivered"):
+    """The reply to Deliver. `attempt` is the attempt before this one in which this daemon had `ranks`, or 0 if it knows of none.
+
+    `world_size`: the ranks of that attempt.
+    """
+
+    attempt: AttemptNumber = 0
+    world_size: Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)] = 0
+    ranks: Annotated[list[Rank], msgspec.Meta(max_length=MOST_RANKS)] = []
+
+
 class Find(Request, frozen=True, kw_only=True, tag="find"):
+    """A request for the candidates of a recovery. `delivered`: an attempt whose nodes have all delivered what they hold, or 0."""
+
     step: Step | None = None
+    delivered: AttemptNumber = 0
 
 
 class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,6 +271,13 @@ class Progress(Reply, frozen=True, kw_only=True, tag="progress"):
     code: str = ""
 
 
+class Holds(Reply, frozen=True, kw_only=True, tag="holds"):
+    """The steps that this node holds, which comes unasked to the lowest rank of the node, for the board."""
+
+    attempt: AttemptNumber
+    holding: Holding
+
+
 class Error(Reply, frozen=True, kw_only=True, tag="error"):
     code: str
     message: str
@@ -246,7 +286,8 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 
 Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan | Acquire | Granted | Refused | Seal | Sealed
-    | Abandon | Persist | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done | Progress | Error
+    | Abandon | Persist | Heard | Deliver | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done | Progress
+    | Holds | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -37,10 +37,11 @@ _MOST_OF_A_SOCKET = 96
 such as the process number that `ckptd forget` appends."""
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})")
+_TAG_DIRECTORY = re.compile(r"(?P<tag>[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.a(?P<attempt>[0-9]{4,9})(?:\.t(?P<try>[0-9]{1,4}))?")
 _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
 _PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})(?:\.(?P<number>[0-9]{4,9}))?\.ckpt")
 _UNDER_WAY = re.compile(r"manifest\.json\.[0-9a-f]{32}\.tmp")
+_RECEIPT = re.compile(r"receipt-(?P<rank>[0-9]{5,9})\.json")
 _ATTEMPT = re.compile(r"a(?P<attempt>[0-9]{4,9})")
 _CLAIM = re.compile(r"(?P<name>.+)\.[0-9a-f]{32}")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
@@ -78,6 +79,11 @@ def tag_directory(step: int | None, tag: str | None, attempt: int) -> str:
     return f"{stem}.a{attempt:04d}"
 
 
+def try_directory(directory: str, number: int) -> str:
+    """Return the name of the directory for a try of a step of several nodes: that of the checkpoint for try 1, `<name>.t2` for try 2."""
+    return directory if number == 1 else f"{directory}.t{number}"
+
+
 def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
     """Return the tag, the step (None for a user's own tag) and the attempt. Return None if ckptd does not make directories of this name."""
     match = _TAG_DIRECTORY.fullmatch(name)
@@ -88,7 +94,10 @@ def parse_tag_directory(name: str) -> tuple[str, int | None, int] | None:
     step = int(found["step"]) if found else None
     if tag.startswith("step-") and step is None:
         return None
-    return (tag, step, attempt) if tag_directory(step, tag if step is None else None, attempt) == name else None
+    directory = tag_directory(step, tag if step is None else None, attempt)
+    number = int(match["try"] or 1)
+    exact = try_directory(directory, number) == name and (match["try"] is None or number > 1)
+    return (tag, step, attempt) if exact else None
 
 
 def part_file(rank: int, nonce: bytes, number: int = 0) -> str:
@@ -115,6 +124,26 @@ def part_of(name: str) -> str | None:
     """Return the name of the part file that a part file or data file belongs to, or None for other names. A part file belongs to itself."""
     parsed = _parse_part_file(name)
     return None if parsed is None else part_file(*parsed[:2])
+
+
+def receipt_file(first_rank: int) -> str:
+    """Return the name of the receipt of the node whose lowest rank is `first_rank`."""
+    return f"receipt-{first_rank:05d}.json"
+
+
+def parse_receipt_file(name: str) -> int | None:
+    """Return the lowest rank of the node whose receipt has this name, or None for another name."""
+    match = _RECEIPT.fullmatch(name)
+    rank = int(match["rank"]) if match else None
+    return rank if rank is not None and receipt_file(rank) == name else None
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Return True if ckptd may have made a file of this name in the directory of a checkpoint."""
+    stem = name.removesuffix(TMP_SUFFIX)
+    if stem != name:
+        stem = claimed(stem)
+    return stem == MANIFEST or parse_receipt_file(stem) is not None or part_of(name) is not None
 
 
 def is_standalone_file(name: str) -> bool:

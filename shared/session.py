@@ -20,6 +20,8 @@ from ckptd.shared import messages as m
 from ckptd.shared.errors import ProtocolError
 
 MIN_VERSION = MAX_VERSION = 1
+NODES = "nodes"
+"""The feature of a daemon that serves jobs of several nodes."""
 MAX_UNDER_WAY = 64
 
 
@@ -47,7 +49,9 @@ REQUESTS: dict[tuple[SessionState, type[m.Request]], SessionState] = {
     (SessionState.ATTACHED, m.Begin): SessionState.BEGINNING,  # a rank that has recovered an earlier step begins the next attempt
     **{
         (_A, request): _A
-        for request in (m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Find, m.Fetch, m.Forget)
+        for request in (
+            m.Status, m.Allocate, m.Replan, m.Acquire, m.Seal, m.Abandon, m.Persist, m.Heard, m.Deliver, m.Find, m.Fetch, m.Forget,
+        )
     },
     (_A, m.Detach): SessionState.LEAVING,
 }  # fmt: skip
@@ -63,6 +67,8 @@ REPLIES: dict[type[m.Request], type[m.Reply] | tuple[type[m.Reply], ...]] = {
     m.Seal: m.Sealed,
     m.Abandon: m.Done,
     m.Persist: m.Done,
+    m.Heard: m.Done,
+    m.Deliver: m.Delivered,
     m.Find: m.Found,
     m.Fetch: m.Fetched,
     m.Forget: m.Forgotten,
@@ -140,9 +146,9 @@ class Session:
         self.state = after
 
     def _reply(self, reply: m.Reply) -> None:
-        if isinstance(reply, m.Progress):
+        if isinstance(reply, (m.Progress, m.Holds)):
             if reply.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
-                raise ProtocolError(f"Progress is not allowed while the session is {self.state.value}")
+                raise ProtocolError(f"{_name(reply)} is not allowed while the session is {self.state.value}")
             return
         if isinstance(reply, m.Error) and reply.re == 0:
             self.close()

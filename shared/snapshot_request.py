@@ -8,6 +8,7 @@ import msgspec
 
 from ckptd.shared.bounds import MAX_DEPTH_READ, deeper_than
 from ckptd.shared.errors import IntegrityError
+from ckptd.shared.membership import Membership
 from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 
 MAX_REQUEST = 1 << 20
@@ -24,6 +25,7 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     user_content: the user's content, as JSON text.
     created: the time of the snapshot in Unix seconds, by the trainer's clock. Nothing is ordered by it.
     retention: the retention policies of the job as text, or None if it has none of its own.
+    node: the share of the node in an attempt of several nodes, or None if all ranks are on one node.
     """
 
     tag: Annotated[str, msgspec.Meta(max_length=128)] | None = None
@@ -32,11 +34,13 @@ class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True):
     user_content: str = "null"
     created: float = 0.0
     retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
+    node: Membership | None = None
 
     def encode(self) -> bytes:
         members = msgspec.to_builtins(self)
-        if self.retention is None:
-            del members["retention"]
+        for optional in ("retention", "node"):
+            if members[optional] is None:
+                del members[optional]
         return msgspec.msgpack.encode(members)
 
     @classmethod

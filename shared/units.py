@@ -28,3 +28,14 @@ def span_text(seconds: float) -> str:
     """Return a time as hours and minutes, as minutes, or as seconds if it is less than a minute."""
     minutes, hours = divmod(int(seconds // 60), 60)[::-1]
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as ranges, like `0-3, 6`, and after eight of them the number of the other ranges."""
+    ranges: list[tuple[int, int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
+        else:
+            ranges.append((number, number))
+    return some_text([str(low) if low == high else f"{low}-{high}" for low, high in ranges])

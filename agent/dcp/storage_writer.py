@@ -1,6 +1,6 @@
 """Implements DCP's StorageWriter and AsyncStager: `dcp.save(state, storage_writer=StorageWriter(path))`.
 
-A save to `<root>/<job>/<tag>`, under the root of a daemon of this node, goes through slots in shared memory, and the daemon commits it. At
+A save to `<root>/<job>/<tag>`, under the root of a daemon, goes through slots in shared memory, and the daemons of the ranks commit it. At
 any other path, or if the ranks do not all save together, this process writes the same format directly into that directory.
 """
 
@@ -11,7 +11,8 @@ import os
 import secrets
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +25,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptd.agent.dcp.standalone import StandalonePart, commit, is_named
-from ckptd.agent.dcp.targets import SlotPart, Target, claim
-from ckptd.agent.dcp.tickets import Ticket, receive, send
+from ckptd.agent.dcp.targets import Claim, RankDaemon, SlotPart, Target, claim, fail_step
+from ckptd.agent.dcp.tickets import Ticket, receive, send, show, shown
 from ckptd.agent.plan.save_plan import Resolved, check_complete, plain_metadata, values_of
 from ckptd.shared import codec as codecs
-from ckptd.shared.errors import AlreadyExists, IntegrityError, InvalidRequest, StorageError
+from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, InvalidRequest, StorageError
 from ckptd.shared.location import Location, is_place, located
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part_writer import Spread
@@ -174,6 +175,10 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         self._local.save = _Save(rank, is_coordinator or not use_collectives, use_collectives, self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Show the coordinator which daemon this rank has. The plan stays as it is."""
+        save = self._save
+        if not save.coordinates:
+            show(self._where(), save.rank, RankDaemon.of(self._where(), self.socket))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -184,16 +189,16 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         save, path, together = self._save, self._where(), len(plans)
         if not save.use_collectives:
             path = path / f"rank-{save.rank:05d}"
-        claimed = None
+        claims: Sequence[Claim | None] = [None] * together
         if save.use_collectives and together == (dist.get_world_size() if dist.is_initialized() else 1):
             target = Target.of(path, self.socket)
             if target is not None:
-                claimed, over = claim(target, together, overwrite=self.overwrite)
+                claims, over = claim(target, shown(path, together), overwrite=self.overwrite)
                 save.holding.callback(over)
-        if claimed is None:
+        if claims[0] is None:
             self._begin_alone(path)
         global_plan = secrets.token_bytes(32)
-        tickets = [Ticket(str(path), rank, together, global_plan, claimed) for rank in range(together)]
+        tickets = [Ticket(str(path), rank, together, global_plan, claimed) for rank, claimed in enumerate(claims)]
         save.ticket = tickets[0]
         send(tickets)
         save.room = sum(6 * len(write.index.fqn) + _ROOM_OF_ITEM for plan in plans for write in plan.items)
@@ -220,6 +225,9 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         try:
             results = self._write(save, ticket, plan, planner)
         except BaseException as error:
+            if save.part is None and ticket.claimed is not None and ticket.world_size > 1:
+                with suppress(CkptdError):  # without it, the other ranks wait for `rank_timeout`
+                    fail_step(ticket.claimed, ticket.rank, ticket.world_size, f"rank {ticket.rank}: {error}")
             save.drop(str(error))
             if isinstance(error, OSError):
                 raise StorageError.of(f"save {ticket.path}", error) from None
@@ -235,7 +243,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         part.write(layout, resolved, _ROOM + len(layout.document) + save.room)
         entry = None
         if not save.coordinates:
-            entry = part.finish(layout, values_of(None), _request(ticket))
+            entry = part.finish(layout, values_of(None), _request(ticket, part))
             save.part = save.resolved = None
             if isinstance(part, SlotPart):
                 part.close()
@@ -280,7 +288,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
                 f"parts of ranks {sorted(parts)} were written; expected one of each of {ticket.world_size} ranks; nothing was saved"
             )
         layout = resolved.lay_out(global_plan=ticket.global_plan, metadata=plain_metadata(metadata))
-        parts[ticket.rank] = part.finish(layout, values_of(metadata, save_id=save.save_id), _request(ticket))
+        parts[ticket.rank] = part.finish(layout, values_of(metadata, save_id=save.save_id), _request(ticket, part))
         if isinstance(part, SlotPart):
             part.wait()
             if self.overwrite:
@@ -290,7 +298,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         entries = [entry for _, entry in sorted(parts.items()) if entry is not None]
         save.part = None  # a manifest may name the part from now on, so that `drop` must not discard it
         try:
-            commit(checkpoint, layout, entries, _request(ticket), self.codec, overwrite=self.overwrite, nonce=part.nonce)
+            commit(checkpoint, layout, entries, _request(ticket, part), self.codec, overwrite=self.overwrite, nonce=part.nonce)
         except BaseException:
             if is_named(checkpoint, entries[ticket.rank].file):
                 part.close()
@@ -310,5 +318,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             self._save.drop()
 
 
-def _request(ticket: Ticket) -> SnapshotRequest:
-    return SnapshotRequest(tag=None if ticket.claimed is None else ticket.claimed.target.tag, created=time.time())
+def _request(ticket: Ticket, part: SlotPart | StandalonePart) -> SnapshotRequest:
+    if ticket.claimed is None or not isinstance(part, SlotPart):
+        return SnapshotRequest(created=time.time())
+    return SnapshotRequest(tag=ticket.claimed.target.tag, created=time.time(), node=part.node)

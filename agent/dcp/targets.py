@@ -1,7 +1,7 @@
 """Finds the daemon, job and step that a path names, and writes a rank's part of a DCP save into a slot of that daemon.
 
-The coordinator claims the attempt, and sends it to the other ranks. A process keeps the links to daemons that it has made for a save, uses
-them for the next save, and closes them when it exits.
+The coordinator claims the attempt, and sends it to the other ranks, which may be on other nodes and have daemons of their own. A process
+keeps the links to daemons that it has made for a save, uses them for the next save, and closes them when it exits.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from ckptd.agent.copy.mapped_slot import Documents, document_offsets
 from ckptd.agent.handover.handover import Handover
 from ckptd.agent.handover.rank_link import SAVE_SECONDS, RankLink, links
+from ckptd.agent.link.arguments import job_store
+from ckptd.agent.link.attempt import BegunAttempt, RankPlace, as_begun
 from ckptd.agent.link.launch import find_place
 from ckptd.agent.link.rounds import Told
 from ckptd.agent.pending import Pending
@@ -26,9 +30,11 @@ from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, DaemonUnreachable, InternalError, InvalidRequest, SnapshotFailed, StorageError
 from ckptd.shared.location import Location, located
+from ckptd.shared.membership import Membership
+from ckptd.shared.messages import Welcome
 from ckptd.shared.segment import this_boot
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.locate import attempts_of, job_and_tag, open_root, open_standalone
+from ckptd.shared.storage.locate import attempts_of, job_and_tag, open_standalone
 
 log = logging.getLogger("ckptd.agent")
 
@@ -44,7 +50,7 @@ class Target:
     """The checkpoint that `<root>/<job>/<tag>` names at the daemon of `root`.
 
     socket: the daemon's, or None for the private daemon of `root`. tag: a tag of the caller's own, or None if the tag is `step-<number>`.
-    step: that number, or None if there is a tag.
+    step: that number, or None if there is a tag. place: that of the process that has found the target.
     """
 
     socket: str | None
@@ -52,6 +58,7 @@ class Target:
     job: str
     tag: str | None
     step: int | None
+    place: RankPlace
 
     @property
     def path(self) -> Location:
@@ -68,22 +75,22 @@ class Target:
         found = _daemon(path, socket)
         if found is None:
             return None
-        place, root = found
+        at, root, welcome = found
         named = job_and_tag(path, root)
         assert named is not None
         job, tag = names.check_name("job", named[0]), named[1]
-        step = _STEP.fullmatch(tag)
+        step, place = _STEP.fullmatch(tag), RankPlace.of(welcome, job)
         if step is not None:
-            return cls(place, str(root), job, None, int(step[1]))
-        return cls(place, str(root), job, names.check_user_tag(tag), None)
+            return cls(at, str(root), job, None, int(step[1]), place)
+        return cls(at, str(root), job, names.check_user_tag(tag), None, place)
 
 
-def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location] | None:
-    """Return socket and root of the daemon under whose root `path` is a tag, or None. The socket of a private daemon is None."""
+def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location, Welcome] | None:
+    """Return socket, root and greeting of the daemon under whose root `path` is a tag, or None. The socket of a private daemon is None."""
     for known in links():
         root = located(known.root)
         if socket in (None, str(known.place.socket)) and job_and_tag(path, root):
-            return None if known.place.private else str(known.place.socket), root
+            return None if known.place.private else str(known.place.socket), root, known.client.welcome
     try:
         place = find_place(socket, None)
     except DaemonUnreachable:
@@ -102,30 +109,58 @@ def _daemon(path: Location, socket: str | None) -> tuple[str | None, Location] |
     root = located(channel.welcome.root)
     if not job_and_tag(path, root):
         return None
-    return None if place.private else str(place.socket), root
+    return None if place.private else str(place.socket), root, channel.welcome
+
+
+@dataclass(frozen=True, slots=True)
+class RankDaemon:
+    """The daemon of one rank for the checkpoints of a job, with its `socket` as in `Target`.
+
+    `place` is None if the rank has found no daemon, and `why` is an error on the way.
+    """
+
+    boot: bytes
+    host: str
+    socket: str | None = None
+    place: RankPlace | None = None
+    why: str = ""
+
+    @classmethod
+    def of(cls, path: Location, socket: str | None) -> RankDaemon:
+        """Return the daemon of this rank. An error is left to the coordinator, which may need no daemon."""
+        none = cls(this_boot(), names.host())
+        try:
+            target = Target.of(path, socket)
+        except CkptdError as error:
+            return replace(none, why=str(error))
+        return none if target is None else replace(none, socket=target.socket, place=target.place)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The attempt and the step that the coordinator has claimed for one save.
+    """The attempt and the step that the coordinator has claimed for one save, as one rank needs them.
 
-    step: None if the only rank takes its next step, which it chooses when it writes. boot: the boot id of the coordinator's node.
+    step: None if the only rank takes its next step, which it chooses when it writes.
     """
 
     target: Target
-    attempt: int
+    begun: BegunAttempt
     step: int | None
-    boot: bytes
 
 
-def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, Callable[[], None]]:
-    """Claim the attempt and the step of a save for all ranks. Return the claim, and a function to call once the save is over.
+def claim(target: Target, others: Sequence[RankDaemon | None], *, overwrite: bool) -> tuple[list[Claim], Callable[[], None]]:
+    """Claim the attempt and the step of a save for all ranks. Return a claim for each rank, and a function to call once the save is over.
 
     Runs on the coordinator. A step that does not follow the last one begins a new attempt, and so does a tag that is overwritten. With
     `overwrite`, and before a new attempt, this waits up to `SAVE_SECONDS` for other saves of this process.
 
-    Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one is that of the caller's Agent; the daemon's errors.
+    others: the daemons of ranks 1 and up, each None if it is not known. Such a rank uses the coordinator's daemon, and so does one that
+    has found no daemon on the coordinator's own node.
+
+    Raises AlreadyExists; InvalidRequest if a new attempt is needed and the present one is that of the caller's Agent; DaemonUnreachable if
+    a rank on another node has found no daemon; the daemon's errors.
     """
+    targets = _targets(target, others)
     try:
         alone = open_standalone(target.path).has_manifest()
     except OSError as error:
@@ -137,12 +172,11 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
     until = time.monotonic() + SAVE_SECONDS
     while True:
         with _calls("save"):
-            held = _current(target, world_size)
-            directory = names.tag_directory(target.step, target.tag, held.attempt)
-            taken = open_root(target.root).has_manifest(target.job, directory)
+            held = _current(targets)
+            taken = attempts_of(target.path).get(held.attempt)
             if taken and not overwrite:
-                raise AlreadyExists(f"Checkpoint already exists: {target.job}/{directory}; choose another name, or pass overwrite=True")
-            begins_next = taken or (target.step is not None and target.step <= held.last_step)
+                raise AlreadyExists(f"Checkpoint already exists: {target.job}/{taken}; choose another name, or pass overwrite=True")
+            begins_next = taken is not None or (target.step is not None and target.step <= held.last_step)
             if begins_next and held not in _own.values():
                 whose = f"attempt {held.attempt} of this process's own Agent"
                 if target.step is None:
@@ -151,45 +185,71 @@ def claim(target: Target, world_size: int, *, overwrite: bool) -> tuple[Claim, C
                     f"step {target.step} does not follow step {held.last_step}, the last of {whose}: call recover() to go back"
                 )
             if not held.saving or not (overwrite or begins_next) or time.monotonic() > until:
-                return _claimed(target, _begin(target, 0, world_size, None) if begins_next else held, world_size)
+                return _claimed(targets, _begin_all(targets) if begins_next else held)
         time.sleep(_LOOK_SECONDS)  # a save on another thread may be the one to overwrite, and a new attempt would end it
 
 
-def _claimed(target: Target, held: RankLink, world_size: int) -> tuple[Claim, Callable[[], None]]:
-    token, step = _Token(), target.step
+def _targets(first: Target, others: Sequence[RankDaemon | None]) -> list[Target]:
+    """Return the target of each rank, given that of the coordinator. Ranks of one daemon get one place.
+
+    The coordinator's target names the checkpoint, because a rank may have shown its daemon for another save of the job. A private daemon
+    that had nothing to do may have ended since a rank has asked it, and its place with it: the socket tells that it is the same daemon.
+
+    Raises DaemonUnreachable if a rank is on another node and has found no daemon.
+    """
+    found, known = [first], dict.fromkeys(_names(first), first)
+    for rank, other in enumerate(others, 1):
+        if other is None or (other.place is None and other.boot == first.place.boot):
+            found.append(first)
+            continue
+        if other.place is None:
+            why = other.why or f"no daemon of that node serves it: start one with `ckptd run --root {first.root}`, as on {first.place.node}"
+            raise DaemonUnreachable(f"rank {rank} on {other.host} cannot save to {first.path}: {why}")
+        target = replace(first, socket=other.socket, place=other.place)
+        found.append(next((known[name] for name in _names(target) if name in known), target))
+        known |= dict.fromkeys(_names(target), found[-1])
+    return found
+
+
+def _names(target: Target) -> list[tuple[bytes, str, str | None]]:
+    """Return what identifies a daemon: its node and its socket, and its own identity, which an old daemon does not tell."""
+    boot, host, instance = target.place.boot, target.place.node, target.place.instance
+    return [(boot, host, target.socket), *([(boot, "", instance)] if instance else [])]
+
+
+def _claimed(targets: Sequence[Target], held: RankLink) -> tuple[list[Claim], Callable[[], None]]:
+    token, step = _Token(), targets[0].step
     held.saving.add(token)
-    if step is None and world_size > 1:
+    if step is None and len(targets) > 1:
         step = held.handovers.last_step = held.last_step + 1
-    return Claim(target, held.attempt, step, this_boot()), lambda: held.saving.discard(token)
+    places, node = [target.place for target in targets], held.node
+    begun = [BegunAttempt(held.attempt, None, [])] * len(places) if node is None else as_begun(held.attempt, places, node.claim)
+    return [Claim(*each, step) for each in zip(targets, begun, strict=True)], lambda: held.saving.discard(token)
 
 
 class _Token:
     """A mark for a save in `RankLink.saving`. That set holds it weakly, so a save that Ctrl-C has ended leaves the set by itself."""
 
 
-def _current(target: Target, world_size: int) -> RankLink:
+def _current(targets: Sequence[Target]) -> RankLink:
     """Return rank 0's link in the newest attempt that this process knows, or begin an attempt.
 
     The link of an Agent of the caller is returned even after another process has begun a newer attempt: the daemon then refuses the save.
     """
-    held = _find(target, 0, world_size, None)
+    held = _find(targets[0], 0, len(targets), None)
     if held is None:
-        return _begin(target, 0, world_size, None)
+        return _begin_all(targets)
     if held in _own.values() and not held.is_current():  # another process has begun a newer attempt of this job
         held.let_go()
-        return _begin(target, 0, world_size, None)
+        return _begin_all(targets)
     return held
 
 
 def attach(claimed: Claim, rank: int, world_size: int) -> RankLink:
-    """Return the link of this rank in the claimed attempt, or make one. Raises InvalidRequest if this rank is not on rank 0's node."""
-    if claimed.boot != this_boot():
-        raise InvalidRequest(
-            f"ranks 0 and {rank} are on different nodes, but a job's ranks must share one node and daemon: save outside its root"
-        )
+    """Return the link of this rank in the claimed attempt, or make one."""
     with _calls("save"):
-        held = _find(claimed.target, rank, world_size, claimed.attempt)
-        return held or _begin(claimed.target, rank, world_size, claimed.attempt)
+        held = _find(claimed.target, rank, world_size, claimed.begun.attempt)
+        return held or _begin(claimed.target, Told(rank, world_size, job_store, answer=msgspec.msgpack.encode(claimed.begun)))
 
 
 def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> RankLink | None:
@@ -200,13 +260,19 @@ def _find(target: Target, rank: int, world_size: int, attempt: int | None) -> Ra
     return None
 
 
-def _begin(target: Target, rank: int, world_size: int, attempt: int | None) -> RankLink:
+def _begin_all(targets: Sequence[Target]) -> RankLink:
+    """Begin an attempt for all ranks, given their targets. The other ranks join it when they attach."""
+    others = [None if target.place == targets[0].place else msgspec.msgpack.encode(target.place) for target in targets[1:]]
+    return _begin(targets[0], Told(0, len(targets), job_store, others=others))
+
+
+def _begin(target: Target, told: Told) -> RankLink:
     key = (target.root, target.job)
     before = _own.pop(key, None)
     if before is not None:
         _leave(before)
     root = target.root if target.socket is None else None
-    made = _own[key] = RankLink(Told(rank, world_size, attempt), target.job, socket=target.socket, root=root, takeover=True)
+    made = _own[key] = RankLink(told, target.job, socket=target.socket, root=root, takeover=True)
     return made
 
 
@@ -225,6 +291,14 @@ def leave_all() -> None:
             _leave(_own.popitem()[1])
 
 
+def fail_step(claimed: Claim, rank: int, world_size: int, why: str) -> None:
+    """Tell the daemon of this rank that it will not seal the claimed step, so that no other rank waits for it."""
+    with (link := attach(claimed, rank, world_size)).calls("save"):
+        handover = link.open_step(claimed.step, claimed.target.tag)
+        link.handovers.fail(handover.pending, SnapshotFailed(why))
+        link.handovers.settle(handover)
+
+
 class SlotPart:
     """This rank's part of a save, in a slot. Call `write`, then `finish`, then `wait` or `close`. After a failure call `discard`."""
 
@@ -236,6 +310,11 @@ class SlotPart:
         self._handover: Handover | None = None
         self._layout: Layout | None = None
         self._resolved: Resolved | None = None
+
+    @property
+    def node(self) -> Membership | None:
+        """The share of this node in the attempt, or None if all ranks are on one node."""
+        return self._link.node
 
     @property
     def _pending(self) -> Pending:
@@ -291,7 +370,7 @@ class SlotPart:
     def forget_older(self) -> None:
         """Delete the checkpoints that this save replaces: those of the same name in older attempts. A failure is logged."""
         target = self._claimed.target
-        older = [tag for attempt, tag in attempts_of(target.path).items() if attempt < self._claimed.attempt]
+        older = [tag for attempt, tag in attempts_of(target.path).items() if attempt < self._claimed.begun.attempt]
         try:
             for why in (self._link.forget(older) if older else {}).values():
                 log.warning("an older save of this name could not be deleted: %s", why)

@@ -1,19 +1,22 @@
-"""Passes the coordinator's decision on one save, a ticket, to each rank over the job's store.
+"""Passes the daemon of each rank to the coordinator, and the coordinator's decision on one save, a ticket, to each rank.
 
-DCP sends a plan to each rank, but a planner that caches plans replaces it by the plan of an earlier save. So a ticket does not travel in a
-plan.
+Both go over the job's store. DCP sends a plan to each rank, but a planner that caches plans replaces it by the plan of an earlier save. So
+neither travels in a plan.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
-from ckptd.agent.dcp.targets import Claim
+from ckptd.agent.dcp.targets import Claim, RankDaemon
+from ckptd.agent.link.arguments import job_store
 from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +34,36 @@ class Ticket:
     claimed: Claim | None
 
 
+def show(path: Location, rank: int, found: RankDaemon) -> None:
+    """Show the coordinator the daemon of this rank. Runs on ranks 1 and up, before DCP collects the plans."""
+    with _lock:
+        _own.pop(str(path.parent), None)
+        _own[str(path.parent)] = found
+        if len(_own) > _MOST_JOBS:
+            del _own[next(iter(_own))]
+        job_store().set(_daemons_key(rank), msgspec.msgpack.encode(_own))  # type: ignore[arg-type]
+
+
+_lock = threading.Lock()
+_own: dict[str, RankDaemon] = {}
+"""What this rank has shown last, by the directory of the job. One key has them all, so that no key is left behind by a job."""
+_MOST_JOBS = 32
+
+
+def shown(path: Location, world_size: int) -> list[RankDaemon | None]:
+    """Return the daemons of ranks 1 and up, with None for a rank that saves elsewhere. Runs on the coordinator, once it has the plans."""
+    if world_size == 1:
+        return []
+    store, keys = job_store(), [_daemons_key(rank) for rank in range(1, world_size)]
+    there = [key for key in keys if store.check([key])] if not store.check(keys) else keys
+    found = dict(zip(there, store.multi_get(there) if there else [], strict=True))
+    return [_DAEMONS_DECODER.decode(found[key]).get(str(path.parent)) if key in found else None for key in keys]
+
+
 def send(tickets: list[Ticket]) -> None:
     """Publish the tickets of ranks 1 and up. Runs on the coordinator, before DCP sends out the plans."""
     if len(tickets) > 1:
-        store = _store()
+        store = job_store()
         for ticket in tickets[1:]:
             store.set(_key(ticket.path, ticket.rank), msgspec.msgpack.encode(ticket))  # type: ignore[arg-type]  # the store takes bytes too
 
@@ -45,7 +74,7 @@ def receive(path: str, rank: int) -> Ticket:
     Raises InvalidRequest if there is no ticket, because the coordinator saves to another path.
     """
     if dist.is_initialized():
-        store, key = _store(), _key(path, rank)
+        store, key = job_store(), _key(path, rank)
         if store.check([key]):
             encoded = store.get(key)
             store.delete_key(key)  # so that a later save to another path does not find it
@@ -53,15 +82,19 @@ def receive(path: str, rank: int) -> Ticket:
     raise InvalidRequest(f"this rank saves to {path}, but the coordinator saves to another path: use the same path on all ranks")
 
 
-def _store() -> Store:
-    """Return a new connection to the store of the default process group. A thread that waits on an existing connection blocks it."""
-    group = dist.group.WORLD
-    assert group is not None
-    return PrefixStore("ckptd-tickets", _get_process_group_store(group).clone())  # type: ignore[attr-defined]
-
-
 def _key(path: str, rank: int) -> str:
-    return f"{rank}:{path}"
+    return f"ticket/{rank}:{path}"
 
 
+def _daemons_key(rank: int) -> str:
+    return f"daemons/{rank}"
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 _DECODER = msgspec.msgpack.Decoder(Ticket)
+_DAEMONS_DECODER = msgspec.msgpack.Decoder(dict[str, RankDaemon])

@@ -12,18 +12,22 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from ckptd.agent.handover.handover import Handover, Handovers
 from ckptd.agent.link.arguments import job_name, launch_id, may_take_over
 from ckptd.agent.link.attempt import begin
+from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.launch import find_place
-from ckptd.agent.link.rounds import Ranks
+from ckptd.agent.link.rounds import Exchange, Ranks, Told
 from ckptd.agent.pending import Pending
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import messages as m
+from ckptd.shared.board import Answer
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, InvalidRequest, StructureChanged, from_wire
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.membership import Membership
 
 log = logging.getLogger("ckptd.agent")
 
@@ -38,10 +42,10 @@ AWAY_SECONDS = 60.0
 class RankLink:
     """The link of one rank, in one attempt of a job, to its daemon. Making it begins or joins an attempt.
 
-    `calls` lets in one public call at a time. `attempt` is the attempt that this rank is in. `saving` has the saves through DCP that are
-    not over yet. `structure_changed` is called, on any thread, when the ranks must plan again. `unnamed` is True if neither the caller nor
-    the environment names the job. `takeover` says whether to begin although another run of the job is alive; None leaves that to
-    CKPTD_TAKEOVER.
+    `calls` lets in one public call at a time. `attempt` is the attempt that this rank is in, and `node` the share of this node in it, or
+    None if all ranks are on one node. `saving` has the saves through DCP that are not over yet. `structure_changed` is called, on any
+    thread, when the ranks must plan again. `unnamed` is True if neither the caller nor the environment names the job. `takeover` says
+    whether to begin although another run of the job is alive; None leaves that to CKPTD_TAKEOVER.
 
     Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning, StorageError and other errors of the daemon, and
     SnapshotFailed if a rank does not come. `begin` in `attempt.py` says which errors are raised on all ranks.
@@ -62,6 +66,8 @@ class RankLink:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.calls = CallLock(self._tidy)
         self.attempt = 0
+        self.node: Membership | None = None
+        self._board: Board | None = None
         self.saving: weakref.WeakSet[object] = weakref.WeakSet()
         self.interrupted = False
         """True from before the next attempt begins until the slots and plan of the old one are dropped. Ctrl-C may leave it True."""
@@ -121,10 +127,22 @@ class RankLink:
         except CkptdError as error:
             begin(self.ranks, error)
             raise
-        attempt = begin(self.ranks, None, self.client, self.job, takeover=takeover)
-        self.handovers.last_step, self.attempt = -1, attempt
+        self._end_board()
+        begun = begin(self.ranks, None, self.client, self.job, takeover=takeover)
+        self.handovers.last_step, self.attempt, self.node = -1, begun.attempt, begun.node
         self.ranks.scope = self.job
+        if self.node is not None and self.rank == self.node.ranks[0] and isinstance(self.ranks, Exchange | Told):
+            prefix = f"{self.job}/board/{self.node.claim}"  # the number is that of another attempt, too, under another root
+            self._board = Board(self.ranks.new_client(), prefix, self.rank, begun.leaders, partial(self._pass_on, self.attempt))
         failpoint("agent.begun")
+
+    def _pass_on(self, attempt: int, answer: Answer) -> None:
+        self.client.post(lambda n: m.Heard(id=n, attempt=attempt, answer=answer), lambda _: None)
+
+    def _end_board(self) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            board.end()
 
     def begin_next(self) -> None:
         """Begin the next attempt. The daemon takes the slots of the current attempt back, and finishes the saves that it still owes."""
@@ -208,7 +226,12 @@ class RankLink:
                 if not self.client.wait_connected(AWAY_SECONDS):
                     raise DaemonUnreachable(_GONE) from None
 
-    def _news(self, progress: m.Progress) -> None:
+    def _news(self, progress: m.Progress | m.Holds) -> None:
+        if isinstance(progress, m.Holds):
+            board = self._board
+            if board is not None and progress.attempt == self.attempt:
+                board.show(progress.holding)
+            return
         pending = self.handovers.pending.get((progress.attempt, progress.step))
         if progress.code == StructureChanged.code:
             self._structure_changed()
@@ -229,10 +252,14 @@ class RankLink:
         if not self.attempt or self.interrupted:
             return  # the call that begins the next attempt sends its own Begin
         began, _ = self.client.call(
-            lambda n: m.Begin(id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt, run=launch_id()),
+            lambda n: m.Begin(
+                id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt, run=launch_id(), node=self.node
+            ),
             m.Began,
             CALL_SECONDS,
         )
+        if self._board is not None:
+            self._board.repeat()
         self.handovers.resume({segment.segment for segment in began.held})
 
     # -- closing
@@ -257,6 +284,7 @@ class RankLink:
         May be called again after Ctrl-C has interrupted it.
         """
         self._closed = True
+        self._end_board()
         self.handovers.sealer.close()
         self.client.close()
         self.handovers.close()
@@ -264,7 +292,7 @@ class RankLink:
 
     def _forget(self) -> None:
         """Close this link in a forked child, which must not use its parent's connection and locks."""
-        self._closed, self.calls = True, CallLock()
+        self._closed, self.calls, self._board = True, CallLock(), None
         self.client.forget()
         self.handovers.slots.forget()
 

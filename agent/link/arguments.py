@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
 
 from ckptd.agent.link.rounds import Alone, Exchange, Ranks
 from ckptd.agent.link.script import script_job
 from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.membership import Membership
 from ckptd.shared.names import check_name, check_user_tag
 from ckptd.shared.retention import Policy
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
@@ -73,6 +74,13 @@ def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
     return Exchange(_get_process_group_store(group), dist.get_rank(group), dist.get_world_size(group))
 
 
+def job_store() -> Store:
+    """Return a new client of the store of the default process group. A thread that waits on an existing client blocks its other users."""
+    group = dist.group.WORLD
+    assert group is not None
+    return PrefixStore("ckptd", _get_process_group_store(group).clone())  # type: ignore[attr-defined]
+
+
 def as_step(step: Any) -> int:
     """Return a step as an int, given any integer, such as one of NumPy or a tensor with one element. Return -1 if it is no valid step."""
     try:
@@ -103,6 +111,7 @@ def make_request(
     metrics: Mapping[str, float] | None,
     user_content: Any,
     retention: Sequence[Policy] | None = None,
+    node: Membership | None = None,
 ) -> SnapshotRequest:
     """Return the request document of one snapshot, made from the checked options. Raises InvalidRequest, or InvalidName for the tag."""
     if as_step(step) < 0:
@@ -133,6 +142,7 @@ def make_request(
         user_content=content,
         created=time.time(),
         retention=None if retention is None else [repr(policy) for policy in retention],
+        node=node,
     )
 
 

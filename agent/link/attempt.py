@@ -1,8 +1,11 @@
-"""Begins an attempt on all ranks together: they must share a node and a daemon, and rank 0 claims the number for all."""
+"""Begins an attempt on all ranks together: they find out which of them share a node, and rank 0 claims the number for all."""
 
 from __future__ import annotations
 
 import logging
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,7 +15,9 @@ from ckptd.agent.link.rounds import Ranks
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, InternalError, InvalidRequest, JobRunning
+from ckptd.shared.membership import Membership
 from ckptd.shared.segment import this_boot
+from ckptd.shared.session import NODES
 
 log = logging.getLogger("ckptd.agent")
 
@@ -20,39 +25,62 @@ BEGIN_SECONDS = 120.0  # how long one rank waits for another: processes start, i
 WAIT_SECONDS = 10.0  # how long a run waits for the end of another run of its job, such as a killed one that it replaces
 
 
-def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, job: str = "", *, takeover: bool = False) -> int:
-    """Begin an attempt together with the other ranks of the job, and return its number.
+class BegunAttempt(NamedTuple):
+    """An attempt that has begun.
+
+    attempt: its number. node: the share of this node, or None if all ranks are on one node. leaders: the lowest rank of each node.
+    """
+
+    attempt: int
+    node: Membership | None
+    leaders: list[int]
+
+
+def begin(ranks: Ranks, error: CkptdError | None, client: Client | None = None, job: str = "", *, takeover: bool = False) -> BegunAttempt:
+    """Begin an attempt together with the other ranks of the job, and return it. The ranks of one daemon are on one node.
 
     With `takeover`, another run of the job that is alive can no longer save. Without it, this one is refused after `WAIT_SECONDS`.
 
     A rank that cannot begin passes its `error` and no `client`. That error is raised on all ranks, and so are the errors of the claim by
-    rank 0: InvalidRequest if the ranks do not share node, daemon, root and job, JobRunning, and other errors of the daemon. Raises
-    SnapshotFailed if a rank does not come within `BEGIN_SECONDS`. After the claim the other ranks begin the attempt at the daemon, and an
-    error there is raised on that rank only.
+    rank 0: InvalidRequest if the ranks do not share root and job, JobRunning, and other errors of the daemon. Raises SnapshotFailed if a
+    rank does not come within `BEGIN_SECONDS`. After the claim the other ranks begin the attempt at their daemons. An error there is raised
+    on that rank only if all ranks are on one node, or if `ranks` is a `Told`, and otherwise on all ranks.
     """
 
     def claim(said: list[bytes]) -> list[bytes]:
         places = [_PLACE_DECODER.decode(one) for one in said]
         for rank, place in enumerate(places):
             _check_same(places[0], place, rank)
+        identity = secrets.token_hex(16)
         assert client is not None
-        return [msgspec.msgpack.encode(_claim(client, job, ranks, takeover))] * len(said)
+        attempt = _claim(client, job, ranks, _nodes(places, identity)[0], takeover)
+        return [msgspec.msgpack.encode(begun) for begun in as_begun(attempt, places, identity)]
 
     mine: bytes | CkptdError
     if client is None:
         mine = error or InternalError("there is no connection to a daemon, and no error that says why")
     else:
-        mine = msgspec.msgpack.encode(_Place(this_boot(), names.host(), client.welcome.instance, client.welcome.root, job))
-    attempt: int = msgspec.msgpack.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS))
+        mine = msgspec.msgpack.encode(RankPlace.of(client.welcome, job))
+    begun = _BEGUN_DECODER.decode(ranks.round("begin", mine, claim, BEGIN_SECONDS))
     assert client is not None
-    return attempt if ranks.rank == 0 else _begin(client, job, ranks, attempt, None)
+    if begun.node is None:
+        attempt = begun.attempt if ranks.rank == 0 else _begin(client, job, ranks, begun.attempt, None)
+        return BegunAttempt(attempt, None, [])
+    joined: bytes | CkptdError = b""
+    if ranks.rank != 0:
+        try:
+            _begin(client, job, ranks, begun.attempt, None if takeover else WAIT_SECONDS, begun.node)
+        except CkptdError as failure:
+            joined = failure
+    ranks.round("joined", joined, lambda said: said, BEGIN_SECONDS)
+    return begun
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True):
+class RankPlace(msgspec.Struct, frozen=True, array_like=True):
     """The place where one rank runs, and its job.
 
     `boot` is the boot id of its node, and `node` its host name. `instance` identifies its daemon, and is "" from an old daemon. `root` is
-    the root of that daemon.
+    the root of that daemon, and `identity` that of the root, "" from an old daemon. `nodes` is True if the daemon knows several nodes.
     """
 
     boot: bytes
@@ -60,44 +88,78 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
     instance: str
     root: str
     job: str
+    identity: str = ""
+    nodes: bool = False
+
+    @classmethod
+    def of(cls, welcome: m.Welcome, job: str) -> RankPlace:
+        """Return the place of this process, given the greeting of its daemon."""
+        return cls(this_boot(), names.host(), welcome.instance, welcome.root, job, welcome.identity, NODES in welcome.features)
 
 
-def _check_same(first: _Place, other: _Place, rank: int) -> None:
-    """Raise InvalidRequest unless `rank` and rank 0 can share an attempt.
-
-    Nodes are compared by boot id, because the containers of one node share it, while their host names may differ.
-    """
+def _check_same(first: RankPlace, other: RankPlace, rank: int) -> None:
+    """Raise InvalidRequest unless `rank` and rank 0 can share an attempt."""
     if first.root != other.root:
         raise InvalidRequest(
-            f"rank {rank} uses root {other.root}, rank 0 uses {first.root}: start all ranks with the same CKPTD_ROOT and one daemon"
+            f"rank {rank} on {other.node} uses root {other.root}, rank 0 on {first.node} uses {first.root}: "
+            "start all ranks with the same CKPTD_ROOT"
         )
-    if first.boot != other.boot or (first.instance and other.instance and first.instance != other.instance):
+    if first.identity and other.identity and first.identity != other.identity:
         raise InvalidRequest(
-            f"ranks 0 and {rank} are served by different daemons (nodes {first.node} and {other.node}): "
-            "a job's ranks must be on one node with one daemon in this version"
+            f"the root {first.root} of rank {rank} on {other.node} is not that of rank 0 on {first.node}, although it has the same path: "
+            "use a directory of a shared file system, or an object store"
         )
+    if not _same_daemon(first, other) and not (first.nodes and other.nodes):
+        old = other if first.nodes else first
+        raise InvalidRequest(f"the daemon on {old.node} knows no jobs of several nodes: install this version of ckptd on all nodes")
     if first.job != other.job:
         raise InvalidRequest(f"rank {rank} uses the job name {other.job!r}, rank 0 uses {first.job!r}: use the same job name on all ranks")
 
 
-def _claim(client: Client, job: str, ranks: Ranks, takeover: bool) -> int:
+def _same_daemon(one: RankPlace, other: RankPlace) -> bool:
+    """Return True if two ranks have the same daemon. Host names are no guide, because containers of one node may have different ones."""
+    return one.boot == other.boot and (one.instance == other.instance or not (one.instance and other.instance))
+
+
+def as_begun(attempt: int, places: Sequence[RankPlace], identity: str) -> list[BegunAttempt]:
+    """Return an attempt as each rank needs it to join, given the places of all ranks, and the identity of the claim on several nodes."""
+    nodes = _nodes(places, identity)
+    leaders = sorted({node.ranks[0] for node in nodes if node is not None})
+    return [BegunAttempt(attempt, node, leaders) for node in nodes]
+
+
+def _nodes(places: Sequence[RankPlace], identity: str) -> list[Membership | None]:
+    """Return, for each rank, the share of its node in the attempt. All are None if all ranks have the same daemon."""
+    if all(_same_daemon(places[0], place) for place in places):
+        return [None] * len(places)
+    found: dict[tuple[bytes, str], list[int]] = {}
+    for rank, place in enumerate(places):
+        found.setdefault((place.boot, place.instance), []).append(rank)
+    shares = {key: Membership(claim=identity, ranks=here) for key, here in found.items()}
+    return [shares[place.boot, place.instance] for place in places]
+
+
+def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, takeover: bool) -> int:
     """Begin the next attempt. If another run of the job is alive and `takeover` is False, wait for its end, and say so."""
     if takeover:
-        return _begin(client, job, ranks, 0, None)
+        return _begin(client, job, ranks, 0, None, node)
     try:
-        return _begin(client, job, ranks, 0, 0.0)
+        return _begin(client, job, ranks, 0, 0.0, node)
     except JobRunning as error:
         log.warning("waiting %g s for the end of another run: %s", WAIT_SECONDS, error)
-    return _begin(client, job, ranks, 0, WAIT_SECONDS)
+    return _begin(client, job, ranks, 0, WAIT_SECONDS, node)
 
 
-def _begin(client: Client, job: str, ranks: Ranks, attempt: int, wait: float | None) -> int:
+def _begin(client: Client, job: str, ranks: Ranks, attempt: int, wait: float | None, node: Membership | None = None) -> int:
     began, _ = client.call(
-        lambda n: m.Begin(id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt, run=launch_id(), wait=wait),
+        lambda n: m.Begin(
+            id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt, run=launch_id(), wait=wait, node=node
+        ),
         m.Began,
         CALL_SECONDS + (wait or 0.0),
     )
     return began.attempt
 
 
-_PLACE_DECODER = msgspec.msgpack.Decoder(_Place)
+_PLACE_DECODER = msgspec.msgpack.Decoder(RankPlace)
+_BEGUN_DECODER = msgspec.msgpack.Decoder(BegunAttempt)

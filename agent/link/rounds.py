@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -34,6 +34,7 @@ class Alone:
 
     rank, world_size, operations = 0, 1, 0
     scope = ""
+    _others: Sequence[bytes | None] = ()
     _answer: bytes | None = None
 
     def round(
@@ -47,7 +48,8 @@ class Alone:
         """Decide on this rank's value alone, and return the answer. Raises `mine` if it is an error."""
         if isinstance(mine, CkptdError):
             raise mine
-        return decide([mine])[0] if self._answer is None else self._answer
+        said = [mine, *(mine if other is None else other for other in self._others)]
+        return decide(said)[0] if self._answer is None else self._answer
 
     def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
         """Return the result of `say`."""
@@ -55,15 +57,17 @@ class Alone:
 
 
 class Told(Alone):
-    """The rounds of one rank in a save that DCP coordinates, without an exchange between the ranks.
+    """The rounds of one rank in a save that DCP coordinates: DCP has already carried the values that the ranks would send each other.
 
-    The coordinator, rank 0, passes None as `attempt`, and claims one. The other ranks pass the attempt that it has claimed, and get it as
-    the answer of every round.
+    The coordinator, rank 0, passes the values of the `others`, with None for one that equals its own, and decides. The other ranks pass its
+    `answer`, and get it in every round. `store` returns a new client of the job's store.
     """
 
-    def __init__(self, rank: int, world_size: int, attempt: int | None) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._answer = None if attempt is None else msgspec.msgpack.encode(attempt)
+    def __init__(
+        self, rank: int, world_size: int, store: Callable[[], Store], *, others: Sequence[bytes | None] = (), answer: bytes | None = None
+    ) -> None:
+        self.rank, self.world_size, self.new_client = rank, world_size, store
+        self._others, self._answer = others, answer
 
 
 class Exchange:
@@ -77,7 +81,8 @@ class Exchange:
         self.rank, self.world_size = rank, world_size
         self.scope = ""
         self.operations = 0
-        self._store = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
+        self._client = store.clone()  # type: ignore[attr-defined]
+        self._store = PrefixStore("ckptd", self._client)
         self._asked_at: float | None = None  # when the request was made that the store has not answered yet
         self._done = Flag()  # set when the thread of the last round has ended
         self._done.set()
@@ -102,6 +107,10 @@ class Exchange:
         answer = self._held(lambda over: self._round(f"{self.scope}/{topic}", mine, decide, deadline, over), unwanted)
         assert answer is not None
         return _decode(answer)
+
+    def new_client(self) -> Store:
+        """Return a new client of the job's store, for a thread that must not wait for this one's requests."""
+        return PrefixStore("ckptd", self._client.clone())
 
     def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
         """Return the message of rank 0, which is the result of `say` there. Rank 0 does not wait for the other ranks.

@@ -38,7 +38,7 @@ def script_job() -> str:
 def check_not_default(root: str, job: str) -> None:
     """Raise NotFound if the root has checkpoints of job "default", which an unnamed job may have saved with an earlier version."""
     repository = open_root(root)
-    if any(repository.has_manifest(DEFAULT, tag) for tag in repository.tags(DEFAULT)):
+    if any(repository.is_committed(DEFAULT, tag) for tag in repository.tags(DEFAULT)):
         raise NotFound(
             f"job {job!r}, named after the main script, has no checkpoint, but {root} has checkpoints of job {DEFAULT!r}: set "
             f"CKPTD_JOB={DEFAULT} to recover those, or CKPTD_JOB={job} to begin without them"

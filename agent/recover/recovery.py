@@ -78,7 +78,7 @@ class Recovery:
     """One call of `Agent.recover`, made on all ranks together.
 
     All ranks go through the same phases and exchange the result of each phase, so that they all make the same decisions. `topic` is the
-    name of this call in the job's store.
+    name of this call in the job's store. `nodes` is True if the job is on several nodes.
     """
 
     def __init__(
@@ -89,9 +89,11 @@ class Recovery:
         topic: str,
         options: Options,
         planner: LoadPlanner | None = None,
+        *,
+        nodes: bool = False,
     ) -> None:
         self._client, self._ranks, self._job, self._topic = client, ranks, job, topic
-        self._options, self._planner = options, planner
+        self._options, self._planner, self._nodes = options, planner, nodes
         self.last_step = -1
         """The highest step that any rank has captured in this attempt, or -1. Known once `run` has heard from all ranks."""
         self._overwritten: set[str] = set()  # names of the tensors that a damaged candidate may have overwritten on this rank
@@ -103,6 +105,9 @@ class Recovery:
         last_step: the last step that this rank has captured in this attempt.
         """
         begun = time.monotonic()
+        if self._nodes:
+            delivered = _delivered(self._all("deliver", self._deliver))
+            self._all("decide", lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {})
         said = self._all("find", lambda: self._find(step, last_step))
         self.last_step = max(found["last_step"] for found in said)
         candidates = _common_candidates(said)
@@ -144,11 +149,19 @@ class Recovery:
             return PlannedLoading(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
         return Loading(self._client, self._ranks, self._job, candidate, self._options, self._overwritten)
 
-    def _find(self, step: int | None, last_step: int) -> dict[str, Any]:
+    def _deliver(self) -> dict[str, Any]:
+        """Have this node's daemon save what it holds in memory, because ranks on other nodes can read it from storage only.
+
+        Once all nodes have delivered, the daemon of rank 0 decides which checkpoints are complete, before the other ranks look for them.
+        """
+        done, _ = self._client.call(lambda n: m.Deliver(id=n), m.Delivered, RANKS_SECONDS)
+        return {"attempt": done.attempt, "world_size": done.world_size, "ranks": done.ranks}
+
+    def _find(self, step: int | None, last_step: int, delivered: int = 0) -> dict[str, Any]:
         asked = None if step is None else as_step(step)
         if asked == -1:
             raise InvalidRequest(f"step is {step!r}; expected an integer from 0 to 10**18 - 1")
-        found, _ = self._client.call(lambda n: m.Find(id=n, step=asked), m.Found, FIND_SECONDS)
+        found, _ = self._client.call(lambda n: m.Find(id=n, step=asked, delivered=delivered), m.Found, FIND_SECONDS)
         failpoint("agent.recover.found")
         return {
             "candidates": [msgspec.to_builtins(c) for c in found.candidates],
@@ -201,6 +214,13 @@ class Recovery:
             raise
         said: list[dict[str, Any]] = [msgspec.msgpack.decode(one) for one in msgspec.msgpack.decode(heard)]
         return said
+
+
+def _delivered(said: list[dict[str, Any]]) -> int:
+    """Return the last attempt, if the daemons of these ranks had all of its ranks, or 0."""
+    last = max(said, key=lambda one: int(one["attempt"]))
+    here = {rank for one in said if one["attempt"] == last["attempt"] for rank in one["ranks"]}
+    return int(last["attempt"]) if len(here) == last["world_size"] else 0
 
 
 def _common_candidates(said: list[dict[str, Any]]) -> list[m.RecoveryCandidate]:

@@ -119,7 +119,7 @@ def attempts_of(path: Location) -> dict[int, str]:
         return {}
     for tag in tags:
         parsed = names.parse_tag_directory(tag)
-        if parsed is not None and parsed[0] == wanted and repository.has_manifest(job, tag):
+        if parsed is not None and parsed[0] == wanted and repository.is_committed(job, tag):
             found[parsed[2]] = tag
     return found
 

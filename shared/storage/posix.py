@@ -30,6 +30,7 @@ class PosixStorage:
     """The objects below the directory `root`. Only the root itself may be a link."""
 
     head_last = True
+    creates_once = True  # a file is published by a hard link, which only one of several processes can make
 
     def __init__(self, root: Path, fs: FileSystem | None = None) -> None:
         self.root = root

@@ -84,6 +84,10 @@ class Storage(Protocol):
     head_last: bool
     """True if the first `ALIGN` bytes of an object can be written last."""
 
+    @property
+    def creates_once(self) -> bool:
+        """True if `publish` without `replace` succeeds for only one of several callers, which jobs of several nodes need."""
+
     def where(self, name: str = "") -> str:
         """Return the location of an object or a prefix, as text for messages."""
 

@@ -6,14 +6,18 @@ The layout of jobs, tags, parts, manifests, pins and claims is known here, and n
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ckptd.shared import names
+from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
+from ckptd.shared.receipt import HEAD, MAX_RECEIPT, Abandonment, Receipt, encode, is_abandonment
 from ckptd.shared.reuse import Linker, StoredFile
 from ckptd.shared.storage.protocol import Creator, Source, Storage, read_whole
 
@@ -84,6 +88,8 @@ class Repository:
         name = self._name(job, tag, names.MANIFEST)
         try:
             document = read_whole(self.storage.open(name), MAX_MANIFEST, name)
+            if is_abandonment(document):
+                raise FileNotFoundError
             return Manifest.decode(document), document
         except FileNotFoundError:
             raise NotFound(missing) from None
@@ -94,9 +100,96 @@ class Repository:
         """Return True if there is a manifest, intact or damaged."""
         return self.storage.exists(self._name(job, tag, names.MANIFEST))
 
-    def publish_manifest(self, job: str, tag: str, data: bytes) -> None:
-        """Commit: publish the manifest. Raises FileExistsError if the tag has one already."""
-        self.storage.publish(self._name(job, tag, names.MANIFEST), data, replace=False, points="commit")
+    def is_committed(self, job: str, tag: str) -> bool:
+        """Return True if there is a checkpoint, intact or damaged. An abandonment under the name of the manifest is none."""
+        name = self._name(job, tag, names.MANIFEST)
+        try:
+            source = self.storage.open(name)
+        except FileNotFoundError:
+            return False
+        except IntegrityError:
+            return True
+        try:
+            return not is_abandonment(bytes(source.view(0, HEAD)))
+        finally:
+            source.close()
+
+    def publish_manifest(self, job: str, tag: str, data: bytes, *, by: str = "") -> None:
+        """Commit: publish the manifest. Raises FileExistsError if the tag has one already.
+
+        by: 32 hexadecimal digits of the caller, needed if other daemons may publish a manifest or an abandonment of this tag.
+        """
+        self.storage.publish(self._name(job, tag, names.MANIFEST), data, replace=False, by=by, points="commit")
+
+    # -- tries of several nodes
+
+    def outcome(self, job: str, tag: str) -> Manifest | Abandonment | None:
+        """Return the manifest or the abandonment of a try, or None if it is undecided. Raises IntegrityError if it is damaged."""
+        name = self._name(job, tag, names.MANIFEST)
+        try:
+            document = read_whole(self.storage.open(name), MAX_MANIFEST, name)
+        except FileNotFoundError:
+            return None
+        try:
+            if is_abandonment(document):
+                return Abandonment.decode(document)
+            manifest = Manifest.decode(document)
+        except IntegrityError as error:
+            raise type(error)(f"{job}/{tag}: {error}") from None
+        check_manifest_place(manifest, job, tag)
+        return manifest
+
+    def receipts(self, job: str, tag: str, known: Iterable[Receipt] = ()) -> list[Receipt]:
+        """Return the receipts of a try, by the lowest rank of each node. Those that are `known` are not read again.
+
+        Raises IntegrityError if one of them is damaged or belongs to another try.
+        """
+        found = sorted(file for file in self.files(job, tag) if names.parse_receipt_file(file) is not None)
+        have = {names.receipt_file(receipt.node.ranks[0]): receipt for receipt in known}
+        return [receipt for file in found if (receipt := have.get(file) or self.receipt(job, tag, file)) is not None]
+
+    def receipt(self, job: str, tag: str, file: str) -> Receipt | None:
+        """Return one receipt, or None if it does not exist. Raises IntegrityError as `receipts` does."""
+        name = self._name(job, tag, file)
+        try:
+            receipt = Receipt.decode(read_whole(self.storage.open(name), MAX_RECEIPT, name))
+        except FileNotFoundError:
+            return None
+        except IntegrityError as error:
+            raise type(error)(f"{name}: {error}") from None
+        if (receipt.job, receipt.tag, names.receipt_file(receipt.node.ranks[0])) != (job, tag, file):
+            raise IntegrityError(f"{name}: the receipt there is that of {receipt.who} for {receipt.job}/{receipt.tag}")
+        return receipt
+
+    def touch(self, job: str, tag: str) -> None:
+        """Create and delete an object in the directory of a checkpoint.
+
+        Afterwards the directory exists, and a network file system lists it without its cache.
+        """
+        self.storage.create(self._name(job, tag, f"{names.MANIFEST}.{names.new_nonce().hex()}{names.TMP_SUFFIX}"), ALIGN, b"").discard()
+
+    def publish_receipt(self, receipt: Receipt) -> None:
+        """Publish a receipt. Raises FileExistsError if the node has one in this try already."""
+        name, data = self._name(receipt.job, receipt.tag, names.receipt_file(receipt.node.ranks[0])), encode(receipt)
+        publish = partial(self.storage.publish, name, data, replace=False, by=receipt.node.claim)
+        try:
+            publish(points="receipt")
+        except FileNotFoundError:  # no node has written a part yet
+            self.touch(receipt.job, receipt.tag)
+            publish()
+
+    def delete_receipts(self, job: str, tag: str) -> bool:
+        """Delete the receipts of a checkpoint. Return True if there were any. Without them no daemon can commit it again."""
+        found = [file for file in self.files(job, tag) if names.parse_receipt_file(file) is not None]
+        if found:
+            self.storage.delete(self._name(job, tag), found)
+        return bool(found)
+
+    def sweep_tag(self, job: str, tag: str, keep: Collection[str] = ()) -> None:
+        """Delete all files that ckptd has made in the directory of a checkpoint, except those in `keep`, and then the directory."""
+        files = [file for file in self.files(job, tag) if names.is_checkpoint_file(file) and file not in keep]
+        self.storage.delete(self._name(job, tag), files)
+        self.storage.remove(self._name(job, tag))
 
     # -- parts
 
@@ -207,6 +300,13 @@ class Repository:
             self.storage.delete(prefix, older)
         self._claimed.discard((job, attempt))
         return True
+
+    def claim_again(self, job: str, attempt: int) -> bool:
+        """Try to make a claim that another node has made. Return False if that fails, as it should, or if newer attempts have begun.
+
+        Claims of old attempts are deleted.
+        """
+        return self.newest_attempt(job) <= attempt and self.storage.claim(f"{names.attempts(job)}/{names.attempt_file(attempt)}")
 
     def refusal(self, job: str) -> str:
         """Return the reason why a job cannot be used, because another user could replace its checkpoints, or "" if it can."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
@@ -27,7 +28,7 @@ _SWEPT_AT_ONCE = 64
 """The most parts that a sweep locks at once. Each takes an open descriptor."""
 
 
-class StandaloneCheckpoint(Repository):
+class StandaloneCheckpoint(Repository, ABC):
     """A directory or a prefix that holds one checkpoint. Every job and tag means this place."""
 
     job, tag, attempt = "standalone", "standalone.a0001", 1
@@ -35,9 +36,9 @@ class StandaloneCheckpoint(Repository):
     def _name(self, *parts: str) -> str:
         return "/".join(parts[2:])
 
+    @abstractmethod
     def make(self) -> None:
         """Prepare the place for a save."""
-        raise NotImplementedError
 
     def read_manifest(self, job: str = job, tag: str = tag) -> Manifest:
         """Return the manifest, whatever job and tag it names: the checkpoint may have been moved or copied here."""
@@ -66,9 +67,9 @@ class StandaloneCheckpoint(Repository):
         """Keep earlier versions of ckptd from sweeping while the caller saves. The lock on each part does so for this version."""
         return closing(self.share())
 
+    @abstractmethod
     def sweep(self) -> None:
         """Remove files that the committed checkpoint does not need. Raises OSError, IntegrityError, NotFound."""
-        raise NotImplementedError
 
     def _named(self) -> set[str]:
         """Return the names of the parts of the committed checkpoint."""

@@ -218,7 +218,7 @@ def test_a_failure_on_one_rank_fails_the_save(base: Base, kind: str, planner: ty
         ranks.call(train, 1)
         heard = ranks.call(refused_save, base, "wrong", planner)
         assert heard[0] == heard[1]
-        assert heard[0][0].startswith(reason)
+        assert any(failure.startswith(reason) for failure in heard[0]), heard[0]  # rank 0 may have heard of rank 1's failure, too
         ranks.call(save, base, "right")
         wanted = together(ranks.call(whole))
         ranks.call(train, 1)

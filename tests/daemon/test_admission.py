@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from ckptd.daemon.admission import Admission
-from ckptd.daemon.catalog import Catalog, Snapshot
+from ckptd.daemon.catalog import Catalog
 from ckptd.daemon.decisions import Free
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot, Slots
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded
 from ckptd.shared.fs import PosixFileSystem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ckptd.daemon.catalog import Job
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
-from ckptd.shared.errors import StorageError
+from ckptd.shared.errors import InvalidRequest, StorageError
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.repository import Repository
@@ -39,6 +40,7 @@ class Full(PosixFileSystem):
 
 class Place:
     def __init__(self, root: Path) -> None:
+        root.mkdir(exist_ok=True)
         self.fs, self.root = Full(), root
         self.posix = PosixStorage(root, self.fs)
         self.storage = Repository(self.posix)
@@ -61,7 +63,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    made = Place(tmp_path)
+    made = Place(tmp_path / "root")
     yield made
     made.calls.close()
 
@@ -145,3 +147,29 @@ async def test_a_claim_whose_sync_failed_still_belongs_to_this_daemon(place: Pla
             await place.attempts.claim("gpt", 1)
     assert await place.attempts.claim("gpt", 1) is True
     assert place.claimed() == ["a0001"]
+
+
+async def test_a_node_that_could_make_the_claim_of_another_node_does_not_share_its_root(place: Place, tmp_path: Path) -> None:
+    """The other node has a copy of the root, with its identity, as after `rsync`."""
+    copy = tmp_path / "copy"
+    shutil.copytree(place.root, copy)
+    other = Place(copy)
+    attempt = await place.claim(0)
+    await place.attempts.check_shared("gpt", attempt)
+    await place.attempts.check_shared("gpt", attempt)
+    with pytest.raises(InvalidRequest) as caught:
+        await other.attempts.check_shared("gpt", attempt)
+    assert str(caught.value) == (
+        f"{names.host()} could claim attempt 1 of job 'gpt', which the node of rank 0 has claimed: {copy} is another directory on this "
+        "node, or its file system lets several nodes create one file; use a shared file system such as NFS or Lustre, or an object store"
+    )
+    other.calls.close()
+
+
+async def test_a_node_that_joins_after_newer_attempts_have_begun_is_not_told_that_it_shares_no_root(place: Place) -> None:
+    """The claim of the attempt that it joins is deleted by then."""
+    for _ in range(3):
+        await place.claim(0)
+    assert place.claimed() == ["a0002", "a0003"]
+    await place.attempts.check_shared("gpt", 1)
+    assert place.claimed() == ["a0002", "a0003"]

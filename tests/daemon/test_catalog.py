@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptd.daemon.catalog import Catalog, Job, RankSeal, SlotDecision, Snapshot, Step, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog, Job, SlotDecision, Step, StoredCheckpoint
+from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.shared.lifecycle import Event, IllegalStep, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file
@@ -266,14 +267,14 @@ def test_the_newest_copy_in_memory_is_never_released() -> None:
 def test_the_newest_complete_snapshot_is_owed_when_the_trainer_is_gone(state: SnapshotState) -> None:
     newest = snapshot(5, state, persist=False)
     made = job(snapshot(4), newest)
-    expected: Snapshot | None = newest if state in (SnapshotState.SEALED, SnapshotState.FAILED) else None
+    expected: list[Snapshot | None] = [newest] if state in (SnapshotState.SEALED, SnapshotState.FAILED) else []
     if state in (SnapshotState.FILLING, SnapshotState.RELEASED):
-        expected = made.snapshot((1, 4))  # the newest is not in memory, so the one before it counts
-    assert made.owed() is expected
+        expected = [made.snapshot((1, 4))]  # the newest is not in memory, so the one before it counts
+    assert made.owed() == expected
     made.commit(checkpoint(5))
     made.commit(checkpoint(4))
-    assert made.owed() is None
+    assert made.owed() == []
 
 
 def test_nothing_is_owed_by_an_empty_job() -> None:
-    assert job().owed() is None
+    assert job().owed() == []

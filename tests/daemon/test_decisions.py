@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ckptd.daemon import decisions as d
-from ckptd.daemon.catalog import Job, RankSeal, Snapshot, Step, StoredCheckpoint
+from ckptd.daemon.catalog import Job, Step, StoredCheckpoint
+from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.shared.errors import (
     AlreadyExists,
     CkptdError,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Snapshot
 from ckptd.daemon.engine import MOST_JOBS
 from ckptd.daemon.ranks import Process
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.shared.errors import AlreadyExists, Busy, CkptdError, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed, StorageError
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.segment import SlotState

@@ -16,9 +16,10 @@ import msgspec
 import pytest
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Job, RankSeal
+from ckptd.daemon.catalog import Job
 from ckptd.daemon.pipeline import SealedSlot
 from ckptd.daemon.recovery import scan_job
+from ckptd.daemon.snapshot import RankSeal
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, StorageError
 from ckptd.shared.lifecycle import SnapshotState
@@ -401,7 +402,7 @@ def test_existing_checksums_are_compared_and_kept(world: World) -> None:
 
 def test_a_snapshot_released_meanwhile_is_not_reported(world: World) -> None:
     world.snapshot.state = SnapshotState.RELEASED
-    asyncio.run(world.saver._fail(world.snapshot, StorageError("gone")))
+    asyncio.run(world.saver._fail(world.job, world.snapshot, StorageError("gone")))
     assert (world.told, world.snapshot.state) == ([], SnapshotState.RELEASED)
 
 

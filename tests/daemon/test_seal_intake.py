@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Snapshot
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.shared.errors import AlreadyExists, InvalidName, NotFound, SnapshotFailed, StructureChanged
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.reuse import ChunkCheck

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from ckptd.daemon import decisions as d
-from ckptd.daemon.catalog import Job, RankSeal, Snapshot
+from ckptd.daemon.catalog import Job
 from ckptd.daemon.ranks import Owner
+from ckptd.daemon.snapshot import RankSeal, Snapshot
+from ckptd.shared.board import Answer
 from ckptd.shared.errors import SnapshotFailed
 from ckptd.shared.lifecycle import Event, SnapshotState
+from ckptd.shared.membership import Membership
 from ckptd.shared.messages import Progress
 from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.segment import SegmentHeader
@@ -128,6 +131,18 @@ def test_a_released_snapshot_leaves_memory_with_all_its_slots(made: Made) -> Non
     made.perform(d.Release(KEY))
     assert (snapshot.state, made.job.snapshots, made.job.steps) == (SnapshotState.RELEASED, [], {})
     assert [slot.released for slot in made.slots] == [False] * 4
+
+
+def test_a_step_in_memory_that_is_sealed_after_another_node_has_failed_it_fails(made: Made) -> None:
+    """The answer of the board came before the step began here, so that there was nothing to fail then."""
+    made.job.node = Membership(claim="0a" * 16, ranks=[0, 1])
+    made.job.answer = Answer(dead={5: ("storage", "rank 2 on node1: disk full")})
+    snapshot = made.snapshot(0, 1, state=SnapshotState.SEALED)
+    snapshot.persist = False
+    made.core.steps.release_replaced(made.job)
+    assert (snapshot.state, snapshot.reason) == (SnapshotState.RELEASED, "rank 2 on node1: disk full")
+    assert [(message.step, message.state, message.code) for message in made.clients[0].told] == [(5, "failed", "storage")]
+    assert made.job.step_in(made.slots[1].name) is None
 
 
 def test_a_save_is_started_once(made: Made) -> None:

@@ -19,7 +19,9 @@ from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
 from ckptd.shared import binary, codec, errors, frames, names, part, plan, segment, session
 from ckptd.shared import messages as m
+from ckptd.shared.board import Answer, Holding
 from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.membership import Membership
 from ckptd.shared.snapshot_request import SnapshotRequest
 from tests.golden import make
 from tests.shared.wire import MESSAGES
@@ -85,6 +87,7 @@ def matches(written: Any, actual: Any) -> bool:
     if isinstance(written, str) and isinstance(actual, str) and written.startswith("hex:") and written.endswith("…"):
         return len(written) > 12 and actual.startswith(written[:-1])
     if isinstance(written, dict) and isinstance(actual, dict):
+        actual = {str(key): value for key, value in actual.items()}  # JSON has no other keys
         return list(written) == list(actual) and all(matches(written[key], actual[key]) for key in written)
     if isinstance(written, list) and isinstance(actual, list):
         return len(written) == len(actual) and all(map(matches, written, actual))
@@ -343,7 +346,10 @@ def test_every_error_code_on_the_wire_is_in_the_document_and_comes_back() -> Non
 
 # -- fields of messages
 
-INNER = {m.HeldSegment: "segment", m.RecoveryCandidate: "candidate", m.TrainingCost: "cost"}
+INNER: dict[type[Any], str] = {
+    m.HeldSegment: "segment", m.RecoveryCandidate: "candidate", m.TrainingCost: "cost", Membership: "node", Holding: "holding",
+    Answer: "answer",
+}  # fmt: skip
 
 
 def spoken(kind: Any) -> str:
@@ -356,6 +362,8 @@ def spoken(kind: Any) -> str:
             return "null"
         case info.BoolType():
             return "bool"
+        case info.StrType() if kind.pattern is not None:
+            return "32 hexadecimal digits"
         case info.StrType():
             return "text" + (f" of at most {kind.max_length:,d} characters" if kind.max_length is not None else "")
         case info.IntType() | info.FloatType():
@@ -366,7 +374,10 @@ def spoken(kind: Any) -> str:
             items = f"{spoken(kind.item_type)}s" if isinstance(kind.item_type, info.StructType) else spoken(kind.item_type)
             return f"list of {items}" + (f", at most {kind.max_length:,d}" if kind.max_length is not None else "")
         case info.DictType():
-            return f"map of {spoken(kind.key_type)} to {spoken(kind.value_type)}"
+            size = f", at most {kind.max_length:,d}" if kind.max_length is not None else ""
+            return f"map of {spoken(kind.key_type)} to {spoken(kind.value_type)}{size}"
+        case info.TupleType():
+            return f"[{', '.join(map(spoken, kind.item_types))}]"
         case info.StructType():
             return INNER[kind.cls]
         case _:

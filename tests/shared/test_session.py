@@ -64,6 +64,9 @@ def raw(message: m.Request | m.Reply) -> bytes:
 # -- requests
 
 
+PLAIN = ("Status", "Allocate", "Replan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch", "Forget")
+
+
 def test_the_table_is_the_one_of_the_document() -> None:
     assert {(state, cls.__name__, after) for (state, cls), after in REQUESTS.items()} == {
         (SessionState.NEW, "Hello", SessionState.GREETING),
@@ -71,10 +74,7 @@ def test_the_table_is_the_one_of_the_document() -> None:
         (SessionState.GREETED, "Forget", SessionState.GREETED),
         (SessionState.GREETED, "Begin", SessionState.BEGINNING),
         (SessionState.ATTACHED, "Begin", SessionState.BEGINNING),
-        *(
-            (SessionState.ATTACHED, n, SessionState.ATTACHED)
-            for n in ("Status", "Allocate", "Replan", "Acquire", "Seal", "Abandon", "Persist", "Find", "Fetch", "Forget")
-        ),
+        *((SessionState.ATTACHED, n, SessionState.ATTACHED) for n in (*PLAIN, "Heard", "Deliver")),
         (SessionState.ATTACHED, "Detach", SessionState.LEAVING),
     }
 
@@ -179,7 +179,7 @@ def test_replies_lead_to_the_states_of_the_document() -> None:
         "Hello": ["Welcome"], "Status": ["StatusReport"], "Begin": ["Began"], "Allocate": ["Segments"], "Acquire": ["Granted", "Refused"],
         "Replan": ["Done"],
         "Seal": ["Sealed"], "Abandon": ["Done"], "Persist": ["Done"], "Find": ["Found"], "Fetch": ["Fetched"], "Forget": ["Forgotten"],
-            "Detach": ["Done"],
+            "Detach": ["Done"], "Heard": ["Done"], "Deliver": ["Delivered"],
     }  # fmt: skip
 
 

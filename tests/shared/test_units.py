@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.shared.units import count_text, size_text, some_text, span_text
+from ckptd.shared.units import count_text, ranges_text, size_text, some_text, span_text
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,10 @@ def test_long_lists_end_with_the_number_of_the_others() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (60, "1 min"), (3599, "59 min"), (7380, "2 h 3 min")])
 def test_times_have_minutes_from_one_minute_on(seconds: float, text: str) -> None:
     assert span_text(seconds) == text
+
+
+def test_ranges_join_numbers_that_follow_each_other() -> None:
+    assert ranges_text([]) == ""
+    assert ranges_text([4]) == "4"
+    assert ranges_text([0, 1, 2, 3, 6, 8, 9]) == "0-3, 6, 8-9"
+    assert ranges_text(range(0, 20, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 2 more"

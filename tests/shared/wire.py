@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptd.shared import messages as m
+from ckptd.shared.board import Answer, Holding
 
 HELD = m.HeldSegment(segment="000102030405060708090a0b0c0d0e0f.seg", slot=1, capacity=200_000, generation=4)
 REQUESTS: tuple[m.Request, ...] = (
@@ -19,6 +20,8 @@ REQUESTS: tuple[m.Request, ...] = (
     m.Detach(id=11),
     m.Forget(id=13, job="gpt", tags=["step-00001000.a0002", "best.a0001"]),
     m.Replan(id=12, step=1000, why="head.bias is new"),
+    m.Heard(id=14, attempt=2, answer=Answer(common=[900], dead={1000: ("storage", "disk full (on node2)")})),
+    m.Deliver(id=15),
 )
 REPLIES: tuple[m.Reply, ...] = (
     m.Welcome(
@@ -39,6 +42,8 @@ REPLIES: tuple[m.Reply, ...] = (
     m.Fetched(re=10, ranks=[0, 1]),
     m.Forgotten(re=13, refused={"best.a0001": "checkpoint gpt/best.a0001 is pinned"}),
     m.Progress(re=0, attempt=2, step=1000, state="failed", reason="disk full", code="storage"),
+    m.Delivered(re=15, attempt=1, world_size=4, ranks=[2, 3]),
+    m.Holds(re=0, attempt=2, holding=Holding(held=[900, 1000], done=1000, durable=800, failed={950: ("storage", "disk full (on node2)")})),
     m.Error(re=4, code="quota", message="too much", retry=True),
 )
 MESSAGES: tuple[m.Request | m.Reply, ...] = REQUESTS + REPLIES

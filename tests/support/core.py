@@ -19,12 +19,13 @@ from typing import Any
 from ckptd.daemon import records as r
 from ckptd.daemon import tasks
 from ckptd.daemon.admission import Admission
-from ckptd.daemon.catalog import Catalog, Job, Snapshot, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog, Job, StoredCheckpoint
 from ckptd.daemon.custody import Custody
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
-from ckptd.daemon.ranks import Owner
+from ckptd.daemon.ranks import News, Owner
 from ckptd.daemon.seal_intake import SealIntake
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, SharedMemoryFull
 from ckptd.shared.lifecycle import Event, SnapshotState
@@ -195,9 +196,12 @@ class Claims:
         self._core = core
         self.lost: set[tuple[str, int]] = set()
 
-    async def claim(self, job: Job, known: int) -> int:
+    async def claim(self, job: Job, known: int, *, in_memory: bool = True) -> int:
         await self._core.begin("claim", job.name).future
         return known + 1
+
+    async def check_shared(self, job: Job, attempt: int) -> None:
+        pass
 
     def is_lost(self, job: Job, attempt: int) -> bool:
         return (job.name, attempt) in self.lost
@@ -214,6 +218,9 @@ class Saver:
     @property
     def busy(self) -> bool:
         return bool(self.running)
+
+    def stop_waiting(self) -> None:
+        pass  # all ranks are on one node
 
     def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
         task = self.running.get(snapshot)
@@ -344,7 +351,7 @@ class Core:
         if segment.damaged or segment.written.generation != header.generation:
             raise IntegrityError(f"{segment.name} is damaged")
         return SimpleNamespace(
-            request=SimpleNamespace(tag=segment.tag, persist=segment.persist),
+            request=SimpleNamespace(tag=segment.tag, persist=segment.persist, node=None),
             plan=SimpleNamespace(global_plan=segment.plan),
             crcs=segment.crcs,
         )
@@ -419,8 +426,9 @@ class Client:
         self.connected = True
         self.told: list[Progress] = []
 
-    def notify(self, message: Progress) -> None:
-        self.told.append(message)
+    def notify(self, message: News) -> None:
+        if isinstance(message, Progress):
+            self.told.append(message)
 
     def failures(self, attempt: int, step: int) -> list[str]:
         return [told.reason for told in self.told if (told.attempt, told.step, told.state) == (attempt, step, "failed")]

@@ -105,7 +105,11 @@ def proxied(port: int) -> Iterator[Proxy]:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *client: Any) -> None:
+            """Say nothing of a client that has ended, as killed ones do."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     proxy.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

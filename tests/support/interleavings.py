@@ -15,8 +15,9 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptd.daemon.catalog import Job, Key, Snapshot, Step
+from ckptd.daemon.catalog import Job, Step
 from ckptd.daemon.ranks import Owner
+from ckptd.daemon.snapshot import Key, Snapshot
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.segment import SlotState

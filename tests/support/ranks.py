@@ -46,6 +46,10 @@ class Ranks:
             self.processes.append(process)
             self._pipes.append(ours)
 
+    @property
+    def all_live(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
     def __enter__(self) -> Ranks:
         return self
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Job, RankSeal, Snapshot
+from ckptd.daemon.catalog import Catalog, Job
+from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slot, Slots
+from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared.errors import NotFound
 from ckptd.shared.fs import PosixFileSystem
@@ -83,9 +85,13 @@ class World:
         self.slots = Slots(fs, place / "shm", "segments", 1 << 30)
         self.catalog, self.told, self.counters = Catalog(), list[SnapshotState](), Counter[str]()
         config = Config(root=place / "root", socket=place / "s", codec="raw", keep_last=1)
+        committer = Committer(
+            "raw", self.journal, self.storage, self.calls, lambda snapshot: self.told.append(snapshot.state)  # type: ignore[arg-type]
+        )  # fmt: skip
         self.saver = Saver(
             config, self.catalog, self.slots, self.journal, self.storage, self.pipeline, self.calls,  # type: ignore[arg-type]
-            counters=self.counters, claimed=self._claimed, tell=lambda snapshot: self.told.append(snapshot.state), settled=lambda job: None,
+            counters=self.counters, committer=committer, claimed=self._claimed,
+            tell=lambda snapshot: self.told.append(snapshot.state), settled=lambda job: None,
         )  # fmt: skip
         self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED)
         self.held: list[Slot] = []

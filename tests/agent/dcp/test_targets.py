@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptd.agent.dcp import targets
-from ckptd.agent.dcp.targets import Claim, Target, attach, claim, leave_all
+from ckptd.agent.dcp.targets import Claim, RankDaemon, Target, attach, claim, leave_all
+from ckptd.agent.link.attempt import BegunAttempt, RankPlace, as_begun
 from ckptd.agent.link.launch import Place
 from ckptd.agent.threads.call_lock import CallLock
 from ckptd.shared import messages as m
+from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, DaemonUnreachable, InvalidName, InvalidRequest, SnapshotFailed
+from ckptd.shared.membership import Membership
+from ckptd.shared.receipt import Abandonment, encode
 from ckptd.shared.segment import this_boot
 from tests.support.clock import Clock
 from tests.support.fake_daemon import FakeDaemon, fake_daemon
@@ -28,6 +34,8 @@ class FakeLink:
     def __init__(self, root: Path, *, job: str = "gpt", rank: int = 0, world_size: int = 1, attempt: int = 1, last_step: int = -1) -> None:
         self.root, self.job, self.rank, self.world_size, self.attempt = str(root), job, rank, world_size, attempt
         self.place = Place(Path("/run/s"), None, private=False)
+        self.client = SimpleNamespace(welcome=m.Welcome(re=0, version=1, root=str(root)))
+        self.node: Membership | None = None
         self.handovers = SimpleNamespace(last_step=last_step)
         self.saving: set[object] = set()
         self.current, self.let_gone = True, 0
@@ -66,11 +74,17 @@ class World:
             monkeypatch.delenv(name, raising=False)
 
     def _begin(self, told: Any, job: str, **_: Any) -> FakeLink:
-        attempt = told.round("begin", b"", lambda said: [b"\x07"], 1.0)[0]
-        self.begun.append((told.rank, told.world_size, attempt))
-        made = FakeLink(self.root, job=job, rank=told.rank, world_size=told.world_size, attempt=attempt)
+        begun = msgspec.msgpack.decode(told.round("begin", msgspec.msgpack.encode(self.place()), self._decide, 1.0), type=BegunAttempt)
+        self.begun.append((told.rank, told.world_size, begun.attempt))
+        made = FakeLink(self.root, job=job, rank=told.rank, world_size=told.world_size, attempt=begun.attempt)
+        made.node = begun.node
         self.links.append(made)
         return made
+
+    @staticmethod
+    def _decide(said: list[bytes]) -> list[bytes]:
+        places = [msgspec.msgpack.decode(one, type=RankPlace) for one in said]
+        return [msgspec.msgpack.encode(begun) for begun in as_begun(7, places, "0a" * 16)]
 
     def link(self, *, own: bool = False, **options: Any) -> FakeLink:
         made = FakeLink(self.root, **options)
@@ -81,7 +95,10 @@ class World:
 
     def target(self, name: str = "step-5") -> Target:
         step = int(name.removeprefix("step-")) if name.startswith("step-") else None
-        return Target("/run/s", str(self.root), "gpt", None if step is not None else name, step)
+        return Target("/run/s", str(self.root), "gpt", None if step is not None else name, step, self.place())
+
+    def place(self, node: str = "node0") -> RankPlace:
+        return RankPlace(node.encode(), node, f"the daemon of {node}", str(self.root), "gpt", "the root", nodes=True)
 
 
 @pytest.fixture
@@ -129,7 +146,8 @@ def test_names_that_cannot_be_are_refused(tmp_path: Path, daemon: FakeDaemon) ->
 def test_a_link_of_this_process_is_found_without_asking_anybody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "find_place", lambda *_: pytest.fail("a daemon is asked"))
     known = world.link()
-    assert Target.of(world.root / "gpt" / "best", None) == Target("/run/s", str(world.root), "gpt", "best", None)
+    place = RankPlace.of(m.Welcome(re=0, version=1, root=str(world.root)), "gpt")
+    assert Target.of(world.root / "gpt" / "best", None) == Target("/run/s", str(world.root), "gpt", "best", None, place)
     known.place = Place(Path("/run/s"), world.root, private=True)
     found = Target.of(world.root / "gpt" / "best", None)
     assert found is not None
@@ -174,22 +192,27 @@ def test_no_private_daemon_is_started_for_a_path_outside_its_root(world: World, 
 # -- claims
 
 
+def claimed(target: Target, world_size: int, *, overwrite: bool) -> Claim:
+    """Return the claim for rank 0. The targets of the other ranks are not known."""
+    return claim(target, [None] * (world_size - 1), overwrite=overwrite)[0][0]
+
+
 def test_the_first_save_begins_an_attempt_and_the_next_goes_on_in_it(world: World) -> None:
-    first, over = claim(world.target("step-5"), 1, overwrite=False)
-    assert (first.attempt, first.step, first.boot, world.begun) == (7, 5, this_boot(), [(0, 1, 7)])
+    (first,), over = claim(world.target("step-5"), [], overwrite=False)
+    assert (first, world.begun) == (Claim(world.target(), BegunAttempt(7, None, []), 5), [(0, 1, 7)])
     (link,) = world.links
     assert len(link.saving) == 1
     over()
     assert link.saving == set()
     link.handovers.last_step = 5
-    assert claim(world.target("step-6"), 1, overwrite=False)[0].attempt == 7
+    assert claimed(world.target("step-6"), 1, overwrite=False).begun.attempt == 7
     assert len(world.begun) == 1
 
 
 def test_a_step_that_does_not_follow_begins_the_next_attempt(world: World) -> None:
     before = world.link(own=True, last_step=5, attempt=3)
-    found, _ = claim(world.target("step-5"), 1, overwrite=False)
-    assert (found.attempt, before.closed) == (7, [targets.EXIT_SECONDS])
+    found = claimed(world.target("step-5"), 1, overwrite=False)
+    assert (found.begun.attempt, before.closed) == (7, [targets.EXIT_SECONDS])
 
 
 def test_a_step_that_does_not_follow_the_callers_own_agent_is_refused(world: World) -> None:
@@ -197,23 +220,23 @@ def test_a_step_that_does_not_follow_the_callers_own_agent_is_refused(world: Wor
     with pytest.raises(
         InvalidRequest, match="^step 5 does not follow step 5, the last of attempt 3 of this process's own Agent: call recover"
     ):
-        claim(world.target("step-5"), 1, overwrite=False)
-    assert claim(world.target("step-6"), 1, overwrite=False)[0].attempt == 3
+        claimed(world.target("step-5"), 1, overwrite=False)
+    assert claimed(world.target("step-6"), 1, overwrite=False).begun.attempt == 3
 
 
 def test_a_tag_gets_the_next_step_of_several_ranks(world: World) -> None:
     link = world.link(own=True, world_size=2, last_step=5)
-    assert (claim(world.target("best"), 2, overwrite=False)[0].step, link.last_step) == (6, 6)
+    assert (claimed(world.target("best"), 2, overwrite=False).step, link.last_step) == (6, 6)
     world.link(own=True, job="gpt", world_size=1, attempt=2)
-    assert claim(world.target("best"), 1, overwrite=False)[0].step is None
+    assert claimed(world.target("best"), 1, overwrite=False).step is None
 
 
 def test_a_checkpoint_that_is_there_is_left_or_begins_a_new_attempt(world: World) -> None:
     forge(world.root, (1,), [[((0,), (1,))]], step=9, attempt=3)
     world.link(own=True, last_step=3, attempt=3)
     with pytest.raises(AlreadyExists, match=r"^Checkpoint already exists: gpt/step-00000009\.a0003; choose another name"):
-        claim(world.target("step-9"), 1, overwrite=False)
-    assert claim(world.target("step-9"), 1, overwrite=True)[0].attempt == 7
+        claimed(world.target("step-9"), 1, overwrite=False)
+    assert claimed(world.target("step-9"), 1, overwrite=True).begun.attempt == 7
 
 
 def test_a_tag_of_the_callers_own_agent_cannot_be_overwritten(world: World) -> None:
@@ -221,14 +244,14 @@ def test_a_tag_of_the_callers_own_agent_cannot_be_overwritten(world: World) -> N
     made.rename(made.with_name("best.a0003"))
     world.link(attempt=3)
     with pytest.raises(InvalidRequest, match="^tag 'best' is taken in attempt 3 of this process's own Agent, which cannot be overwritten"):
-        claim(world.target("best"), 1, overwrite=True)
+        claimed(world.target("best"), 1, overwrite=True)
 
 
 def test_a_save_without_the_daemon_in_its_place_is_not_overwritten(world: World) -> None:
     made = forge(world.root, (1,), [[((0,), (1,))]], step=9)
     made.rename(made.with_name("step-9"))
     with pytest.raises(AlreadyExists, match="it was saved without the daemon: move it away, or choose another path$"):
-        claim(world.target("step-9"), 1, overwrite=True)
+        claimed(world.target("step-9"), 1, overwrite=True)
 
 
 def test_to_overwrite_waits_for_the_saves_of_this_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,19 +269,19 @@ def test_to_overwrite_waits_for_the_saves_of_this_process(world: World, monkeypa
     clock = Pauses()
     monkeypatch.setattr(targets, "time", clock)
     monkeypatch.setattr(targets, "SAVE_SECONDS", 1.0)
-    assert claim(world.target("step-9"), 1, overwrite=True)[0].attempt == 3
+    assert claimed(world.target("step-9"), 1, overwrite=True).begun.attempt == 3
     assert len(clock.slept) == 3
     link.saving.add("a save that never ends")
     clock.ends = lambda: None
     begun = clock.now
-    claim(world.target("step-10"), 1, overwrite=True)
+    claimed(world.target("step-10"), 1, overwrite=True)
     assert clock.now - begun == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_link_that_another_process_has_overtaken_is_let_go(world: World) -> None:
     old = world.link(own=True, attempt=3)
     old.current = False
-    assert claim(world.target("step-5"), 1, overwrite=False)[0].attempt == 7
+    assert claimed(world.target("step-5"), 1, overwrite=False).begun.attempt == 7
     assert (old.let_gone, len(world.begun)) == (1, 1)
 
 
@@ -267,7 +290,7 @@ def test_the_newest_attempt_of_this_process_is_used(world: World) -> None:
         world.link(attempt=attempt)
     world.link(attempt=9, job="bert")
     world.link(attempt=9, world_size=2)
-    assert claim(world.target("step-5"), 1, overwrite=False)[0].attempt == 4
+    assert claimed(world.target("step-5"), 1, overwrite=False).begun.attempt == 4
 
 
 # -- the other ranks
@@ -275,12 +298,75 @@ def test_the_newest_attempt_of_this_process_is_used(world: World) -> None:
 
 def test_a_rank_attaches_to_the_claimed_attempt(world: World) -> None:
     known = world.link(rank=1, world_size=2, attempt=4)
-    claimed = Claim(world.target(), 4, 5, this_boot())
-    assert attach(claimed, 1, 2) is known  # type: ignore[comparison-overlap]
-    made = attach(Claim(world.target(), 5, 5, this_boot()), 1, 2)
+    assert attach(Claim(world.target(), BegunAttempt(4, None, []), 5), 1, 2) is known  # type: ignore[comparison-overlap]
+    made = attach(Claim(world.target(), BegunAttempt(5, None, []), 5), 1, 2)
     assert (made.attempt, world.begun) == (5, [(1, 2, 5)])
-    with pytest.raises(InvalidRequest, match="^ranks 0 and 1 are on different nodes, "):
-        attach(Claim(world.target(), 4, 5, bytes(16)), 1, 2)
+
+
+def shown(target: Target) -> RankDaemon:
+    """Return what the rank of a target shows the coordinator."""
+    return RankDaemon(target.place.boot, target.place.node, target.socket, target.place)
+
+
+def test_each_rank_gets_its_own_daemon_and_the_share_of_its_node(world: World) -> None:
+    places = [world.place(node) for node in ("node0", "node1", "node0", "node1")]
+    found = [Target(f"/run/{place.node}", str(world.root), "gpt", None, 5, place) for place in places]
+    claims, _ = claim(found[0], [shown(target) for target in found[1:]], overwrite=False)
+    assert [one.target for one in claims] == found
+    nodes = [one.begun.node for one in claims]
+    assert [node and node.ranks for node in nodes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert len({node and node.claim for node in nodes}) == 1
+    assert {tuple(one.begun.leaders) for one in claims} == {(0, 1)}
+    again, _ = claim(replace(found[0], step=6), [shown(target) for target in found[1:]], overwrite=False)
+    assert ([one.begun for one in again], len(world.begun)) == ([one.begun for one in claims], 1)
+
+
+def test_a_daemon_that_a_rank_has_asked_for_another_save_gets_the_name_of_this_one(world: World) -> None:
+    """Two saves of one job may overlap, and a rank shows its daemon once for both."""
+    other = Target("/run/node1", str(world.root), "gpt", "best", None, world.place("node1"))
+    claims, _ = claim(world.target("step-5"), [shown(other)], overwrite=False)
+    assert claims[1].target == replace(other, tag=None, step=5)
+
+
+@pytest.mark.parametrize("node", ["node0", "node1"])
+def test_a_daemon_that_was_started_again_is_known_by_its_socket(world: World, node: str) -> None:
+    """As a private daemon that nobody used for a while, between the questions of two ranks."""
+    targets_ = [world.target(), *(replace(world.target(), socket=f"/run/{node}", place=world.place(node)) for _ in range(2))]
+    if node == "node0":
+        targets_ = [replace(target, socket=None) for target in targets_]
+    late = replace(targets_[2], place=msgspec.structs.replace(targets_[2].place, instance="the next daemon"))
+    claims, _ = claim(targets_[0], [shown(targets_[1]), shown(late)], overwrite=False)
+    nodes = [one.begun.node for one in claims]
+    assert [node and node.ranks for node in nodes] == ([None] * 3 if node == "node0" else [[0], [1, 2], [1, 2]])
+
+
+def test_a_rank_without_a_daemon_uses_that_of_rank_0_on_the_same_node_only(world: World) -> None:
+    here, away = (RankDaemon(node.encode(), node) for node in ("node0", "node1"))
+    assert [one.target for one in claim(world.target(), [None, here], overwrite=False)[0]] == [world.target()] * 3
+    start = f"no daemon of that node serves it: start one with `ckptd run --root {world.root}`, as on node0"
+    for why in ("", "the daemon is stopping"):
+        with pytest.raises(DaemonUnreachable) as caught:
+            claim(world.target("step-6"), [here, replace(away, why=why)], overwrite=False)
+        assert str(caught.value) == f"rank 2 on node1 cannot save to {world.root}/gpt/step-6: {why or start}"
+
+
+def test_an_error_on_the_way_to_a_daemon_is_left_to_the_coordinator(tmp_path: Path, daemon: FakeDaemon) -> None:
+    found = RankDaemon.of(tmp_path / "gpt" / "a b", str(daemon.socket))
+    assert found.place is None
+    assert "'a b'" in found.why
+    target = Target.of(tmp_path / "gpt" / "best", str(daemon.socket))
+    assert target is not None
+    found = RankDaemon.of(tmp_path / "gpt" / "best", str(daemon.socket))
+    assert found == RankDaemon(this_boot(), names.host(), str(daemon.socket), target.place)
+    assert RankDaemon.of(tmp_path / "best", str(daemon.socket)) == RankDaemon(this_boot(), names.host())
+
+
+def test_an_abandonment_is_no_checkpoint_that_would_be_in_the_way(world: World) -> None:
+    made = forge(world.root, (1,), [[((0,), (1,))]], step=9, attempt=3)
+    world.link(own=True, last_step=3, attempt=3)
+    abandonment = Abandonment(job="gpt", attempt=3, step=9, tag=made.name, code="storage", reason="disk full")
+    (made / names.MANIFEST).write_bytes(encode(abandonment))
+    assert claimed(world.target("step-9"), 1, overwrite=False).begun.attempt == 3
 
 
 # -- the end

@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ckptd.agent.dcp.targets import Claim, Target
-from ckptd.agent.dcp.tickets import Ticket, receive, send
+from ckptd.agent.dcp.targets import Claim, RankDaemon, Target
+from ckptd.agent.dcp.tickets import Ticket, receive, send, show, shown
+from ckptd.agent.link.arguments import job_store
+from ckptd.agent.link.attempt import BegunAttempt, RankPlace
 from ckptd.shared.errors import InvalidRequest
+from ckptd.shared.membership import Membership
 
-CLAIM = Claim(Target("/run/s", "/ckpts", "gpt", None, 7), 3, 7, b"\x00boot")
+PLACE = RankPlace(b"\x00boot", "node0", "a daemon", "/ckpts", "gpt")
+TARGET = Target("/run/s", "/ckpts", "gpt", None, 7, PLACE)
+CLAIM = Claim(TARGET, BegunAttempt(3, Membership(claim="0a" * 16, ranks=[1]), [0, 1]), 7)
 NOWHERE = "this rank saves to /ckpts/other, but the coordinator saves to another path: use the same path on all ranks"
 
 
@@ -56,3 +61,25 @@ def test_a_rank_alone_needs_no_store() -> None:
     send(tickets(bytes(32))[:1])
     with pytest.raises(InvalidRequest, match=NOWHERE):
         receive("/ckpts/other", 1)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_coordinator_sees_the_daemons_of_the_ranks_that_save_to_its_job() -> None:
+    path, found = Path("/ckpts/gpt/step-7"), [RankDaemon(b"boot", f"node{rank}", why="none") for rank in (1, 2)]
+    show(path, 1, found[0])
+    assert shown(path, 3) == [found[0], None]
+    assert shown(path, 1) == []
+    show(path, 2, found[1])
+    assert shown(path.with_name("step-8"), 3) == found
+
+
+@pytest.mark.usefixtures("group")
+def test_one_key_has_the_daemons_for_all_jobs() -> None:
+    """A save to a directory of its own leaves no key behind, and saves of several jobs may overlap."""
+    found = [RankDaemon(b"boot", f"node{number}") for number in range(40)]
+    show(Path("/runs/first/model"), 1, found[0])
+    before = job_store().num_keys()
+    for number, daemon in enumerate(found):
+        show(Path(f"/runs/step{number}/model"), 1, daemon)
+    assert [shown(Path(f"/runs/step{number}/optimizer"), 2) for number in (38, 39, 0)] == [[found[38]], [found[39]], [None]]
+    assert job_store().num_keys() == before

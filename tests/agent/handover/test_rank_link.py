@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckptd.agent.handover import rank_link
 from ckptd.agent.handover.rank_link import RankLink, links
@@ -222,7 +223,7 @@ def test_a_begin_that_was_interrupted_is_done_by_the_next_call(world: World) -> 
 
 
 def test_on_several_ranks_all_must_recover_after_an_interrupted_begin(world: World) -> None:
-    world.linked(Told(0, 2, None))
+    world.linked(Told(0, 2, Store))
     world.link.interrupted = True
     with pytest.raises(InvalidRequest, match="was interrupted while it began the next attempt: call recover"):
         world.link.ready()
@@ -236,7 +237,7 @@ def test_a_step_of_dcp_follows_the_last(world: World) -> None:
 
 
 def test_the_other_ranks_hear_of_a_refused_snapshot_when_the_outer_call_ends(world: World) -> None:
-    connection = world.linked(Told(0, 2, None))
+    connection = world.linked(Told(0, 2, Store))
     pending = Pending(5, 3)
     with world.link.calls("snapshot"):
         world.link.refuse(pending, Busy("snapshot() is running"))

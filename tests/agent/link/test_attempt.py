@@ -15,7 +15,7 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Exchange
 from ckptd.shared import messages as m
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, InvalidRequest
+from ckptd.shared.errors import CkptdError, InvalidRequest, JobRunning
 
 
 @dataclass
@@ -26,19 +26,23 @@ class Served:
     attempt: int = 0
 
     def call(self, make: Any, kind: type[m.Began], timeout: float) -> tuple[m.Began, tuple[()]]:
+        if "refuses" in self.welcome.features:
+            raise JobRunning("job 'gpt' is running already")
         self.attempt = make(1).attempt or 7
         return m.Began(re=1, attempt=self.attempt), ()
 
 
-def welcome(instance: str = "", root: str = "/ckpts") -> m.Welcome:
-    return m.Welcome(re=1, version=1, root=root, instance=instance)
+def welcome(instance: str = "", root: str = "/ckpts", identity: str = "", *, refuses: bool = False) -> m.Welcome:
+    """Return the welcome of a daemon. If it `refuses`, another run of the job is alive on its node."""
+    features = ["nodes", *(["refuses"] if refuses else [])] if instance else []
+    return m.Welcome(re=1, version=1, features=features, root=root, instance=instance, identity=identity)
 
 
-def meet(*ranks: tuple[m.Welcome, str]) -> list[int | CkptdError]:
+def meet(*ranks: tuple[m.Welcome, str]) -> list[attempt.BegunAttempt | CkptdError]:
     """Return the result of each rank, given the replies of its daemon and its job name."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
-    def go(rank: int) -> int | CkptdError:
+    def go(rank: int) -> attempt.BegunAttempt | CkptdError:
         said, job = ranks[rank]
         try:
             return attempt.begin(Exchange(store, rank, len(ranks)), None, cast(Client, Served(said)), job)
@@ -59,25 +63,53 @@ def refused(*ranks: tuple[m.Welcome, str]) -> str:
 
 @pytest.mark.parametrize("instances", [("aa", "aa", "aa"), ("", "", ""), ("aa", "", "aa")])
 def test_ranks_of_one_daemon_begin_one_attempt(instances: tuple[str, ...]) -> None:
-    assert meet(*((welcome(instance), "gpt") for instance in instances)) == [7, 7, 7]
+    assert meet(*((welcome(instance), "gpt") for instance in instances)) == [attempt.BegunAttempt(7, None, [])] * 3
 
 
-def test_containers_of_one_node_with_two_daemons_are_refused() -> None:
-    assert refused((welcome("aa"), "gpt"), (welcome("aa"), "gpt"), (welcome("bb"), "gpt")) == (
-        f"ranks 0 and 2 are served by different daemons (nodes {names.host()} and {names.host()}): "
-        "a job's ranks must be on one node with one daemon in this version"
+def test_ranks_of_several_daemons_are_on_several_nodes() -> None:
+    """The ranks of a node need not follow one another, and containers of one machine are nodes, too."""
+    first, second = welcome("aa"), welcome("bb")
+    found = meet((first, "gpt"), (second, "gpt"), (first, "gpt"), (second, "gpt"))
+    shares = [begun.node for begun in found if isinstance(begun, attempt.BegunAttempt)]
+    assert [share and share.ranks for share in shares] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert len({share.claim for share in shares if share is not None}) == 1
+    assert {(begun.attempt, tuple(begun.leaders)) for begun in found if isinstance(begun, attempt.BegunAttempt)} == {(7, (0, 1))}
+
+
+def test_every_attempt_of_several_nodes_has_an_identity_of_its_own() -> None:
+    claims = {begun.node.claim for _ in range(2) for begun in meet((welcome("aa"), "gpt"), (welcome("bb"), "gpt")) if begun.node}  # type: ignore[union-attr]
+    assert len(claims) == 2
+
+
+def test_machines_are_nodes_even_if_their_daemons_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    boots = iter([bytes(16), bytes(15) + b"\1"])
+    monkeypatch.setattr(attempt, "this_boot", lambda: next(boots))
+    assert refused((welcome(), "gpt"), (welcome(), "gpt"))
+
+
+def test_an_old_daemon_is_named() -> None:
+    old = m.Welcome(re=1, version=1, root="/ckpts", instance="bb")
+    assert refused((welcome("aa"), "gpt"), (old, "gpt")) == (
+        f"the daemon on {names.host()} knows no jobs of several nodes: install this version of ckptd on all nodes"
     )
 
 
-def test_a_rank_on_another_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    boots = iter([bytes(16), bytes(15) + b"\1"])
-    monkeypatch.setattr(attempt, "this_boot", lambda: next(boots))
-    assert "ranks 0 and 1 are served by different daemons" in refused((welcome(), "gpt"), (welcome(), "gpt"))
+def test_an_error_of_one_node_is_raised_on_all() -> None:
+    found = meet((welcome("aa"), "gpt"), (welcome("bb", refuses=True), "gpt"), (welcome("bb"), "gpt"))
+    assert [str(error) for error in found] == ["rank 1: job 'gpt' is running already"] * 3
+    assert {type(error) for error in found} == {JobRunning}
+
+
+def test_roots_of_one_path_that_are_not_the_same_are_refused() -> None:
+    assert refused((welcome("aa", identity="1" * 32), "gpt"), (welcome("bb", identity="2" * 32), "gpt")) == (
+        f"the root /ckpts of rank 1 on {names.host()} is not that of rank 0 on {names.host()}, although it has the same path: "
+        "use a directory of a shared file system, or an object store"
+    )
 
 
 def test_a_rank_with_another_root_is_refused() -> None:
     assert refused((welcome("aa", "/a"), "gpt"), (welcome("bb", "/b"), "gpt")) == (
-        "rank 1 uses root /b, rank 0 uses /a: start all ranks with the same CKPTD_ROOT and one daemon"
+        f"rank 1 on {names.host()} uses root /b, rank 0 on {names.host()} uses /a: start all ranks with the same CKPTD_ROOT"
     )
 
 

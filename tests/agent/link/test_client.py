@@ -43,7 +43,8 @@ class Rank:
         self.resumed += 1
         self.resume()
 
-    def _news(self, progress: m.Progress) -> None:
+    def _news(self, progress: m.Progress | m.Holds) -> None:
+        assert isinstance(progress, m.Progress)
         self.news.append(progress.step)
 
     def begin(self) -> None:

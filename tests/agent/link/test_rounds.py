@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
@@ -372,10 +371,10 @@ def test_a_bug_in_the_decision_is_raised_on_all(two: list[Exchange], caplog: pyt
 
 
 def test_a_rank_that_is_told_its_attempt_decides_nothing() -> None:
-    coordinator, other = Told(0, 2, None), Told(1, 2, 7)
-    assert (coordinator.rank, coordinator.world_size, other.rank, other.world_size) == (0, 2, 1, 2)
-    assert coordinator.round("begin", b"mine", lambda said: [said[0] * 2], 1.0) == b"minemine"
-    assert msgspec.msgpack.decode(other.round("begin", b"mine", reverse, 1.0)) == 7
+    coordinator, other = Told(0, 3, Store, others=[b"other", None]), Told(1, 2, Store, answer=b"answer")
+    assert (coordinator.rank, coordinator.world_size, other.rank, other.world_size) == (0, 3, 1, 2)
+    assert coordinator.round("begin", b"mine", lambda said: [b"+".join(said)], 1.0) == b"mine+other+mine"
+    assert other.round("begin", b"mine", reverse, 1.0) == b"answer"
     assert other.hear("interval", lambda: b"said", 1.0) == b"said"
     with pytest.raises(UnsavableValue, match="^no$"):
         other.round("begin", UnsavableValue("no"), reverse, 1.0)

@@ -1,0 +1,166 @@
+"""Carries the board of an attempt of several nodes: a thread of the lowest rank of each node, off the training thread.
+
+Each node overwrites one small value in the job's store, which says what it holds. The lowest rank of all, rank 0, reads these values and
+writes one answer, which the other nodes read. `shared/board.py` says what the values mean. A store that does not answer blocks only this
+thread: the daemons then save what they hold after a while, and storage decides.
+
+A step costs each node one write and one or two reads: a node writes only what another node may wait for, and looks for the first time when
+the answer was there at the steps before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ckptd.shared.board import Answer, Holding, answer, is_news, is_open
+
+log = logging.getLogger("ckptd.agent")
+
+_FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
+"""Seconds between looks at the board while a step of this node is open."""
+_MOST_USUAL = 0.02
+"""The most seconds before the first look at a step. The save of the step waits for this look."""
+_IDLE_LOOK = 1.0
+"""Seconds between looks of rank 0 while no step of its own node is open: another node may hold a step that this one has not taken."""
+_SOONER = 0.9
+"""The factor by which the first look comes sooner at the next step, if the answer was there at the first look."""
+
+
+class Board:
+    """The board of one node in one attempt. `tell` passes a new answer on to the daemon.
+
+    store: a client of the job's store that nothing else uses. prefix: of the names in the store. leaders: the lowest rank of each node.
+    """
+
+    def __init__(self, store: Store, prefix: str, rank: int, leaders: Sequence[int], tell: Callable[[Answer], None]) -> None:
+        self._store, self._rank, self._leaders, self._tell = store, rank, list(leaders), tell
+        self._holds = {leader: f"{prefix}/holds/{leader}" for leader in leaders}
+        self._answer = f"{prefix}/answer"
+        self._changed = threading.Condition()
+        self._holding = Holding()
+        self._written: Holding | None = None
+        self._heard = Answer()
+        self._complete = False  # True once all nodes have written something
+        self._usual = _FIRST_LOOK  # seconds from the write of a step to the first look
+        self._pause = _FIRST_LOOK  # seconds before the next look
+        self._looks = 0  # since the last write
+        self._next: float | None = None  # the time of the next look
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="ckptd-board", daemon=True)
+        self._thread.start()
+
+    def show(self, holding: Holding) -> None:
+        """Put on the board what this node holds. Returns at once. Of several values, only the last one counts."""
+        with self._changed:
+            self._holding = holding
+            self._changed.notify()
+
+    def repeat(self) -> None:
+        """Tell the daemon the last answer again, because it may have been restarted."""
+        self._tell(self._heard)
+
+    def end(self) -> None:
+        """End the thread, which may take a moment. May be called again."""
+        with self._changed:
+            if self._rank == 0 and not self._ended:
+                _ended.append([*self._holds.values(), self._answer])
+            self._ended = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        failed = False
+        while (holding := self._wait(failed=failed)) is not None:
+            try:
+                if is_news(holding, self._written, self._heard):
+                    self._write(holding)
+                else:
+                    self._look()
+                failed = False
+            except Exception as error:  # torch raises RuntimeError if the store's server is gone, as after the death of rank 0
+                if not failed:
+                    log.warning(
+                        "the job's store does not answer, and every node saves what it holds: %s",
+                        (str(error) or repr(error)).splitlines()[0],
+                    )
+                failed, self._next = True, time.monotonic() + _IDLE_LOOK
+
+    def _wait(self, *, failed: bool) -> Holding | None:
+        """Wait until there is something to write or it is time to look, and return what to show. Return None at the end.
+
+        While the store has `failed`, what is to be written waits for the time of the next look.
+        """
+        with self._changed:
+            while not self._ended:
+                left = None if self._next is None else self._next - time.monotonic()
+                if (left is not None and left <= 0) or (not failed and is_news(self._holding, self._written, self._heard)):
+                    return self._holding
+                self._changed.wait(left)
+        return None
+
+    def _write(self, holding: Holding) -> None:
+        if self._rank == 0:  # it reads what the others write, and knows its own
+            _sweep(self._store)
+        else:
+            self._store.set(self._holds[self._rank], msgspec.msgpack.encode(holding))  # type: ignore[arg-type]
+        before = self._next
+        self._written, self._looks, self._pause = holding, 0, self._usual
+        self._plan(news=True)
+        if before is not None:  # steps that come fast must not put off the look at those before
+            self._next = before if self._next is None else min(before, self._next)
+
+    def _plan(self, *, news: bool = False) -> None:
+        """Choose the time of the next look. If rank 0 has `news` that a step is not taken, nodes that hold it wait for the answer."""
+        holding = self._holding
+        if (news and self._rank == 0) or any(is_open(step, holding, self._heard) for step in holding.held):
+            self._next = time.monotonic() + self._pause
+        else:
+            self._next = time.monotonic() + _IDLE_LOOK if self._rank == 0 else None
+
+    def _look(self) -> None:
+        """Read the board, and pass on an answer that is new. Rank 0 makes the answer."""
+        found = self._read()
+        self._looks += 1
+        if found is None or found == self._heard:
+            self._pause = _FIRST_LOOK if self._looks == 1 else min(2 * self._pause, _LAST_LOOK)
+        else:
+            if self._rank == 0:
+                self._store.set(self._answer, msgspec.msgpack.encode(found))  # type: ignore[arg-type]
+            self._usual = self._usual * _SOONER if self._looks == 1 else self._usual + _FIRST_LOOK
+            self._usual = min(max(self._usual, _FIRST_LOOK), _MOST_USUAL)
+            self._heard = found
+            self._tell(found)
+        self._plan()
+
+    def _read(self) -> Answer | None:
+        """Return the answer, or None if there is none yet, or if a node has not written anything yet."""
+        if self._rank != 0:
+            self._complete = self._complete or self._store.check([self._answer])
+            return _ANSWER.decode(self._store.get(self._answer)) if self._complete else None
+        others = {rank: name for rank, name in self._holds.items() if rank != 0}
+        self._complete = self._complete or not others or self._store.check(list(others.values()))
+        if not self._complete:
+            return None
+        said = self._store.multi_get(list(others.values())) if others else []
+        holdings = {"the node of rank 0": self._written or Holding()}
+        holdings |= {f"the node of rank {rank}": _HOLDING.decode(value) for rank, value in zip(others, said, strict=True)}
+        return answer(holdings, self._heard)
+
+
+def _sweep(store: Store) -> None:
+    """Delete the keys of boards that have ended, but not of the last two: another node may still read them, and would wait for its key."""
+    while len(_ended) > 2:
+        for key in _ended.popleft():
+            store.delete_key(key)
+
+
+_ended: deque[list[str]] = deque()
+"""The keys of the boards of rank 0 that have ended in this process."""
+_HOLDING = msgspec.msgpack.Decoder(Holding)
+_ANSWER = msgspec.msgpack.Decoder(Answer)

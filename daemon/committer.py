@@ -1,0 +1,96 @@
+"""Commits checkpoints by publishing their manifests, journals commits, and undoes saves that will not be committed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ckptd.daemon import records as r
+from ckptd.daemon.catalog import Job, StoredCheckpoint
+from ckptd.daemon.journal import Journal
+from ckptd.daemon.snapshot import Snapshot
+from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.shared import names
+from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError
+from ckptd.shared.failpoints import failpoint
+from ckptd.shared.lifecycle import Event
+from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.plan import Plan
+from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.repository import Repository
+
+log = logging.getLogger("ckptd.saver")
+
+Document = tuple[PartEntry, Plan, SnapshotRequest]
+"""A durable part: its entry in the manifest, its plan and its request."""
+
+
+class Committer:
+    """The committer of one daemon. `codec`: the codec setting, for the manifest. `tell`: sends the ranks the outcome of a save."""
+
+    def __init__(self, codec: str, journal: Journal, repository: Repository, calls: StorageCalls, tell: Callable[[Snapshot], None]) -> None:
+        self._codec, self._journal, self._repository, self._calls, self._tell = codec, journal, repository, calls, tell
+
+    def manifest(self, job: Job, snapshot: Snapshot, parts: Sequence[PartEntry], plan: Plan, request: SnapshotRequest) -> Manifest:
+        """Return the manifest of a checkpoint, given its parts in the order of the ranks, and the plan and the request of rank 0."""
+        return Manifest.of(
+            plan, request, list(parts), job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory,
+            seq=job.seq + 1, codec=self._codec,
+        )  # fmt: skip
+
+    async def commit(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> None:
+        """Commit a checkpoint whose ranks are all on this node, and record the commit. All parts must be durable.
+
+        documents: entry, plan and request of each part, in the order of the ranks. Raises IntegrityError if the part of a rank is missing
+        or the plans differ, AlreadyExists if the tag has a manifest already, OSError, StorageError.
+        """
+        if [entry.rank for entry, _, _ in documents] != list(range(snapshot.world_size)):
+            raise IntegrityError(
+                f"only the parts of ranks {[e.rank for e, _, _ in documents]} are durable; expected {snapshot.world_size} parts"
+            )
+        if len({plan.global_plan for _, plan, _ in documents}) != 1:
+            raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
+        _, plan, request = documents[0]
+        manifest = self.manifest(job, snapshot, [entry for entry, _, _ in documents], plan, request)
+        failpoint("commit.starting")
+        try:
+            await self._calls.run(lambda: self._repository.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
+        except FileExistsError:
+            raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
+        failpoint("commit.durable")
+        await self.record(job, snapshot, manifest)
+
+    async def record(self, job: Job, snapshot: Snapshot, manifest: Manifest) -> None:
+        """Record a commit, which is durable, in the catalog and in the journal, and tell the ranks."""
+        job.commit(StoredCheckpoint.of(manifest, user_tag=names.parse_tag_directory(snapshot.tag)[1] is None))  # type: ignore[index]
+        await self._journal.append(
+            r.Committed(job=job.name, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, seq=manifest.seq)
+        )
+        failpoint("commit.journaled")
+        snapshot.move(Event.COMMIT)
+        self._tell(snapshot)
+
+    async def drop(self, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
+        """Delete the files that the journal names for a checkpoint that will not be committed, and journal that they are gone.
+
+        If the checkpoint has a manifest after all, the files that the manifest names stay. If that manifest cannot be read, or if a receipt
+        of several nodes may still lead to one, nothing is deleted. Raises OSError, StorageError.
+        """
+        place = f"{job}/{tag}"
+        staged = list(self._journal.state.staged.get(place, {}))
+        if not staged:
+            return
+        try:
+            outcome = await self._calls.run(lambda: self._repository.outcome(job, tag))
+            keep = {part.file for part in outcome.parts} if isinstance(outcome, Manifest) else set()
+            receipts = await self._calls.run(lambda: self._repository.receipts(job, tag)) if outcome is None else []
+        except CkptdError:
+            log.error("%s has a manifest or a receipt that cannot be read: nothing in it is deleted", place)
+            return
+        if any(part.file in staged for receipt in receipts for part in receipt.parts):
+            log.info("%s has been delivered, and is undecided: nothing in it is deleted", place)
+            return
+        await self._calls.run(lambda: self._repository.delete_unfinished(job, tag, [file for file in staged if file not in keep]))
+        if not keep:
+            await self._calls.run(lambda: self._repository.delete_tag(job, tag))
+        await self._journal.append(r.Dropped(job=job, attempt=attempt, step=step, tag=tag, reason=reason))

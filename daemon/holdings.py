@@ -1,0 +1,53 @@
+"""Decides what this node shows on the board, and what follows from the answer that it finds there: pure functions, as in `decisions.py`."""
+
+from __future__ import annotations
+
+from ckptd.daemon import decisions as d
+from ckptd.daemon.catalog import Job, Step
+from ckptd.shared.board import MOST_STEPS, MOST_TEXT, Holding
+from ckptd.shared.errors import SnapshotFailed, from_wire
+from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.messages import Progress
+
+_MOST_REASONS = 8
+
+
+def holding(job: Job, host: str) -> Holding:
+    """Return what this node holds of the newest attempt, for the board. `host` is the name of the node, for messages."""
+    mine = sorted((step for step in job.steps.values() if step.attempt == job.attempt), key=lambda step: step.number)
+    held = [s.number for s in mine if s.snapshot is not None and s.snapshot.in_memory and s.snapshot.checked]
+    told = [s for s in mine if s.failure is not None or s.refusal]
+    open_ = [s.number for s in mine if s.number not in held and s not in told and not s.idle and not _has_failed(s)]
+    seen = max([s.number for s in mine] + [job.sealed[1] if job.sealed[0] == job.attempt else -1], default=-1)
+    return Holding(
+        held=held[-MOST_STEPS:],
+        done=min(open_) - 1 if open_ else seen,
+        durable=max((c.step for c in job.live_checkpoints() if c.attempt == job.attempt and c.step is not None), default=-1),
+        failed={s.number: _failure(s, host) for s in told[-_MOST_REASONS:]},
+    )
+
+
+def _has_failed(step: Step) -> bool:
+    return step.snapshot is not None and step.snapshot.state is SnapshotState.FAILED
+
+
+def _failure(step: Step, host: str) -> tuple[str, str]:
+    code, reason = step.failure or (SnapshotFailed.code, f"step {step.number} is skipped: {step.refusal}")
+    return code[:64], f"{reason} (on {host})"[:MOST_TEXT]
+
+
+def heard(job: Job) -> list[d.Action]:
+    """Fail the steps that are dead by the last answer from the board, and release the snapshots that it makes needless.
+
+    A snapshot whose save waits for the board is left to the saver, which reads the same answer.
+    """
+    actions: list[d.Action] = []
+    for step in [s for s in job.steps.values() if s.attempt == job.attempt and s.number in job.answer.dead]:
+        error = from_wire(*job.answer.dead[step.number])
+        snapshot = step.snapshot
+        if step.incomplete:
+            actions += d.fail(step, error)
+        elif snapshot is not None and snapshot.state is SnapshotState.SEALED and not snapshot.persist:
+            message = Progress(re=0, attempt=step.attempt, step=step.number, state="failed", reason=str(error), code=error.code)
+            actions += [d.Fail(step.key, error.code, str(error)), d.Tell(message)]
+    return actions

@@ -1,0 +1,88 @@
+"""The board of an attempt of several nodes: which steps each node holds, and the answer that rank 0's node gives to all of them.
+
+The agents carry these values through the job's store, because the daemons open no ports to each other. Nothing on the board is needed for
+correctness: a node that hears nothing saves all it holds, and storage decides. The board keeps nodes from writing steps that cannot be
+complete, and frees snapshots that are kept in memory only. This module does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+MOST_STEPS = 64
+"""The most steps that one value on the board lists. A node has at most 8 slots for each rank, so it holds fewer at any time."""
+MOST_TEXT = 400
+"""The most characters of a reason on the board."""
+
+Step = Annotated[int, msgspec.Meta(ge=0, lt=10**18)]
+Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps of one attempt that one node holds.
+
+    held: the steps that all ranks of the node have sealed, and whose memory is not free yet.
+    done: the node will seal no step up to this one that it does not hold; -1 if it has taken no step.
+    durable: the newest step that the node knows to be durable, or -1.
+    failed: the code and the reason of the last steps that the node could not take.
+    """
+
+    held: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
+    done: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
+    durable: Annotated[int, msgspec.Meta(ge=-1, lt=10**18)] = -1
+    failed: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of rank 0's node to all nodes.
+
+    common: the last steps that all nodes hold or have held, ascending. A node may save them, and may free older ones that are not to be
+        saved.
+    dead: the steps that a node holds and another node will never seal, each with code and reason. They can never be complete.
+    """
+
+    common: Annotated[list[Step], msgspec.Meta(max_length=MOST_STEPS)] = []
+    dead: Annotated[dict[Step, tuple[Text, Text]], msgspec.Meta(max_length=MOST_STEPS)] = {}
+
+
+def answer(nodes: Mapping[str, Holding], before: Answer) -> Answer:
+    """Return the answer to the holdings of all nodes, by the name of the node. `before` is the answer that was given last.
+
+    A step is common once every node lists it, and stays so. A step is dead once a node lists it and another node, which does not list
+    it, is done with it: no rank of that node will seal it any more. It stays so, too. A step that is durable, or older than a durable
+    one, is never dead. A node that has freed it could otherwise be taken for one that has never held it.
+    """
+    listed = [set(node.held) for node in nodes.values()]
+    common = set(before.common).union(set.intersection(*listed) - before.dead.keys() if listed else ())
+    durable = max((node.durable for node in nodes.values()), default=-1)
+    dead = dict(before.dead)
+    for step in set().union(*listed) - common - dead.keys():
+        if step <= durable:
+            continue
+        for name, node in nodes.items():
+            if step not in node.held and node.done >= step:
+                code, reason = node.failed.get(step, ("snapshot-failed", f"step {step} was not taken on {name}"))
+                dead[step] = (code, reason)
+                break
+    return Answer(
+        common=sorted(common)[-MOST_STEPS:],
+        dead={step: dead[step] for step in sorted(dead)[-MOST_STEPS:]},
+    )
+
+
+def is_news(holding: Holding, written: Holding | None, heard: Answer) -> bool:
+    """Return True if another node may wait for what has changed in a node's holding since it was last written. None: never written.
+
+    A step that is settled, as far as this node has `heard`, is no news: that it has become durable, or is freed, can be told later.
+    """
+    if written is None or holding.done != written.done or holding.failed.keys() - written.failed.keys():
+        return True
+    return any(is_open(step, holding, heard) for step in set(holding.held).symmetric_difference(written.held))
+
+
+def is_open(step: int, holding: Holding, heard: Answer) -> bool:
+    """Return True if a step is neither durable nor common nor dead, as far as a node knows that holds this and has `heard` that."""
+    return step > holding.durable and step not in heard.common and step not in heard.dead

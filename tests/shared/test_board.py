@@ -1,0 +1,92 @@
+"""The answer to what the nodes hold."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ckptd.shared.board import MOST_STEPS, Answer, Holding, answer, is_news
+
+NOTHING = Answer()
+
+
+def test_a_step_is_common_once_every_node_lists_it_and_stays_so() -> None:
+    nodes = {"a": Holding(held=[1, 2], done=2), "b": Holding(held=[1], done=1)}
+    first = answer(nodes, NOTHING)
+    assert first == Answer(common=[1])
+    assert answer({"a": Holding(held=[2], done=2, durable=1), "b": Holding(held=[2], done=2, durable=1)}, first) == Answer(common=[1, 2])
+
+
+def test_a_step_is_dead_once_a_node_is_done_with_it() -> None:
+    waiting = {"a": Holding(held=[1], done=1), "b": Holding(held=[], done=0)}
+    assert answer(waiting, NOTHING) == NOTHING
+    failed = waiting | {"b": Holding(held=[], done=1, failed={1: ("storage", "rank 1: disk full (on b)")})}
+    dead = Answer(dead={1: ("storage", "rank 1: disk full (on b)")})
+    assert answer(failed, NOTHING) == dead
+    assert answer(waiting | {"b": Holding(held=[], done=5)}, NOTHING) == Answer(dead={1: ("snapshot-failed", "step 1 was not taken on b")})
+    assert answer(waiting, dead) == dead
+
+
+def test_a_step_that_no_node_holds_is_neither() -> None:
+    assert answer({"a": Holding(done=3), "b": Holding(done=2)}, NOTHING) == NOTHING
+
+
+def test_what_is_durable_is_not_dead_on_nodes_that_have_freed_it() -> None:
+    freed = Holding(held=[3], done=3, durable=1)
+    assert answer({"a": freed, "b": Holding(held=[1, 3], done=3)}, NOTHING) == Answer(common=[3])
+
+
+def test_a_node_that_has_shown_nothing_holds_nothing_up() -> None:
+    assert answer({"a": Holding(held=[1], done=1), "b": Holding()}, NOTHING) == NOTHING
+    assert answer({}, NOTHING) == NOTHING
+
+
+def test_an_answer_stays_small() -> None:
+    found = NOTHING
+    for step in range(3 * MOST_STEPS):
+        dies = step % 2 == 0
+        found = answer({"a": Holding(held=[step], done=step), "b": Holding(held=[] if dies else [step], done=step)}, found)
+    assert found.common == list(range(MOST_STEPS + 1, 3 * MOST_STEPS, 2))[-MOST_STEPS:]
+    assert list(found.dead) == list(range(MOST_STEPS, 3 * MOST_STEPS, 2))[-MOST_STEPS:]
+
+
+def test_no_step_is_both_common_and_dead() -> None:
+    """Try all holdings of two steps on two nodes, one after the other."""
+    ways = [
+        Holding(held=list(held), done=done, durable=durable)
+        for held in ([], [1], [2], [1, 2])
+        for done in (-1, 1, 2)
+        for durable in (-1, 1)
+        if max(held, default=0) <= max(done, 0) or done == -1
+    ]
+    for one, other in itertools.product(ways, ways):
+        first = answer({"a": one, "b": other}, NOTHING)
+        assert not set(first.common) & first.dead.keys()
+        for later in ways:
+            second = answer({"a": later, "b": other}, first)
+            assert not set(second.common) & second.dead.keys(), (one, other, later)
+            assert set(first.common) <= set(second.common)
+            assert first.dead.items() <= second.dead.items()
+
+
+# -- news
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "news"),
+    [
+        (None, Holding(), True),
+        (Holding(), Holding(), False),
+        (Holding(done=1), Holding(held=[2], done=2), True),
+        (Holding(done=1), Holding(done=2), True),  # skipped: other nodes may hold it
+        (Holding(held=[2], done=2), Holding(held=[], done=2), True),  # lost
+        (Holding(held=[2], done=2), Holding(held=[], done=2, durable=2), False),
+        (Holding(held=[1, 2], done=2), Holding(held=[2], done=2), False),  # 1 is common
+        (Holding(held=[3], done=3), Holding(held=[], done=3), False),  # 3 is dead
+        (Holding(), Holding(failed={4: ("storage", "full")}), True),
+        (Holding(failed={4: ("storage", "full")}), Holding(), False),
+    ],
+)
+def test_only_what_another_node_may_wait_for_is_news(before: Holding | None, after: Holding, news: bool) -> None:
+    assert is_news(after, before, Answer(common=[1], dead={3: ("storage", "full")})) == news

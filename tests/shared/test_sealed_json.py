@@ -1,0 +1,35 @@
+"""Documents with their own digest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ckptd.shared import sealed_json
+from ckptd.shared.errors import IntegrityError
+
+MEMBERS = {"name": "grün", "list": [1, 2.5, None], "map": {"a": True}}
+DOCUMENT = sealed_json.encode(MEMBERS)
+
+
+def test_a_document_is_json_with_one_member_on_each_line() -> None:
+    read = json.loads(DOCUMENT)
+    assert len(read.pop("sha256")) == 64
+    assert read == MEMBERS
+    assert len(DOCUMENT.splitlines()) == len(MEMBERS) + 3
+    sealed_json.check(DOCUMENT, "document")
+
+
+def test_every_flipped_bit_is_found() -> None:
+    for position in range(8 * len(DOCUMENT)):
+        damaged = bytearray(DOCUMENT)
+        damaged[position // 8] ^= 1 << position % 8
+        with pytest.raises(IntegrityError, match="^document "):
+            sealed_json.check(bytes(damaged), "document")
+
+
+def test_every_document_that_is_cut_short_is_found() -> None:
+    for length in range(len(DOCUMENT)):
+        with pytest.raises(IntegrityError, match="^document is cut short: it does not end with its digest"):
+            sealed_json.check(DOCUMENT[:length], "document")

@@ -1,0 +1,95 @@
+"""Several nodes on one machine: each has a daemon with a host name, a journal and shared memory of its own, and all share one root."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from ckptd.shared import names
+from ckptd.shared.location import Location
+from tests.support.daemons import Daemon, Home
+
+
+def become(name: str, then: Callable[[], None] | None = None) -> None:
+    """Give this process the name of another host, which is all that a daemon knows of the machine it runs on."""
+    names.host = lambda: name
+    if then is not None:
+        then()
+
+
+class Node:
+    """A node, whose daemon is not running yet."""
+
+    def __init__(self, name: str, root: Location, environ: Mapping[str, str]) -> None:
+        self.name = name
+        self.home = Home()
+        self.home.root = root  # type: ignore[assignment]
+        self.home.environ = dict(environ)
+        self.shm = Path(tempfile.mkdtemp(prefix=f"ckptd-test-{name}-", dir="/dev/shm"))
+        self.daemon: Daemon | None = None
+
+    def start(self, *arguments: str, failpoints: str = "", first: Callable[[], None] | None = None, wait: bool = True) -> Daemon:
+        """Start the daemon of this node. `first` is called in its process, before anything else."""
+        here = ("--shm-dir", str(self.shm), "--state-dir", str(self.home.path / "state"), "--socket", str(self.home.socket))
+        self.daemon = Daemon(self.home, *here, *arguments, failpoints=failpoints, forked=partial(become, self.name, first))
+        return self.daemon.wait_ready() if wait else self.daemon
+
+    def kill(self) -> None:
+        """Kill the daemon, if it runs."""
+        if self.daemon is not None:
+            self.daemon.kill()
+            self.daemon = None
+
+    def lose(self) -> None:
+        """Lose the node: its daemon, its shared memory and its disk. It may be started again, as an empty node of the same name."""
+        self.kill()
+        for path in (*self.shm.iterdir(), self.home.path / "state"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self) -> None:
+        self.kill()
+        shutil.rmtree(self.shm, ignore_errors=True)
+        shutil.rmtree(self.home.path, ignore_errors=True)
+
+
+class Nodes(Sequence[Node]):
+    """Some nodes and the root that they share, by default a directory. `environ`: more variables for the daemons."""
+
+    def __init__(self, count: int, root: Location | None = None, environ: Mapping[str, str] | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="ckptd-test-nodes-"))
+        self.root = root or self.path / "root"
+        self._nodes = [Node(f"node{number}", self.root, environ or {}) for number in range(count)]
+
+    def __getitem__(self, number):  # type: ignore[no-untyped-def]
+        return self._nodes[number]
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def remove(self) -> None:
+        for node in self._nodes:
+            node.remove()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def logs(self) -> str:
+        """Return the end of each daemon's log."""
+        return "\n".join(f"-- {node.name}\n{node.home.log_text()[-4000:]}" for node in self._nodes)
+
+
+@contextmanager
+def nodes(count: int, *arguments: str, root: Location | None = None, environ: Mapping[str, str] | None = None) -> Iterator[Nodes]:
+    """Context manager. Start so many nodes. If the body fails, the error's report has the ends of their logs."""
+    made = Nodes(count, root, environ)
+    try:
+        for node in made:
+            node.start(*arguments)
+        yield made
+    except BaseException:
+        print(made.logs())
+        raise
+    finally:
+        made.remove()
