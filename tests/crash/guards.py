@@ -35,16 +35,21 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "daemon/journal_directory.py": ("pytest tests/daemon/test_journal.py", STATES),
     "daemon/journal_file.py": ("pytest tests/daemon/test_journal_file.py", DAMAGE),
     "daemon/pipeline.py": ("pytest tests/daemon/test_pipeline.py", STATES),
+    "daemon/committer.py": ("pytest tests/daemon/test_committer.py", STATES),
+    "daemon/joint.py": ("pytest tests/daemon/test_joint.py",),
     "daemon/saver.py": ("pytest tests/daemon/test_saver.py", STATES),
+    "daemon/slot_check.py": ("pytest tests/daemon/test_slot_check.py tests/daemon/test_saver.py",),
     "shared/fs.py": ("pytest tests/shared/test_fs.py tests/crash/test_disk.py", STATES),
     "shared/manifest.py": ("pytest tests/shared/test_manifest.py", DAMAGE),
     "shared/binary.py": ("pytest tests/shared/test_binary.py tests/shared/test_part.py tests/shared/test_segment.py",),
     "shared/part.py": ("pytest tests/shared/test_part.py tests/shared/test_part_writer.py tests/shared/test_linked_files.py", DAMAGE),
     "shared/part_writer.py": ("pytest tests/shared/test_part_writer.py", STATES),
+    "shared/receipt.py": ("pytest tests/shared/test_receipt.py",),
+    "shared/sealed_json.py": ("pytest tests/shared/test_sealed_json.py",),
     "shared/segment.py": ("pytest tests/shared/test_segment.py",),
     "shared/storage/posix.py": (f"{STORAGE} tests/shared/storage/test_posix.py tests/crash/test_disk.py", STATES),
     "shared/storage/posix_streams.py": ("pytest tests/shared/test_part_writer.py", STATES),
-    "shared/storage/repository.py": (STORAGE, STATES),
+    "shared/storage/repository.py": (f"{STORAGE} tests/daemon/test_joint.py", STATES),
 }
 NAMED = {
     "daemon/journal_file.py": (

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from multiprocessing import get_context
 from random import Random
 from typing import Any
@@ -38,9 +39,11 @@ from tests.crash import (
     limits,
     lives,
     machine,
+    nodes,
     power,
     segments,
     states,
+    store_faults,
     users,
 )  # fmt: skip
 
@@ -212,6 +215,11 @@ RIGS: dict[str, Rig] = {
     "interrupts": Rig(Alike("interruptions of the agent", "interruptions", interrupts.run), (2000,)),
     "users": Rig(Alike("another user of the node", "tries", users.run), (500,)),
     "limits": Rig(Alike("shortages", "tries", limits.run), (300,)),
+    "nodes": Rig(
+        Alike("nodes, daemons and ranks killed", "lives of a job on 3 nodes", nodes.run), (1000, 1000, 1000, 1000, 1000), shares=2
+    ),
+    "store": Rig(Alike("nodes that share an object store", "lives of a job on 3 nodes", partial(nodes.run, where=nodes.in_store)), (200,)),
+    "faults": Rig(Alike("faults of an object store", "pairs", store_faults.run), (2000,)),
     "hung": Rig(Alike("disk that hangs", "hangs", hung.run), (100,)),
 }
 """The rigs, by the name that `--only` takes. The two tasks of `guards` come first: they take halves by the parity of their seeds."""

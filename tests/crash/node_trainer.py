@@ -1,0 +1,81 @@
+"""Trains on ranks of several nodes for the rig in `nodes.py`, and writes every promise into the diary of its rank."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ckptd.agent import Agent, per_rank
+from ckptd.shared import failpoints
+from ckptd.shared.errors import CkptdError
+from tests.support.trainers import JOB, Diary
+
+ROWS, COLUMNS = 24, 50
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Return the state of this rank after `step`: a sharded tensor, a replicated one, one that seldom changes, and values of its own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + step
+    here = list(whole.chunk(world_size))
+    mine = here[rank] if rank < len(here) else whole[:0]
+    return {
+        "sharded": DTensor.from_local(mine.clone(), mesh, [Shard(0)], shape=whole.shape, stride=whole.stride(), run_check=False),
+        "replicated": torch.full((5000,), float(step)),
+        "seldom": torch.full((40_000,), float(step // 5)),
+        "step": step,
+        "own": per_rank((rank, step)),
+    }
+
+
+def check(state: dict[str, Any], step: int) -> None:
+    """Assert that a state that came back is, bit for bit, the one of this step, on whatever number of ranks it was saved."""
+    wanted = state_of(step)
+    assert torch.equal(state["sharded"].to_local(), wanted["sharded"].to_local()), f"sharded differs at step {step}"
+    for key in ("replicated", "seldom"):
+        assert torch.equal(state[key], wanted[key]), f"{key} differs at step {step}"
+    assert state["step"] == step, (state["step"], step)
+
+
+def recover(socket: Path, diary: Diary) -> tuple[Agent, int]:
+    """Return an agent that has recovered, and the step that came back, or -1."""
+    agent = Agent(JOB, socket=socket)
+    state = state_of(-1)
+    found = agent.recover(state, on_reshape=lambda key, values: values[0])
+    if found is None:
+        diary.note("recovered", 0, -1)
+        return agent, -1
+    assert not found.passed_over, found.passed_over
+    check(state, found.step)
+    diary.note("recovered", found.attempt, found.step)
+    return agent, found.step
+
+
+def train(socket: Path, diary: Diary, steps: int, armed: str, persist: bool, wait_every: int, pause: float) -> str:
+    """Recover, then take so many steps. Return "" or the error that ended the training."""
+    failpoints.arm(armed)
+    agent, last = recover(socket, diary)
+    pending = []
+    try:
+        for step in range(last + 1, last + 1 + steps):
+            taken = agent.snapshot(state_of(step), step=step, persist=persist)
+            if taken.state in ("sealed", "durable"):
+                diary.note("sealed", taken.attempt, step)
+                pending.append(taken)
+            if wait_every and step % wait_every == 0 and persist:
+                taken.wait("durable", timeout=60)
+            for done in [each for each in pending if each.state == "durable"]:
+                diary.note("durable", done.attempt, done.step)
+                pending.remove(done)
+            dist.all_reduce(torch.ones(1))
+            time.sleep(pause)
+    except (CkptdError, RuntimeError, TimeoutError) as error:  # another rank or a daemon has died: a real training would end here
+        return repr(error)
+    return ""

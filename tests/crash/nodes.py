@@ -1,0 +1,303 @@
+"""Kills ranks, daemons and whole nodes of a job on three nodes, cuts nodes off their storage, and checks that nothing promised is lost.
+
+`python -m tests.crash.nodes --kills 500 --seed 1 [--store]`. The nodes share a directory or, with `--store`, a bucket of SeaweedFS. Each
+life of the job trains until the fault comes. Then the whole job dies, as torchrun would end it, dead daemons start again, and a new job
+recovers. All ranks must get the same step, bit for bit, and nothing older than what was promised: a step that any rank knows to be durable,
+or, unless the memory of a node is lost, the newest one that all ranks have sealed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from ckptd.shared import failpoints
+from ckptd.shared.location import Url
+from ckptd.shared.storage.locate import open_root
+from tests.crash import node_trainer
+from tests.crash.hung import make_calls_wait
+from tests.crash.images import Unavailable
+from tests.support import stores
+from tests.support.daemons import holds
+from tests.support.fault_proxy import proxied
+from tests.support.nodes import Node, Nodes
+from tests.support.ranks import RankFailed, Ranks
+from tests.support.trainers import JOB, Diary
+
+log = logging.getLogger("ckptd.rig")
+
+FAULTS = ("trainers of a node", "all trainers", "a daemon", "a node", "a node with its memory", "a node's storage")
+STORAGE_CALLS = ("open", "write", "pwrite", "pwritev", "fsync", "link", "rename", "scandir", "listdir", "preadv")
+_CUT_SECONDS = (1.0, 5.0)
+POINTS = failpoints.AGENT + failpoints.DAEMON + failpoints.NODES
+_STEPS = 40
+
+Key = tuple[int, int]
+Where = Callable[[], AbstractContextManager[tuple[Nodes, dict[str, str]]]]
+
+
+@dataclass
+class Result:
+    """The outcome of the lives. `hits` counts the faults. `lost` has a sentence for each promise that was broken."""
+
+    hits: Counter[str] = field(default_factory=Counter)
+    lost: list[str] = field(default_factory=list)
+
+
+class Job:
+    """A job on several nodes, which lives one life after another. `environ`: variables that its ranks need to find the storage."""
+
+    def __init__(self, place: Nodes, per_node: int, environ: Mapping[str, str]) -> None:
+        self.place, self.per_node, self.environ = place, per_node, dict(environ)
+        self._diaries = 0
+        self._known: list[list[Diary]] = []  # of each life, by rank
+        self._intact: list[bool] = []  # of each life, whether the memory of its nodes was kept
+
+    @property
+    def last(self) -> list[Diary]:
+        """The diaries of the last life, by rank."""
+        return self._known[-1]
+
+    def diaries(self, count: int) -> list[Diary]:
+        self._diaries += 1
+        made = [Diary(self.place.path / f"diary.{self._diaries}.{rank}") for rank in range(count)]
+        self._known.append(made)
+        self._intact.append(True)
+        return made
+
+    def lose_memory(self) -> None:
+        """Record that what was only in memory is lost with a node."""
+        self._intact = [False] * len(self._intact)
+
+    def promised(self) -> Key:
+        """Return the oldest (attempt, step) that may come back now."""
+        found: Key = (0, -1)
+        for life, intact in zip(self._known, self._intact, strict=True):
+            notes = [diary.read() for diary in life]
+            durable = {key for said in notes for word, key in said if word in ("durable", "recovered")}
+            sealed = set.intersection(*({key for word, key in said if word == "sealed"} for said in notes)) if intact and notes else set()
+            found = max([found, *durable, *sealed])
+        return found
+
+    def came_back(self) -> set[Key]:
+        """Return what the ranks of the last life have recovered."""
+        return {key for diary in self.last for word, key in diary.read() if word == "recovered"}
+
+
+def socket_of(place: Nodes, rank: int, per_node: int) -> Path:
+    node: Node = place[rank // per_node]
+    return node.home.socket
+
+
+def set_up(environ: dict[str, str]) -> None:
+    os.environ.update(environ)
+
+
+def begin(job: Job, ranks: Ranks, armed: dict[int, str], *, persist: bool, wait_every: int, steps: int = _STEPS) -> None:
+    diaries = job.diaries(ranks.world_size)
+    ranks.call(set_up, job.environ)
+    for rank in range(ranks.world_size):
+        socket = socket_of(job.place, rank, job.per_node)
+        ranks.begin(node_trainer.train, socket, diaries[rank], steps, armed.get(rank, ""), persist, wait_every, 0.02, only=[rank])
+
+
+def check_manifests(place: Nodes) -> list[str]:
+    """Return a sentence for each step of an attempt that has several checkpoints."""
+    repository, seen = open_root(place.root), Counter[Key]()
+    for tag in repository.tags(JOB):
+        if repository.has_manifest(JOB, tag):
+            try:
+                manifest = repository.read_manifest(JOB, tag)
+            except Exception as error:  # an abandonment, or a manifest that retention has just deleted
+                if "no checkpoint" not in str(error):
+                    return [f"{tag}: {error}"]
+                continue
+            seen[manifest.attempt, manifest.step or 0] += 1
+    return [f"step {step} of attempt {attempt} has {count} checkpoints" for (attempt, step), count in seen.items() if count > 1]
+
+
+def life(job: Job, chance: random.Random, result: Result, fault: str, point: str = "") -> None:
+    """Live one life of the job: train, let the fault happen, end the job, start again what is dead, recover, and compare.
+
+    point: the failpoint at which the victim dies, or "" for a random moment.
+    """
+    place, world_size = job.place, len(job.place) * job.per_node
+    victim: Node = chance.choice(list(place))
+    first = list(place).index(victim) * job.per_node
+    theirs = list(range(first, first + job.per_node))
+    armed = {rank: f"{point}=kill@{chance.randint(1, 3)}" for rank in theirs} if point in failpoints.AGENT else {}
+    if point and not armed:
+        victim.kill()
+        victim.start("--keep-last", "3", failpoints=f"{point}=kill@{chance.randint(1, 4)}", wait=False)
+        victim.daemon.reached_ready()  # type: ignore[union-attr]
+    persist, wait_every = chance.random() < 0.7, chance.choice((0, 1, 3))
+    with Ranks(world_size) as ranks:
+        begin(job, ranks, armed, persist=persist, wait_every=wait_every)
+        wanted = chance.randint(1, 8)
+        holds(lambda: min(diary.count("sealed") for diary in job.last) >= wanted or _has_died(victim) or not ranks.all_live, 20.0)
+        time.sleep(chance.uniform(0, 0.1))
+        log.debug("%s: %s sealed, persist=%s, waits every %s", fault, [d.count("sealed") for d in job.last], persist, wait_every)
+        match fault:
+            case "trainers of a node":
+                for rank in theirs:
+                    ranks.kill(rank)
+                time.sleep(chance.uniform(0, 0.3))
+            case "a daemon":
+                victim.kill()
+                time.sleep(chance.uniform(0, 0.2))
+                _start(victim, place)
+            case "a node" | "a node with its memory":
+                for rank in theirs:
+                    ranks.kill(rank)
+                victim.kill()
+            case "a node's storage":
+                cut_flag(victim).touch()
+                time.sleep(chance.uniform(*_CUT_SECONDS))
+                cut_flag(victim).unlink()
+                time.sleep(0.2)
+        if fault == "a daemon" or chance.random() < 0.3:
+            time.sleep(chance.uniform(0, 1.0))
+    result.hits[fault] += 1
+    if fault == "a node with its memory":
+        victim.lose()
+        job.lose_memory()
+    for node in place:
+        if _has_died(node) or (node is victim and point):  # a failpoint that was not reached must not kill the next life
+            node.kill()
+            _start(node, place)
+    promised = job.promised()
+    recovered(job, chance, result, promised, f"{fault}, {point or 'at a random moment'}")
+
+
+def _has_died(node: Node) -> bool:
+    return node.daemon is None or node.daemon.process.poll() is not None
+
+
+def cut_flag(node: Node) -> Path:
+    """Return the file that cuts a node off its storage while it exists."""
+    return Path(f"{node.home.path}/cut")
+
+
+def _start(node: Node, place: Nodes) -> None:
+    cut = None if isinstance(place.root, Url) else partial(make_calls_wait, cut_flag(node), Path(str(place.root)), STORAGE_CALLS)
+    node.start("--keep-last", "3", first=cut)
+
+
+@contextmanager
+def in_directory() -> Iterator[tuple[Nodes, dict[str, str]]]:
+    """Yield three nodes that share a directory, and the variables by which their ranks find it, which are none."""
+    place = Nodes(3)
+    try:
+        yield place, {}
+    finally:
+        place.remove()
+
+
+@contextmanager
+def in_store() -> Iterator[tuple[Nodes, dict[str, str]]]:
+    """Yield three nodes that share a bucket of SeaweedFS, each through a proxy of its own. Raises Unavailable if it is not installed."""
+    if stores.program("weed") is None:
+        raise Unavailable("SeaweedFS is not installed")
+    with ExitStack() as held, tempfile.TemporaryDirectory() as there:
+        server = held.enter_context(stores.Servers(Path(there))).get("seaweed")
+        before = {name: os.environ.get(name) for name in server.environ}
+        held.callback(_restore, before)
+        os.environ.update(server.environ)
+        place = Nodes(3, Url("s3", "bucket", ("root",)))
+        held.callback(place.remove)
+        for node in place:
+            proxy = held.enter_context(proxied(server.port))
+            proxy.begin(partial(_wait_while, cut_flag(node)))
+            node.home.environ = server.environ | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+        yield place, server.environ
+
+
+def _wait_while(flag: Path, *_: object) -> str:
+    """Hold a request back while the flag is set, and then let it pass."""
+    while flag.exists():
+        time.sleep(0.01)
+    return ""
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        os.environ.pop(name)
+        if value is not None:
+            os.environ[name] = value
+
+
+def recovered(job: Job, chance: random.Random, result: Result, promised: Key, what: str) -> None:
+    """Recover on all nodes, or on one node less, and compare with what was promised."""
+    fewer = chance.random() < 0.2
+    count = (len(job.place) - fewer) * job.per_node
+    with Ranks(count) as ranks:
+        begin(job, ranks, {}, persist=True, wait_every=1, steps=1)
+        try:
+            errors = ranks.results(timeout=180)
+        except (RankFailed, TimeoutError, EOFError) as error:
+            result.lost.append(f"{what}: no recovery: {error}")
+            return
+    if any(errors):
+        result.lost.append(f"{what}: after the recovery: {errors}")
+    back = job.came_back()
+    log.debug("%s: promised %s, came back %s", what, promised, back)
+    if len(back) != 1 or (max(back) < promised and not fewer):
+        result.lost.append(f"{what}: {back} came back, {promised} was promised")
+    result.lost += [f"{what}: {sentence}" for sentence in check_manifests(job.place)]
+
+
+def run(
+    lives: int, seed: int, seconds: float = float("inf"), *, points: Sequence[str] = POINTS, where: Where = in_directory
+) -> tuple[Counter[str], list[str]]:
+    """Live so many lives, or as many as fit into `seconds`. Return how often each fault came, and what was lost.
+
+    Every second life has its victim die at a failpoint. The seed says at which of `points` this begins; the next life has the next one.
+    """
+    chance, result, until = random.Random(seed), Result(), time.monotonic() + seconds
+    first = chance.randrange(len(points))
+    with where() as (place, environ):
+        for node in place:
+            _start(node, place)
+        job = Job(place, per_node=2, environ=environ)
+        while result.hits.total() < lives and time.monotonic() < until and not result.lost:
+            number = result.hits.total()
+            point = points[(first + number // 2) % len(points)] if number % 2 else ""
+            life(job, chance, result, FAULTS[number % len(FAULTS)], point)
+        if result.lost:
+            print(place.logs())
+    return result.hits, result.lost
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--store", action="store_true", help="share a bucket of SeaweedFS, not a directory")
+    parser.add_argument("--verbose", action="store_true", help="print what each life had promised")
+    options = parser.parse_args()
+    if options.verbose:
+        logging.basicConfig(format="%(asctime)s %(message)s")
+        log.setLevel(logging.DEBUG)
+    print(f"{options.kills} lives on 3 nodes with 2 ranks each, seed {options.seed}", flush=True)
+    begun = time.monotonic()
+    hits, lost = run(options.kills, options.seed, where=in_store if options.store else in_directory)
+    for fault, count in sorted(hits.items()):
+        print(f"  {count:5,d}  {fault}")
+    print(f"{hits.total()} lives in {time.monotonic() - begun:.0f} s, {len(lost)} promises broken")
+    for sentence in lost:
+        print("LOST", sentence)
+    return bool(lost)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,30 @@
+"""The short version of `python -m tests.crash.nodes`: a job on three nodes loses nothing, whatever dies. Each day has another seed."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from tests.crash import nodes
+from tests.crash.images import Unavailable
+
+SECONDS = 170.0
+SECONDS_IN_A_STORE = 60.0
+
+
+def test_kills_of_ranks_daemons_and_nodes_lose_nothing() -> None:
+    seed = datetime.now(UTC).toordinal()
+    hits, lost = nodes.run(1000, seed, SECONDS)
+    assert lost == [], f"seed {seed}"
+    assert set(hits) == set(nodes.FAULTS)
+
+
+def test_kills_of_a_job_whose_root_is_an_object_store_lose_nothing() -> None:
+    seed = datetime.now(UTC).toordinal()
+    try:
+        hits, lost = nodes.run(1000, seed, SECONDS_IN_A_STORE, where=nodes.in_store)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    assert lost == [], f"seed {seed}"
+    assert hits.total() > 1
