@@ -2,8 +2,9 @@
 
 First act: it trains train_gpt.py once without interruption, and once with two deaths at random moments. First only the trainer is killed,
 and must recover from memory. Then trainer, daemon and everything in shared memory are lost, and it must recover from storage. Second act:
-the same script on two ranks. One of them is killed, and both must recover. Every loss that was ever computed and every value in the last
-checkpoint are compared with those of the uninterrupted runs.
+the same script on two ranks. One of them is killed, and both must recover. Third act: the same on two nodes, and one node is lost with
+all that is on it (two_nodes.py). Every loss that was ever computed and every value in the last checkpoint are compared with those of the
+uninterrupted runs.
 
 The exit code is 0 only if nothing differs and both recoveries came from the expected place. The script leaves roots, logs and losses.png in
 --out, and deletes what an earlier demo left there.
@@ -24,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from examples.runs import RECOVERED, Act, DemoFailed, Run, check_checkpoints, check_losses, end_process, print_table, say, wipe
+from examples.two_nodes import ARGUMENTS as ARGUMENTS_ON_NODES
+from examples.two_nodes import STEPS as STEPS_ON_NODES
+from examples.two_nodes import NodesRun, refusal, third_act
 
 STEPS, ARGUMENTS = 40, "--every 8 --batch 4 --context 96"  # a third of a second a step on two idle cores
-RANKED_STEPS, RANKED_ARGUMENTS = 24, "--every 4 --batch 2 --context 96 --layers 3 --width 256"
 
 
 def train_without_kills(run: Run) -> float:
@@ -142,14 +145,15 @@ def first_act(out: Path, reference: Run, interrupted: Run, chance: random.Random
     print(f"What was saved: ckptd ls {interrupted.root}")
 
 
-def second_act(reference: Run, interrupted: Run, chance: random.Random) -> None:
+def second_act(reference: Run, interrupted: Run, chance: random.Random) -> float:
     print()
     say(f"Now on {reference.ranks} ranks, with FSDP.")
     seconds = train_without_kills(reference)
     say(f"Training the same in another root; one rank will be killed. A step takes {seconds:.2f} s.")
     interrupted.start()
-    step, rank = chance.randrange(RANKED_STEPS // 2, RANKED_STEPS - 3), chance.randrange(reference.ranks)
+    step, rank = chance.randrange(STEPS_ON_NODES // 2, STEPS_ON_NODES - 3), chance.randrange(reference.ranks)
     compare(reference, interrupted, [kill_one_rank(interrupted, rank, step, chance.uniform(0.1, 0.9) * seconds)])
+    return seconds
 
 
 def compare(reference: Run, interrupted: Run, acts: list[Act]) -> None:
@@ -168,14 +172,20 @@ def main() -> None:
     args = parser.parse_args()
     out = Path(os.path.abspath(args.out))
     runs = [Run(out, name, STEPS, ARGUMENTS) for name in ("reference", "interrupted")]
-    runs += [Run(out, f"ranks-{name}", RANKED_STEPS, RANKED_ARGUMENTS, ranks=2) for name in ("reference", "interrupted")]
+    runs += [Run(out, f"ranks-{name}", STEPS_ON_NODES, ARGUMENTS_ON_NODES, ranks=2) for name in ("reference", "interrupted")]
+    runs.append(nodes := NodesRun(out, "nodes"))
     chance = random.Random(args.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left running after an error either
     say(f"Kills are at random moments; the same again with --seed {args.seed}.")
     try:
         wipe(out, *runs)
         first_act(out, runs[0], runs[1], chance)
-        second_act(runs[2], runs[3], chance)
+        seconds = second_act(runs[2], runs[3], chance)
+        if why := refusal():
+            say(f"The act on two nodes is left out: {why}.")
+        else:
+            print()
+            third_act(runs[2], nodes, chance, seconds)
     except DemoFailed as failure:
         sys.exit(f"FAILED: {failure}")
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ import pytest
 
 from ckptd.shared import names
 from ckptd.shared.location import located
+from examples import two_nodes
 from examples.runs import RECOVERED, Run, check_checkpoints, check_losses
 from tests.support import stores
 
@@ -75,6 +76,15 @@ def test_a_run_in_an_object_store_outlives_its_node(tmp_path: Path, tmp_path_fac
         done = subprocess.run(again, env=environ | {"CKPTD_STATE_DIR": str(new)}, check=True, timeout=200, capture_output=True, text=True)
     assert re.search("recovered step (8|12) of attempt 1 from storage", done.stdout), done.stdout
     assert json.loads((tmp_path / "losses.json").read_text()) == json.loads((whole / "losses.json").read_text())
+
+
+@pytest.mark.skipif(two_nodes.refusal() != "", reason=two_nodes.refusal())
+def test_two_nodes_of_which_one_is_lost_and_a_root_in_an_object_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with stores.Servers(tmp_path_factory.mktemp("stores")) as servers:
+        run = [sys.executable, "-m", "examples.two_nodes", "--out", str(tmp_path), "--root", f"s3://bucket/{names.new_nonce().hex()}"]
+        environ = environment(tmp_path) | servers.get("seaweed").environ
+        done = subprocess.run(run, env=environ, cwd=TRAINER.parents[1], timeout=400, capture_output=True, text=True)
+    assert "Everything came back as it was." in done.stdout, done.stdout + done.stderr
 
 
 def ckptd(environ: dict[str, str], *arguments: str) -> bytes:
