@@ -14,7 +14,7 @@ from ckptd.daemon.catalog import Job, SlotDecision
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.snapshot import Key
-from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SharedMemoryFull
+from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SharedMemoryFull, from_wire
 from ckptd.shared.segment import SegmentHeader
 
 
@@ -81,7 +81,7 @@ class Admission:
     async def acquire(self, owner: Owner, job: Job, key: Key, wait: float) -> Slot | str:
         """Return a free slot within `wait` seconds, or the reason for skipping the step. The caller must give the slot to the step at once.
 
-        Raises NotFound if the rank has no slots.
+        Raises NotFound if the rank has no slots, and the error of the step if the step fails in the meantime.
         """
         if not self._usable(owner):
             raise NotFound("this rank has no slots: send Allocate before Acquire")
@@ -91,6 +91,8 @@ class Admission:
         while True:
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             refusal = await self._may_take(owner, job, key, left)
+            if (failure := job.step(key).failure) is not None:
+                raise from_wire(*failure)
             free = next((slot for slot in self._usable(owner) if job.step_in(slot.name) is None), None)
             if refusal or free is not None or left <= 0 or not job.ranks.is_here(owner):
                 return refusal or free or "every slot is still being saved"
@@ -99,7 +101,7 @@ class Admission:
     async def _may_take(self, owner: Owner, job: Job, key: Key, wait: float) -> str:
         """Wait until the step may have slots. Return "" then, or the reason for skipping the step."""
         if job.snapshot(key) is not None:  # another rank has a slot for this step already: only this rank's own slots count
-            return await self._decide(job, key[0], [owner], wait)
+            return await self._decide(job, key, [owner], wait)
         if not self._blocking(job, key[0], self._local(job, key)):
             job.stuck = None
             return ""
@@ -115,25 +117,27 @@ class Admission:
 
     async def _decide_for_all(self, job: Job, key: Key, wait: float) -> str:
         """Decide once for all ranks. Return the reason for skipping the step, or "". Late ranks skip the step for the same reason."""
-        refusal = await self._decide(job, key[0], self._local(job, key), wait, granted=key)
+        refusal = await self._decide(job, key, self._local(job, key), wait, granted=key)
         if refusal and job.world_size > 1:
             job.step(key).refusal = refusal
         return refusal
 
-    async def _decide(self, job: Job, attempt: int, owners: list[Owner], wait: float, granted: Key | None = None) -> str:
+    async def _decide(self, job: Job, key: Key, owners: list[Owner], wait: float, granted: Key | None = None) -> str:
         """Return why the step is skipped, if a rank has no free slot after `wait` seconds, else "". A late rank is waited for once.
+
+        Returns "" at once when the step fails, because a rank that cannot take the step may never have a slot.
 
         granted: the step that is decided. A rank that has been granted a slot for it meanwhile is not waited for.
         """
         try:
             async with asyncio.timeout(wait):
-                while blocking := self._blocking(job, attempt, owners, granted):
+                while (blocking := self._blocking(job, key[0], owners, granted)) and job.step(key).failure is None:
                     if job.stuck in blocking:
                         return self._why(job, blocking)
                     job.moved.clear()
                     await job.moved.wait()
         except TimeoutError:
-            return self._why(job, self._blocking(job, attempt, owners, granted))
+            return self._why(job, self._blocking(job, key[0], owners, granted))
         job.stuck = None
         return ""
 

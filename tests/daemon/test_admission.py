@@ -13,12 +13,12 @@ import pytest
 
 from ckptd.daemon.admission import Admission
 from ckptd.daemon.catalog import Catalog
-from ckptd.daemon.decisions import Free
+from ckptd.daemon.decisions import Free, fail
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
-from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded
+from ckptd.shared.errors import Fenced, NotFound, QuotaExceeded, SnapshotFailed
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.plan import MIN_CHUNK
 
@@ -203,3 +203,15 @@ async def test_a_rank_without_slots_is_told_so_and_one_beside_it_waits() -> None
     with pytest.raises(NotFound, match="this rank has no slots"):
         await made.acquire(1, 4)
     assert await made.acquire(0, 4, 0.01) == "another rank has no slots yet"
+
+
+async def test_a_rank_does_not_wait_for_the_slots_of_a_rank_that_has_failed_the_step() -> None:
+    """A rank that fails a save before it has made slots will not make them for this step. The other rank waited for them for 600 s."""
+    made = Grants()
+    made.slots.of = lambda *identity: [] if identity[2] == 1 else [made.slots.slots["a0"]]
+    waiting = made.acquire(0, 4, 3600)
+    await settle()
+    assert not waiting.done()
+    made.steps.perform(made.job, fail(made.job.step((1, 4)), SnapshotFailed("rank 1: the planner's own")))
+    with pytest.raises(SnapshotFailed, match="rank 1: the planner's own"):
+        await asyncio.wait_for(waiting, 60)
