@@ -26,6 +26,7 @@ from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part import PartReader
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, is_root, open_root
+from ckptd.shared.storage.metadata import metadata_objects
 from ckptd.shared.storage.protocol import Source
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
@@ -126,7 +127,7 @@ class Copier:
         """Delete the files of a copy that has failed, unless another copy has been committed there meanwhile."""
         if not self._to.has_manifest(one.job, one.tag):
             self._to.unpin(one.job, one.tag)
-            self._to.delete_files(one.job, one.tag, [part.file for part in manifest.parts])
+            self._to.delete_files(one.job, one.tag, manifest.files)
             self._to.delete_tag(one.job, one.tag)
 
     def _copy(self, one: Copying, manifest: Manifest, progress: Progress) -> None:
@@ -138,9 +139,10 @@ class Copier:
         try:
             for part in manifest.parts:
                 self._copy_part(one, part, progress)
+            objects = metadata_objects(self._from, one.job, one.tag, manifest)
         finally:
             lease.close()
-        self._to.publish_manifest(one.job, one.tag, one.data)
+        self._to.publish_manifest(one.job, one.tag, one.data, objects=objects)
         newest = self._to.read_newest(one.job)
         try:
             older = newest is None or self._to.read_manifest(one.job, newest).order < manifest.order

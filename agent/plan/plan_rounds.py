@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import torch
@@ -71,8 +70,7 @@ class PlanRounds:
             metadata = None if self._decision is None else self._decision.metadata
             return mine.by_rule.lay_out(_RULED_SHARE.decode(zstandard.decompress(answer)), self.ranks.rank, metadata)
         answer = self._round("items", lambda: msgspec.msgpack.encode(Offer(mine.local.rows, mine.values)), _share_out)
-        share: Share = _SHARE.decode(answer)
-        return share.lay_out(mine.local)
+        return _SHARE.decode(answer).lay_out(mine.local)
 
     def _round(self, name: str, say: Callable[[], bytes], decided: Callable[[list[bytes]], list[bytes]]) -> bytes:
         mine: bytes | CkptdError
@@ -105,8 +103,7 @@ def _share_out(said: list[bytes]) -> list[bytes]:
     return [msgspec.msgpack.encode(share) for share in share_out([_OFFER.decode(one) for one in said])]
 
 
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(kind)
-
-
-_SUMMARY, _RULED_SHARE, _OFFER, _SHARE = map(_decoder, (Summary, RuledShare, Offer, Share))
+_SUMMARY = msgspec.msgpack.Decoder(Summary)
+_RULED_SHARE = msgspec.msgpack.Decoder(RuledShare)
+_OFFER = msgspec.msgpack.Decoder(Offer)
+_SHARE = msgspec.msgpack.Decoder(Share)

@@ -1,0 +1,47 @@
+"""Reads the metadata of a checkpoint, whether it is in the manifest or in a metadata object (FORMAT.md, section 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.manifest import Manifest
+from ckptd.shared.metadata_object import MetadataReader
+from ckptd.shared.plan import Described
+from ckptd.shared.storage.repository import Repository
+
+
+@contextmanager
+def open_metadata(repository: Repository, job: str, tag: str, manifest: Manifest) -> Iterator[MetadataReader]:
+    """Context manager. Open the metadata object that a manifest names. Raises IntegrityError if it is missing or damaged, OSError."""
+    entry = manifest.metadata_object
+    assert entry is not None
+    called = f"{job}/{tag}/{entry.file}"
+    try:
+        source = repository.open_file(job, tag, entry.file)
+    except FileNotFoundError:
+        raise IntegrityError(f"{called} is missing") from None
+    try:
+        yield MetadataReader(source, entry, manifest.world_size)
+    except IntegrityError as error:
+        raise type(error)(f"{called}: {error}") from None
+    finally:
+        source.close()
+
+
+def metadata_objects(repository: Repository, job: str, tag: str, manifest: Manifest) -> dict[str, bytes]:
+    """Return the bytes of the metadata object, if there is one, by its name. They are verified. Raises IntegrityError, OSError."""
+    if manifest.metadata_object is None:
+        return {}
+    with open_metadata(repository, job, tag, manifest) as reader:
+        reader.verify()
+        return {manifest.metadata_object.file: reader.whole()}
+
+
+def tensors(repository: Repository, job: str, tag: str, manifest: Manifest) -> dict[str, Described]:
+    """Return the entries of all tensors and blobs, by name. Raises IntegrityError, OSError."""
+    if manifest.metadata_object is None:
+        return manifest.metadata.get("state_dict_metadata", {})
+    with open_metadata(repository, job, tag, manifest) as reader:
+        return dict(reader.entries())
