@@ -125,24 +125,28 @@ def check_entry(fqn: str, entry: Described, meshes: Sequence[Mesh], world_size: 
 
 
 class MetadataReader:
-    """A reader of a metadata object. The constructor reads and verifies the index with one read.
+    """A reader of a metadata object, given as an open source, which `close` closes.
 
-    `entry` is the member of the manifest. The source stays the caller's. Raises IntegrityError, OSError.
+    The constructor reads and verifies the index with one read. `entry` is the member of the manifest. `called` is the name of the object in
+    error texts. Any number of threads may read at once. Raises IntegrityError, OSError.
     """
 
-    def __init__(self, source: Source, entry: MetadataObjectEntry, world_size: int) -> None:
+    def __init__(self, source: Source, entry: MetadataObjectEntry, world_size: int, called: str) -> None:
         self._source, self._world_size = source, world_size
+        self._called, self._file, self._end = called, entry.file, entry.index
         if source.size != entry.bytes:
-            raise IntegrityError(f"{entry.file} has {source.size} bytes; expected {entry.bytes}")
+            raise IntegrityError(f"{called} has {source.size} bytes; expected {entry.bytes}")
         stored = self._read(entry.index, entry.bytes - entry.index)
         if hashlib.sha256(stored).hexdigest() != entry.index_sha256:
-            raise IntegrityError(f"the index of {entry.file} does not match its digest")
-        self._called, self._end = entry.file, entry.index
-        self._index: _Index = _decoded(_decompressed(stored, entry.file), _INDEX_DECODER, entry.file)
+            raise IntegrityError(f"the index of {called} does not match its digest")
+        self._index: _Index = _decoded(_decompressed(stored, called), _INDEX_DECODER, called)
         self._firsts = [block.first for block in self._index.blocks]
         self.meshes: Sequence[Mesh] = self._index.meshes
         for mesh in self.meshes:
             mesh.check(world_size)
+
+    def close(self) -> None:
+        self._source.close()
 
     def find(self, fqn: str) -> Described | None:
         """Return the entry of a tensor or blob, or None if there is none. One block is read. Raises IntegrityError, OSError."""
@@ -164,8 +168,8 @@ class MetadataReader:
     def whole(self) -> bytes:
         """Return all bytes of the object. Raises IntegrityError if they are not those that the name of the object says, OSError."""
         data = bytes(self._read(0, self._source.size))
-        if names.metadata_file(hashlib.sha256(data).hexdigest()) != self._called:
-            raise IntegrityError("it does not match the digest in its name")
+        if names.metadata_file(hashlib.sha256(data).hexdigest()) != self._file:
+            raise IntegrityError(f"{self._called} does not match the digest in its name")
         return data
 
     def _block(self, number: int) -> list[tuple[str, Described]]:
@@ -187,7 +191,7 @@ class MetadataReader:
     def _read(self, offset: int, length: int) -> memoryview:
         data = self._source.view(offset, length)
         if len(data) != length:
-            raise IntegrityError("the metadata object is cut short")
+            raise IntegrityError(f"{self._called} is cut short")
         return data
 
 

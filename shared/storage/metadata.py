@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.manifest import Manifest
@@ -12,9 +11,8 @@ from ckptd.shared.plan import Described
 from ckptd.shared.storage.repository import Repository
 
 
-@contextmanager
-def open_metadata(repository: Repository, job: str, tag: str, manifest: Manifest) -> Iterator[MetadataReader]:
-    """Context manager. Open the metadata object that a manifest names. Raises IntegrityError if it is missing or damaged, OSError."""
+def open_metadata(repository: Repository, job: str, tag: str, manifest: Manifest) -> MetadataReader:
+    """Open the metadata object that a manifest names. The caller closes it. Raises IntegrityError if it is missing or damaged, OSError."""
     entry = manifest.metadata_object
     assert entry is not None
     called = f"{job}/{tag}/{entry.file}"
@@ -23,18 +21,17 @@ def open_metadata(repository: Repository, job: str, tag: str, manifest: Manifest
     except FileNotFoundError:
         raise IntegrityError(f"{called} is missing") from None
     try:
-        yield MetadataReader(source, entry, manifest.world_size)
-    except IntegrityError as error:
-        raise type(error)(f"{called}: {error}") from None
-    finally:
+        return MetadataReader(source, entry, manifest.world_size, called)
+    except BaseException:
         source.close()
+        raise
 
 
 def metadata_objects(repository: Repository, job: str, tag: str, manifest: Manifest) -> dict[str, bytes]:
     """Return the bytes of the metadata object, if there is one, by its name. They are verified. Raises IntegrityError, OSError."""
     if manifest.metadata_object is None:
         return {}
-    with open_metadata(repository, job, tag, manifest) as reader:
+    with closing(open_metadata(repository, job, tag, manifest)) as reader:
         reader.verify()
         return {manifest.metadata_object.file: reader.whole()}
 
@@ -43,5 +40,5 @@ def tensors(repository: Repository, job: str, tag: str, manifest: Manifest) -> d
     """Return the entries of all tensors and blobs, by name. Raises IntegrityError, OSError."""
     if manifest.metadata_object is None:
         return manifest.metadata.get("state_dict_metadata", {})
-    with open_metadata(repository, job, tag, manifest) as reader:
+    with closing(open_metadata(repository, job, tag, manifest)) as reader:
         return dict(reader.entries())

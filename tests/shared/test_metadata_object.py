@@ -56,7 +56,7 @@ def sample(count: int) -> dict[str, Any]:
 
 def opened(metadata: dict[str, Any], meshes: list[Mesh] = MESHES) -> tuple[MetadataReader, Memory, MetadataObjectEntry]:
     data, entry = encode(metadata, meshes, 8)
-    return MetadataReader(source := Memory(data), entry, 8), source, entry
+    return MetadataReader(source := Memory(data), entry, 8, "metadata"), source, entry
 
 
 @pytest.mark.parametrize("count", [0, 1, 30_000])
@@ -78,7 +78,7 @@ def test_one_tensor_is_found_with_two_reads_of_the_object() -> None:
     metadata = sample(30_000)
     data, entry = encode(metadata, MESHES, 8)
     source = Memory(data)
-    assert MetadataReader(source, entry, 8).find("layers.12345.weight") == metadata["layers.12345.weight"]
+    assert MetadataReader(source, entry, 8, "metadata").find("layers.12345.weight") == metadata["layers.12345.weight"]
     assert len(source.reads) == 2
     assert sum(source.reads) < BLOCK
     assert len(source.reads) == 2
@@ -111,14 +111,14 @@ def test_every_flipped_bit_of_a_small_object_is_found() -> None:
         damaged = bytearray(data)
         damaged[number // 8] ^= 1 << number % 8
         with pytest.raises(IntegrityError):
-            MetadataReader(Memory(bytes(damaged)), entry, 8).verify()
+            MetadataReader(Memory(bytes(damaged)), entry, 8, "metadata").verify()
 
 
 @pytest.mark.parametrize("length", [0, 15, 100, -1])
 def test_an_object_that_is_cut_short_is_refused(length: int) -> None:
     data, entry = encode(sample(3), MESHES, 8)
     with pytest.raises(IntegrityError, match=f"^metadata.* bytes; expected {len(data)}$"):
-        MetadataReader(Memory(data[:length]), entry, 8)
+        MetadataReader(Memory(data[:length]), entry, 8, "metadata")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def forged(change: Any) -> tuple[bytes, MetadataObjectEntry]:
 def test_a_hostile_block_is_refused(blocks: Any) -> None:
     data, entry = forged(blocks)
     with pytest.raises(IntegrityError):
-        list(MetadataReader(Memory(data), entry, 8).entries())
+        list(MetadataReader(Memory(data), entry, 8, "metadata").entries())
 
 
 def test_a_block_at_an_impossible_place_is_refused() -> None:
