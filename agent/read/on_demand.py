@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.agent.read.saved import Saved, Shard
@@ -119,9 +119,8 @@ class SavedOnDemand(Saved):
             raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as {', '.join(sorted(self.names())[:3])}")
         return entry["dtype"], tuple(entry.get("size", ()))
 
-    def blobs_among(self, names: Callable[[], Iterable[str]]) -> list[str]:
-        found = {name for name, entry in self._all_entries().items() if entry is not None and entry["dtype"] == BLOB}
-        return [name for name in names() if name in found] if found else []
+    def blob_names(self) -> set[str]:
+        return {name for name, entry in self._all_entries().items() if entry is not None and entry["dtype"] == BLOB}
 
     def check_all_whole(self) -> None:
         for name in self._all_entries():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,9 +122,9 @@ class Saved:
                 f"{name} has dtype {plain_name(dtype)}, which torch {torch.__version__} does not have: install {needed}"
             ) from None
 
-    def blobs_among(self, names: Callable[[], Iterable[str]]) -> list[str]:
-        """Return those of the names that are names of blobs. `names` is called only if there are blobs."""
-        return [name for name in names() if name in self.blobs] if self.blobs else []
+    def blob_names(self) -> Collection[str]:
+        """Return the names of all blobs."""
+        return self.blobs.keys()
 
     def metadata(self, names: Iterable[str] | None = None) -> Metadata:
         """Return DCP's metadata of these tensors, or of every tensor and blob that can be asked for. Raises NotFound as `dtype`."""
@@ -138,7 +138,7 @@ class Saved:
                 chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in self.shards[name]]
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=self.dtype(name)), size, chunks)
         if names is None:
-            entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
+            entries.update(dict.fromkeys(self.blob_names(), BytesStorageMetadata()))
         return Metadata(state_dict_metadata=entries)
 
     def ensure(self, name: str) -> None:

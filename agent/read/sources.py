@@ -139,7 +139,8 @@ class Opened:
         could bring back.
         """
         found: dict[str, Any] = decode(self.values(rank))
-        blobs = self.saved.read_blobs(self.saved.blobs_among(lambda: tensor_names(found["state"])))
+        names = self.saved.blob_names()
+        blobs = self.saved.read_blobs([name for name in tensor_names(found["state"]) if name in names] if names else [])
         if blobs:
             found["state"] = filled(found["state"], lambda name: load_blob(name, blobs[name]) if name in blobs else TensorRef(name))
         return found

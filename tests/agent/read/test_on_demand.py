@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ckptd.agent import Agent, Checkpoint
+from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
+from ckptd.agent.dcp.targets import leave_all
 from ckptd.agent.read.on_demand import SavedOnDemand
 from ckptd.daemon.cli import main
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
@@ -188,3 +191,46 @@ def test_shards_by_rule_are_found_on_any_number_of_ranks(place: Home, ranks_afte
         for source, found in ranks.call(recovered_state, place.socket):
             assert source == "storage"
             assert found == wanted
+
+
+def save_with_dcp(root: Path, socket: Path) -> None:
+    HERE["state"] = sharded(1) | {"count": 7}
+    dcp.save(HERE["state"], storage_writer=StorageWriter(root / "job" / "big", socket=socket))
+
+
+def save_with_planner(socket: Path) -> None:
+    HERE["state"] = {key: value for key, value in sharded(1).items() if key.startswith("divided") or key.endswith("7")}
+    Agent("planned", socket=socket, planner=DefaultSavePlanner()).snapshot(HERE["state"], step=1).wait("durable", timeout=120)
+
+
+def loaded_with_dcp(path: Path) -> dict[str, Any]:
+    found = sharded(2) | {"count": 0}
+    dcp.load(found, storage_reader=StorageReader(path))
+    return {key: value for key, value in found.items() if key == "count"} | whole({k: v for k, v in found.items() if k != "count"})
+
+
+def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) -> None:
+    with running(place):
+        with Ranks(2) as ranks:
+            ranks.call(save_with_dcp, place.root, place.socket)
+            wanted = ranks.call(tensors_of_state)[0]
+            ranks.call(save_with_planner, place.socket)
+            ranks.call(leave_all)
+        with Checkpoint.open(place.root / "job") as checkpoint:
+            assert isinstance(checkpoint.opened.saved, SavedOnDemand)
+            assert all(checkpoint.tensor(name).tolist() == values for name, values in wanted.items())
+        with Checkpoint.open(place.root / "planned") as checkpoint:
+            stored = [{(item.fqn, item.offsets) for item in source.plan.items} for source in checkpoint.opened.sources]
+            described = checkpoint.manifest.metadata["state_dict_metadata"]
+            for name, entry in described.items():
+                for (offsets, _), rank in zip(entry["chunks"], entry.get("ranks", [0] * len(entry["chunks"])), strict=True):
+                    assert (name, tuple(offsets)) in stored[rank]
+            assert {rank for entry in described.values() for rank in entry.get("ranks", [0])} == {0, 1}
+        with Ranks(2) as ranks:
+            found = ranks.call(loaded_with_dcp, place.root / "job" / "big")[1]
+        assert {name: found[name] for name in wanted} == wanted
+        assert found["count"] == 7
+
+
+def tensors_of_state() -> dict[str, list[float]]:
+    return whole({key: value for key, value in HERE["state"].items() if key.startswith("divided") or key == "small.00007"})
