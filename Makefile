@@ -85,6 +85,7 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.single_tensor
 	$(RUN) -m benchmarks.conversions
 	$(RUN) -m benchmarks.partition
+	$(RUN) -m benchmarks.scale
 	$(RUN) -m benchmarks.table
 
 # Writes the manual pages from the commands.
