@@ -1,7 +1,7 @@
 """Writes the golden manifest of version 2 and its metadata object: `python -m tests.golden.make_v2` in the root of the repository.
 
-It never overwrites a file, because files of that version are in use. All their content is fixed here. The bytes of the metadata object depend
-on the version of zstd, so that they are read by the tests, and not written again.
+It never overwrites a file, because files of that version are in use. All their content is fixed here. The bytes of the metadata object
+depend on the version of zstd, so that they are read by the tests, and not written again.
 """
 
 from __future__ import annotations
