@@ -41,8 +41,8 @@ _THREADS = 4
 class Heartbeats:
     """The heartbeats of one daemon. `is_claimed` says whether this daemon has claimed an attempt durably: only then the name is its own."""
 
-    def __init__(self, repository: Repository, is_claimed: Callable[[Job, int], bool], renewal: float = RENEWAL_SECONDS) -> None:
-        self._repository, self._is_claimed, self._renewal = repository, is_claimed, renewal
+    def __init__(self, repository: Repository, is_claimed: Callable[[Job, int], bool]) -> None:
+        self._repository, self._is_claimed = repository, is_claimed
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptd-storage-heartbeat")
         self._tasks: dict[str, tuple[Job, asyncio.Task[None]]] = {}
         self._dead: dict[str, Collection[int]] = {}  # heartbeats of dead runs, which the next heartbeat of the job replaces
@@ -78,7 +78,7 @@ class Heartbeats:
             return job.attempt != attempt or not _is_alive(job)
 
         while not is_over():
-            due = loop.time() + self._renewal
+            due = loop.time() + RENEWAL_SECONDS
             try:
                 if wanted and self._is_claimed(job, attempt):
                     last = _heartbeat(job, attempt, last or await self._run(partial(self._read, job.name, attempt)))

@@ -14,7 +14,7 @@ from ckptd.shared import names
 from ckptd.shared.plan import Size
 
 MAX_HEARTBEAT = 4096
-"""The most bytes that are read of a heartbeat. One with the longest names and no character beyond ASCII has about 900."""
+"""The most bytes that are read of a heartbeat. The longest that a daemon writes has about 2,200."""
 _LAST_SECOND = 253_402_300_799  # the end of the year 9999, which `time.gmtime` can show
 
 _Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 from obstore.store import MemoryStore
 
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import Busy, IntegrityError, NotFound
+from ckptd.shared.heartbeat import MAX_HEARTBEAT, Heartbeat
 from ckptd.shared.location import Url
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage import object_leases
@@ -391,6 +393,23 @@ def test_an_attempt_is_claimed_once_and_older_claims_are_deleted(root: Repositor
     assert [names.claimed(entry.name) for entry in root.storage.children(names.attempts("gpt"))] == ["a0002", "a0003"]
     assert root.claim("gpt", 9) is True
     assert root.newest_attempt("gpt") == 9
+
+
+def test_heartbeats_are_replaced_listed_and_deleted_and_are_no_job(root: Repository) -> None:
+    first = Heartbeat(job="gpt", attempt=2, host="node", boot="0" * 32, beat="0" * 32)
+    assert (root.heartbeats("gpt"), root.read_heartbeat("gpt", 2)) == ([], None)
+    root.delete_heartbeats("gpt", [2])
+    second = first.again()
+    for each in (first, second, msgspec.structs.replace(first, attempt=10)):
+        root.publish_heartbeat(each)
+    assert root.heartbeats("gpt") == [2, 10]
+    assert root.read_heartbeat("gpt", 2) == second.encode()
+    assert (root.jobs(), root.tags("gpt"), root.newest_attempt("gpt"), root.pins("gpt")) == ([], [], 0, set())
+    root.storage.publish(f"{names.runs('gpt')}/a0003", b"x" * 9999, replace=True)
+    assert root.read_heartbeat("gpt", 3) == b"x" * MAX_HEARTBEAT
+    root.storage.publish(f"{names.runs('gpt')}/other", b"", replace=True)
+    root.delete_heartbeats("gpt", [2, 3, 4])
+    assert root.heartbeats("gpt") == [10]
 
 
 def test_a_root_has_one_identity(root: Repository) -> None:
