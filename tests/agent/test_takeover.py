@@ -14,12 +14,11 @@ import torch
 
 from ckptd.agent import Agent
 from ckptd.agent.link import attempt
-from ckptd.daemon import heartbeats, run_guard, sightings
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, JobRunning
 from ckptd.shared.storage.locate import open_root
 from tests.support.daemons import Daemon, until
-from tests.support.nodes import Node, Nodes
+from tests.support.nodes import Node, Nodes, beat_fast
 
 TRAINER = """
 import sys, torch
@@ -141,17 +140,12 @@ def test_one_process_may_have_several_agents_and_go_back(daemon: Daemon, impatie
 # -- runs on two nodes that share a root
 
 
-def _hurry() -> None:
-    """Runs in each daemon. Makes dead heartbeats known sooner, but still late enough for a slow machine."""
-    heartbeats.RENEWAL_SECONDS, run_guard.LOOK_SECONDS, sightings.DEAD_SECONDS = 0.2, 0.1, 4.0
-
-
 @pytest.fixture
 def two() -> Iterator[Nodes]:
     made = Nodes(2)
     try:
         for node in made:
-            node.start(first=_hurry)
+            node.start(first=beat_fast)
         yield made
     finally:
         print(made.logs())
@@ -177,7 +171,9 @@ def watched(node: Node) -> bool:
 
 
 def test_a_second_run_on_another_node_is_refused_and_the_first_one_still_saves(two: Nodes, distant: Trainer, impatient: None) -> None:
-    refusal = rf"^job 'job' is running already, in process {distant.process.pid} on node0 since 20.* UTC: stop that run, or .* takeover=True"
+    refusal = (
+        rf"^job 'job' is running already, in process {distant.process.pid} on node0 since 20.* UTC: stop that run, or .* takeover=True"
+    )
     with pytest.raises(JobRunning, match=refusal):
         Agent("job", socket=two[1].home.socket)
     assert distant.tell("save") == "saved"
@@ -219,7 +215,7 @@ def test_a_run_on_a_node_that_is_lost_is_watched_until_its_heartbeat_is_dead(two
 def test_a_run_that_comes_back_on_its_node_does_not_wait(two: Nodes, distant: Trainer) -> None:
     two[0].kill()
     distant.end()
-    two[0].start(first=_hurry)
+    two[0].start(first=beat_fast)
     assert beating(two) == [1], "the heartbeat was left by the daemon that was killed"
     with closing(Agent("job", socket=two[0].home.socket)) as agent:
         assert agent.attempt == 2
@@ -238,7 +234,7 @@ def test_the_workers_of_one_torchrun_are_one_run_on_all_nodes(
 
 def test_a_run_is_known_while_and_after_its_daemon_is_started_again(two: Nodes, distant: Trainer, impatient: None) -> None:
     two[0].kill()
-    two[0].start(first=_hurry)
+    two[0].start(first=beat_fast)
     with pytest.raises(JobRunning, match=rf"in process {distant.process.pid} on node0 since"):
         Agent("job", socket=two[1].home.socket)
     assert distant.tell("save") == "saved"
