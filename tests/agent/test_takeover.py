@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -233,10 +234,12 @@ def test_the_workers_of_one_torchrun_are_one_run_on_all_nodes(
 
 
 def test_a_run_is_known_while_and_after_its_daemon_is_started_again(two: Nodes, distant: Trainer, impatient: None) -> None:
+    distant.process.send_signal(signal.SIGSTOP)  # so that it does not reconnect yet, and only its lock shows that it lives
     two[0].kill()
     two[0].start(first=beat_fast)
     with pytest.raises(JobRunning, match=rf"in process {distant.process.pid} on node0 since"):
         Agent("job", socket=two[1].home.socket)
+    distant.process.send_signal(signal.SIGCONT)
     assert distant.tell("save") == "saved"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon import heartbeats as module
+from ckptd.daemon import tasks
 from ckptd.daemon.catalog import Job
 from ckptd.daemon.heartbeats import Heartbeats
 from ckptd.daemon.ranks import NOT_KNOWN, Owner, Process
@@ -187,6 +188,8 @@ async def test_a_bug_ends_the_heartbeat_and_not_the_daemon(
     def fail(self: Repository, heartbeat: Heartbeat) -> None:
         raise ValueError("a bug")
 
+    errors = list[BaseException]()
+    tasks.on_failure(errors.append)
     with monkeypatch.context() as broken:
         broken.setattr(Repository, "publish_heartbeat", fail)
         place.join()
@@ -194,19 +197,23 @@ async def test_a_bug_ends_the_heartbeat_and_not_the_daemon(
     place.next_attempt()
     place.join()
     await place.until(lambda: place.read(3))
+    assert errors == []
 
 
 async def test_a_storage_that_hangs_holds_nothing_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     answer, publish = threading.Event(), Repository.publish_heartbeat
 
     def hang(self: Repository, heartbeat: Heartbeat) -> None:
-        answer.wait(60)
+        answer.wait()
         publish(self, heartbeat)
 
     monkeypatch.setattr(Repository, "publish_heartbeat", hang)
     monkeypatch.setattr(module, "END_SECONDS", 0.01)
-    owner = place.join()
-    await asyncio.sleep(0.01)
-    place.leave(owner)
-    await place.kept.close()
-    answer.set()
+    try:
+        owner = place.join()
+        await asyncio.sleep(0.01)
+        place.leave(owner)
+        async with asyncio.timeout(30):
+            await place.kept.close()
+    finally:
+        answer.set()
