@@ -24,7 +24,7 @@ def become(name: str, then: Callable[[], None] | None = None) -> None:
 
 def beat_fast() -> None:
     """Make this daemon know sooner whether the heartbeat of another one is dead, but late enough for a slow machine."""
-    heartbeats.RENEWAL_SECONDS, run_guard.LOOK_SECONDS, sightings.DEAD_SECONDS = 0.2, 0.1, 4.0
+    heartbeats.RENEWAL_SECONDS, run_guard.LOOK_SECONDS, sightings.DEAD_SECONDS = 0.2, 0.1, 8.0
 
 
 class Node:
