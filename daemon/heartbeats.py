@@ -32,16 +32,17 @@ T = TypeVar("T")
 RENEWAL_SECONDS = 4.0
 """Seconds between two heartbeats: 15 small requests a minute for each job, whatever the number of its ranks and nodes."""
 RENEWALS_FOR_EACH_LOOK = 15
-"""After so many heartbeats, the daemon lists those of the job, to learn whether a newer attempt has begun on other nodes: once a minute."""
+"""Of so many heartbeats, one is followed by a listing, to learn whether a newer attempt has begun on another node: once a minute."""
 END_SECONDS = 2.0
 """Seconds that a daemon which ends waits for the deletion of heartbeats. One that stays costs the next run on another node a short wait."""
 _THREADS = 4
 
 
 class Heartbeats:
-    """The heartbeats of one daemon. `is_claimed` says whether this daemon has claimed an attempt durably: only then the name is its own."""
+    """The heartbeats of one daemon, by job. `keep` begins one, which then ends by itself."""
 
     def __init__(self, repository: Repository, is_claimed: Callable[[Job, int], bool]) -> None:
+        """is_claimed: returns True if this daemon has claimed an attempt durably. Before that, another daemon may write its heartbeat."""
         self._repository, self._is_claimed = repository, is_claimed
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptd-storage-heartbeat")
         self._tasks: dict[str, tuple[Job, asyncio.Task[None]]] = {}
@@ -85,9 +86,9 @@ class Heartbeats:
                     await self._run(partial(self._repository.publish_heartbeat, last))
                     if dead := set(self._dead.pop(job.name, ())) - {attempt}:
                         await self._run(partial(self._repository.delete_heartbeats, job.name, dead))
-                    count += 1
-                    if count % RENEWALS_FOR_EACH_LOOK == 0 and not is_over():
+                    if count % RENEWALS_FOR_EACH_LOOK == 0 and not is_over():  # at first, because two runs may begin at the same time
                         wanted = not await self._is_replaced(job, attempt)
+                    count += 1
                 if failing:
                     log.info("job %s: the heartbeat of attempt %d is kept again", job.name, attempt)
                 failing = False

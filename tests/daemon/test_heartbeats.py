@@ -217,3 +217,12 @@ async def test_a_storage_that_hangs_holds_nothing_up(place: Place, monkeypatch: 
             await place.kept.close()
     finally:
         answer.set()
+
+
+async def test_of_two_runs_that_begin_at_once_the_older_attempt_keeps_no_heartbeat(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "RENEWAL_SECONDS", 3600.0)
+    place.repository.publish_heartbeat(Heartbeat(job="gpt", attempt=3, host="there", boot="0" * 32, beat="0" * 32))
+    place.join()
+    await place.until(lambda: "attempt 3 has begun on another node" in caplog.text and place.read() is None)
