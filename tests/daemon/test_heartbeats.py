@@ -15,9 +15,12 @@ import pytest
 from ckptd.daemon import heartbeats as module
 from ckptd.daemon import tasks
 from ckptd.daemon.catalog import Job
+from ckptd.daemon.composition import opened
+from ckptd.daemon.config import Config
 from ckptd.daemon.heartbeats import Heartbeats
 from ckptd.daemon.ranks import NOT_KNOWN, Owner, Process
 from ckptd.shared import names
+from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.heartbeat import Heartbeat
 from ckptd.shared.membership import Membership
 from ckptd.shared.storage.posix import PosixStorage
@@ -226,3 +229,19 @@ async def test_of_two_runs_that_begin_at_once_the_older_attempt_keeps_no_heartbe
     place.repository.publish_heartbeat(Heartbeat(job="gpt", attempt=3, host="there", boot="0" * 32, beat="0" * 32))
     place.join()
     await place.until(lambda: "attempt 3 has begun on another node" in caplog.text and place.read() is None)
+
+
+async def test_a_daemon_that_ends_lets_the_heartbeats_of_living_trainers_stay(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RENEWAL_SECONDS", 3600.0)
+    config = Config(root=tmp_path / "root", socket=tmp_path / "s", state_dir=tmp_path / "state", shm_dir=tmp_path)
+    before, errors = asyncio.all_tasks(), list[BaseException]()
+    async with opened(config, PosixFileSystem(), failed=errors.append, changed=lambda: None) as parts:
+        for job in ("living", "ended"):
+            await parts.engine.begin(job, 0, 1, 0, lambda message: None, PROCESS, 0.0)
+        await place.until(lambda: all(place.repository.heartbeats(job) for job in ("living", "ended")))
+        ended = parts.catalog.job("ended")
+        parts.engine.detach(ended.ranks.owners[0])
+    assert [place.repository.heartbeats(job) for job in ("living", "ended")] == [[1], []]
+    assert (asyncio.all_tasks(), errors) == (before, []), "no heartbeat is kept any more"
