@@ -36,6 +36,7 @@ from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.segment import SegmentHeader
 from ckptd.shared.state_directory import state_directory
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 
@@ -120,8 +121,9 @@ async def opened(
             seals = SealIntake(catalog, steps, journal, read_seal)
             admission = Admission(slots, config.chunk_size, pipeline.run)
             plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS
-            heartbeats = Heartbeats(repository, claims.is_claimed)
-            guard = RunGuard(repository, calls, heartbeats)
+            beats = HeartbeatStore(repository.storage)
+            heartbeats = Heartbeats(beats, claims.is_claimed)
+            guard = RunGuard(beats, calls, heartbeats)
             engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, guard, plan_timeout)
             orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
             await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)

@@ -23,7 +23,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import CkptdError
 from ckptd.shared.heartbeat import Heartbeat
 from ckptd.shared.segment import this_boot
-from ckptd.shared.storage.repository import Repository
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 
 log = logging.getLogger("ckptd.heartbeats")
 
@@ -41,9 +41,9 @@ _THREADS = 4
 class Heartbeats:
     """The heartbeats of one daemon, by job. `keep` begins one, which then ends by itself."""
 
-    def __init__(self, repository: Repository, is_claimed: Callable[[Job, int], bool]) -> None:
+    def __init__(self, store: HeartbeatStore, is_claimed: Callable[[Job, int], bool]) -> None:
         """is_claimed: returns True if this daemon has claimed an attempt durably. Before that, another daemon may write its heartbeat."""
-        self._repository, self._is_claimed = repository, is_claimed
+        self._store, self._is_claimed = store, is_claimed
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptd-storage-heartbeat")
         self._tasks: dict[str, tuple[Job, asyncio.Task[None]]] = {}
         self._dead: dict[str, Collection[int]] = {}  # heartbeats of dead runs, which the next heartbeat of the job replaces
@@ -83,9 +83,9 @@ class Heartbeats:
             try:
                 if wanted and self._is_claimed(job, attempt):
                     last = _heartbeat(job, attempt, last or await self._run(partial(self._read, job.name, attempt)))
-                    await self._run(partial(self._repository.publish_heartbeat, last))
+                    await self._run(partial(self._store.publish, last))
                     if dead := set(self._dead.pop(job.name, ())) - {attempt}:
-                        await self._run(partial(self._repository.delete_heartbeats, job.name, dead))
+                        await self._run(partial(self._store.delete, job.name, dead))
                     if count % RENEWALS_FOR_EACH_LOOK == 0 and not is_over():  # at first, because two runs may begin at the same time
                         wanted = not await self._is_replaced(job, attempt)
                     count += 1
@@ -105,23 +105,23 @@ class Heartbeats:
                     async with asyncio.timeout(left):
                         await job.moved.wait()
         with suppress(OSError, CkptdError):  # a heartbeat that stays is found dead later
-            await self._run(lambda: self._repository.delete_heartbeats(job.name, [attempt]))
+            await self._run(lambda: self._store.delete(job.name, [attempt]))
 
     def _read(self, job: str, attempt: int) -> Heartbeat | None:
         """Return the heartbeat that an earlier daemon has written for this attempt, or None. It knows the process of rank 0."""
-        data = self._repository.read_heartbeat(job, attempt)
+        data = self._store.read(job, attempt)
         return None if data is None else Heartbeat.decode(data, job, attempt)
 
     async def _is_replaced(self, job: Job, attempt: int) -> bool:
         """Look for a heartbeat of a newer attempt. If there is one, delete the heartbeat of this attempt, which is no longer the newest."""
-        newer = [number for number in await self._run(lambda: self._repository.heartbeats(job.name)) if number > attempt]
+        newer = [number for number in await self._run(lambda: self._store.attempts(job.name)) if number > attempt]
         if not newer:
             return False
         log.warning(
             "job %s: attempt %d has begun on another node, while attempt %d is running here: both save, and the newest attempt is "
             "recovered; stop one of the two, or give it another job name", job.name, newer[-1], attempt,
         )  # fmt: skip
-        await self._run(lambda: self._repository.delete_heartbeats(job.name, [attempt]))
+        await self._run(lambda: self._store.delete(job.name, [attempt]))
         return True
 
     async def _run(self, call: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, JobRunning
 from ckptd.shared.heartbeat import Heartbeat
 from ckptd.shared.segment import this_boot
-from ckptd.shared.storage.repository import Repository
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 
 log = logging.getLogger("ckptd.engine")
 
@@ -36,9 +36,9 @@ class RunGuard:
     """The guard of one daemon. `clock` is monotonic."""
 
     def __init__(
-        self, repository: Repository, calls: StorageCalls, heartbeats: Heartbeats, clock: Callable[[], float] = time.monotonic
+        self, store: HeartbeatStore, calls: StorageCalls, heartbeats: Heartbeats, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._repository, self._calls, self._heartbeats, self._clock = repository, calls, heartbeats, clock
+        self._store, self._calls, self._heartbeats, self._clock = store, calls, heartbeats, clock
 
     async def wait_for_end(self, job: Job, process: Process, seconds: float, *, everywhere: bool) -> Collection[int]:
         """Wait up to `seconds` for the end of other runs of the job, on this node and, with `everywhere`, on the others.
@@ -92,11 +92,11 @@ class RunGuard:
                     raise JobRunning(_refusal(job.name, heartbeat))
                 case WatchOn() if not said:
                     said = True
-                    log.info("job %s: watching the heartbeat of another run in %s", job.name, self._repository.where(names.runs(job.name)))
+                    log.info("job %s: watching the heartbeat of another run in %s", job.name, self._store.where(job.name))
             await asyncio.sleep(LOOK_SECONDS)
 
     def _read(self, job: str) -> dict[int, bytes]:
-        found = {attempt: self._repository.read_heartbeat(job, attempt) for attempt in self._repository.heartbeats(job)}
+        found = {attempt: self._store.read(job, attempt) for attempt in self._store.attempts(job)}
         return {attempt: data for attempt, data in found.items() if data is not None}
 
 

@@ -15,7 +15,6 @@ from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.heartbeat import MAX_HEARTBEAT, Heartbeat
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.part import PartReader
 from ckptd.shared.receipt import HEAD, MAX_RECEIPT, Abandonment, Receipt, encode, is_abandonment
@@ -167,10 +166,7 @@ class Repository:
 
         Afterwards the directory exists, and a network file system lists it without its cache.
         """
-        self._make(self._name(job, tag))
-
-    def _make(self, prefix: str) -> None:
-        self.storage.create(f"{prefix}/{names.MANIFEST}.{names.new_nonce().hex()}{names.TMP_SUFFIX}", ALIGN, b"").discard()
+        self.storage.create(self._name(job, tag, f"{names.MANIFEST}.{names.new_nonce().hex()}{names.TMP_SUFFIX}"), ALIGN, b"").discard()
 
     def publish_receipt(self, receipt: Receipt) -> None:
         """Publish a receipt. Raises FileExistsError if the node has one in this try already."""
@@ -311,39 +307,6 @@ class Repository:
         Claims of old attempts are deleted.
         """
         return self.newest_attempt(job) <= attempt and self.storage.claim(f"{names.attempts(job)}/{names.attempt_file(attempt)}")
-
-    # -- heartbeats
-
-    def heartbeats(self, job: str) -> list[int]:
-        """Return the attempts of a job that have a heartbeat, alive or not, in ascending order."""
-        found = (names.parse_attempt_file(entry.name) for entry in self.storage.children(names.runs(job)) if not entry.nested)
-        return sorted({attempt for attempt in found if attempt is not None})
-
-    def read_heartbeat(self, job: str, attempt: int) -> bytes | None:
-        """Return the bytes of a heartbeat, of which a longer object has only the first `MAX_HEARTBEAT`, or None if there is none."""
-        try:
-            source = self.storage.open(f"{names.runs(job)}/{names.attempt_file(attempt)}")
-        except FileNotFoundError:
-            return None
-        try:
-            return bytes(source.view(0, MAX_HEARTBEAT))
-        finally:
-            source.close()
-
-    def publish_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Publish a heartbeat, in place of the one before it. It need not survive a power failure, and nothing is synced."""
-        name = f"{names.runs(heartbeat.job)}/{names.attempt_file(heartbeat.attempt)}"
-        publish = partial(self.storage.publish, name, heartbeat.encode(), replace=True, durable=False)
-        try:
-            publish()
-        except FileNotFoundError:  # the job has had no heartbeat yet
-            self._make(names.runs(heartbeat.job))
-            publish()
-
-    def delete_heartbeats(self, job: str, attempts: Iterable[int]) -> None:
-        """Delete the heartbeats of these attempts, if they exist, and what an unfinished publication of them has left."""
-        files = [names.attempt_file(attempt) for attempt in attempts]
-        self.storage.delete(names.runs(job), [*files, *(file + names.TMP_SUFFIX for file in files)])
 
     def refusal(self, job: str) -> str:
         """Return the reason why a job cannot be used, because another user could replace its checkpoints, or "" if it can."""

@@ -22,6 +22,7 @@ from ckptd.daemon.report import status_text
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, JobRunning
 from ckptd.shared.location import Url
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from tests.crash.node_trainer import check, state_of
 from tests.support import stores
@@ -372,11 +373,11 @@ def _a_run_is_refused_while_another_one_is_alive(place: Nodes, environ: dict[str
     for node in place:
         node.kill()
         node.start(first=beat_fast)
-    repository = open_root(place.root)
+    beats = HeartbeatStore(open_root(place.root).storage)
     with Ranks(2) as ranks:
         ranks.call(_set, environ)
         ranks.call(begin, sockets(place, 0, 1))
-        until(lambda: repository.heartbeats(JOB) == [1], "the heartbeat")
+        until(lambda: beats.attempts(JOB) == [1], "the heartbeat")
         with pytest.raises(JobRunning, match=f"in process {ranks.processes[0].pid} on node0 since"):
             Agent(JOB, socket=place[2].home.socket)
         with Ranks(2) as others:
@@ -385,7 +386,7 @@ def _a_run_is_refused_while_another_one_is_alive(place: Nodes, environ: dict[str
             refused = others.call(_refused, sockets(place, 2, 1))
             assert all(reason.startswith("JobRunning: job 'gpt' is running already, in process") for reason in refused), refused
         assert ranks.call(take, 5) == [""] * 2
-    until(lambda: repository.heartbeats(JOB) == [], "the end of the heartbeat")
+    until(lambda: beats.attempts(JOB) == [], "the end of the heartbeat")
     with closing(Agent(JOB, socket=place[2].home.socket)) as agent:
         assert agent.attempt == 2
 

@@ -17,6 +17,7 @@ from ckptd.agent import Agent
 from ckptd.agent.link import attempt
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, JobRunning
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from tests.support.daemons import Daemon, until
 from tests.support.nodes import Node, Nodes, beat_fast
@@ -163,7 +164,7 @@ def distant(two: Nodes) -> Iterator[Trainer]:
 
 
 def beating(place: Nodes) -> list[int]:
-    return open_root(place.root).heartbeats("job")
+    return HeartbeatStore(open_root(place.root).storage).attempts("job")
 
 
 def watched(node: Node) -> bool:

@@ -23,8 +23,8 @@ from ckptd.shared import names
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.heartbeat import Heartbeat
 from ckptd.shared.membership import Membership
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.posix import PosixStorage
-from ckptd.shared.storage.repository import Repository
 
 PROCESS = Process(4711, 1000.0, "gpt-7")
 
@@ -34,10 +34,10 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         root.mkdir()
-        self.repository = Repository(PosixStorage(root))
+        self.store = HeartbeatStore(PosixStorage(root))
         self.job = Job("gpt", attempt=2)
         self.claimed = True
-        self.kept = Heartbeats(self.repository, lambda job, attempt: self.claimed)
+        self.kept = Heartbeats(self.store, lambda job, attempt: self.claimed)
 
     def join(self, process: Process = PROCESS, rank: int = 0) -> Owner:
         owner = Owner("gpt", self.job.attempt, rank, 2, None, process)
@@ -55,7 +55,7 @@ class Place:
         self.job.moved.set()
 
     def read(self, attempt: int = 2) -> Heartbeat | None:
-        data = self.repository.read_heartbeat("gpt", attempt)
+        data = self.store.read("gpt", attempt)
         return None if data is None else Heartbeat.decode(data, "gpt", attempt)
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -82,7 +82,7 @@ async def test_a_heartbeat_names_the_process_changes_and_ends_with_the_last_rank
     place.leave(first)
     await place.until(lambda: (now := place.read()) is not None and now.pid == 4712)
     place.leave(second)
-    await place.until(lambda: place.repository.heartbeats("gpt") == [])
+    await place.until(lambda: place.store.attempts("gpt") == [])
 
 
 async def test_a_heartbeat_is_deleted_at_once_and_not_at_the_next_renewal(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ async def test_the_next_attempt_has_a_heartbeat_of_its_own(place: Place) -> None
     await place.until(place.read)
     place.next_attempt()
     place.join()
-    await place.until(lambda: place.repository.heartbeats("gpt") == [3])
+    await place.until(lambda: place.store.attempts("gpt") == [3])
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -123,10 +123,10 @@ async def test_an_attempt_without_a_durable_claim_has_none(place: Place) -> None
 
 async def test_heartbeats_of_dead_runs_are_deleted_once_there_is_a_new_one(place: Place) -> None:
     for attempt in (1, 2):
-        place.repository.publish_heartbeat(Heartbeat(job="gpt", attempt=attempt, host="there", boot="0" * 32, beat="0" * 32))
+        place.store.publish(Heartbeat(job="gpt", attempt=attempt, host="there", boot="0" * 32, beat="0" * 32))
     place.join()
     place.kept.keep(place.job, [1, 2])
-    await place.until(lambda: place.repository.heartbeats("gpt") == [2])
+    await place.until(lambda: place.store.attempts("gpt") == [2])
     seen = place.read()
     assert seen is not None
     assert seen.host == names.host()
@@ -138,7 +138,7 @@ async def test_after_a_restart_the_heartbeat_still_names_the_process(place: Plac
     await place.kept.close()
     before = place.read()
     assert before is not None, "the trainer lives, and the next daemon finds the heartbeat"
-    later = Heartbeats(place.repository, lambda job, attempt: True)
+    later = Heartbeats(place.store, lambda job, attempt: True)
     place.job.ranks.join(Owner("gpt", 2, 0, 2, None, NOT_KNOWN))
     later.resume([place.job])
     await place.until(lambda: place.read() != before)
@@ -160,8 +160,8 @@ async def test_a_heartbeat_of_a_newer_attempt_ends_that_of_this_one(place: Place
     place.join()
     await place.until(place.read)
     newer = Heartbeat(job="gpt", attempt=3, host="there", boot="0" * 32, beat="0" * 32)
-    place.repository.publish_heartbeat(newer)
-    await place.until(lambda: place.repository.heartbeats("gpt") == [3])
+    place.store.publish(newer)
+    await place.until(lambda: place.store.attempts("gpt") == [3])
     for _ in range(20):
         await asyncio.sleep(0.002)
     assert (place.read(), place.read(3)) == (None, newer)
@@ -170,15 +170,15 @@ async def test_a_heartbeat_of_a_newer_attempt_ends_that_of_this_one(place: Place
 
 async def test_an_outage_is_logged_once_and_ends(place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ckptd")
-    publish, tries = Repository.publish_heartbeat, list[int]()
+    publish, tries = HeartbeatStore.publish, list[int]()
 
-    def fail(self: Repository, heartbeat: Heartbeat) -> None:
+    def fail(self: HeartbeatStore, heartbeat: Heartbeat) -> None:
         tries.append(1)
         if len(tries) < 5:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         publish(self, heartbeat)
 
-    monkeypatch.setattr(Repository, "publish_heartbeat", fail)
+    monkeypatch.setattr(HeartbeatStore, "publish", fail)
     place.join()
     await place.until(place.read)
     await place.until(lambda: "is kept again" in caplog.text)
@@ -188,13 +188,13 @@ async def test_an_outage_is_logged_once_and_ends(place: Place, monkeypatch: pyte
 async def test_a_bug_ends_the_heartbeat_and_not_the_daemon(
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: Repository, heartbeat: Heartbeat) -> None:
+    def fail(self: HeartbeatStore, heartbeat: Heartbeat) -> None:
         raise ValueError("a bug")
 
     errors = list[BaseException]()
     tasks.on_failure(errors.append)
     with monkeypatch.context() as broken:
-        broken.setattr(Repository, "publish_heartbeat", fail)
+        broken.setattr(HeartbeatStore, "publish", fail)
         place.join()
         await place.until(lambda: "keeping the heartbeat of job gpt failed" in caplog.text)
     place.next_attempt()
@@ -204,13 +204,13 @@ async def test_a_bug_ends_the_heartbeat_and_not_the_daemon(
 
 
 async def test_a_storage_that_hangs_holds_nothing_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, publish = threading.Event(), Repository.publish_heartbeat
+    answer, publish = threading.Event(), HeartbeatStore.publish
 
-    def hang(self: Repository, heartbeat: Heartbeat) -> None:
+    def hang(self: HeartbeatStore, heartbeat: Heartbeat) -> None:
         answer.wait()
         publish(self, heartbeat)
 
-    monkeypatch.setattr(Repository, "publish_heartbeat", hang)
+    monkeypatch.setattr(HeartbeatStore, "publish", hang)
     monkeypatch.setattr(module, "END_SECONDS", 0.01)
     try:
         owner = place.join()
@@ -226,7 +226,7 @@ async def test_of_two_runs_that_begin_at_once_the_older_attempt_keeps_no_heartbe
     place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "RENEWAL_SECONDS", 3600.0)
-    place.repository.publish_heartbeat(Heartbeat(job="gpt", attempt=3, host="there", boot="0" * 32, beat="0" * 32))
+    place.store.publish(Heartbeat(job="gpt", attempt=3, host="there", boot="0" * 32, beat="0" * 32))
     place.join()
     await place.until(lambda: "attempt 3 has begun on another node" in caplog.text and place.read() is None)
 
@@ -240,8 +240,8 @@ async def test_a_daemon_that_ends_lets_the_heartbeats_of_living_trainers_stay(
     async with opened(config, PosixFileSystem(), failed=errors.append, changed=lambda: None) as parts:
         for job in ("living", "ended"):
             await parts.engine.begin(job, 0, 1, 0, lambda message: None, PROCESS, 0.0)
-        await place.until(lambda: all(place.repository.heartbeats(job) for job in ("living", "ended")))
+        await place.until(lambda: all(place.store.attempts(job) for job in ("living", "ended")))
         ended = parts.catalog.job("ended")
         parts.engine.detach(ended.ranks.owners[0])
-    assert [place.repository.heartbeats(job) for job in ("living", "ended")] == [[1], []]
+    assert [place.store.attempts(job) for job in ("living", "ended")] == [[1], []]
     assert (asyncio.all_tasks(), errors) == (before, []), "no heartbeat is kept any more"

@@ -29,7 +29,7 @@ def beat(number: int, attempt: int = 1, run: str = "old") -> bytes:
 
 
 class Root:
-    """Plays the repository, the storage calls and the heartbeats of a daemon. Each look takes a second of the clock.
+    """Plays the stored heartbeats, the storage calls and the heartbeats of a daemon. Each look takes a second of the clock.
 
     found: what each look finds, the last one again and again. It may be an error.
     """
@@ -38,7 +38,7 @@ class Root:
         self.found, self.looks, self.kept = found, 0, list[Collection[int]]()
         self.now = dict[int, bytes]()
 
-    def heartbeats(self, job: str) -> list[int]:
+    def attempts(self, job: str) -> list[int]:
         now = self.found[min(self.looks, len(self.found) - 1)]
         self.looks += 1
         if isinstance(now, Exception):
@@ -46,11 +46,11 @@ class Root:
         self.now = now
         return list(now)
 
-    def read_heartbeat(self, job: str, attempt: int) -> bytes | None:
+    def read(self, job: str, attempt: int) -> bytes | None:
         return self.now[attempt] or None
 
-    def where(self, name: str) -> str:
-        return f"/root/{name}"
+    def where(self, job: str) -> str:
+        return f"/root/.ckptd/runs/{job}"
 
     async def run(self, call: Callable[[], Any]) -> Any:
         return call()

@@ -277,7 +277,7 @@ class Saver:
 class NoHeartbeats:
     """Plays what a `RunGuard` needs, for a job that runs on no other node."""
 
-    def heartbeats(self, job: str) -> list[int]:
+    def attempts(self, job: str) -> list[int]:
         return []
 
     async def run(self, call: Callable[[], Any]) -> Any:

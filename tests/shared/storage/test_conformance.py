@@ -20,6 +20,7 @@ from ckptd.shared.location import Url
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.bucket import Bucket, open_bucket
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.protocol import Entry, Sink, Storage, read_whole
@@ -396,20 +397,21 @@ def test_an_attempt_is_claimed_once_and_older_claims_are_deleted(root: Repositor
 
 
 def test_heartbeats_are_replaced_listed_and_deleted_and_are_no_job(root: Repository) -> None:
+    store = HeartbeatStore(root.storage)
     first = Heartbeat(job="gpt", attempt=2, host="node", boot="0" * 32, beat="0" * 32)
-    assert (root.heartbeats("gpt"), root.read_heartbeat("gpt", 2)) == ([], None)
-    root.delete_heartbeats("gpt", [2])
+    assert (store.attempts("gpt"), store.read("gpt", 2)) == ([], None)
+    store.delete("gpt", [2])
     second = first.again()
     for each in (first, second, msgspec.structs.replace(first, attempt=10)):
-        root.publish_heartbeat(each)
-    assert root.heartbeats("gpt") == [2, 10]
-    assert root.read_heartbeat("gpt", 2) == second.encode()
+        store.publish(each)
+    assert store.attempts("gpt") == [2, 10]
+    assert store.read("gpt", 2) == second.encode()
     assert (root.jobs(), root.tags("gpt"), root.newest_attempt("gpt"), root.pins("gpt")) == ([], [], 0, set())
     root.storage.publish(f"{names.runs('gpt')}/a0003", b"x" * 9999, replace=True)
-    assert root.read_heartbeat("gpt", 3) == b"x" * MAX_HEARTBEAT
+    assert store.read("gpt", 3) == b"x" * MAX_HEARTBEAT
     root.storage.publish(f"{names.runs('gpt')}/other", b"", replace=True)
-    root.delete_heartbeats("gpt", [2, 3, 4])
-    assert root.heartbeats("gpt") == [10]
+    store.delete("gpt", [2, 3, 4])
+    assert store.attempts("gpt") == [10]
 
 
 def test_a_root_has_one_identity(root: Repository) -> None:
