@@ -117,8 +117,7 @@ class StoredCheckpoint:
 
     `step`: None if it was saved without a step. `user_tag`: True if the user chose the tag. `created`: Unix seconds by the trainer's clock,
     NaN if unknown. `retention`: the policies of the job itself, None if the manifest has none. `new_bytes`: the bytes of its files that no
-    older checkpoint has, 0 if unknown. `files`: its part files and its metadata object. `guards`: the features for deleters that this
-    version does not know.
+    older checkpoint has, 0 if unknown. `files`: its part files and its metadata object.
     """
 
     job: str
@@ -133,14 +132,13 @@ class StoredCheckpoint:
     metrics: dict[str, float] = field(default_factory=dict)
     retention: tuple[Policy, ...] | None = None
     new_bytes: int = 0
-    guards: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, manifest: Manifest, *, user_tag: bool) -> StoredCheckpoint:
         return cls(
             manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes,
             tuple(manifest.files), user_tag, manifest.created_at, manifest.numbers,
-            understood(manifest.retention) if manifest.retention else None, manifest.new_bytes, tuple(manifest.unknown_deleter_features),
+            understood(manifest.retention) if manifest.retention else None, manifest.new_bytes,
         )  # fmt: skip
 
     @property
@@ -180,7 +178,8 @@ class Job:
     begins.
 
     `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose manifest could not be read, with the reason. `newer`:
-    tags whose manifest a newer ckptd has written, with the error. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a
+    tags whose manifest a newer ckptd has written, with the error. `guards`: tags that have a feature for deleters that this version does
+    not know, with that feature. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a
     checkpoint. `policies`: those of the last retention, None before this daemon's first commit in the job. `announced`: a sentence about
     the deletion that the next commit will bring, or "". `last_failure`: the last step that failed since this daemon started, or None.
     `stored`: the parts of the last save, by rank, if this daemon has written them.
@@ -202,6 +201,7 @@ class Job:
     uncommitted: set[str] = field(default_factory=set)
     damaged: dict[str, str] = field(default_factory=dict)
     newer: dict[str, str] = field(default_factory=dict)
+    guards: dict[str, str] = field(default_factory=dict)
     retiring: set[str] = field(default_factory=set)
     policies: tuple[Policy, ...] | None = None
     announced: str = ""
@@ -288,12 +288,12 @@ class Job:
     @property
     def guard(self) -> str:
         """The reason why nothing may be deleted in this job, or "". A newer ckptd may have made checkpoints that need others."""
-        guarded = min((c for c in self.checkpoints.values() if c.guards), key=lambda c: c.order, default=None)
-        if guarded is None:
+        if not self.guards:
             return ""
+        tag, feature = min(self.guards.items())
         return (
-            f"nothing is deleted in job {self.name!r}, because {guarded.tag} has the feature {guarded.guards[0]!r} for deleters, "
-            "which this ckptd does not know: upgrade it"
+            f"nothing is deleted in job {self.name!r}, because {tag} has the feature {feature!r} for deleters, which this ckptd does "
+            "not know: upgrade it"
         )
 
     def is_durable(self, attempt: int, step: int) -> bool:

@@ -206,8 +206,10 @@ def show(path: Location, keys: bool, as_json: bool) -> None:
         click.echo(f"ckptd: skipped: {damaged}", err=True)
     repository, job, tag = find_job_or_checkpoint(path)
     title = report.title(repository, job, tag or manifest.tag)
-    tensors = report.tensors_of(repository, job, manifest) if keys else None
-    said = json.dumps(report.manifest_json(manifest, tensors), indent=1) if as_json else report.manifest_text(manifest, title, tensors)
+    tensors, meshes = report.tensors_of(repository, job, manifest) if keys else (None, ())
+    said = (
+        json.dumps(report.manifest_json(manifest, tensors, meshes), indent=1) if as_json else report.manifest_text(manifest, title, tensors)
+    )
     click.echo(said)
 
 

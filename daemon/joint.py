@@ -261,7 +261,8 @@ class Joint:
         if isinstance(verdict, rc.CommitTry):
             try:
                 plan, request = await self._calls.run(partial(self._first_part, snapshot, verdict))
-                data, objects = self._committer.manifest(job, snapshot, verdict.parts, plan, request).split()
+                manifest = self._committer.manifest(job, snapshot, verdict.parts, plan, request)
+                data, objects = await self._calls.run(manifest.split)
             except IntegrityError as error:  # a part is gone or damaged, or the manifest is larger than readers accept
                 verdict = rc.AbandonTry(error.code, str(error))
         if isinstance(verdict, rc.AbandonTry):

@@ -44,6 +44,7 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls) -> Non
     uncommitted: set[str] = set()
     damaged: dict[str, str] = {}
     newer: dict[str, str] = {}
+    guards: dict[str, str] = {}
     for tag in tags:
         try:
             manifest = await calls.read(f"read the manifest of {job.name}/{tag}", partial(repository.read_manifest, job.name, tag))
@@ -58,6 +59,8 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls) -> Non
             damaged[tag] = str(failure)
         except NewerFormat as error:
             newer[tag] = str(error).removeprefix(f"{job.name}/{tag}: ")
+            if unknown := await calls.run(partial(repository.unknown_deleter_features, job.name, tag)):
+                guards[tag] = unknown[0]
             log.error("checkpoint %s/%s: %s", job.name, tag, newer[tag])
         except IntegrityError as error:
             damaged[tag] = str(error).removeprefix(f"{job.name}/{tag}: ")
@@ -66,10 +69,13 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls) -> Non
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
             job.commit(StoredCheckpoint.of(manifest, user_tag=parsed[1] is None))
-    job.uncommitted, job.damaged, job.newer = (
+            if manifest.unknown_deleter_features:
+                guards[tag] = manifest.unknown_deleter_features[0]
+    job.uncommitted, job.damaged, job.newer, job.guards = (
         uncommitted,
         damaged,
         newer,
+        guards,
     )  # all at once, at the end: retention may read them while the scan waits
     for gone in before - set(tags) | set(damaged) | set(newer):
         job.checkpoints.pop(gone, None)

@@ -16,8 +16,10 @@ from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.location import Location, Url, located, url_scheme
 from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.metadata_object import stored_places
 from ckptd.shared.plan import Described
 from ckptd.shared.scatter import verify
+from ckptd.shared.sharding import Mesh
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_prefix, is_root, meant, tags_of
 from ckptd.shared.storage.metadata import metadata_objects, tensors
 from ckptd.shared.storage.repository import Repository
@@ -229,19 +231,19 @@ def _order(tag: str) -> tuple[int, int]:
     return (parsed[2], -1 if parsed[1] is None else parsed[1])
 
 
-def tensors_of(repository: Repository, job: str, manifest: Manifest) -> dict[str, Described]:
-    """Return the entries of all tensors and blobs of a checkpoint, by name. Raises IntegrityError, StorageError."""
+def tensors_of(repository: Repository, job: str, manifest: Manifest) -> tuple[dict[str, Described], Sequence[Mesh]]:
+    """Return the entries of all tensors and blobs of a checkpoint, by name, and the meshes. Raises IntegrityError, StorageError."""
     try:
         return tensors(repository, job, manifest.tag, manifest)
     except OSError as error:
         raise StorageError.of(f"read {job}/{manifest.tag}", error) from None
 
 
-def manifest_json(manifest: Manifest, tensors: Mapping[str, Described] | None = None) -> Any:
-    """Return the manifest as it is stored, and with `tensors`, the metadata even if that is in an object of its own."""
+def manifest_json(manifest: Manifest, tensors: Mapping[str, Described] | None = None, meshes: Sequence[Mesh] = ()) -> Any:
+    """Return the manifest as it is stored, and with `tensors` and `meshes`, the metadata even if they are in an object of their own."""
     found = json.loads(manifest.encode())
     if tensors is not None:
-        found.setdefault("metadata", {"state_dict_metadata": msgspec.to_builtins(tensors)})
+        found.setdefault("metadata", msgspec.to_builtins({"state_dict_metadata": tensors, "planner_data": None, "meshes": list(meshes)}))
     return found
 
 
@@ -302,7 +304,11 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
                     result["bytes"] += _verify_part(repository, job, name, part, shards)
                 with _named(called):
                     shards.check()
-                result["bytes"] += sum(map(len, metadata_objects(repository, job, name, manifest).values()))
+                    if manifest.metadata_object is not None:
+                        result["bytes"] += sum(map(len, metadata_objects(repository, job, name, manifest).values()))
+                        entries, meshes = tensors(repository, job, name, manifest)
+                        for fqn, entry in entries.items():
+                            shards.check_described(fqn, stored_places(entry, meshes))
             finally:
                 lease.close()
             result["ok"] = True
@@ -337,7 +343,7 @@ def _verify_part(repository: Repository, job: str, tag: str, part: PartEntry, sh
         if found != (part.raw_bytes, part.items, part.bytes, part.files):
             raise IntegrityError(f"{reader.name} does not have the sizes and counts that the manifest says")
         with _named(reader.name):
-            shards.add(reader.plan)
+            shards.add(reader.plan, part.rank)
     finally:
         reader.close()
     return part.bytes

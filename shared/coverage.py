@@ -67,16 +67,27 @@ class Shards:
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Shape, set[Box]]] = {}
+        self._stored: dict[str, set[tuple[Box | None, int]]] = {}
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: Plan, rank: int = 0) -> None:
         """Add the shards of one part. Raises IntegrityError if a tensor has another size here than in an earlier part."""
+        for alias in plan.aliases:
+            self._stored.setdefault(alias.fqn, set()).add((((0,) * len(alias.size), alias.size), rank))
         for item in plan.items:
-            if item.dtype == BLOB:
+            box = None if item.dtype == BLOB else (item.offsets, item.sizes)
+            self._stored.setdefault(item.fqn, set()).add((box, rank))
+            if box is None:
                 continue
             size, boxes = self._found.setdefault(item.fqn, (item.size, set()))
             if size != item.size:
                 raise two_sizes(item.fqn, size, item.size)
             boxes.add((item.offsets, item.sizes))
+
+    def check_described(self, name: str, places: Iterable[tuple[Box | None, int]]) -> None:
+        """Raise IntegrityError if the metadata say that a tensor or blob has shards, at these places and ranks, that no part has."""
+        wanted = set(places)
+        if not wanted or not wanted <= self._stored.get(name, set()):
+            raise IntegrityError(f"{name}: the metadata of the checkpoint name shards that no part has")
 
     def check(self) -> None:
         """Raise IntegrityError for the first tensor that does not pass `check_cover`."""

@@ -137,9 +137,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         If the manifest would have more than MOST_INLINE bytes, that is a metadata object. Raises IntegrityError if readers would refuse
         one of them, for example because it is too large.
         """
-        data = self.encode()
-        if len(data) <= MOST_INLINE or self.metadata_object is not None:
-            return data, {}
+        if (
+            self.metadata_object is not None or len(msgspec.json.encode(self)) <= MOST_INLINE
+        ):  # as good as exact, and a hundred times faster
+            return self.encode(), {}
         stored, entry = metadata_object.encode(
             self.metadata.get("state_dict_metadata", {}), self.metadata.get("meshes", []), self.world_size
         )
@@ -176,7 +177,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         try:
             probe = _PROBE_DECODER.decode(data)
             if probe.format == FORMAT and (probe.version > VERSION or not FEATURES.issuperset(probe.features)):
-                raise NewerFormat(f"manifest was written by a newer ckptd (version {probe.version}): upgrade this one")
+                unknown = ", ".join(map(repr, sorted(set(probe.features) - FEATURES)))
+                what = f"version {probe.version}{f', features {unknown}' if unknown else ''}"
+                raise NewerFormat(f"manifest was written by a newer ckptd ({what}): upgrade this one")
             with paused_collector():
                 manifest = _SMALL_DECODER.decode(data).whole() if probe.version == VERSION else _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -326,10 +329,20 @@ def _metadata_of(plan: Plan) -> Metadata:
     return found
 
 
+def unknown_deleter_features(data: bytes) -> list[str]:
+    """Return the features that a deleter must know, and that this version does not, of a manifest that a newer ckptd has written."""
+    try:
+        sealed_json.check(data, "manifest")
+        return sorted(set(_PROBE_DECODER.decode(data).deleter_features) - DELETER_FEATURES)
+    except (IntegrityError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+
+
 class _Probe(msgspec.Struct):
     format: str
     version: int
     features: list[str] = []
+    deleter_features: list[str] = []
 
 
 def plain_metrics(metrics: dict[str, float]) -> dict[str, float | Literal["nan", "inf", "-inf"]]:

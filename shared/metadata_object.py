@@ -7,6 +7,7 @@ I/O, except that a reader reads from an open source.
 from __future__ import annotations
 
 import bisect
+import errno
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -21,14 +22,16 @@ from ckptd.shared.bounds import check_msgpack
 from ckptd.shared.codec import Zstd
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError
-from ckptd.shared.plan import Described, Meshes, Size, Text
-from ckptd.shared.sharding import Mesh, Rule, check_rule
+from ckptd.shared.plan import BLOB, Described, Meshes, Size, Text
+from ckptd.shared.sharding import Mesh, Place, Rule, check_rule, stored_shards
 from ckptd.shared.storage.protocol import Source
 
 MAGIC = b"CKPTDMET"
 BLOCK = 256 << 10
 """The most bytes of a block before compression, unless it has one entry only. A block is read for each tensor that is looked up."""
-MAX_INDEX = 256 << 20
+MAX_RAW = 16 << 20
+"""The most bytes of the index, or of a block, before compression, so that a small hostile object takes no more memory than any document."""
+MAX_BYTES = 1 << 30
 _LEVEL = 3
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
@@ -41,8 +44,8 @@ class MetadataObjectEntry(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     file: Annotated[str, msgspec.Meta(max_length=256)]
-    bytes: Annotated[int, msgspec.Meta(ge=PREAMBLE.size, le=1 << 40)]
-    index: Annotated[int, msgspec.Meta(ge=PREAMBLE.size, le=1 << 40)]
+    bytes: Annotated[int, msgspec.Meta(ge=PREAMBLE.size, le=MAX_BYTES)]
+    index: Annotated[int, msgspec.Meta(ge=PREAMBLE.size, le=MAX_BYTES)]
     index_sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     tensors: Size
 
@@ -51,7 +54,7 @@ class _Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
     first: Text
     offset: Size
     stored_length: Size
-    raw_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_INDEX)]
+    raw_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_RAW)]
     crc: _U32
 
 
@@ -75,10 +78,10 @@ def encode(metadata: Mapping[str, Described], meshes: Sequence[Mesh], world_size
             blocks.append(_Block(first, len(data), len(stored), len(raw), crc32c(stored)))
             data += stored
     index = msgspec.msgpack.encode(_Index(blocks, list(meshes)))
-    if len(index) > MAX_INDEX:
-        raise IntegrityError(f"the index of the metadata would have {len(index):,d} bytes, and readers accept at most {MAX_INDEX:,d}")
     offset = len(data)
     data += compressor.compress(index)
+    if len(index) > MAX_RAW or len(data) > MAX_BYTES:
+        raise IntegrityError(f"the metadata would have {len(data):,d} bytes, and an index of {len(index):,d}: more than readers accept")
     return bytes(data), MetadataObjectEntry(
         file=names.metadata_file(hashlib.sha256(data).hexdigest()),
         bytes=len(data),
@@ -94,6 +97,10 @@ def _raw_blocks(metadata: Mapping[str, Described], meshes: Sequence[Mesh], world
     for fqn in sorted(metadata):  # Python sorts text by code points, which is the order of its UTF-8 bytes
         check_entry(fqn, metadata[fqn], meshes, world_size)
         entry = encoder.encode((fqn, metadata[fqn]))
+        if len(entry) > MAX_RAW - _LIST:
+            raise IntegrityError(
+                f"{fqn!r} has {len(entry):,d} bytes of metadata, and readers accept at most {MAX_RAW:,d}: use fewer shards"
+            )
         if held and length + len(entry) > BLOCK - _LIST:
             yield first, _joined(held)
             held, length = [], 0
@@ -115,13 +122,38 @@ def _joined(entries: Sequence[bytes]) -> bytes:
 
 def check_entry(fqn: str, entry: Described, meshes: Sequence[Mesh], world_size: int) -> None:
     """Raise IntegrityError if an entry does not say of each shard where it is."""
+    members, size = entry.keys() - {"dtype", "ranks"}, entry.get("size", [])
+    if "dtype" not in entry or members not in (_BLOB_MEMBERS if entry["dtype"] == BLOB else _TENSOR_MEMBERS):
+        raise IntegrityError(f"{fqn!r} is described by {sorted(entry)}, which does not say what it is and where")
     if "rule" in entry:
-        check_rule(fqn, entry.get("size", []), meshes, entry["rule"] if isinstance(entry["rule"], Rule) else Rule(*entry["rule"]))
+        check_rule(fqn, size, meshes, _as_rule(entry["rule"]))
         return
-    shards = len(entry["chunks"]) if "chunks" in entry else 1
-    ranks = entry.get("ranks", [0])
-    if max(ranks, default=0) >= world_size or len(ranks) not in ({shards} if "ranks" in entry else {1}):
+    places = entry.get("chunks", [[[0], [0]]])
+    if not places or ("chunks" in entry and any(len(offsets) != len(size) or len(sizes) != len(size) for offsets, sizes in places)):
+        raise IntegrityError(f"{fqn!r} of size {list(size)} has shards of other dimensions, or none")
+    ranks = entry.get("ranks", [0] * len(places))
+    if len(ranks) != len(places) or max(ranks) >= world_size:
         raise IntegrityError(f"{fqn!r} is said to be on ranks that the job does not have")
+
+
+_BLOB_MEMBERS = (set[str](),)
+_TENSOR_MEMBERS = ({"size", "chunks"}, {"size", "rule"})
+
+
+def _as_rule(rule: Rule | Sequence[Any]) -> Rule:
+    return rule if isinstance(rule, Rule) else Rule(*rule)
+
+
+def stored_places(entry: Described, meshes: Sequence[Mesh]) -> Iterator[tuple[Place | None, int]]:
+    """Yield the place of each shard that is stored, and the rank that stores it. The place of a blob is None."""
+    if "rule" in entry:
+        rule = _as_rule(entry["rule"])
+        yield from stored_shards(entry["size"], meshes[rule.mesh], rule)
+    elif entry["dtype"] == BLOB:
+        yield None, entry.get("ranks", [0])[0]
+    else:
+        for (offsets, sizes), rank in zip(entry["chunks"], entry.get("ranks", [0] * len(entry["chunks"])), strict=True):
+            yield (tuple(offsets), tuple(sizes)), rank
 
 
 class MetadataReader:
@@ -134,6 +166,9 @@ class MetadataReader:
     def __init__(self, source: Source, entry: MetadataObjectEntry, world_size: int, called: str) -> None:
         self._source, self._world_size = source, world_size
         self._called, self._file, self._end = called, entry.file, entry.index
+        self._closed = False
+        if entry.bytes - entry.index > _most_stored(MAX_RAW):
+            raise IntegrityError(f"{called} has an index of {entry.bytes - entry.index:,d} bytes; no ckptd writes one of this size")
         if source.size != entry.bytes:
             raise IntegrityError(f"{called} has {source.size} bytes; expected {entry.bytes}")
         stored = self._read(entry.index, entry.bytes - entry.index)
@@ -146,14 +181,19 @@ class MetadataReader:
             mesh.check(world_size)
 
     def close(self) -> None:
-        self._source.close()
+        """Close the source. Later reads raise OSError. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._source.close()
 
     def find(self, fqn: str) -> Described | None:
         """Return the entry of a tensor or blob, or None if there is none. One block is read. Raises IntegrityError, OSError."""
+        return self.entries_near(fqn).get(fqn)
+
+    def entries_near(self, fqn: str) -> dict[str, Described]:
+        """Return the entries of the block that has the entry of this name, if there is one. Raises IntegrityError, OSError."""
         number = bisect.bisect_right(self._firsts, fqn) - 1
-        if number < 0:
-            return None
-        return next((entry for name, entry in self._block(number) if name == fqn), None)
+        return dict(self._block(number)) if number >= 0 else {}
 
     def entries(self) -> Iterator[tuple[str, Described]]:
         """Yield the name and the entry of each tensor and blob, in their order. Raises IntegrityError, OSError."""
@@ -174,7 +214,7 @@ class MetadataReader:
 
     def _block(self, number: int) -> list[tuple[str, Described]]:
         block = self._index.blocks[number]
-        if block.offset + block.stored_length > self._end:
+        if block.offset + block.stored_length > self._end or block.stored_length > _most_stored(block.raw_length):
             raise IntegrityError(f"{self._called} names a block at an impossible place")
         stored = self._read(block.offset, block.stored_length)
         if crc32c(stored) != block.crc:
@@ -189,10 +229,17 @@ class MetadataReader:
         return found
 
     def _read(self, offset: int, length: int) -> memoryview:
+        if self._closed:
+            raise OSError(errno.EBADF, "the checkpoint is closed", self._called)
         data = self._source.view(offset, length)
         if len(data) != length:
             raise IntegrityError(f"{self._called} is cut short")
         return data
+
+
+def _most_stored(raw_length: int) -> int:
+    """Return the most bytes of a zstd frame with so much content (ZSTD_COMPRESSBOUND in zstd.h, rounded up)."""
+    return raw_length + raw_length // 256 + 1024
 
 
 def _decompressed(stored: memoryview, called: str, length: int | None = None) -> bytearray:
@@ -201,8 +248,8 @@ def _decompressed(stored: memoryview, called: str, length: int | None = None) ->
         size = zstandard.get_frame_parameters(stored).content_size if length is None else length
     except zstandard.ZstdError as error:
         raise IntegrityError(f"{called} cannot be read: {error}") from None
-    if size > MAX_INDEX:
-        raise IntegrityError(f"{called} has an index of {size:,d} bytes; expected at most {MAX_INDEX:,d}")
+    if size > MAX_RAW:
+        raise IntegrityError(f"{called} has an index of {size:,d} bytes; expected at most {MAX_RAW:,d}")
     raw = bytearray(size)
     _ZSTD.decode(stored, memoryview(raw), 1)
     return raw

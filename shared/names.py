@@ -161,9 +161,9 @@ def is_checkpoint_file(name: str) -> bool:
 def is_standalone_file(name: str) -> bool:
     """Return True if ckptd may have left a file of this name in a directory that holds one checkpoint by itself, outside every root.
 
-    Such a file is a part file, a data file, or a manifest under publication.
+    Such a file is a part file, a data file, a metadata object, or a manifest under publication.
     """
-    return part_of(name) is not None or _UNDER_WAY.fullmatch(name) is not None
+    return part_of(name) is not None or is_metadata_file(name) or _UNDER_WAY.fullmatch(name) is not None
 
 
 def is_identity(text: str) -> bool:

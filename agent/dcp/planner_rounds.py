@@ -61,7 +61,7 @@ def plan_save(
     it is a CkptdError. Raises SnapshotFailed if a rank is late.
     """
     made: list[Metadata] = []
-    written: list[list[md.MetadataIndex]] = []  # by rank, on rank 0
+    written: list[list[tuple[md.MetadataIndex, str]]] = []  # by rank, on rank 0
     resolved: Resolved | None = None
     token = secrets.token_bytes(32)
 
@@ -77,12 +77,12 @@ def plan_save(
     def resolve() -> bytes:
         nonlocal resolved
         resolved = Resolved.of(planner.finish_plan(_decode(heard, SavePlan)), planner, weights_only=True)
-        return _encode([(resolved.writes[row.key].index, row.sizes) for row in resolved.rows])
+        return _encode([(resolved.writes[row.key].index, row.sizes, row.dtype) for row in resolved.rows])
 
     def complete(said: list[bytes]) -> list[bytes]:
-        pairs = [_decode(one, list) for one in said]
-        check_complete(made[0], [pair for of_rank in pairs for pair in of_rank])
-        written.extend([index for index, _ in of_rank] for of_rank in pairs)
+        items = [_decode(one, list) for one in said]
+        check_complete(made[0], [(index, sizes) for of_rank in items for index, sizes, _ in of_rank])
+        written.extend([(index, dtype) for index, _, dtype in of_rank] for of_rank in items)
         return [token] * len(said)
 
     heard = _round(ranks, f"{topic}/plan", local, decide, deadline - time.monotonic(), unwanted)

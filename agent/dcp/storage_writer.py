@@ -249,7 +249,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
                 part.close()
             else:  # this rank does not learn of the commit, so its part stays locked until this writer saves again or is deleted
                 save.holding.callback(part.close)
-        written = [WriteResult(resolved.writes[row.key].index, row.nbytes, row.sizes) for row in resolved.rows]
+        written = [WriteResult(resolved.writes[row.key].index, row.nbytes, (row.sizes, row.dtype)) for row in resolved.rows]
         return [*written, WriteResult(MetadataIndex(_PART), 0, (ticket.rank, entry))]
 
     def _part(self, ticket: Ticket) -> SlotPart | StandalonePart:
@@ -282,16 +282,16 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         assert part is not None
         assert resolved is not None
         every = [result for of_rank in results for result in of_rank]
-        check_complete(metadata, [(result.index, result.storage_data) for result in every if result.index.fqn != _PART])
+        check_complete(metadata, [(result.index, result.storage_data[0]) for result in every if result.index.fqn != _PART])
         parts: dict[int, PartEntry | None] = dict(result.storage_data for result in every if result.index.fqn == _PART)
         if sorted(parts) != list(range(ticket.world_size)):
             raise InvalidRequest(
                 f"parts of ranks {sorted(parts)} were written; expected one of each of {ticket.world_size} ranks; nothing was saved"
             )
-        written = [list[MetadataIndex]() for _ in parts]
+        written = [list[tuple[MetadataIndex, str]]() for _ in parts]
         for of_rank in results:
             (rank,) = (result.storage_data[0] for result in of_rank if result.index.fqn == _PART)
-            written[rank] += [result.index for result in of_rank if result.index.fqn != _PART]
+            written[rank] += [(result.index, result.storage_data[1]) for result in of_rank if result.index.fqn != _PART]
         layout = resolved.lay_out(global_plan=ticket.global_plan, metadata=plain_metadata(metadata, written))
         parts[ticket.rank] = part.finish(layout, values_of(metadata, save_id=save.save_id), _request(ticket, part))
         if isinstance(part, SlotPart):

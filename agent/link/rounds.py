@@ -12,20 +12,20 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from ckptd.agent.link.store_values import PREFIX, StoreValues, Unwanted, pieces
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, from_wire
 
 log = logging.getLogger("ckptd.agent")
 
-_PIECE = 4 << 20  # bytes; the store's server accepts values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between polls; the store's `wait` prints warnings on a timeout, and cannot be cancelled
-_LOOKS_PER_SECOND = 10_000  # of all ranks together; a TCPStore answers a few times as many
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.1  # seconds between looks of rank 0 for the ranks that it waits for
+_SWEEP_SECONDS = 0.5  # how often rank 0 takes the values of the ranks that have come, while others are missing
 _SHARED_BYTES = 1024  # an answer to several ranks that is larger than this is stored once
 SILENT_SECONDS = 5.0  # the store must answer in this time; its own client would wait for minutes, or for ever
 _LOOK_SECONDS = 0.1
@@ -76,19 +76,17 @@ class Told(Alone):
 class Exchange:
     """The rounds of one rank in a job of several. Every rank must take part in the same rounds, in the same order.
 
-    A rank that comes to a round alone leaves nothing in the store but the topic of its last round. `scope` is the name of the job, and
+    A rank that comes to a round alone leaves nothing in the store but the topic of its last round. A large answer to several ranks stays
+    until the next round. `scope` is the name of the job, and
     keeps its topics apart from those of other jobs. `operations` counts the requests to the store.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.scope = ""
-        self.operations = 0
-        self._last_look = max(_LAST_LOOK, world_size / _LOOKS_PER_SECOND)
         self._shared: list[tuple[str, int]] = []  # the answers that rank 0 has stored once for several ranks: name and number of pieces
         self._client = store.clone()  # type: ignore[attr-defined]
-        self._store = PrefixStore("ckptd", self._client)
-        self._asked_at: float | None = None  # when the request was made that the store has not answered yet
+        self._values = StoreValues(self._client, world_size)
         self._done = Flag()  # set when the thread of the last round has ended
         self._done.set()
 
@@ -113,9 +111,13 @@ class Exchange:
         assert answer is not None
         return _decode(answer)
 
+    @property
+    def operations(self) -> int:
+        return self._values.operations
+
     def new_client(self) -> Store:
         """Return a new client of the job's store, for a thread that must not wait for this one's requests."""
-        return PrefixStore("ckptd", self._client.clone())
+        return PrefixStore(PREFIX, self._client.clone())
 
     def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
         """Return the message of rank 0, which is the result of `say` there. Rank 0 does not wait for the other ranks.
@@ -127,10 +129,10 @@ class Exchange:
 
     def _hear(self, topic: str, say: Callable[[], bytes], deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
         if self.rank != 0:
-            return self._take(f"{topic}/told/{self.rank}", deadline, unwanted)
+            return self._values.take(f"{topic}/told/{self.rank}", deadline, unwanted)
         said = say()
         for rank in range(1, self.world_size):
-            self._put(f"{topic}/told/{rank}", said)
+            self._values.put(f"{topic}/told/{rank}", said)
         return said
 
     def _held(
@@ -162,7 +164,7 @@ class Exchange:
         threading.Thread(target=run, name="ckptd-exchange", daemon=True).start()
         try:
             while not done.wait(_LOOK_SECONDS):
-                asked_at = self._asked_at
+                asked_at = self._values.asked_at
                 if asked_at is not None and time.monotonic() > asked_at + SILENT_SECONDS:
                     raise _silent()
         except BaseException:
@@ -185,21 +187,21 @@ class Exchange:
         unwanted: Callable[[], CkptdError | None],
     ) -> bytes:
         seconds = max(0.0, deadline - time.monotonic())
-        self._put(f"{self.scope}/at/{self.rank}", topic.encode())
+        self._values.put(f"{self.scope}/at/{self.rank}", topic.encode())
         if self.rank == 0:
             answers, asked = self._decide(topic, mine, decide, deadline - min(_GRACE_SECONDS, seconds / 4), unwanted)
             self._answer(topic, answers, asked)
             return answers[0]
         nonce, said = secrets.token_hex(8), _encode(mine)
-        self._put(f"{topic}/said/{nonce}", said)
-        self._put(f"{topic}/from/{self.rank}", nonce.encode())
+        self._values.put(f"{topic}/said/{nonce}", said)
+        self._values.put(f"{topic}/from/{self.rank}", nonce.encode())
         found = None
         try:
-            found = self._take(f"{topic}/to/{nonce}", deadline, unwanted)
+            found = self._values.take(f"{topic}/to/{nonce}", deadline, unwanted)
         finally:
             if found is None:  # without this, rank 0 would take the request for one of a later round
-                self._remove(f"{topic}/from/{self.rank}", 1)
-                self._remove(f"{topic}/said/{nonce}", _count(said))
+                self._values.remove(f"{topic}/from/{self.rank}", 1)
+                self._values.remove(f"{topic}/said/{nonce}", pieces(said))
         if found is None:
             raise SnapshotFailed(f"rank 0 has not answered within {seconds:.0f} s{self._elsewhere(topic, [0])}")
         return found
@@ -207,10 +209,9 @@ class Exchange:
     def _elsewhere(self, topic: str, ranks: list[int]) -> str:
         """Return what to add to an error about late ranks: the last call of the first one, if it was another call. Otherwise ""."""
         for rank in ranks:
-            key = f"{self.scope}/at/{rank}/0"  # never removed, so `get` does not wait for it
-            if self._there(key):
-                with self._asking():
-                    last = self._store.get(key)[4:].decode()
+            key = f"{self.scope}/at/{rank}"  # never removed, so `read` does not wait for it
+            if self._values.there(key):
+                last = self._values.read(key).decode()
                 mine, other = (_call(each.removeprefix(f"{self.scope}/")) for each in (topic, last))
                 if mine != other:
                     return f": its last call was {other}, not {mine}; all ranks must make the same calls"
@@ -229,16 +230,16 @@ class Exchange:
         A rank that fails or is late makes all answers the same error.
         """
         asked: dict[int, str] = {}
+        found: dict[int, tuple[str, bytes]] = {}
         begun = time.monotonic()
         try:
-            said: dict[int, bytes] = {0: _encode(mine)}
-            nonces = self._take_those({rank: f"{topic}/from/{rank}" for rank in range(1, self.world_size)}, deadline, unwanted)
-            asked = {rank: nonce.decode() for rank, nonce in nonces.items()}
-            said |= self._take_those({rank: f"{topic}/said/{nonce}" for rank, nonce in asked.items()}, deadline, unwanted)
-            asked = {rank: nonce for rank, nonce in asked.items() if rank in said}
+            try:
+                self._gather(topic, found, deadline, unwanted)
+            finally:  # those that have come get the error, too
+                asked = {rank: nonce for rank, (nonce, _) in sorted(found.items())}
             if len(asked) == self.world_size - 1:  # so that every rank has read the answers of the round before
                 self._remove_shared()
-            values = [_decode(one, rank) for rank, one in said.items()]
+            values = [_decode(_encode(mine), 0), *(_decode(said, rank) for rank, (_, said) in sorted(found.items()))]
             if late := [rank for rank in range(1, self.world_size) if rank not in asked]:
                 named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
                 raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s{self._elsewhere(topic, late)}")
@@ -246,11 +247,38 @@ class Exchange:
         except CkptdError as error:
             return [_encode(error)] * self.world_size, asked
 
-    def _take_those(self, keys: dict[int, str], deadline: float, unwanted: Callable[[], CkptdError | None]) -> dict[int, bytes]:
-        """Wait for one value of each rank, remove them from the store, and return them. After the deadline, take those that have come."""
-        if keys and not self._wait_for([f"{key}/0" for key in keys.values()], deadline, unwanted):
-            keys = {rank: key for rank, key in keys.items() if self._there(f"{key}/0")}
-        return dict(zip(keys, self._take_all(list(keys.values())), strict=True))
+    def _gather(self, topic: str, found: dict[int, tuple[str, bytes]], deadline: float, unwanted: Unwanted) -> None:
+        """Wait for nonce and value of each other rank, remove them from the store, and add them to `found`.
+
+        Usually all ranks come within a moment, and a few requests get everything. A rank that waits for others may give up and remove its
+        value, so that those that have come are taken from time to time. Returns after the deadline. Raises the error of `unwanted`.
+        """
+        sweep, pause = time.monotonic() + _SWEEP_SECONDS, _FIRST_LOOK
+        while missing := [rank for rank in range(1, self.world_size) if rank not in found]:
+            now = time.monotonic()
+            if self._values.there(*(f"{topic}/from/{rank}" for rank in missing)):
+                self._take_those(topic, missing, found, deadline, unwanted)
+            elif now > deadline or now > sweep:
+                for rank in missing:
+                    if self._values.there(f"{topic}/from/{rank}"):
+                        self._take_those(topic, [rank], found, deadline, unwanted)
+                sweep = time.monotonic() + _SWEEP_SECONDS
+            if now > deadline:
+                return
+            if (error := unwanted()) is not None:
+                raise error
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK)
+
+    def _take_those(self, topic: str, ranks: list[int], found: dict[int, tuple[str, bytes]], deadline: float, unwanted: Unwanted) -> None:
+        """Take nonce and value of ranks that have come. One that has just given up is left out."""
+        with suppress(RuntimeError):
+            nonces = [nonce.decode() for nonce in self._values.take_all([f"{topic}/from/{rank}" for rank in ranks])]
+            here = list(zip(ranks, nonces, strict=True))
+            if not self._values.wait_for([f"{topic}/said/{nonce}" for nonce in nonces], deadline, unwanted):
+                here = [(rank, nonce) for rank, nonce in here if self._values.there(f"{topic}/said/{nonce}")]
+            said = self._values.take_all([f"{topic}/said/{nonce}" for _, nonce in here])
+            found.update((rank, (nonce, one)) for (rank, nonce), one in zip(here, said, strict=True))
 
     def _answer(self, topic: str, answers: list[bytes], asked: dict[int, str]) -> None:
         """Store the answer of each rank that has asked. A large answer that several ranks get is stored once, and they get its name."""
@@ -260,84 +288,17 @@ class Exchange:
         for number, (answer, those) in enumerate(ranks.items()):
             if len(those) > 1 and len(answer) > _SHARED_BYTES:
                 name = f"{topic}/all/{number}"
-                self._put(name, answer)
-                self._shared.append((name, _count(answer)))
+                self._values.put(name, answer)
+                self._shared.append((name, pieces(answer)))
                 for rank in those:
-                    with self._asking():
-                        self._store.set(f"{topic}/to/{asked[rank]}/0", bytes(4) + name.encode())  # type: ignore[arg-type]
+                    self._values.put_name(f"{topic}/to/{asked[rank]}", name)
             else:
                 for rank in those:
-                    self._put(f"{topic}/to/{asked[rank]}", answer)
+                    self._values.put(f"{topic}/to/{asked[rank]}", answer)
 
     def _remove_shared(self) -> None:
         while self._shared:
-            self._remove(*self._shared.pop())
-
-    def _put(self, key: str, value: bytes) -> None:
-        count = _count(value)
-        for number in reversed(range(count)):  # the reader waits for the first piece, which holds their number
-            head = count.to_bytes(4, "little") if number == 0 else b""
-            with self._asking():
-                self._store.set(f"{key}/{number}", head + value[number * _PIECE : (number + 1) * _PIECE])  # type: ignore[arg-type]
-
-    def _remove(self, key: str, count: int) -> None:
-        for number in range(count):
-            with self._asking():
-                self._store.delete_key(f"{key}/{number}")
-
-    def _take(self, key: str, deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
-        """Wait for a value, remove it from the store, and return it. Return None after the deadline. Raises the error of `unwanted`."""
-        return self._take_all([key])[0] if self._wait_for([f"{key}/0"], deadline, unwanted) else None
-
-    def _wait_for(self, names: list[str], deadline: float, unwanted: Callable[[], CkptdError | None]) -> bool:
-        """Wait until the store has all of these. Return False after the deadline. Raises the error of `unwanted`."""
-        pause = _FIRST_LOOK
-        while not self._there(*names):
-            if (error := unwanted()) is not None:
-                raise error
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, self._last_look)
-        return True
-
-    def _take_all(self, keys: list[str]) -> list[bytes]:
-        """Return values that the store has, and remove them from the store. An answer that several ranks get stays."""
-        found = []
-        for key, first in zip(keys, self._get([f"{key}/0" for key in keys]), strict=True):
-            count = int.from_bytes(first[:4], "little")
-            if count:
-                found.append(first[4:] + b"".join(self._get([f"{key}/{number}" for number in range(1, count)])))
-                self._remove(key, count)
-            else:
-                found.append(self._read_shared(first[4:].decode()))
-                self._remove(key, 1)
-        return found
-
-    def _read_shared(self, name: str) -> bytes:
-        (first,) = self._get([f"{name}/0"])
-        return first[4:] + b"".join(self._get([f"{name}/{number}" for number in range(1, int.from_bytes(first[:4], "little"))]))
-
-    def _there(self, *names: str) -> bool:
-        with self._asking():
-            return bool(self._store.check(list(names)))
-
-    def _get(self, names: list[str]) -> list[bytes]:
-        """Return values that the store has. One request gets them all."""
-        if not names:
-            return []
-        with self._asking():
-            found: list[bytes] = self._store.multi_get(names) if len(names) > 1 else [self._store.get(names[0])]
-        return found
-
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        self.operations += 1
-        self._asked_at = time.monotonic()
-        try:
-            yield
-        finally:
-            self._asked_at = None
+            self._values.remove(*self._shared.pop())
 
 
 def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) -> list[bytes]:
@@ -359,11 +320,6 @@ def _call(topic: str) -> str:
 
 def _silent() -> SnapshotFailed:
     return SnapshotFailed(f"the job's store has not answered for {SILENT_SECONDS:.0f} s: is the process that serves it stopped?")
-
-
-def _count(value: bytes) -> int:
-    """Return the number of pieces that the value is stored in."""
-    return -(-len(value) // _PIECE) or 1
 
 
 def _encode(said: bytes | CkptdError) -> bytes:

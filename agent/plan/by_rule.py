@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,10 +136,14 @@ class ByRule:
         extras: list[int] = []
         contents: dict[Family, Any] = {}
         of_tensor: dict[str, list[int]] = {}
+        own_name = re.compile(rf"@{rank}(\.|$)")  # of a tensor in a `per_rank` value, which the other ranks do not have
         for number, row in enumerate(local.rows):
             of_tensor.setdefault(row.fqn, []).append(number)
         for name in dict.fromkeys([*tensors, *of_tensor]):  # a hidden item has rows, and a tensor whose shard is empty has none
             tensor, own = tensors.get(name), of_tensor.get(name, [])
+            if own_name.search(name):
+                extras += own
+                continue
             if tensor is None or type(tensor) in PLAIN:
                 row = local.rows[own[0]]
                 found.append(Ruled(row.fqn, row.dtype, row.size, WHOLE, (), row.buffer, row.base, row.digest))

@@ -200,17 +200,20 @@ def _shown(key: Key) -> str:
     return key[0] if not any(key[1]) else f"{key[0]} at {list(key[1])}"
 
 
-def plain_metadata(metadata: Metadata, written: Sequence[Iterable[MetadataIndex]]) -> dict[str, Any]:
+def plain_metadata(metadata: Metadata, written: Sequence[Iterable[tuple[MetadataIndex, str]]]) -> dict[str, Any]:
     """Return `Metadata.state_dict_metadata` in the form that the plan document and the manifest have (FORMAT.md, section 3).
 
-    written: the indexes of the items that each rank writes, by rank.
+    written: the index and the dtype of each item that each rank writes, by rank. A planner may cast a tensor, so that its metadata say
+    another dtype.
     """
-    stored = {(index.fqn, _offsets(metadata, index)): rank for rank, indexes in enumerate(written) for index in indexes}
+    stored = {(index.fqn, _offsets(metadata, index)): rank for rank, items in enumerate(written) for index, _ in items}
+    dtypes = {index.fqn: dtype for items in written for index, dtype in items}
     found: dict[str, Any] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
-            found[fqn] = {"dtype": dtype_name(entry.properties.dtype), "size": list(entry.size), "chunks": chunks}
+            dtype = dtypes.get(fqn) or dtype_name(entry.properties.dtype)
+            found[fqn] = {"dtype": dtype, "size": list(entry.size), "chunks": chunks}
             ranks = [stored.get((fqn, tuple(chunk.offsets)), 0) for chunk in entry.chunks]
         else:
             found[fqn] = {"dtype": BLOB}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -103,13 +104,15 @@ class Checkpoint:
         return self.opened.user_content
 
     def keys(self) -> list[str]:
-        """Return the names of all tensors."""
-        return self.opened.saved.names()
+        """Return the names of all tensors. Raises IntegrityError, StorageError."""
+        with _reading("the names of the tensors"):
+            return self.opened.saved.names()
 
     def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Return the dtype and shape of a tensor. Raises NotFound."""
+        """Return the dtype and shape of a tensor. Raises NotFound, IntegrityError, StorageError."""
         saved = self.opened.saved
-        return saved.dtype(name), torch.Size(saved.shape(name)[1])
+        with _reading(name):
+            return saved.dtype(name), torch.Size(saved.shape(name)[1])
 
     def tensor(
         self,
@@ -128,8 +131,8 @@ class Checkpoint:
         Raises NotFound; InvalidRequest for slices that the tensor does not have; IntegrityError; StorageError. A chunk holds many small
         tensors and is decoded at every call, so `load` is faster for most of a checkpoint.
         """
-        described = self.opened.saved.describe(name)
-        try:
+        with _reading(name):
+            described = self.opened.saved.describe(name)
             if slices is not None:
                 return read_slice(self.opened.saved, name, tuple(slices), device=device, dtype=dtype)
             if isinstance(described, Alias) or (dtype is None and torch.device(device).type == "cpu"):
@@ -137,9 +140,7 @@ class Checkpoint:
                 return made.to(device=device, dtype=dtype) if dtype or torch.device(device).type != "cpu" else made
             made = torch.empty(described.size, dtype=dtype or self.opened.saved.dtype(name), device=device)
             load(self.opened.saved, {name: made})
-        except OSError as error:
-            raise StorageError.of(f"read {name}", error) from None
-        return made
+            return made
 
     def load(self) -> Any:
         """Return the whole state as a new tree on the CPU. Objects come as their state dicts, and shared storage is shared again.
@@ -174,7 +175,16 @@ class Checkpoint:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.manifest.job}/{self.tag} step {self.step}, {len(self.keys())} tensors>"
+        return f"<Checkpoint {self.manifest.job}/{self.tag} step {self.step}, {self.manifest.tensors} tensors>"
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Context manager. An OSError that is raised inside becomes a StorageError that says what could not be read."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.of(f"read {what}", error) from None
 
 
 def _newest_first(repository: Repository, job: str, tags: list[str], which: str | int) -> Iterator[Manifest]:

@@ -51,7 +51,7 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
             raise StructureMismatch(f"{name}: the state's tensor is on the meta device, which has no memory")
         if shard is None:
             planned[name] = tensor
-        elif not _has_bytes_of(local, shard.item, saved.dtype(name)):
+        elif not _has_bytes_of(local, shard.item, dtype_of(shard.item.dtype)):
             converted.append((local, shard))
         else:
             direct.add(shard, memory(local, shard.item.length))

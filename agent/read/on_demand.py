@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckptd.agent.read.saved import Saved, Shard
 from ckptd.shared.errors import IntegrityError, NotFound
-from ckptd.shared.metadata_object import MetadataReader
+from ckptd.shared.metadata_object import MetadataReader, stored_places
 from ckptd.shared.part import PartReader
 from ckptd.shared.plan import BLOB, HIDDEN, Alias, ChunkRange, Described, Item, Plan
-from ckptd.shared.sharding import Place, Rule, stored_shards
+from ckptd.shared.sharding import Place
+
+OPENED_AT_ONCE = 16
+"""The parts in an object store that are opened at the same time. Each takes several requests."""
 
 
 class PartOnDemand:
@@ -25,6 +30,7 @@ class PartOnDemand:
         self._open_part = open_part
         self._lock = threading.Lock()
         self._reader: PartReader | None = None
+        self._closed = False
         self._items: dict[tuple[str, tuple[int, ...]], Item] = {}
         self._aliases: dict[str, Alias] = {}
 
@@ -32,6 +38,8 @@ class PartOnDemand:
     def reader(self) -> PartReader:
         with self._lock:
             if self._reader is None:
+                if self._closed:
+                    raise OSError(errno.EBADF, "the checkpoint is closed")
                 reader = self._open_part()
                 self._items = {(item.fqn, item.offsets): item for item in reader.plan.items}
                 self._aliases = {alias.fqn: alias for alias in reader.plan.aliases}
@@ -56,25 +64,28 @@ class PartOnDemand:
     def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
         return self.reader.read_pieces(number, pieces)
 
-    def find(self, fqn: str, place: Place | None) -> tuple[Item, Alias | None]:
+    def find(self, fqn: str, entry: Described, place: Place | None) -> tuple[Item, Alias | None]:
         """Return the item at this place of a tensor, or of a blob if the place is None. For an alias, return the item that holds it, too.
 
-        Raises IntegrityError if the part has neither.
+        `entry` describes the tensor or blob. Raises IntegrityError if the part has neither, or has another dtype or size.
         """
-        name, reader = self.reader.name, self.reader
-        item = self._items.get((fqn, (0,) if place is None else place[0]))
-        if item is not None and (item.dtype == BLOB if place is None else item.sizes == place[1]):
+        reader = self.reader
+        item, alias = self._items.get((fqn, (0,) if place is None else place[0])), self._aliases.get(fqn)
+        if item is not None and place is None and item.dtype == entry["dtype"] == BLOB:
             return item, None
-        alias = self._aliases.get(fqn)
-        if alias is None or place is None or (alias.size, any(place[0])) != (place[1], False):
-            raise IntegrityError(f"{name} does not have {fqn!r} as the metadata of the checkpoint say")
-        return next(item for item in reader.plan.items if item.fqn == alias.base), alias
+        wanted = (entry["dtype"], tuple(entry.get("size", ())))
+        if item is not None and place is not None and (item.dtype, item.size, item.sizes) == (*wanted, place[1]):
+            return item, None
+        if alias is not None and place is not None and (alias.dtype, alias.size, alias.size) == (*wanted, place[1]):
+            return next(item for item in reader.plan.items if item.fqn == alias.base), alias
+        raise IntegrityError(f"{reader.name} does not have {fqn!r} as the metadata of the checkpoint say")
 
     def close(self) -> None:
+        """Close the part. Later reads raise OSError; the plan of a part that was open stays. May be called again."""
         with self._lock:
-            reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
+            closed, self._closed = self._closed, True
+        if self._reader is not None and not closed:
+            self._reader.close()
 
 
 @dataclass(slots=True)
@@ -94,7 +105,8 @@ class SavedOnDemand(Saved):
         with self._held:
             if name not in self._entries and not self._all:
                 assert self.metadata_reader is not None
-                self._entries[name] = self.metadata_reader.find(name)
+                self._entries |= self.metadata_reader.entries_near(name)  # those beside it are often asked for next
+                self._entries.setdefault(name, None)
             return self._entries.get(name)
 
     def _all_entries(self) -> dict[str, Described | None]:
@@ -123,6 +135,9 @@ class SavedOnDemand(Saved):
         return {name for name, entry in self._all_entries().items() if entry is not None and entry["dtype"] == BLOB}
 
     def check_all_whole(self) -> None:
+        if any(part.remote for part in self.parts):
+            with ThreadPoolExecutor(OPENED_AT_ONCE, "ckptd-open") as threads:
+                list(threads.map(lambda part: part.reader, self.parts))
         for name in self._all_entries():
             self.ensure(name)
         Saved.check_all_whole(self)
@@ -136,8 +151,8 @@ class SavedOnDemand(Saved):
             if entry is None:
                 return
             shards, aliases = list[Shard](), list[tuple[Shard, Alias]]()
-            for place, rank in self._stored(entry):
-                item, alias = self.parts[rank].find(name, place)
+            for place, rank in stored_places(entry, self.metadata_reader.meshes if self.metadata_reader else ()):
+                item, alias = self.parts[rank].find(name, entry, place)
                 shard = Shard(self.parts[rank], item)
                 if alias is not None:
                     aliases.append((shard, alias))
@@ -149,16 +164,3 @@ class SavedOnDemand(Saved):
                 self.aliases[name] = aliases[0]
             else:
                 self.shards[name] = shards
-
-    def _stored(self, entry: Described) -> Iterator[tuple[Place | None, int]]:
-        """Yield the place of each stored shard and the rank that stores it. The place of a blob is None."""
-        if "rule" in entry:
-            assert self.metadata_reader is not None
-            rule = entry["rule"] if isinstance(entry["rule"], Rule) else Rule(*entry["rule"])
-            yield from stored_shards(entry["size"], self.metadata_reader.meshes[rule.mesh], rule)
-        elif entry["dtype"] == BLOB:
-            yield None, entry.get("ranks", [0])[0]
-        else:
-            ranks = entry.get("ranks", [0] * len(entry["chunks"]))
-            for (offsets, sizes), rank in zip(entry["chunks"], ranks, strict=True):
-                yield (tuple(offsets), tuple(sizes)), rank

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
 from ckptd.agent.copy.mapping import map_segment
-from ckptd.agent.read.on_demand import PartOnDemand, SavedOnDemand
+from ckptd.agent.read.on_demand import OPENED_AT_ONCE, PartOnDemand, SavedOnDemand
 from ckptd.agent.read.saved import Saved, torch_version
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import TensorRef, filled, tensor_names
@@ -36,9 +36,6 @@ from ckptd.shared.storage.metadata import open_metadata
 from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
-
-_OPENED_AT_ONCE = 16
-"""The parts in an object store that are opened at the same time. Each takes several requests."""
 
 
 class SlotSource:
@@ -273,7 +270,7 @@ def _all_parts(
     """Open all parts, and add them to `held`."""
     readers: list[PartReader] = []
     with ExitStack() as threads:
-        each = threads.enter_context(ThreadPoolExecutor(_OPENED_AT_ONCE, "ckptd-open")).map if remote else map
+        each = threads.enter_context(ThreadPoolExecutor(OPENED_AT_ONCE, "ckptd-open")).map if remote else map
         for reader in each(open_part, manifest.parts):
             readers.append(reader)
             held.append(reader)
@@ -290,7 +287,9 @@ def _on_demand(
     *,
     remote: bool,
 ) -> tuple[Sequence[ChunkSource], Saved]:
-    """Open the metadata object, and add it to `held`, and the parts, which are opened later."""
+    """Open the metadata object, and add it to `held`, and the parts, which are opened later. They must be there already."""
+    if missing := set(manifest.files).difference(repository.files(job, tag)):
+        raise IntegrityError(f"{job}/{tag}/{min(missing)} is missing")
     reader = open_metadata(repository, job, tag, manifest)
     held.append(reader)
     parts = [PartOnDemand(partial(open_part, part), remote=remote) for part in manifest.parts]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.metadata_object import MetadataReader
 from ckptd.shared.plan import Described
+from ckptd.shared.sharding import Mesh
 from ckptd.shared.storage.repository import Repository
 
 
@@ -36,9 +38,9 @@ def metadata_objects(repository: Repository, job: str, tag: str, manifest: Manif
         return {manifest.metadata_object.file: reader.whole()}
 
 
-def tensors(repository: Repository, job: str, tag: str, manifest: Manifest) -> dict[str, Described]:
-    """Return the entries of all tensors and blobs, by name. Raises IntegrityError, OSError."""
+def tensors(repository: Repository, job: str, tag: str, manifest: Manifest) -> tuple[dict[str, Described], Sequence[Mesh]]:
+    """Return the entries of all tensors and blobs, by name, and the meshes of their rules. Raises IntegrityError, OSError."""
     if manifest.metadata_object is None:
-        return manifest.metadata.get("state_dict_metadata", {})
+        return manifest.metadata.get("state_dict_metadata", {}), manifest.metadata.get("meshes", [])
     with closing(open_metadata(repository, job, tag, manifest)) as reader:
-        return dict(reader.entries())
+        return dict(reader.entries()), reader.meshes

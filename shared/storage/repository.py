@@ -16,7 +16,7 @@ from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.manifest import MAX_MANIFEST, Manifest
+from ckptd.shared.manifest import MAX_MANIFEST, Manifest, unknown_deleter_features
 from ckptd.shared.part import PartReader
 from ckptd.shared.receipt import HEAD, MAX_RECEIPT, Abandonment, Receipt, encode, is_abandonment
 from ckptd.shared.reuse import Linker, StoredFile
@@ -97,6 +97,11 @@ class Repository:
         except IntegrityError as error:
             raise type(error)(f"{called}: {error}") from None
 
+    def unknown_deleter_features(self, job: str, tag: str) -> list[str]:
+        """Return the features of a manifest, of whatever version, without which this version must delete nothing in the job."""
+        name = self._name(job, tag, names.MANIFEST)
+        return unknown_deleter_features(read_whole(self.storage.open(name), MAX_MANIFEST, name))
+
     def has_manifest(self, job: str, tag: str) -> bool:
         """Return True if there is a manifest, intact or damaged."""
         return self.storage.exists(self._name(job, tag, names.MANIFEST))
@@ -123,9 +128,8 @@ class Repository:
         objects: what `Manifest.split` returns beside the manifest. They are published first. by: 32 hexadecimal digits of the caller,
         needed if other daemons may publish a manifest or an abandonment of this tag.
         """
-        for file, stored in objects.items():
-            with suppress(FileExistsError):  # its name is its digest: an earlier try to commit has published the same
-                self.storage.publish(self._name(job, tag, file), stored, replace=False, by=names.new_nonce().hex())
+        for file, stored in objects.items():  # the name is the digest, so that one which is there is the same, or damaged
+            self.storage.publish(self._name(job, tag, file), stored, replace=True, by=names.new_nonce().hex())
         self.storage.publish(self._name(job, tag, names.MANIFEST), data, replace=False, by=by, points="commit")
 
     # -- tries of several nodes

@@ -132,7 +132,10 @@ class StandaloneDirectory(StandaloneCheckpoint):
         unpublished = []
         for file in filter(names.is_standalone_file, self._all_files()):
             part = names.part_of(file)
-            if part is None:
+            if names.is_metadata_file(file):  # of a checkpoint that was copied out of a root: no saver writes one here
+                if file not in keep:
+                    left.setdefault(file, []).append(file)
+            elif part is None:
                 unpublished.append(file)
             elif part not in keep:
                 left.setdefault(part, []).append(file)

@@ -130,6 +130,12 @@ def test_an_object_that_is_cut_short_is_refused(length: int) -> None:
         ({"dtype": "int8", "size": [8], "chunks": [[[0], [8]]], "ranks": [8]}, "ranks that the job does not have"),
         ({"dtype": "int8", "size": [8], "chunks": [[[0], [4]], [[4], [4]]], "ranks": [1]}, "ranks that the job does not have"),
         ({"dtype": "bytes", "ranks": []}, "ranks that the job does not have"),
+        ({}, "does not say what it is"),
+        ({"dtype": "float32"}, "does not say what it is"),
+        ({"dtype": "float32", "size": [2]}, "does not say what it is"),
+        ({"dtype": "bytes", "size": [2], "chunks": [[[0], [2]]]}, "does not say what it is"),
+        ({"dtype": "float32", "size": [2], "chunks": []}, "shards of other dimensions, or none"),
+        ({"dtype": "float32", "size": [2], "chunks": [[[0, 0], [2, 1]]]}, "shards of other dimensions, or none"),
     ],
 )
 def test_an_entry_that_readers_would_refuse_is_not_written(entry: Any, said: str) -> None:
@@ -181,3 +187,37 @@ def test_the_whole_object_is_what_its_name_says() -> None:
     source.data = source.data[:-1] + b"?"
     with pytest.raises(IntegrityError, match="does not match the digest in its name"):
         reader.whole()
+
+
+def test_small_objects_that_would_take_much_memory_are_refused() -> None:
+    """A block or an index of many megabytes of zeros takes few bytes, and a file with holes takes none."""
+    large = [("a", bytes(metadata_object.MAX_RAW + 1))]
+    data, entry = forged(large)
+    assert len(data) < 4096
+    with pytest.raises(IntegrityError):
+        MetadataReader(Memory(data), entry, 8, "metadata")
+    data, entry = encode(sample(3), MESHES, 8)
+
+    class Sparse(Memory):
+        size = entry.index + metadata_object.MAX_RAW * 2
+
+    with pytest.raises(IntegrityError, match="no ckptd writes one of this size"):
+        MetadataReader(Sparse(data), msgspec.structs.replace(entry, bytes=Sparse.size), 8, "metadata")
+    reader = MetadataReader(Memory(data), entry, 8, "metadata")
+    reader._index.blocks[0] = msgspec.structs.replace(reader._index.blocks[0], stored_length=len(data) - 40, raw_length=1)
+    with pytest.raises(IntegrityError):
+        reader.find("blob")
+
+
+def test_an_entry_that_no_reader_would_accept_is_not_written() -> None:
+    chunks = [[[number], [1]] for number in range(2_500_000)]
+    with pytest.raises(IntegrityError, match="^'w' has .* bytes of metadata, and readers accept at most"):
+        encode({"w": {"dtype": "int8", "size": [2_500_000], "chunks": chunks}}, [], 8)
+
+
+def test_a_closed_reader_reads_nothing() -> None:
+    reader, _, _ = opened(sample(3))
+    reader.close()
+    reader.close()
+    with pytest.raises(OSError, match="the checkpoint is closed"):
+        reader.find("blob")

@@ -303,12 +303,6 @@ def test_values_of_an_older_attempt_are_not_taken(fake: FakeStore, two: list[Exc
         assert first.result(60) == b"1"
 
 
-def test_the_pieces_of_a_large_value_are_written_before_the_one_that_announces_them(fake: FakeStore) -> None:
-    Exchange(fake, 0, 2)._put("key", bytes(2 * rounds._PIECE + 1))
-    assert fake.asked == ["ckptd/key/2", "ckptd/key/1", "ckptd/key/0"]
-    assert [len(fake.values[key]) for key in sorted(fake.values)] == [rounds._PIECE + 4, rounds._PIECE, 1]
-
-
 def test_an_error_of_rank_0_itself_is_raised_on_all(two: list[Exchange]) -> None:
     with started(lambda: two[0].round("plan", UnsavableValue("w: no"), reverse, 60.0)) as first:
         found = attempt(round_of(two[1], "plan"))
@@ -412,3 +406,26 @@ def test_rank_0_gets_the_values_of_all_ranks_in_few_requests(fake: FakeStore) ->
         assert ranks[0].round("plan/1/1", b"mine", lambda said: [str(len(said)).encode()] * len(said), 60.0) == b"33"
         assert {call.result(60) for call in calls} == {b"33"}
     assert ranks[0].operations < 4 * 33  # two removed keys and one answer for each rank, and a few requests for all
+
+
+def test_a_rank_that_came_and_gave_up_is_not_called_late(ranks: list[Exchange]) -> None:
+    """Rank 1 comes at once and leaves before rank 0 gives up. Rank 2 never comes."""
+    with started(round_of(ranks[1], "recover/1", b"", 1.5)) as early:
+        time.sleep(0.3)
+        found = attempt(round_of(ranks[0], "recover/1", b"", 3.0))
+        assert str(found).startswith("rank 2 sent nothing within ")
+        assert isinstance(early.result(60), SnapshotFailed)
+
+
+def test_ranks_that_give_up_at_once_do_not_block_rank_0(store: TCPStore) -> None:
+    """Rank 0 must not wait in the store for a value that its rank removes at this moment: the store would wait for minutes."""
+    ranks = [Exchange(store, rank, 40) for rank in range(40)]
+    with ExitStack() as stack:
+        calls = [
+            stack.enter_context(started(round_of(rank, "plan/1/1", b"", 1.2 + number / 100))) for number, rank in enumerate(ranks[1:39])
+        ]
+        assert str(attempt(round_of(ranks[0], "plan/1/1", b"", 1.6))).startswith("rank 39 sent nothing within ")
+        assert all(isinstance(call.result(60), CkptdError) for call in calls)
+    with ExitStack() as stack:
+        calls = [stack.enter_context(started(round_of(rank, "plan/1/2", b"%02d" % number))) for number, rank in enumerate(ranks)]
+        assert [call.result(60) for call in calls] == [b"%02d" % number for number in reversed(range(40))]

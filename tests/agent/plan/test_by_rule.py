@@ -65,6 +65,18 @@ def test_whole_tensors_buffers_and_aliases() -> None:
     assert layout.plan.global_plan == b"plan"
 
 
+def test_tensors_of_each_ranks_own_make_no_class_of_their_own() -> None:
+    def described(rank: int) -> ByRule:
+        tensors = {"w": torch.ones(2), f"loader@{rank}.seen": torch.ones(rank + 1), f"own@{rank}": torch.ones(1)}
+        return ByRule.of(plan_locally(tensors, world_size=4), tensors, {}, rank)
+
+    first, last = described(0), described(3)
+    assert first.summary.structure == last.summary.structure
+    assert [row.fqn for row in last.summary.extras] == ["loader@3.seen", "own@3"]
+    layout = last.lay_out(RuledShare([], [WHOLE], [0], {}, b"plan"), 3, None)
+    assert [item.fqn for item in layout.plan.items] == ["loader@3.seen", "own@3"]
+
+
 def test_a_structure_is_found_again_by_its_digest_on_other_ranks_only_if_it_is_the_same() -> None:
     def structure(**tensors: torch.Tensor) -> bytes:
         return ByRule.of(plan_locally(tensors, world_size=2), tensors, {}, 0).summary.structure

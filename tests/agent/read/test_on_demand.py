@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -20,9 +24,12 @@ from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.agent.dcp.targets import leave_all
 from ckptd.agent.read.on_demand import SavedOnDemand
 from ckptd.daemon.cli import main
+from ckptd.shared import metadata_object
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
-from ckptd.shared.errors import IntegrityError, NotFound
+from ckptd.shared.errors import IntegrityError, NotFound, StorageError
 from ckptd.shared.manifest import Manifest
+from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.metadata import tensors
 from tests.support.daemons import Home, running, until
 from tests.support.ranks import HERE, Ranks
 
@@ -78,6 +85,11 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
                 checkpoint.tensor(absent)
         assert_same(checkpoint.load(), state_of(3))
         assert checkpoint.verify() > 0
+        assert f"{MANY + 2} tensors" in repr(checkpoint)
+    assert f"{MANY + 2} tensors" in repr(checkpoint)
+    for read in (partial(checkpoint.tensor, "base"), checkpoint.load):
+        with pytest.raises(StorageError):
+            read()
     with ArrayCheckpoint.open(place.root / "job") as arrays:
         assert arrays.array("layers.00007.weight").tolist() == [10.0]
 
@@ -106,7 +118,7 @@ def test_one_rank(place: Home, tmp_path: Path) -> None:
         assert_same(checkpoint.load(), state_of(3))
 
 
-@pytest.mark.parametrize("damage", ["missing", "index", "block"])
+@pytest.mark.parametrize("damage", ["missing", "index", "block", "part"])
 def test_damage_of_the_metadata_object_is_found(place: Home, damage: str) -> None:
     with running(place):
         agent = Agent("job", socket=place.socket)
@@ -116,15 +128,15 @@ def test_damage_of_the_metadata_object_is_found(place: Home, damage: str) -> Non
     newest = place.root / "job" / "step-00000002.a0001"
     entry = manifest_of(newest).metadata_object
     assert entry is not None
-    file = newest / entry.file
+    file = newest / (entry.file if damage != "part" else manifest_of(newest).parts[0].file)
     data = bytearray(file.read_bytes())
-    data[{"missing": 0, "index": -5, "block": 100}[damage]] ^= 1
+    data[{"missing": 0, "part": 0, "index": -5, "block": 100}[damage]] ^= 1
     file.unlink()
-    if damage != "missing":
+    if damage in ("index", "block"):
         file.write_bytes(data)
     verified = CliRunner().invoke(main, ["verify", str(newest)])
     assert verified.exit_code == 13
-    assert entry.file in verified.output
+    assert file.name in verified.output
     if damage != "block":
         with Checkpoint.open(place.root / "job") as checkpoint:
             assert checkpoint.step == 1
@@ -234,3 +246,52 @@ def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) 
 
 def tensors_of_state() -> dict[str, list[float]]:
     return whole({key: value for key, value in HERE["state"].items() if key.startswith("divided") or key == "small.00007"})
+
+
+class Casting(DefaultSavePlanner):
+    """Saves bfloat16, while its metadata say float32."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        found = super().resolve_data(write_item)
+        return found.to(torch.bfloat16) if isinstance(found, torch.Tensor) else found
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_a_planner_has_cast_comes_back_in_the_dtype_of_the_state(place: Home, large: bool) -> None:
+    more = {f"small.{number:05d}": torch.zeros(1) for number in range(MANY if large else 0)}
+    with running(place), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DCP warns that there is one process only
+        writer = StorageWriter(place.root / "job" / "cast", socket=place.socket)
+        dcp.save({"w": torch.arange(8.0) / 3, **more}, storage_writer=writer, planner=Casting())
+        leave_all()
+    wanted = (torch.arange(8.0) / 3).to(torch.bfloat16)
+    with Checkpoint.open(place.root / "job") as checkpoint, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert (checkpoint.manifest.version == 2) == large
+        assert checkpoint.metadata("w") == (torch.bfloat16, torch.Size([8]))
+        assert torch.equal(checkpoint.tensor("w"), wanted)
+        assert torch.equal(checkpoint.tensor("w", dtype=torch.float32), wanted.float())
+        state = {"w": torch.full((8,), -1.0)}
+        dcp.load(state, storage_reader=StorageReader(place.root / "job" / "cast"))
+        assert torch.equal(state["w"], wanted.float())
+
+
+def test_metadata_that_name_what_no_part_has_are_found(place: Home) -> None:
+    with running(place):
+        agent = Agent("job", socket=place.socket)
+        agent.snapshot(state_of(1), step=1).wait("durable", timeout=120)
+        agent.close()
+    (directory,) = (place.root / "job").glob("step-*")
+    repository, manifest = open_root(place.root), manifest_of(directory)
+    entries, meshes = tensors(repository, "job", directory.name, manifest)
+    data, forged = metadata_object.encode({**entries, "base": {"dtype": "float64", "size": [4], "chunks": [[[0], [4]]]}}, meshes, 1)
+    (directory / forged.file).write_bytes(data)
+    (directory / "manifest.json").write_bytes(msgspec.structs.replace(manifest, metadata_object=forged).encode())
+    with Checkpoint.open(place.root / "job") as checkpoint, pytest.raises(IntegrityError, match="does not have 'base' as the metadata"):
+        checkpoint.tensor("base")
+    data, forged = metadata_object.encode({**entries, "ghost": {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]}}, meshes, 1)
+    (directory / forged.file).write_bytes(data)
+    (directory / "manifest.json").write_bytes(msgspec.structs.replace(manifest, metadata_object=forged).encode())
+    verified = CliRunner().invoke(main, ["verify", str(directory)])
+    assert verified.exit_code == 13
+    assert "ghost: the metadata of the checkpoint name shards that no part has" in verified.output
