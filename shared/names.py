@@ -30,6 +30,7 @@ PINS = "pins"
 LEASES = "leases"
 RETIRING = "retiring"
 CAPABILITIES = "capabilities.json"
+STAGE = "stage.json"
 TMP_SUFFIX = ".tmp"
 
 _MOST_OF_A_SOCKET = 96
