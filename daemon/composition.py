@@ -82,14 +82,14 @@ async def opened(
         root = open_root(config.root, fs)
         repository = root if config.stage is None else open_root(config.stage, fs)
         held.callback(repository.storage.serve(names.host()).close)
-        behind = _root_behind(config, root, repository)
+        calls = StorageCalls(config.storage_timeout)
+        held.callback(calls.close)
+        behind = _root_behind(config, root, repository, calls)
         if behind is not None:
             held.callback(behind.close)
         failpoint("start.locked")
         pipeline = Pipeline(config.threads, config.memory_budget, config.chunk_size, config.worker_cpus)
         held.callback(pipeline.close)
-        calls = StorageCalls(config.storage_timeout)
-        held.callback(calls.close)
         journal_thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-journal")
         held.callback(journal_thread.shutdown, wait=False)
         overflow = state_directory(config.state_dir, config.root) / "segments" if config.overflow else None
@@ -155,14 +155,14 @@ async def opened(
                 await journal.close()
 
 
-def _root_behind(config: Config, root: Repository, repository: Repository) -> StageRoot | None:
+def _root_behind(config: Config, root: Repository, repository: Repository, calls: StorageCalls) -> StageRoot | None:
     """Return the root behind the stage, or None if there is no stage: then `repository` is the root. The stage must be locked."""
     if config.stage is None:
         if isinstance(config.root, Path):
             check_is_no_stage(repository)
         return None
     check_apart(config.stage, config.root)
-    return StageRoot(root, config.root, repository)
+    return StageRoot(root, config.root, repository, calls)
 
 
 def _know_attempts(catalog: Catalog) -> None:

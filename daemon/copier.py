@@ -48,7 +48,7 @@ class Copying:
     error: str | None = None
 
 
-class Transfer:
+class CheckpointCopier:
     """Copies checkpoints from one repository to another, under the names that they have.
 
     For each checkpoint, call `planned`, then `copy`, or `copy_parts` and `publish`. If these raise IntegrityError or NotFound, `undo`

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckptd.daemon import report
-from ckptd.daemon.copier import Progress, Transfer, one_at_a_time
+from ckptd.daemon.copier import CheckpointCopier, Progress, one_at_a_time
 from ckptd.shared import names
 from ckptd.shared.command import PLACE, json_option, progress_bar, speaks
 from ckptd.shared.errors import Busy, IntegrityError, InvalidRequest, NotFound, StorageError
@@ -38,7 +38,7 @@ class Copier:
         if is_root(destination.parent) and not is_root(destination):
             raise InvalidRequest(f"{destination} is a job of the root {destination.parent}: name a root")
         self._to, self._destination = open_root(destination), destination
-        self._transfer = Transfer(repository, self._to)
+        self._transfer = CheckpointCopier(repository, self._to)
         self.todo = [self._transfer.planned(job, tag) for job, tag in wanted]
 
     @property

@@ -123,7 +123,8 @@ def _stored(job: dict[str, Any], *, staged: bool) -> str:
         return _saved(durable)
     if uploaded is not None and uploaded["tag"] == durable["tag"]:
         return f"{_saved(durable)}, uploaded"
-    return f"{_saved(durable)}, on the stage only ({f'step {uploaded['step']}' if uploaded else 'none'} uploaded)"
+    there = "none" if uploaded is None else f"step {uploaded['step']}"
+    return f"{_saved(durable)}, on the stage only ({there} uploaded)"
 
 
 def _saved(durable: dict[str, Any]) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
 
 import msgspec
 
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
-from ckptd.shared.errors import Busy, IntegrityError, InvalidConfig, StorageError
+from ckptd.shared.errors import IntegrityError, InvalidConfig, StorageError
 from ckptd.shared.location import Location
 from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.repository import Repository
@@ -75,22 +77,28 @@ class StageRoot:
     `open` must succeed before the root is used.
     """
 
-    def __init__(self, repository: Repository, place: Location, stage: Repository) -> None:
+    def __init__(self, repository: Repository, place: Location, stage: Repository, calls: StorageCalls) -> None:
         """Raises InvalidConfig if the stage belongs to another root or holds checkpoints of its own; Busy, IntegrityError, StorageError."""
         self.repository, self.place = repository, place
+        self._opening = threading.Lock()
         self._lock: Closable | None = None
         document, called = stage_document(stage), str(place.resolve())
         self.identity = "" if document is None else document.identity
+        joined = document is not None and document.root == called
         if document is None and any(stage.tags(job) for job in stage.jobs()):
             raise InvalidConfig(f"{stage.where()} is a root with checkpoints of its own: name an empty directory as the stage")
         try:
-            self.open()
+            calls.pool.submit(self.open).result(calls.seconds if joined else None)
         except (StorageError, OSError) as error:
-            if document is None or document.root != called or isinstance(error, Busy):
-                raise error if isinstance(error, StorageError) else StorageError.of(f"use the root {place}", error) from None
-            log.warning("the root %s cannot be used now: %s; checkpoints are kept on the stage until it can be", place, error)
+            if isinstance(error, TimeoutError) and error.errno is None:  # raised by `result`
+                failure = StorageError(f"it has not answered for {calls.seconds:g} s")
+            else:
+                failure = error if isinstance(error, StorageError) else StorageError.of(f"use the root {place}", error)
+            if not joined:
+                raise failure from None
+            log.warning("the root %s cannot be used now: %s; checkpoints are kept on the stage until it can be", place, failure)
             return
-        if document is None or document.root != called:
+        if not joined:
             try:
                 stage.publish_stage(msgspec.json.encode(StageDocument(root=called, identity=self.identity)))
             except OSError as error:
@@ -99,11 +107,12 @@ class StageRoot:
 
     def open(self) -> None:
         """Lock the root, unless that is done, and check its identity. Raises Busy, InvalidConfig, StorageError, OSError."""
-        if self.identity:
-            self.check()
-        if self._lock is None:
-            self._lock = self.repository.storage.serve(names.host())
-        self.identity = self.identity or self.repository.identity()
+        with self._opening:
+            if self.identity:
+                self.check()
+            if self._lock is None:
+                self._lock = self.repository.storage.serve(names.host())
+            self.identity = self.identity or self.repository.identity()
 
     def check(self) -> None:
         """Raise InvalidConfig if another root is at the place now, and StorageError if there is none, as under an empty mount point."""

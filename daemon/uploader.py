@@ -19,7 +19,7 @@ from ckptd.daemon import staged
 from ckptd.daemon.catalog import Catalog, Job, StoredCheckpoint
 from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
-from ckptd.daemon.copier import Copying, Transfer, one_at_a_time
+from ckptd.daemon.copier import CheckpointCopier, Copying, one_at_a_time
 from ckptd.daemon.deleter import Deleter
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.recovery import scan_job
@@ -195,7 +195,7 @@ class Uploader:
         cannot be uploaded; JournalBroken, Busy, StorageError, OSError.
         """
         run, begun = self._calls.run, time.monotonic()
-        transfer = Transfer(self._stage, self._root.repository)
+        transfer = CheckpointCopier(self._stage, self._root.repository)
         planned = await run(lambda: transfer.planned(job.name, one.tag))
         manifest = planned.manifest
         if manifest is None:
@@ -226,7 +226,7 @@ class Uploader:
             self._attempts[name] = newest
         return newest
 
-    async def _copy(self, transfer: Transfer, one: Copying, manifest: Manifest) -> None:
+    async def _copy(self, transfer: CheckpointCopier, one: Copying, manifest: Manifest) -> None:
         run, repository = self._calls.run, self._root.repository
         common = {"job": one.job, "attempt": manifest.attempt, "step": manifest.step or 0, "tag": one.tag}
         await self._journal.append(*(r.Staging(**common, rank=part.rank, file=part.file) for part in manifest.parts))  # type: ignore[arg-type]
