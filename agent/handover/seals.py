@@ -72,6 +72,10 @@ class Seals:
         """Fail every snapshot that is not durable, because the daemon or this agent is gone. Uploads are not followed any longer."""
         for pending in list(self._pending.values()):
             self.finish(pending, error)
+        self.stop_following(error)
+
+    def stop_following(self, error: CkptdError) -> None:
+        """Raise `error` in the threads that wait for an upload."""
         for key, pending in list(self._uploading.items()):
             del self._uploading[key]
             pending.upload(error)

@@ -132,7 +132,11 @@ def test_saves_go_on_while_the_root_is_away(place: Home, stage: Path) -> None:
         away.rename(place.root)
         pending.wait("uploaded", timeout=60)
         until(lambda: tags(place.root) == [5, 6], "upload of what waited")
+        without_root(place)
+        last = agent.snapshot(trainers.expected(7), step=7).wait("durable", timeout=60)
         agent.close()
+        with pytest.raises(SnapshotFailed, match="the agent was closed before the upload of this checkpoint was reported"):
+            last.wait("uploaded", timeout=60)
 
 
 def test_a_step_that_is_deleted_before_its_upload_says_so(place: Home, stage: Path) -> None:
