@@ -24,6 +24,7 @@ from ckptd.shared.channel import Channel
 from ckptd.shared.errors import InvalidRequest, SnapshotFailed, StorageError, VersionMismatch
 from ckptd.shared.location import Location, Url
 from ckptd.shared.storage.locate import open_root
+from tests.shared.samples import write_checkpoint
 from tests.support import stores, trainers
 from tests.support.daemons import Daemon, Home, running, until
 
@@ -323,6 +324,42 @@ def test_a_stage_that_is_full_of_what_waits_fails_the_step(place: Home, stage: P
         pending.wait("uploaded", timeout=60)
         save(agent, 3, wait="uploaded")
         agent.close()
+
+
+def test_a_job_that_has_moved_on_is_not_led_back(place: Home, stage: Path) -> None:
+    """Another node has begun the next attempt: what this node still uploads is older, and this node deletes nothing in the root."""
+    with with_stage(place) as daemon:
+        agent = Agent("job", socket=place.socket)
+        save(agent, 1, 2, wait="uploaded")
+        away = without_root(place)
+        save(agent, 3, 4)
+        elsewhere = open_root(away)
+        assert elsewhere.claim("job", 2)
+        write_checkpoint(away, "job", step=2, attempt=2)
+        elsewhere.publish_newest("job", "step-00000002.a0002")
+        away.rename(place.root)
+        until(lambda: daemon.status()["stage"]["waiting"] == 0, "upload")
+        assert tags(place.root) == [1, 2, 2, 3, 4]
+        assert open_root(place.root).read_newest("job") == "step-00000002.a0002"
+        agent.close()
+        agent = Agent("job", socket=place.socket)
+        assert agent._link.attempt == 3
+        agent.close()
+
+
+def test_a_private_daemon_stays_until_everything_is_uploaded(place: Home, stage: Path) -> None:
+    place.environ = {"CKPTD_IDLE_TIMEOUT": "0"}
+    with with_stage(place, "--private") as daemon:
+        agent = Agent("job", socket=place.socket)
+        save(agent, 1, wait="uploaded")
+        away = without_root(place)
+        save(agent, 2)
+        agent.close()
+        until(lambda: daemon.status()["shared_memory"]["segments"] == 0, "end of the slots")
+        assert daemon.process.poll() is None
+        away.rename(place.root)
+        assert daemon.died() == 0
+    assert tags(place.root) == [1, 2]
 
 
 @pytest.fixture(scope="module")
