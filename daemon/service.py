@@ -128,7 +128,7 @@ class Service:
         """Delete these checkpoints from storage and from memory. Return the reason for each one that stays. Raises StorageError."""
         parts = self._parts
         if parts.uploader is not None:
-            await parts.uploader.scan(job_name)
+            await parts.uploader.scan(names.check_name("job", job_name))
         elif job_name not in parts.catalog.jobs and job_name not in await parts.calls.read("list the jobs", parts.repository.jobs):
             return dict.fromkeys(tags, f"there is no job {job_name!r} in {parts.config.root}")
         job, refused = parts.catalog.job(job_name), {}

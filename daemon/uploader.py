@@ -263,6 +263,8 @@ class Uploader:
             there = self.jobs.job(name)
             old = there.checkpoints.get(tag) or StoredCheckpoint(name, tag, 0, None, 0, 0, tuple(files), False)
             async with self._locks[name]:
+                if place not in self._journal.state.retiring:
+                    continue  # it was being deleted on request
                 if why := await self._deleter.retire(there, old):
                     log.info("%s; it stays in the root", why)
                     await self._journal.append(r.Retired(job=name, tag=tag))

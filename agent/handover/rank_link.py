@@ -127,6 +127,8 @@ class RankLink:
         except CkptdError as error:
             begin(self.ranks, error)
             raise
+        if (stage := self.client.welcome.stage) and self.rank == 0:
+            log.info("checkpoints are durable in %s, on this node's disk, and are uploaded to %s afterwards", stage, self.root)
         self._end_board()
         begun = begin(self.ranks, None, self.client, self.job, takeover=takeover)
         self.handovers.last_step, self.attempt, self.node = -1, begun.attempt, begun.node

@@ -250,6 +250,15 @@ def test_forget_deletes_both_copies(place: Home, stage: Path) -> None:
         assert (done.exit_code, json.loads(done.stdout)[0]["error"]) == (0, None), done.output
         assert (tags(stage), tags(place.root)) == ([], [1])
         recovered(place, 1, "storage")
+        agent = Agent("job", socket=place.socket)
+        save(agent, 3, wait="uploaded")
+        agent.close()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CKPTD_STAGE", str(stage))
+        environment.setenv("CKPTD_STATE_DIR", str(place.state))
+        done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000003", "--json"])  # without a daemon
+    assert (done.exit_code, json.loads(done.stdout)[0]["error"]) == (0, None), done.output
+    assert (tags(stage), tags(place.root)) == ([], [1])
     open_root(place.root).pin("job", "step-00000001.a0001")
     with with_stage(place):
         done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000001", "--socket", str(place.socket)])
