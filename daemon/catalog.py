@@ -117,7 +117,8 @@ class StoredCheckpoint:
 
     `step`: None if it was saved without a step. `user_tag`: True if the user chose the tag. `created`: Unix seconds by the trainer's clock,
     NaN if unknown. `retention`: the policies of the job itself, None if the manifest has none. `new_bytes`: the bytes of its files that no
-    older checkpoint has, 0 if unknown.
+    older checkpoint has, 0 if unknown. `files`: its part files and its metadata object. `guards`: the features for deleters that this
+    version does not know.
     """
 
     job: str
@@ -132,13 +133,14 @@ class StoredCheckpoint:
     metrics: dict[str, float] = field(default_factory=dict)
     retention: tuple[Policy, ...] | None = None
     new_bytes: int = 0
+    guards: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, manifest: Manifest, *, user_tag: bool) -> StoredCheckpoint:
         return cls(
             manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes,
-            tuple(part.file for part in manifest.parts), user_tag, manifest.created_at, manifest.numbers,
-            understood(manifest.retention) if manifest.retention else None, manifest.new_bytes,
+            tuple(manifest.files), user_tag, manifest.created_at, manifest.numbers,
+            understood(manifest.retention) if manifest.retention else None, manifest.new_bytes, tuple(manifest.unknown_deleter_features),
         )  # fmt: skip
 
     @property
@@ -284,6 +286,17 @@ class Job:
                     "or recover an older one with step="
                 )
         return ""
+
+    @property
+    def guard(self) -> str:
+        """The reason why nothing may be deleted in this job, or "". A newer ckptd may have made checkpoints that need others."""
+        guarded = min((c for c in self.checkpoints.values() if c.guards), key=lambda c: c.order, default=None)
+        if guarded is None:
+            return ""
+        return (
+            f"nothing is deleted in job {self.name!r}, because {guarded.tag} has the feature {guarded.guards[0]!r} for deleters, "
+            "which this ckptd does not know: upgrade it"
+        )
 
     def is_durable(self, attempt: int, step: int) -> bool:
         return any((c.attempt, c.step) == (attempt, step) for c in (*self.live_checkpoints(), *self.in_root.values()))

@@ -210,7 +210,9 @@ def show(path: Location, keys: bool, as_json: bool) -> None:
         click.echo(f"ckptd: skipped: {damaged}", err=True)
     repository, job, tag = find_job_or_checkpoint(path)
     title = report.title(repository, job, tag or manifest.tag)
-    click.echo(json.dumps(report.manifest_json(manifest), indent=1) if as_json else report.manifest_text(manifest, title, keys=keys))
+    tensors = report.tensors_of(repository, job, manifest) if keys else None
+    said = json.dumps(report.manifest_json(manifest, tensors), indent=1) if as_json else report.manifest_text(manifest, title, tensors)
+    click.echo(said)
 
 
 @main.command(short_help="Check every byte of checkpoints.")

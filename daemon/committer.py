@@ -54,11 +54,15 @@ class Committer:
         manifest = self.manifest(job, snapshot, [entry for entry, _, _ in documents], plan, request)
         failpoint("commit.starting")
         try:
-            await self._calls.run(lambda: self._repository.publish_manifest(snapshot.job, snapshot.tag, manifest.encode()))
+            await self._calls.run(lambda: self._publish(snapshot, manifest))
         except FileExistsError:
             raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
         failpoint("commit.durable")
         await self.record(job, snapshot, manifest)
+
+    def _publish(self, snapshot: Snapshot, manifest: Manifest) -> None:
+        data, objects = manifest.split()
+        self._repository.publish_manifest(snapshot.job, snapshot.tag, data, objects=objects)
 
     async def record(self, job: Job, snapshot: Snapshot, manifest: Manifest) -> None:
         """Record a commit, which is durable, in the catalog and in the journal, and tell the ranks."""
@@ -82,7 +86,7 @@ class Committer:
             return
         try:
             outcome = await self._calls.run(lambda: self._repository.outcome(job, tag))
-            keep = {part.file for part in outcome.parts} if isinstance(outcome, Manifest) else set()
+            keep = set(outcome.files) if isinstance(outcome, Manifest) else set()
             receipts = await self._calls.run(lambda: self._repository.receipts(job, tag)) if outcome is None else []
         except CkptdError:
             log.error("%s has a manifest or a receipt that cannot be read: nothing in it is deleted", place)

@@ -22,6 +22,7 @@ from ckptd.shared.location import Location
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part import PartReader
 from ckptd.shared.scatter import verify
+from ckptd.shared.storage.metadata import metadata_objects
 from ckptd.shared.storage.protocol import Source
 from ckptd.shared.storage.repository import Repository
 
@@ -84,30 +85,33 @@ class CheckpointCopier:
         """Delete the files of a copy that has failed, unless another copy has been committed there meanwhile."""
         if not self._to.has_manifest(one.job, one.tag):
             self._to.unpin(one.job, one.tag)
-            self._to.delete_files(one.job, one.tag, [part.file for part in manifest.parts])
+            self._to.delete_files(one.job, one.tag, manifest.files)
             self._to.delete_tag(one.job, one.tag)
 
     def copy(self, one: Copying, manifest: Manifest, progress: Progress) -> None:
         """Copy a checkpoint, unless another copy was faster."""
         if self._document_there(one.job, one.tag) == one.data:
             return
-        self.copy_parts(one, manifest, progress)
-        self.publish(one, manifest)
+        self.publish(one, manifest, self.copy_parts(one, manifest, progress))
 
-    def copy_parts(self, one: Copying, manifest: Manifest, progress: Progress) -> None:
-        """Copy and verify the parts of a checkpoint, which must not have been committed at the destination."""
+    def copy_parts(self, one: Copying, manifest: Manifest, progress: Progress) -> dict[str, bytes]:
+        """Copy and verify the parts of a checkpoint, which must not have been committed at the destination.
+
+        Return the metadata object, if there is one, by its name, for `publish`.
+        """
         if one.pinned:
             self._to.pin(one.job, one.tag)  # before a daemon there sees the checkpoint
         lease = self._from.lease(one.job, one.tag)
         try:
             for part in manifest.parts:
                 self._copy_part(one, part, progress)
+            return metadata_objects(self._from, one.job, one.tag, manifest)
         finally:
             lease.close()
 
-    def publish(self, one: Copying, manifest: Manifest) -> None:
+    def publish(self, one: Copying, manifest: Manifest, objects: dict[str, bytes]) -> None:
         """Commit the copy, all of whose parts are durable, and let the hint `newest` name it if it is the newest there."""
-        self._to.publish_manifest(one.job, one.tag, one.data)
+        self._to.publish_manifest(one.job, one.tag, one.data, objects=objects)
         newest = self._to.read_newest(one.job)
         try:
             older = newest is None or self._to.read_manifest(one.job, newest).order < manifest.order

@@ -71,6 +71,9 @@ class Deleter:
         if job.newer:
             log.warning("job %s: retention deletes nothing, because %s was written by a newer ckptd", job.name, min(job.newer))
             return
+        if job.guard:
+            log.warning("%s", job.guard)
+            return
         live = job.live_checkpoints()
         policies = policies_of(live, self._policies)
         doomed = to_retire(live, self._policies, pinned)
@@ -100,7 +103,7 @@ class Deleter:
         """
         pinned = await self._calls.run(lambda: self._repository.pins(job.name))
         free = await self._calls.run(self._repository.storage.free)
-        found = [] if job.newer else to_retire(job.live_checkpoints(), [LatestN(1)], pinned, insisted=True)
+        found = [] if job.newer or job.guard else to_retire(job.live_checkpoints(), [LatestN(1)], pinned, insisted=True)
         if free is not None and free + sum(old.new_bytes or old.nbytes for old in found) < needed:
             log.warning("job %s: its older checkpoints are not deleted early, because that would not make enough room", job.name)
             return False
@@ -170,13 +173,15 @@ class Deleter:
             return why
 
     async def retire(self, job: Job, old: StoredCheckpoint, *, local: bool = False) -> str:
-        """Delete a checkpoint. Return the reason if it stays, because it is pinned or being read, and "" if it is gone.
+        """Delete a checkpoint. Return the reason if it stays, because it is pinned, guarded or being read, and "" if it is gone.
 
         local: True if this is only the local copy of a checkpoint in the root, which does not count as a deleted checkpoint.
 
         The order matters: journal the intent, delete the receipts of the nodes, if there are any, then the manifest, then the parts, then
         the directory, and journal the end. Raises OSError, StorageError.
         """
+        if job.guard:
+            return job.guard
         try:
             return await self._retire(job, old, local)
         finally:

@@ -257,10 +257,11 @@ class Joint:
     async def _decide(self, job: Job, snapshot: Snapshot, verdict: rc.CommitTry | rc.AbandonTry) -> None:
         """Publish a manifest or an abandonment. If another daemon was faster, its outcome counts. Raises OSError, IntegrityError."""
         data: bytes | None = None
+        objects: dict[str, bytes] = {}
         if isinstance(verdict, rc.CommitTry):
             try:
                 plan, request = await self._calls.run(partial(self._first_part, snapshot, verdict))
-                data = self._committer.manifest(job, snapshot, verdict.parts, plan, request).encode()
+                data, objects = self._committer.manifest(job, snapshot, verdict.parts, plan, request).split()
             except IntegrityError as error:  # a part is gone or damaged, or the manifest is larger than readers accept
                 verdict = rc.AbandonTry(error.code, str(error))
         if isinstance(verdict, rc.AbandonTry):
@@ -273,7 +274,7 @@ class Joint:
         failpoint("outcome.starting")
         with suppress(FileExistsError):
             by = names.new_nonce().hex()
-            await self._calls.run(lambda: self._repository.publish_manifest(snapshot.job, snapshot.directory, data, by=by))
+            await self._calls.run(lambda: self._repository.publish_manifest(snapshot.job, snapshot.directory, data, objects=objects, by=by))
         failpoint("outcome.durable")
 
     def _first_part(self, snapshot: Snapshot, verdict: rc.CommitTry) -> tuple[Plan, SnapshotRequest]:

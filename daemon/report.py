@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
+from ckptd.daemon.stage_report import stage_lines
 from ckptd.shared import names
 from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.location import Location, Url, located, url_scheme
 from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.plan import Described
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage.locate import existing_root, find_job_or_checkpoint, has_checkpoint, is_prefix, is_root, meant, tags_of
+from ckptd.shared.storage.metadata import metadata_objects, tensors
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
 from ckptd.shared.units import count_text, size_text, some_text, span_text
@@ -36,7 +41,7 @@ def status_text(status: dict[str, Any]) -> str:
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {span_text(status['uptime_seconds'])})",
         f"  root           {status['root']}{'' if stage else free}",
-        *(_stage(stage, free) if stage else []),
+        *(stage_lines(stage, free) if stage else []),
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         *([f"  log            {status['log_file']}"] if status.get("log_file") else []),
         f"  shared memory  {used} in {count_text(memory['segments'], 'segment')}{on_disk}",
@@ -64,23 +69,6 @@ def status_text(status: dict[str, Any]) -> str:
         lines += [f"  NEWER          {job['job']}/{tag}: {why}" for tag, why in job["newer"].items()]
         lines += [f"  DAMAGED        {job['job']}/{tag}: {why}" for tag, why in job["damaged"].items()]
     return "\n".join([*lines, "", *as_table(rows)]) if len(rows) > 1 else "\n".join([*lines, "  no jobs yet"])
-
-
-def _stage(stage: dict[str, Any], free: str) -> list[str]:
-    """Return the lines about a stage. `free`: the room there, as text."""
-    wait = "everything is uploaded"
-    if stage["waiting"]:
-        age = stage["oldest_age_seconds"]
-        since = "" if age is None else f", the oldest for {span_text(age)}"
-        wait = f"{count_text(stage['waiting'], 'checkpoint')} ({size_text(stage['waiting_bytes'])}) not uploaded yet{since}"
-    elif not stage["root_known"]:
-        wait = "the root has not answered yet"
-    lines = [f"  stage          {stage['directory']}{free}: {wait}"]
-    if one := stage["uploading"]:
-        lines.append(f"  UPLOADING      {one['job']}/{one['tag']}: {100 * one['done_bytes'] // max(one['total_bytes'], 1)} %")
-    if stage["problem"]:
-        lines.append(f"  NO UPLOAD      {stage['problem']}")
-    return [*lines, *(f"  NOT UPLOADED   {name}: {why}" for name, why in stage["refused"].items())]
 
 
 def _step(step: int | None) -> str:
@@ -257,12 +245,24 @@ def _order(tag: str) -> tuple[int, int]:
     return (parsed[2], -1 if parsed[1] is None else parsed[1])
 
 
-def manifest_json(manifest: Manifest) -> Any:
-    return json.loads(manifest.encode())
+def tensors_of(repository: Repository, job: str, manifest: Manifest) -> dict[str, Described]:
+    """Return the entries of all tensors and blobs of a checkpoint, by name. Raises IntegrityError, StorageError."""
+    try:
+        return tensors(repository, job, manifest.tag, manifest)
+    except OSError as error:
+        raise StorageError.of(f"read {job}/{manifest.tag}", error) from None
 
 
-def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
-    tensors = manifest.metadata.get("state_dict_metadata", {})
+def manifest_json(manifest: Manifest, tensors: Mapping[str, Described] | None = None) -> Any:
+    """Return the manifest as it is stored, and with `tensors`, the metadata even if that is in an object of its own."""
+    found = json.loads(manifest.encode())
+    if tensors is not None:
+        found.setdefault("metadata", {"state_dict_metadata": msgspec.to_builtins(tensors)})
+    return found
+
+
+def manifest_text(manifest: Manifest, title: str, tensors: Mapping[str, Described] | None = None) -> str:
+    """Return a description of a checkpoint. `tensors` are listed in it, if they are given."""
     raw = sum(part.raw_bytes for part in manifest.parts)
     step = "-" if manifest.step is None else manifest.step
     writer = ", ".join(f"{name} {version}" for name, version in manifest.writer.items() if name not in ("script", "host", "user"))
@@ -273,7 +273,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
         f"  created        {manifest.created}",
         f"  size           {size_text(manifest.nbytes)}, {_ratio(manifest.nbytes, raw)} of {size_text(raw)}",
         f"  saved by       {', '.join(by)}",
-        f"  tensors        {len(tensors)}",
+        f"  tensors        {manifest.tensors}",
     ]
     if manifest.metrics:
         lines.append(f"  metrics        {', '.join(f'{k} = {v}' for k, v in manifest.metrics.items())}")
@@ -285,7 +285,7 @@ def manifest_text(manifest: Manifest, title: str, *, keys: bool) -> str:
         files = f" in {part.files} files" if part.files > 1 else ""
         files += f" ({size_text(part.linked_bytes)} linked)" if part.linked_bytes else ""
         lines.append(f"  part           {part.file}  {size_text(part.bytes)}{files}, {part.items} items")
-    if keys:
+    if tensors is not None:
         rows = [(name, str(found["size"]) if "size" in found else "-", found.get("dtype", "-")) for name, found in tensors.items()]
         lines += ["", *as_table([("TENSOR", "SHAPE", "DTYPE"), *rows])]
     return "\n".join(map(printable, lines))
@@ -313,10 +313,12 @@ def verification(path: Location) -> Iterator[dict[str, Any]]:
             lease = repository.lease(job, name)
             try:
                 shards = Shards()  # of all parts together, since a tensor may lie in several
-                for part in repository.read_manifest(job, name).parts:
+                manifest = repository.read_manifest(job, name)
+                for part in manifest.parts:
                     result["bytes"] += _verify_part(repository, job, name, part, shards)
                 with _named(called):
                     shards.check()
+                result["bytes"] += sum(map(len, metadata_objects(repository, job, name, manifest).values()))
             finally:
                 lease.close()
             result["ok"] = True

@@ -155,6 +155,7 @@ class Uploader:
             await self._upload(job, one)
         except NotFound as error:  # it was deleted from the stage meanwhile
             log.info("%s/%s is not uploaded: %s", name, one.tag, error)
+            await scan_job(self._stage, job, self._calls)
         except (IntegrityError, AlreadyExists) as error:
             log.error("%s/%s cannot be uploaded, and stays on the stage: %s", name, one.tag, error)
             self.counters["failed_uploads"] += 1
@@ -232,16 +233,17 @@ class Uploader:
         await self._journal.append(*(r.Staging(**common, rank=part.rank, file=part.file) for part in manifest.parts))  # type: ignore[arg-type]
         failpoint("upload.intended")
 
-        def copy() -> None:
+        def copy() -> dict[str, bytes]:
             if repository.storage.head_last:  # a file that was not synced before a power cut may look whole until then
                 repository.delete_files(one.job, one.tag, [part.file for part in manifest.parts])
-            transfer.copy_parts(one, manifest, self._progress)
+            objects = transfer.copy_parts(one, manifest, self._progress)
             self._progress(0)
             failpoint("upload.copied")
+            return objects
 
         try:
-            await run(copy)
-            await run(lambda: transfer.publish(one, manifest))
+            objects = await run(copy)
+            await run(lambda: transfer.publish(one, manifest, objects))
         except (IntegrityError, NotFound) as error:
             await run(lambda: transfer.undo(one, manifest))
             await self._journal.append(r.Dropped(**common, reason=str(error)))  # type: ignore[arg-type]

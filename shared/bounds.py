@@ -22,6 +22,8 @@ texts and extensions.
 
 3,000 tensors on 1,024 ranks make 3 million shards. A shard of a two-dimensional tensor is 3 lists, in at least 7 bytes of msgpack or 13
 bytes of JSON."""
+MAX_DIMENSIONS = 64
+"""The most dimensions of a tensor. Torch's own reductions take as many and no more."""
 MAX_DEPTH = 100
 """The most levels of nested lists and maps in a state, or in `user_content`, that is saved."""
 MAX_DEPTH_READ = 256

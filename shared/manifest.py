@@ -5,26 +5,33 @@ This module does no I/O.
 
 from __future__ import annotations
 
+import base64
 import math
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
-from ckptd.shared import sealed_json
+from ckptd.shared import metadata_object, sealed_json
 from ckptd.shared.bounds import MAX_DEPTH_READ, deeper_than
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat
-from ckptd.shared.names import parse_part_file
-from ckptd.shared.plan import Described, Plan, Size, Writer, origin
+from ckptd.shared.metadata_object import MetadataObjectEntry
+from ckptd.shared.names import parse_part_file, part_file
+from ckptd.shared.plan import Described, Meshes, Plan, Size, Writer, origin
 from ckptd.shared.retention import MAX_TEXT, MOST_POLICIES
 from ckptd.shared.snapshot_request import SnapshotRequest
 
 FORMAT = "ckptd-manifest"
-VERSION = 1
-_FILES, _LINKED_FILES = "files", "linked-files"
-FEATURES = frozenset({_FILES, _LINKED_FILES})
+VERSION = 2
+_FILES, _LINKED_FILES, _METADATA_OBJECT = "files", "linked-files", "metadata-object"
+FEATURES = frozenset({_FILES, _LINKED_FILES, _METADATA_OBJECT})
+DELETER_FEATURES: frozenset[str] = frozenset()
+"""The features that this version knows of those that a deleter must know. None are defined so far."""
 MAX_MANIFEST = 256 << 20
+MOST_INLINE = 1 << 20
+"""The most bytes of a manifest of a checkpoint in a root that has the metadata itself. Every scan of a job reads all its manifests."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -61,11 +68,14 @@ class Metadata(TypedDict, total=False):
 
     state_dict_metadata: dict[str, Described]
     planner_data: None
+    meshes: Meshes
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A manifest of either version. `split` makes version 2 of one that would be large. `decode` returns both in the same form."""
+
     format: str = FORMAT
-    version: int = VERSION
+    version: int = 1
     features: list[str] = []
     job: Name
     attempt: Size
@@ -75,12 +85,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Annotated[int, msgspec.Meta(ge=1)]
     created: Name
     parts: list[PartEntry]
-    metadata: Metadata
+    metadata: Metadata = {}
+    """The metadata of DCP. Empty if it is in the metadata object."""
     metrics: dict[str, float | Literal["nan", "inf", "-inf"]]
     user_content: Any
     writer: Writer
     retention: Annotated[list[Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]], msgspec.Meta(max_length=MOST_POLICIES)] | None = None
     """The retention policies of the job, as text. They count until a newer checkpoint has others. None: the snapshot had no policies."""
+    deleter_features: list[Name] = []
+    """The features that a process must know before it deletes anything in the job."""
+    metadata_object: MetadataObjectEntry | None = None
 
     @classmethod
     def of(
@@ -110,18 +124,38 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             world_size=len(parts),
             created=datetime.fromtimestamp(request.created, UTC).isoformat(timespec="seconds"),
             parts=parts,
-            metadata={"state_dict_metadata": plan.metadata or {}, "planner_data": None},
+            metadata=_metadata_of(plan),
             metrics=plain_metrics(request.metrics),
             user_content=msgspec.json.decode(request.user_content),
             writer={**plan.writer, "codec": codec},
             retention=request.retention,
         )
 
+    def split(self) -> tuple[bytes, dict[str, bytes]]:
+        """Return the bytes of the file, and the objects that must be durable before it, by name.
+
+        If the manifest would have more than MOST_INLINE bytes, that is a metadata object. Raises IntegrityError if readers would refuse
+        one of them, for example because it is too large.
+        """
+        data = self.encode()
+        if len(data) <= MOST_INLINE or self.metadata_object is not None:
+            return data, {}
+        stored, entry = metadata_object.encode(
+            self.metadata.get("state_dict_metadata", {}), self.metadata.get("meshes", []), self.world_size
+        )
+        small = msgspec.structs.replace(
+            self, version=VERSION, features=[*self.features, _METADATA_OBJECT], metadata={}, metadata_object=entry
+        )
+        return small.encode(), {entry.file: stored}
+
     def encode(self) -> bytes:
         """Return the bytes of the file. Raises IntegrityError if there are more than MAX_MANIFEST, because no reader would accept them."""
-        members = msgspec.to_builtins(self)
+        members = {name: value for name, value in msgspec.to_builtins(self).items() if value or name not in _OPTIONAL}
         if self.retention is None:
             del members["retention"]
+        if self.metadata_object is not None:
+            del members["metadata"]
+            members["parts"] = msgspec.to_builtins(_Columns.of(self.parts))
         data = sealed_json.encode(members)
         if len(data) > MAX_MANIFEST:
             raise IntegrityError(
@@ -144,7 +178,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             if probe.format == FORMAT and (probe.version > VERSION or not FEATURES.issuperset(probe.features)):
                 raise NewerFormat(f"manifest was written by a newer ckptd (version {probe.version}): upgrade this one")
             with paused_collector():
-                manifest = _DECODER.decode(data)
+                manifest = _SMALL_DECODER.decode(data).whole() if probe.version == VERSION else _DECODER.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise IntegrityError(f"manifest cannot be read: {error}") from None
         if manifest.format != FORMAT:
@@ -159,6 +193,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             if parsed is None or parsed[0] != part.rank:
                 raise IntegrityError(f"manifest names {part.file!r}, which is not the name of a part of rank {part.rank}")
         return manifest
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the part files, without their data files, and of the metadata object."""
+        found = [part.file for part in self.parts]
+        return [*found, self.metadata_object.file] if self.metadata_object is not None else found
+
+    @property
+    def unknown_deleter_features(self) -> list[str]:
+        """The features without which this version must delete nothing in the job."""
+        return sorted(set(self.deleter_features) - DELETER_FEATURES)
+
+    @property
+    def tensors(self) -> int:
+        """The number of tensors and blobs that the metadata describes."""
+        known = self.metadata_object
+        return known.tensors if known is not None else len(self.metadata.get("state_dict_metadata", {}))
 
     @property
     def origin(self) -> str:
@@ -194,6 +245,87 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return (self.attempt, -1 if self.step is None else self.step, self.seq)
 
 
+_OPTIONAL = ("deleter_features", "metadata_object")
+
+
+class _Columns(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The parts in a manifest of version 2, column by column."""
+
+    nonces: str
+    digests: str
+    bytes: list[Size]
+    raw_bytes: list[Size]
+    items: list[Size]
+    files: list[Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]] = []
+    linked_bytes: list[Size] = []
+
+    @classmethod
+    def of(cls, parts: Sequence[PartEntry]) -> _Columns:
+        files, linked = [part.files for part in parts], [part.linked_bytes for part in parts]
+        return cls(
+            nonces=_base64(_nonce(part) for part in parts),
+            digests=_base64(bytes.fromhex(part.index_sha256) for part in parts),
+            bytes=[part.bytes for part in parts],
+            raw_bytes=[part.raw_bytes for part in parts],
+            items=[part.items for part in parts],
+            files=files if max(files) > 1 else [],
+            linked_bytes=linked if any(linked) else [],
+        )
+
+    def parts(self, world_size: int) -> list[PartEntry]:
+        """Return the parts. Raises IntegrityError if the columns do not have one member for each rank."""
+        nonces, digests = _from_base64(self.nonces, 16, world_size), _from_base64(self.digests, 32, world_size)
+        columns = [self.bytes, self.raw_bytes, self.items, self.files or [1] * world_size, self.linked_bytes or [0] * world_size]
+        if any(len(column) != world_size for column in columns):
+            raise IntegrityError(f"manifest does not describe the parts of {world_size} ranks")
+        return [
+            PartEntry(
+                rank=rank, file=part_file(rank, nonces[rank]), index_sha256=digests[rank].hex(), bytes=of_rank[0], raw_bytes=of_rank[1],
+                items=of_rank[2], files=of_rank[3], linked_bytes=of_rank[4],
+            )
+            for rank, of_rank in enumerate(zip(*columns, strict=True))
+        ]  # fmt: skip
+
+
+def _nonce(part: PartEntry) -> bytes:
+    parsed = parse_part_file(part.file)
+    if parsed is None:
+        raise IntegrityError(f"{part.file!r} is not the name of a part")
+    return parsed[1]
+
+
+def _base64(values: Iterable[bytes]) -> str:
+    return base64.b64encode(b"".join(values)).decode()
+
+
+def _from_base64(text: str, length: int, count: int) -> list[bytes]:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise IntegrityError("manifest has a text that is not base64") from None
+    if len(data) != length * count:
+        raise IntegrityError(f"manifest does not describe the parts of {count} ranks")
+    return [data[at : at + length] for at in range(0, len(data), length)]
+
+
+class _Small(Manifest, frozen=True, kw_only=True):
+    """A manifest of version 2 as it is stored."""
+
+    parts: _Columns  # type: ignore[assignment]
+    metadata_object: MetadataObjectEntry
+
+    def whole(self) -> Manifest:
+        """Return the manifest with its parts one by one. Raises IntegrityError if they are inconsistent."""
+        return Manifest(**(msgspec.structs.asdict(self) | {"parts": self.parts.parts(self.world_size)}))
+
+
+def _metadata_of(plan: Plan) -> Metadata:
+    found: Metadata = {"state_dict_metadata": plan.metadata or {}, "planner_data": None}
+    if plan.meshes:
+        found["meshes"] = plan.meshes
+    return found
+
+
 class _Probe(msgspec.Struct):
     format: str
     version: int
@@ -210,3 +342,4 @@ _WORDS: dict[str, Literal["nan", "inf", "-inf"]] = {"nan": "nan", "inf": "inf", 
 
 _PROBE_DECODER = msgspec.json.Decoder(_Probe)
 _DECODER = msgspec.json.Decoder(Manifest)
+_SMALL_DECODER = msgspec.json.Decoder(_Small)

@@ -43,6 +43,7 @@ _STEP_TAG = re.compile(r"step-(?P<step>[0-9]{8,19})")
 _PART = re.compile(r"rank-(?P<rank>[0-9]{5,9})\.(?P<nonce>[0-9a-f]{32})(?:\.(?P<number>[0-9]{4,9}))?\.ckpt")
 _UNDER_WAY = re.compile(r"manifest\.json\.[0-9a-f]{32}\.tmp")
 _RECEIPT = re.compile(r"receipt-(?P<rank>[0-9]{5,9})\.json")
+_METADATA = re.compile(r"metadata\.[0-9a-f]{32}\.ckpt")
 _ATTEMPT = re.compile(r"a(?P<attempt>[0-9]{4,9})")
 _CLAIM = re.compile(r"(?P<name>.+)\.[0-9a-f]{32}")
 _SEGMENT = re.compile(r"[0-9a-f]{32}\.seg")
@@ -127,6 +128,16 @@ def part_of(name: str) -> str | None:
     return None if parsed is None else part_file(*parsed[:2])
 
 
+def metadata_file(sha256: str) -> str:
+    """Return the name of the metadata object whose bytes have this sha256, in hexadecimal digits."""
+    return f"metadata.{sha256[:32]}.ckpt"
+
+
+def is_metadata_file(name: str) -> bool:
+    """Return True if this is the name of a metadata object."""
+    return _METADATA.fullmatch(name) is not None
+
+
 def receipt_file(first_rank: int) -> str:
     """Return the name of the receipt of the node whose lowest rank is `first_rank`."""
     return f"receipt-{first_rank:05d}.json"
@@ -144,7 +155,7 @@ def is_checkpoint_file(name: str) -> bool:
     stem = name.removesuffix(TMP_SUFFIX)
     if stem != name:
         stem = claimed(stem)
-    return stem == MANIFEST or parse_receipt_file(stem) is not None or part_of(name) is not None
+    return stem == MANIFEST or parse_receipt_file(stem) is not None or is_metadata_file(stem) or part_of(name) is not None
 
 
 def is_standalone_file(name: str) -> bool:

@@ -126,9 +126,15 @@ class ChunkSource(Protocol):
     """
 
     remote: bool
-    plan: Plan
-    values: tuple[int, int]
-    ranges: list[ChunkRange]
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def values(self) -> tuple[int, int]: ...
+
+    @property
+    def ranges(self) -> list[ChunkRange]: ...
 
     def read_chunk(self, number: int, raw: memoryview) -> None:
         """Read, decode and verify a chunk into `raw`, which has exactly the length of the chunk.

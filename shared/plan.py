@@ -15,9 +15,10 @@ from typing import Annotated, TypedDict
 
 import msgspec
 
-from ckptd.shared.bounds import check_msgpack
+from ckptd.shared.bounds import MAX_DIMENSIONS, check_msgpack
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat
+from ckptd.shared.sharding import Mesh, Rank, Rule
 
 PLAN_VERSION = 1
 REGION_ALIGN = 64  # bytes: a cache line, and enough for any SIMD load
@@ -43,8 +44,6 @@ _STATED_SIZES = {str(size): size for size in ELEMENT_SIZES}
 
 MOST_ELEMENTS = 1 << 62
 """The number of elements of a tensor is less than this. The same holds for the product of its dimensions without those of size 0."""
-MAX_DIMENSIONS = 64
-"""The most dimensions of a tensor. Torch's own reductions take as many and no more."""
 MAX_ITEMS = 1 << 20
 """The most items of one part, and the most aliases."""
 MAX_CHUNKS = 1 << 22
@@ -129,11 +128,20 @@ class Alias(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Described(TypedDict, total=False):
-    """The entry of one tensor in the metadata of DCP. `chunks` lists [offsets, sizes] of each of its shards. A blob has only `dtype`."""
+    """The entry of one tensor in the metadata of DCP, or of one blob, which has neither size nor shards.
+
+    chunks: [offsets, sizes] of each of its shards. ranks: the rank that stores each of them; left out if that is always rank 0. A tensor
+    that is divided by a rule has `rule` instead of both.
+    """
 
     dtype: Text
     size: Numbers
     chunks: list[Annotated[list[Numbers], msgspec.Meta(min_length=2, max_length=2)]]
+    ranks: list[Rank]
+    rule: Rule
+
+
+Meshes = Annotated[list[Mesh], msgspec.Meta(max_length=1 << 20)]
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -144,6 +152,8 @@ class Plan(msgspec.Struct, frozen=True):
     writer: Writer
     global_plan: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     version: int = PLAN_VERSION
+    meshes: Meshes | msgspec.UnsetType = msgspec.UNSET
+    """The meshes of the rules in `metadata`. Left out if there are none."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -61,6 +61,7 @@ def plan_save(
     it is a CkptdError. Raises SnapshotFailed if a rank is late.
     """
     made: list[Metadata] = []
+    written: list[list[md.MetadataIndex]] = []  # by rank, on rank 0
     resolved: Resolved | None = None
     token = secrets.token_bytes(32)
 
@@ -79,14 +80,16 @@ def plan_save(
         return _encode([(resolved.writes[row.key].index, row.sizes) for row in resolved.rows])
 
     def complete(said: list[bytes]) -> list[bytes]:
-        check_complete(made[0], [pair for one in said for pair in _decode(one, list)])
+        pairs = [_decode(one, list) for one in said]
+        check_complete(made[0], [pair for of_rank in pairs for pair in of_rank])
+        written.extend([index for index, _ in of_rank] for of_rank in pairs)
         return [token] * len(said)
 
     heard = _round(ranks, f"{topic}/plan", local, decide, deadline - time.monotonic(), unwanted)
     global_plan = _round(ranks, f"{topic}/items", resolve, complete, deadline - time.monotonic(), unwanted)
     assert resolved is not None
     metadata = made[0] if made else None
-    layout = resolved.lay_out(global_plan=global_plan, metadata=None if metadata is None else plain_metadata(metadata))
+    layout = resolved.lay_out(global_plan=global_plan, metadata=None if metadata is None else plain_metadata(metadata, written))
     return PlannedSave(resolved, layout, metadata)
 
 

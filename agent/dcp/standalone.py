@@ -208,7 +208,7 @@ def commit(
 def is_named(checkpoint: StandaloneCheckpoint, file: str) -> bool:
     """Return True if the manifest names this part, or if that cannot be determined, so that the part must not be deleted."""
     try:
-        return any(part.file == file for part in checkpoint.read_manifest().parts)
+        return file in checkpoint.read_manifest().files
     except NotFound:
         return False
     except (OSError, IntegrityError):

@@ -268,7 +268,7 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
         save = self._save
         assert save.ticket is not None
         try:
-            self._finish(save, save.ticket, metadata, [result for of_rank in results for result in of_rank])
+            self._finish(save, save.ticket, metadata, results)
         except FileExistsError:
             raise AlreadyExists(f"another save has committed a checkpoint in {save.ticket.path} in the meantime") from None
         except OSError as error:
@@ -277,17 +277,22 @@ class StorageWriter(dcp.StorageWriter, BlockingAsyncStager):
             save.drop("the checkpoint is not complete")
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save.save_id)
 
-    def _finish(self, save: _Save, ticket: Ticket, metadata: Metadata, results: list[WriteResult]) -> None:
+    def _finish(self, save: _Save, ticket: Ticket, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         part, resolved = save.part, save.resolved
         assert part is not None
         assert resolved is not None
-        check_complete(metadata, [(result.index, result.storage_data) for result in results if result.index.fqn != _PART])
-        parts: dict[int, PartEntry | None] = dict(result.storage_data for result in results if result.index.fqn == _PART)
+        every = [result for of_rank in results for result in of_rank]
+        check_complete(metadata, [(result.index, result.storage_data) for result in every if result.index.fqn != _PART])
+        parts: dict[int, PartEntry | None] = dict(result.storage_data for result in every if result.index.fqn == _PART)
         if sorted(parts) != list(range(ticket.world_size)):
             raise InvalidRequest(
                 f"parts of ranks {sorted(parts)} were written; expected one of each of {ticket.world_size} ranks; nothing was saved"
             )
-        layout = resolved.lay_out(global_plan=ticket.global_plan, metadata=plain_metadata(metadata))
+        written = [list[MetadataIndex]() for _ in parts]
+        for of_rank in results:
+            (rank,) = (result.storage_data[0] for result in of_rank if result.index.fqn == _PART)
+            written[rank] += [result.index for result in of_rank if result.index.fqn != _PART]
+        layout = resolved.lay_out(global_plan=ticket.global_plan, metadata=plain_metadata(metadata, written))
         parts[ticket.rank] = part.finish(layout, values_of(metadata, save_id=save.save_id), _request(ticket, part))
         if isinstance(part, SlotPart):
             part.wait()

@@ -8,6 +8,7 @@ the trainer's own client would block its other users.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import threading
 import time
@@ -24,6 +25,8 @@ log = logging.getLogger("ckptd.agent")
 
 _PIECE = 4 << 20  # bytes; the store's server accepts values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between polls; the store's `wait` prints warnings on a timeout, and cannot be cancelled
+_LOOKS_PER_SECOND = 10_000  # of all ranks together; a TCPStore answers a few times as many
+_SHARED_BYTES = 1024  # an answer to several ranks that is larger than this is stored once
 SILENT_SECONDS = 5.0  # the store must answer in this time; its own client would wait for minutes, or for ever
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 2.0  # rank 0 decides this long before the deadline, so that the other ranks learn in time which rank is late
@@ -81,6 +84,8 @@ class Exchange:
         self.rank, self.world_size = rank, world_size
         self.scope = ""
         self.operations = 0
+        self._last_look = max(_LAST_LOOK, world_size / _LOOKS_PER_SECOND)
+        self._shared: list[tuple[str, int]] = []  # the answers that rank 0 has stored once for several ranks: name and number of pieces
         self._client = store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore("ckptd", self._client)
         self._asked_at: float | None = None  # when the request was made that the store has not answered yet
@@ -183,8 +188,7 @@ class Exchange:
         self._put(f"{self.scope}/at/{self.rank}", topic.encode())
         if self.rank == 0:
             answers, asked = self._decide(topic, mine, decide, deadline - min(_GRACE_SECONDS, seconds / 4), unwanted)
-            for rank, nonce in asked.items():
-                self._put(f"{topic}/to/{nonce}", answers[rank])
+            self._answer(topic, answers, asked)
             return answers[0]
         nonce, said = secrets.token_hex(8), _encode(mine)
         self._put(f"{topic}/said/{nonce}", said)
@@ -227,20 +231,47 @@ class Exchange:
         asked: dict[int, str] = {}
         begun = time.monotonic()
         try:
-            found = [_encode(mine)]
-            for rank in range(1, self.world_size):
-                nonce = self._take(f"{topic}/from/{rank}", deadline, unwanted)
-                said = None if nonce is None else self._take(f"{topic}/said/{nonce.decode()}", deadline, unwanted)
-                if nonce is not None and said is not None:
-                    asked[rank] = nonce.decode()
-                    found.append(said)
-            values = [_decode(said, rank) for rank, said in zip([0, *asked], found, strict=True)]
+            said: dict[int, bytes] = {0: _encode(mine)}
+            nonces = self._take_those({rank: f"{topic}/from/{rank}" for rank in range(1, self.world_size)}, deadline, unwanted)
+            asked = {rank: nonce.decode() for rank, nonce in nonces.items()}
+            said |= self._take_those({rank: f"{topic}/said/{nonce}" for rank, nonce in asked.items()}, deadline, unwanted)
+            asked = {rank: nonce for rank, nonce in asked.items() if rank in said}
+            if len(asked) == self.world_size - 1:  # so that every rank has read the answers of the round before
+                self._remove_shared()
+            values = [_decode(one, rank) for rank, one in said.items()]
             if late := [rank for rank in range(1, self.world_size) if rank not in asked]:
                 named = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late[:8]))}"
                 raise SnapshotFailed(f"{named} sent nothing within {time.monotonic() - begun:.0f} s{self._elsewhere(topic, late)}")
             return [_encode(answer) for answer in _decided(decide, values)], asked
         except CkptdError as error:
             return [_encode(error)] * self.world_size, asked
+
+    def _take_those(self, keys: dict[int, str], deadline: float, unwanted: Callable[[], CkptdError | None]) -> dict[int, bytes]:
+        """Wait for one value of each rank, remove them from the store, and return them. After the deadline, take those that have come."""
+        if keys and not self._wait_for([f"{key}/0" for key in keys.values()], deadline, unwanted):
+            keys = {rank: key for rank, key in keys.items() if self._there(f"{key}/0")}
+        return dict(zip(keys, self._take_all(list(keys.values())), strict=True))
+
+    def _answer(self, topic: str, answers: list[bytes], asked: dict[int, str]) -> None:
+        """Store the answer of each rank that has asked. A large answer that several ranks get is stored once, and they get its name."""
+        ranks: dict[bytes, list[int]] = {}
+        for rank in asked:
+            ranks.setdefault(answers[rank], []).append(rank)
+        for number, (answer, those) in enumerate(ranks.items()):
+            if len(those) > 1 and len(answer) > _SHARED_BYTES:
+                name = f"{topic}/all/{number}"
+                self._put(name, answer)
+                self._shared.append((name, _count(answer)))
+                for rank in those:
+                    with self._asking():
+                        self._store.set(f"{topic}/to/{asked[rank]}/0", bytes(4) + name.encode())  # type: ignore[arg-type]
+            else:
+                for rank in those:
+                    self._put(f"{topic}/to/{asked[rank]}", answer)
+
+    def _remove_shared(self) -> None:
+        while self._shared:
+            self._remove(*self._shared.pop())
 
     def _put(self, key: str, value: bytes) -> None:
         count = _count(value)
@@ -256,27 +287,48 @@ class Exchange:
 
     def _take(self, key: str, deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
         """Wait for a value, remove it from the store, and return it. Return None after the deadline. Raises the error of `unwanted`."""
+        return self._take_all([key])[0] if self._wait_for([f"{key}/0"], deadline, unwanted) else None
+
+    def _wait_for(self, names: list[str], deadline: float, unwanted: Callable[[], CkptdError | None]) -> bool:
+        """Wait until the store has all of these. Return False after the deadline. Raises the error of `unwanted`."""
         pause = _FIRST_LOOK
-        while not self._there(f"{key}/0"):
+        while not self._there(*names):
             if (error := unwanted()) is not None:
                 raise error
             if time.monotonic() > deadline:
-                return None
+                return False
             time.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK)
-        first = self._get(f"{key}/0")
-        return first[4:] + b"".join(self._get(f"{key}/{number}") for number in range(1, int.from_bytes(first[:4], "little")))
+            pause = min(2 * pause, self._last_look)
+        return True
 
-    def _there(self, key: str) -> bool:
-        with self._asking():
-            return bool(self._store.check([key]))
+    def _take_all(self, keys: list[str]) -> list[bytes]:
+        """Return values that the store has, and remove them from the store. An answer that several ranks get stays."""
+        found = []
+        for key, first in zip(keys, self._get([f"{key}/0" for key in keys]), strict=True):
+            count = int.from_bytes(first[:4], "little")
+            if count:
+                found.append(first[4:] + b"".join(self._get([f"{key}/{number}" for number in range(1, count)])))
+                self._remove(key, count)
+            else:
+                found.append(self._read_shared(first[4:].decode()))
+                self._remove(key, 1)
+        return found
 
-    def _get(self, key: str) -> bytes:
+    def _read_shared(self, name: str) -> bytes:
+        (first,) = self._get([f"{name}/0"])
+        return first[4:] + b"".join(self._get([f"{name}/{number}" for number in range(1, int.from_bytes(first[:4], "little"))]))
+
+    def _there(self, *names: str) -> bool:
         with self._asking():
-            value: bytes = self._store.get(key)
+            return bool(self._store.check(list(names)))
+
+    def _get(self, names: list[str]) -> list[bytes]:
+        """Return values that the store has. One request gets them all."""
+        if not names:
+            return []
         with self._asking():
-            self._store.delete_key(key)
-        return value
+            found: list[bytes] = self._store.multi_get(names) if len(names) > 1 else [self._store.get(names[0])]
+        return found
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -301,8 +353,8 @@ def _decided(decide: Callable[[list[bytes]], list[bytes]], values: list[bytes]) 
 
 def _call(topic: str) -> str:
     """Return the public call that a topic belongs to."""
-    name, _, rest = topic.partition("/")
-    return f"snapshot(step={rest.rpartition('/')[2]})" if name == "plan" else f"{name}()"
+    planned = _PLANNED.match(topic)
+    return f"snapshot(step={planned[1]})" if planned else f"{topic.partition('/')[0]}()"
 
 
 def _silent() -> SnapshotFailed:
@@ -331,4 +383,6 @@ def _decode(data: bytes, rank: int | None = None) -> bytes:
 Ranks = Alone | Exchange
 
 
+_PLANNED = re.compile(r"plan/[0-9]+/([0-9]+)")
+"""The topic of a round that plans a step of an attempt."""
 _DECODER = msgspec.msgpack.Decoder(tuple[str, str, bytes])

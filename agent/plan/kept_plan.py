@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
@@ -17,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.pending import Pending
-from ckptd.agent.plan.layout import Layout, Local, plan_locally, savable
-from ckptd.agent.plan.shares import Offer, Share, share_out
+from ckptd.agent.plan.layout import Layout, plan_locally, savable
+from ckptd.agent.plan.plan_rounds import Description, PlanRounds
+from ckptd.agent.plan.shares import Offer, share_out
 from ckptd.agent.plan.structure import PLAIN, Sources, Structure, difference, local_part
 from ckptd.agent.state import values
 from ckptd.agent.state.capture import Captured
@@ -26,7 +26,6 @@ from ckptd.agent.state.merge import value_digests
 from ckptd.agent.state.naming import buffer_names
 from ckptd.shared import messages as m
 from ckptd.shared.collector import paused_collector
-from ckptd.shared.errors import CkptdError
 
 PLAN_SECONDS = 2.0
 """The least time, in seconds, that the other ranks have to join the planning, however small the stall budget is."""
@@ -114,22 +113,13 @@ class KeptPlan:
     def _plan(self, captured: Captured, state: Any, pending: Pending, deadline: float) -> Layout:
         if self._ranks.world_size == 1:
             return self._lay_out_alone(captured)
-        local = Local([])
-        mine: bytes | CkptdError
-        try:
-            local, offer = self._offer(captured, state)
-            mine = msgspec.msgpack.encode(offer)
-        except CkptdError as error:
-            mine = error
-        answer = self._ranks.round(
-            f"plan/{pending.attempt}/{pending.step}", mine, _decide, max(0.0, deadline - time.monotonic()), lambda: pending.error
-        )
-        return _SHARE_DECODER.decode(answer).lay_out(local)
+        rounds = PlanRounds(self._ranks, f"plan/{pending.attempt}/{pending.step}", deadline, lambda: pending.error)
+        return rounds.run(lambda: self._describe(captured, state))
 
-    def _offer(self, captured: Captured, state: Any) -> tuple[Local, Offer]:
-        digests = value_digests(values.decode(captured.state))
-        local = plan_locally(captured.tensors, buffers=buffer_names(state), world_size=self._ranks.world_size)
-        return local, Offer(local.rows, digests)
+    def _describe(self, captured: Captured, state: Any) -> Description:
+        digests, buffers = value_digests(values.decode(captured.state)), set(buffer_names(state))
+        local = plan_locally(captured.tensors, buffers=buffers, world_size=self._ranks.world_size)
+        return Description.of(local, savable(captured.tensors), digests, self._ranks.rank, buffers)
 
     def estimate(self, captured: Captured) -> int:
         """Return an estimate of the bytes of tensors and plan that this rank will write, with its share of the replicated tensors.
@@ -156,11 +146,3 @@ class KeptPlan:
             shared, largest = shared + nbytes, max(largest, nbytes)
         world_size = self._ranks.world_size
         return own + (shared if world_size == 1 else shared // world_size + largest) + _ITEM_BYTES * len(captured.tensors)
-
-
-def _decide(said: list[bytes]) -> list[bytes]:
-    return [msgspec.msgpack.encode(share) for share in share_out([_OFFER_DECODER.decode(one) for one in said])]
-
-
-_OFFER_DECODER = msgspec.msgpack.Decoder(Offer)
-_SHARE_DECODER = msgspec.msgpack.Decoder(Share)

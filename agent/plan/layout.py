@@ -12,7 +12,7 @@ import ctypes
 import math
 import platform
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -34,6 +34,7 @@ from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import (
     ELEMENT_SIZES,
     HIDDEN,
+    MAX_DOCUMENT,
     MAX_ITEMS,
     MAX_TEXT,
     Alias,
@@ -45,6 +46,7 @@ from ckptd.shared.plan import (
     is_dense,
     signature,
 )
+from ckptd.shared.sharding import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,19 +251,33 @@ def memory(tensor: torch.Tensor, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(tensor.data_ptr())).cast("B")
 
 
-def lay_out(local: Local, kept: Iterable[int], *, aliases: set[str], metadata: dict[str, Any] | None, global_plan: bytes) -> Layout:
+def lay_out(
+    local: Local,
+    kept: Iterable[int],
+    *,
+    aliases: set[str],
+    metadata: dict[str, Any] | None,
+    global_plan: bytes,
+    meshes: Sequence[Mesh] = (),
+) -> Layout:
     """Return the layout of the rows that this rank writes, and of the aliases that lie in them.
 
-    `kept` are the numbers of these rows. `aliases` are the fqns of the aliases that this rank is to list. Raises as `layout_of`.
+    `kept` are the numbers of these rows. `aliases` are the fqns of the aliases that this rank is to list. `meshes` are those of the rules
+    in `metadata`. Raises as `layout_of`.
     """
     rows = [local.rows[number] for number in kept]
     names = {row.fqn for row in rows}
     inside = [alias for alias in local.aliases if alias.base in names and alias.fqn in aliases]
-    return layout_of(rows, inside, metadata=metadata, global_plan=global_plan)
+    return layout_of(rows, inside, metadata=metadata, global_plan=global_plan, meshes=meshes)
 
 
-def layout_of(rows: list[Row], aliases: list[Alias], *, metadata: dict[str, Any] | None, global_plan: bytes) -> Layout:
-    """Return the layout of these rows and aliases. Raises UnsavableValue if there are more than MAX_ITEMS of either."""
+def layout_of(
+    rows: list[Row], aliases: list[Alias], *, metadata: dict[str, Any] | None, global_plan: bytes, meshes: Sequence[Mesh] = ()
+) -> Layout:
+    """Return the layout of these rows and aliases.
+
+    Raises UnsavableValue if there are more than MAX_ITEMS of either, or if the plan document is larger than readers accept.
+    """
     regions, items = _place(rows)
     plan = Plan(
         regions=regions,
@@ -270,8 +286,13 @@ def layout_of(rows: list[Row], aliases: list[Alias], *, metadata: dict[str, Any]
         metadata=metadata,
         global_plan=global_plan,
         writer=_writer(),
+        meshes=list(meshes) or msgspec.UNSET,
     )
     document = plan.encode()
+    if len(document) > MAX_DOCUMENT:
+        raise UnsavableValue(
+            f"the plan of this rank would have {len(document):,d} bytes, and readers accept at most {MAX_DOCUMENT:,d}: save fewer tensors"
+        )
     if len(items) > MAX_ITEMS or len(aliases) > MAX_ITEMS:
         raise UnsavableValue(f"the state has {max(len(items), len(aliases)):,d} tensors on this rank; ckptd saves up to {MAX_ITEMS:,d}")
     return Layout(plan, document, signature(document))

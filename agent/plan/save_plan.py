@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,15 +200,23 @@ def _shown(key: Key) -> str:
     return key[0] if not any(key[1]) else f"{key[0]} at {list(key[1])}"
 
 
-def plain_metadata(metadata: Metadata) -> dict[str, Any]:
-    """Return `Metadata.state_dict_metadata` in the form that the plan document and the manifest have (FORMAT.md, section 3)."""
+def plain_metadata(metadata: Metadata, written: Sequence[Iterable[MetadataIndex]]) -> dict[str, Any]:
+    """Return `Metadata.state_dict_metadata` in the form that the plan document and the manifest have (FORMAT.md, section 3).
+
+    written: the indexes of the items that each rank writes, by rank.
+    """
+    stored = {(index.fqn, _offsets(metadata, index)): rank for rank, indexes in enumerate(written) for index in indexes}
     found: dict[str, Any] = {}
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             chunks = [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks]
             found[fqn] = {"dtype": dtype_name(entry.properties.dtype), "size": list(entry.size), "chunks": chunks}
+            ranks = [stored.get((fqn, tuple(chunk.offsets)), 0) for chunk in entry.chunks]
         else:
             found[fqn] = {"dtype": BLOB}
+            ranks = [stored.get((fqn, None), 0)]
+        if any(ranks):
+            found[fqn]["ranks"] = ranks
     return found
 
 

@@ -57,7 +57,8 @@ def share_out(offers: list[Offer]) -> list[Share]:
         kept = [[number for number, row in enumerate(offers[0].rows) if not row.base]]  # one rank that has all writes all
     else:
         kept = _planned(offers)
-    metadata, aliases = _metadata(offers), _place_aliases(offers, kept)
+    aliases = _place_aliases(offers, kept)
+    metadata = _metadata(offers, kept, aliases)
     global_plan = hashlib.sha256(msgspec.msgpack.encode([metadata, kept, aliases])).digest()
     return [Share(rows, aliases[rank], global_plan, metadata if rank == 0 else None) for rank, rows in enumerate(kept)]
 
@@ -166,8 +167,11 @@ def _save_plan(rows: list[Row]) -> SavePlan:
     ])  # fmt: skip
 
 
-def _metadata(offers: list[Offer]) -> dict[str, Any]:
-    """Return DCP's `state_dict_metadata` of all ranks as plain data, without hidden items."""
+def _metadata(offers: list[Offer], kept: list[list[int]], aliases: list[list[str]]) -> dict[str, Any]:
+    """Return DCP's `state_dict_metadata` of all ranks as plain data, without hidden items, and the rank that stores each shard.
+
+    kept, aliases: the numbers of the rows that each rank writes, and the aliases that it lists.
+    """
     described: dict[str, Any] = {}
     rows = [row for offer in offers for row in offer.rows if not row.fqn.startswith(HIDDEN)]
     for row in [*(row for row in rows if not row.base), *(row for row in rows if row.base)]:
@@ -177,4 +181,10 @@ def _metadata(offers: list[Offer]) -> dict[str, Any]:
             described[row.fqn] = {"dtype": row.dtype, "size": row.size, "chunks": [chunk]}
         elif chunk not in entry["chunks"]:
             entry["chunks"].append(chunk)
+    if len(offers) > 1:
+        stored = {offer.rows[number].key: rank for rank, offer in enumerate(offers) for number in kept[rank]}
+        listed = {fqn: rank for rank, fqns in enumerate(aliases) for fqn in fqns}
+        for fqn, entry in described.items():
+            if any(ranks := [stored.get((fqn, offsets), listed.get(fqn, 0)) for offsets, _ in entry["chunks"]]):
+                entry["ranks"] = ranks
     return described

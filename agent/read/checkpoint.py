@@ -109,7 +109,7 @@ class Checkpoint:
     def metadata(self, name: str) -> tuple[torch.dtype, torch.Size]:
         """Return the dtype and shape of a tensor. Raises NotFound."""
         saved = self.opened.saved
-        return saved.dtype(name), torch.Size(saved.describe(name).size)
+        return saved.dtype(name), torch.Size(saved.shape(name)[1])
 
     def tensor(
         self,

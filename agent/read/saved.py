@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from ckptd.shared.collector import paused_collector
 from ckptd.shared.coverage import Box, check_all, check_cover, two_sizes
 from ckptd.shared.errors import IntegrityError, NotFound, StructureMismatch
 from ckptd.shared.part import ChunkSource
-from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, c_order
+from ckptd.shared.plan import BLOB, HIDDEN, Alias, Item, Writer, c_order
 from ckptd.shared.scatter import Target, scatter
 
 
@@ -74,8 +74,7 @@ class Saved:
     def of(cls, sources: Sequence[ChunkSource]) -> Saved:
         saved = cls()
         for source in sources:
-            version = re.match(r"\d+(\.\d+)*", source.plan.writer.get("torch", ""))
-            saved.torch_version = version[0] if version else saved.torch_version
+            saved.torch_version = torch_version(source.plan.writer) or saved.torch_version
             own: dict[str, Shard] = {}
             for item in source.plan.items:
                 if item.dtype == BLOB:
@@ -95,26 +94,37 @@ class Saved:
         return [name for name in [*self.shards, *self.aliases] if not name.startswith(HIDDEN)]
 
     def __contains__(self, name: str) -> bool:
+        self.ensure(name)
         return (name in self.shards or name in self.aliases) and not name.startswith(HIDDEN)
 
     def describe(self, name: str) -> Alias | Item:
         """Return the alias of a tensor, or the item of its first shard. Either has the tensor's dtype and size. Raises NotFound."""
+        self.ensure(name)
         if name in self.aliases:
             return self.aliases[name][1]
         if name in self.shards and not name.startswith(HIDDEN):
             return self.shards[name][0].item
         raise NotFound(f"no tensor {name!r}; the checkpoint has {len(self.names())}, such as {', '.join(sorted(self.names())[:3])}")
 
+    def shape(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return the name of the dtype, as in a plan document, and the size of a tensor. Raises NotFound."""
+        described = self.describe(name)
+        return described.dtype, tuple(described.size)
+
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor. Raises NotFound for an unknown name, and for a dtype that this torch does not have."""
-        described = self.describe(name)
+        dtype, _ = self.shape(name)
         try:
-            return dtype_of(described.dtype)
+            return dtype_of(dtype)
         except NotFound:
             needed = f"torch {self.torch_version}, which saved it, or a newer one" if self.torch_version else "a newer torch"
             raise NotFound(
-                f"{name} has dtype {plain_name(described.dtype)}, which torch {torch.__version__} does not have: install {needed}"
+                f"{name} has dtype {plain_name(dtype)}, which torch {torch.__version__} does not have: install {needed}"
             ) from None
+
+    def blob_names(self) -> Collection[str]:
+        """Return the names of all blobs."""
+        return self.blobs.keys()
 
     def metadata(self, names: Iterable[str] | None = None) -> Metadata:
         """Return DCP's metadata of these tensors, or of every tensor and blob that can be asked for. Raises NotFound as `dtype`."""
@@ -128,13 +138,17 @@ class Saved:
                 chunks = [ChunkStorageMetadata(torch.Size(s.item.offsets), torch.Size(s.item.sizes)) for s in self.shards[name]]
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=self.dtype(name)), size, chunks)
         if names is None:
-            entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
+            entries.update(dict.fromkeys(self.blob_names(), BytesStorageMetadata()))
         return Metadata(state_dict_metadata=entries)
+
+    def ensure(self, name: str) -> None:
+        """Make sure that `shards`, `aliases` and `blobs` have everything of this name. A subclass may look for it only now."""
 
     def read_blobs(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the bytes of blobs, by name, verified. Raises NotFound, IntegrityError, OSError."""
         found, reads = dict[str, bytearray](), Reads()
         for name in names:
+            self.ensure(name)
             if name not in self.blobs:
                 raise NotFound(f"no value {name!r} in this checkpoint")
             shard = self.blobs[name]
@@ -145,6 +159,7 @@ class Saved:
 
     def check_whole(self, name: str) -> None:
         """Raise IntegrityError if the shards of a tensor have holes or overlap."""
+        self.ensure(name)
         if name not in self._checked and name in self.shards:
             if self.shard_of_whole(name) is None:
                 check_cover(name, *self._boxes(name))
@@ -159,10 +174,12 @@ class Saved:
 
     def shard_at(self, name: str, box: Box | None) -> Shard | None:
         """Return the stored shard of a tensor with exactly this place and size, or None if there is none."""
+        self.ensure(name)
         return next((shard for shard in self.shards.get(name, ()) if (shard.item.offsets, shard.item.sizes) == box), None)
 
     def shard_of_whole(self, name: str) -> Shard | None:
         """Return the shard of a tensor that is stored as one, which is then the whole tensor, otherwise None."""
+        self.ensure(name)
         shards = self.shards.get(name, ())
         return shards[0] if len(shards) == 1 and shards[0].item.sizes == shards[0].item.size else None
 
@@ -174,3 +191,9 @@ class Saved:
     def _boxes(self, name: str) -> tuple[tuple[int, ...], set[Box]]:
         shards = self.shards[name]
         return shards[0].item.size, {(shard.item.offsets, shard.item.sizes) for shard in shards}
+
+
+def torch_version(writer: Writer) -> str:
+    """Return the version of torch in the `writer` of a plan or a manifest, such as "2.13.0", or "" if it is unknown."""
+    version = re.match(r"\d+(\.\d+)*", writer.get("torch", ""))
+    return version[0] if version else ""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
 from ckptd.agent.copy.mapping import map_segment
-from ckptd.agent.read.saved import Saved
+from ckptd.agent.read.on_demand import PartOnDemand, SavedOnDemand
+from ckptd.agent.read.saved import Saved, torch_version
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import TensorRef, filled, tensor_names
 from ckptd.agent.state.values import decode
@@ -30,6 +32,7 @@ from ckptd.shared.plan import Plan, chunk_ranges, with_values
 from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SlotState, read_check, read_data, read_document, read_header
 from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.metadata import open_metadata
 from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
@@ -136,8 +139,8 @@ class Opened:
         could bring back.
         """
         found: dict[str, Any] = decode(self.values(rank))
-        references = tensor_names(found["state"]) if self.saved.blobs else []
-        blobs = self.saved.read_blobs([name for name in references if name in self.saved.blobs])
+        names = self.saved.blob_names()
+        blobs = self.saved.read_blobs([name for name in tensor_names(found["state"]) if name in names] if names else [])
         if blobs:
             found["state"] = filled(found["state"], lambda name: load_blob(name, blobs[name]) if name in blobs else TensorRef(name))
         return found
@@ -235,30 +238,64 @@ def open_checkpoint(repository: Repository, job: str, tag: str, manifest: Manife
 
 def _opened(repository: Repository, job: str, tag: str, manifest: Manifest) -> Opened:
     def open_part(part: PartEntry) -> PartReader:
-        return repository.open_part(job, tag, part.file, part.index_sha256)
+        reader = repository.open_part(job, tag, part.file, part.index_sha256)
+        try:
+            reader.check_codecs()  # an error that is found later would leave half of the state overwritten
+            index = reader.index
+            whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
+            if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
+                raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
+        except BaseException:
+            reader.close()
+            raise
+        return reader
 
-    readers: list[PartReader] = []
     lease = repository.lease(job, tag)
     held: list[Closable] = [lease]
     try:
         if isinstance(repository, StandaloneCheckpoint):
             held.append(repository.share())
-        with ExitStack() as threads:
-            each = threads.enter_context(ThreadPoolExecutor(_OPENED_AT_ONCE, "ckptd-open")).map if lease.remote else map
-            for part, reader in zip(manifest.parts, each(open_part, manifest.parts), strict=True):
-                readers.append(reader)
-                held.append(reader)
-                reader.check_codecs()  # an error that is found later would leave half of the state overwritten
-                index = reader.index
-                whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
-                if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
-                    raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
-        saved = Saved.of(readers)
+        if manifest.metadata_object is not None and not isinstance(repository, StandaloneCheckpoint):
+            sources, saved = _on_demand(repository, job, tag, manifest, open_part, held, remote=lease.remote)
+        else:
+            sources = _all_parts(manifest, open_part, held, remote=lease.remote)
+            saved = Saved.of(sources)
     except BaseException:
         while held:
             held.pop().close()
         raise
-    return Opened(tag, readers, saved, manifest.numbers, manifest.user_content, held, manifest.created_at, manifest)
+    return Opened(tag, sources, saved, manifest.numbers, manifest.user_content, held, manifest.created_at, manifest)
+
+
+def _all_parts(
+    manifest: Manifest, open_part: Callable[[PartEntry], PartReader], held: list[Closable], *, remote: bool
+) -> Sequence[ChunkSource]:
+    """Open all parts, and add them to `held`."""
+    readers: list[PartReader] = []
+    with ExitStack() as threads:
+        each = threads.enter_context(ThreadPoolExecutor(_OPENED_AT_ONCE, "ckptd-open")).map if remote else map
+        for reader in each(open_part, manifest.parts):
+            readers.append(reader)
+            held.append(reader)
+    return readers
+
+
+def _on_demand(
+    repository: Repository,
+    job: str,
+    tag: str,
+    manifest: Manifest,
+    open_part: Callable[[PartEntry], PartReader],
+    held: list[Closable],
+    *,
+    remote: bool,
+) -> tuple[Sequence[ChunkSource], Saved]:
+    """Open the metadata object, and add it to `held`, and the parts, which are opened later."""
+    reader = open_metadata(repository, job, tag, manifest)
+    held.append(reader)
+    parts = [PartOnDemand(partial(open_part, part), remote=remote) for part in manifest.parts]
+    held += parts
+    return parts, SavedOnDemand(torch_version=torch_version(manifest.writer), metadata_reader=reader, parts=parts)
 
 
 def newer(error: NewerFormat, where: str, how: str) -> NewerFormat:

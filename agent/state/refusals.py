@@ -10,9 +10,8 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.shared.bounds import MAX_DEPTH
+from ckptd.shared.bounds import MAX_DEPTH, MAX_DIMENSIONS
 from ckptd.shared.errors import UnsavableValue
-from ckptd.shared.plan import MAX_DIMENSIONS
 
 
 def check_text(text: str, path: str) -> None:

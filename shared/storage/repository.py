@@ -6,10 +6,11 @@ The layout of jobs, tags, parts, manifests, pins and claims is known here, and n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
@@ -127,11 +128,17 @@ class Repository:
         finally:
             source.close()
 
-    def publish_manifest(self, job: str, tag: str, data: bytes, *, by: str = "") -> None:
+    def publish_manifest(
+        self, job: str, tag: str, data: bytes, *, objects: Mapping[str, bytes] = MappingProxyType({}), by: str = ""
+    ) -> None:
         """Commit: publish the manifest. Raises FileExistsError if the tag has one already.
 
-        by: 32 hexadecimal digits of the caller, needed if other daemons may publish a manifest or an abandonment of this tag.
+        objects: what `Manifest.split` returns beside the manifest. They are published first. by: 32 hexadecimal digits of the caller,
+        needed if other daemons may publish a manifest or an abandonment of this tag.
         """
+        for file, stored in objects.items():
+            with suppress(FileExistsError):  # its name is its digest: an earlier try to commit has published the same
+                self.storage.publish(self._name(job, tag, file), stored, replace=False, by=names.new_nonce().hex())
         self.storage.publish(self._name(job, tag, names.MANIFEST), data, replace=False, by=by, points="commit")
 
     # -- tries of several nodes
@@ -220,6 +227,10 @@ class Repository:
             raise
 
     def _open_part_file(self, job: str, tag: str, file: str) -> Source:
+        return self.open_file(job, tag, file)
+
+    def open_file(self, job: str, tag: str, file: str) -> Source:
+        """Open a file of a checkpoint. Raises FileNotFoundError, IntegrityError."""
         return self.storage.open(self._name(job, tag, file))
 
     def part_files(self, job: str, tag: str) -> Creator:
@@ -343,7 +354,12 @@ class Repository:
         return [*files, *(file for file in (self.files(job, tag) if parts else []) if names.part_of(file) in parts)]
 
     def delete_tag(self, job: str, tag: str) -> bool:
-        """Remove the directory of a tag. Return False if a file in it is not ckptd's."""
+        """Remove the directory of a tag, which has no manifest and no parts any more. Return False if a file in it is not ckptd's.
+
+        A metadata object that a commit left there before it could publish the manifest is deleted.
+        """
+        if left := [file for file in self.files(job, tag) if names.is_metadata_file(names.claimed(file.removesuffix(names.TMP_SUFFIX)))]:
+            self.storage.delete(self._name(job, tag), left)
         return self.storage.remove(self._name(job, tag))
 
 

@@ -73,7 +73,7 @@ class StandaloneCheckpoint(Repository, ABC):
 
     def _named(self) -> set[str]:
         """Return the names of the parts of the committed checkpoint."""
-        return {part.file for part in self.read_manifest().parts}
+        return set(self.read_manifest().files)
 
 
 class StandaloneDirectory(StandaloneCheckpoint):
@@ -181,7 +181,7 @@ class StandaloneObjects(StandaloneCheckpoint):
     def commit(self, data: bytes, *, overwrite: bool, nonce: str) -> None:
         if overwrite:
             try:
-                self._replaced = [part.file for part in self.read_manifest().parts]
+                self._replaced = self.read_manifest().files
             except (NotFound, IntegrityError):
                 self._replaced = []
         super().commit(data, overwrite=overwrite, nonce=nonce)

@@ -19,9 +19,9 @@ def test_parts_without_a_manifest_are_no_checkpoint(tmp_path: Path) -> None:
     copier = CheckpointCopier(source, target)
     one = copier.planned("gpt", made.tag)
     assert one.manifest is not None
-    copier.copy_parts(one, one.manifest, lambda length: None)
+    objects = copier.copy_parts(one, one.manifest, lambda length: None)
     with pytest.raises(NotFound):
         target.read_manifest("gpt", one.tag)
-    copier.publish(one, one.manifest)
+    copier.publish(one, one.manifest, objects)
     assert target.read_manifest_document("gpt", one.tag) == source.read_manifest_document("gpt", one.tag)
     assert (target.read_newest("gpt"), copier.planned("gpt", one.tag).there) == (one.tag, True)

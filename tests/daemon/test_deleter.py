@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptd.daemon import records as r
@@ -71,6 +72,22 @@ def test_room_is_not_made_if_it_would_not_be_enough(
     assert len(world.storage.tags("gpt")) == 3
     assert asyncio.run(world.saver.deleter.make_room(world.job, 110))
     assert len(world.storage.tags("gpt")) == 2
+
+
+def test_nothing_is_deleted_where_a_checkpoint_has_a_feature_for_deleters_that_is_not_known(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A newer ckptd may have made a checkpoint whose chunks lie in an older one."""
+    older, newer = (write_checkpoint(world.root, step=step, attempt=1) for step in (3, 4))
+    path = world.root / "gpt" / newer.tag / "manifest.json"
+    path.write_bytes(msgspec.structs.replace(newer, deleter_features=["chunk-references"]).encode())
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    world.run()
+    why = f"nothing is deleted in job 'gpt', because {newer.tag} has the feature 'chunk-references' for deleters"
+    assert why in caplog.text
+    assert asyncio.run(world.saver.deleter.forget(world.job, older.tag)).startswith(why)
+    assert not asyncio.run(world.saver.deleter.make_room(world.job, 1))
+    assert world.storage.tags("gpt") == [older.tag, newer.tag, world.snapshot.tag]
 
 
 def test_retention_deletes_nothing_where_a_newer_ckptd_has_saved(world: World) -> None:

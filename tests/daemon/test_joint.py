@@ -340,9 +340,9 @@ async def test_an_outcome_that_another_daemon_has_published_counts(make: Make) -
     ended = rc.Abandonment(job="gpt", attempt=2, step=1000, tag=TAG, code="snapshot-failed", reason="too late")
     publish = first.repository.publish_manifest
 
-    def lose(job: str, tag: str, data: bytes, *, by: str = "") -> None:
+    def lose(job: str, tag: str, data: bytes, **more: Any) -> None:
         publish(job, tag, rc.encode(ended), by="e" * 32)
-        publish(job, tag, data, by=by)
+        publish(job, tag, data, **more)
 
     with mock.patch.object(first.repository, "publish_manifest", lose), pytest.raises(Abandoned):
         await first.settle()

@@ -35,7 +35,7 @@ def test_a_manifest_of_any_shape_is_shown_or_refused(metadata: Any, entry: Any, 
             manifest = Manifest.decode(data)
         except IntegrityError:
             continue
-        shown = report.manifest_text(manifest, text, keys=True)
+        shown = report.manifest_text(manifest, text, manifest.metadata.get("state_dict_metadata", {}))
         assert all(line.isprintable() for line in shown.split("\n"))
         assert report.manifest_json(manifest)["user_content"] == manifest.user_content
 

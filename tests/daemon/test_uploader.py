@@ -82,6 +82,7 @@ def test_a_checkpoint_is_durable_on_the_stage_and_then_uploaded(place: Home, sta
         save(agent, 2, 3, 4, wait="uploaded")
         until(lambda: tags(place.root) == [3, 4], "retention in the root")
         until(lambda: tags(stage) == [4], "end of the local copies that are in the root")
+        until(lambda: not daemon.status()["stage"]["uploading"], "end of the upload")
         status = daemon.status()
         assert status["stage"] | {"directory": ""} == {
             "directory": "", "root_known": True, "waiting": 0, "waiting_bytes": 0, "oldest_age_seconds": None, "uploading": None,
@@ -354,6 +355,20 @@ def test_a_job_that_has_moved_on_is_not_led_back(place: Home, stage: Path) -> No
         agent.close()
         agent = Agent("job", socket=place.socket)
         assert agent._link.attempt == 3
+        agent.close()
+
+
+def test_a_checkpoint_that_somebody_has_deleted_from_the_stage_is_not_waited_for(place: Home, stage: Path) -> None:
+    with with_stage(place) as daemon:
+        agent = Agent("job", socket=place.socket)
+        save(agent, 1, wait="uploaded")
+        away = without_root(place)
+        save(agent, 2)
+        shutil.rmtree(stage / "job" / "step-00000002.a0001")
+        away.rename(place.root)
+        until(lambda: daemon.status()["stage"]["waiting"] == 0, "end of the wait")
+        save(agent, 3, wait="uploaded")
+        assert tags(place.root) == [1, 3]
         agent.close()
 
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.shared import bounds
-from ckptd.shared.bounds import MAX_OBJECTS, check_json, check_msgpack, deeper_than
+from ckptd.shared.bounds import MAX_DIMENSIONS, MAX_OBJECTS, check_json, check_msgpack, deeper_than
 from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest
 from ckptd.shared.names import part_file
 from ckptd.shared.part import PartReader
-from ckptd.shared.plan import MAX_CHUNKS, MAX_DIMENSIONS, MAX_DOCUMENT, MAX_ITEMS, MAX_TEXT, Alias, Item, Plan, Region, chunk_ranges
+from ckptd.shared.plan import MAX_CHUNKS, MAX_DOCUMENT, MAX_ITEMS, MAX_TEXT, Alias, Item, Plan, Region, chunk_ranges
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 from tests.shared.samples import NONCE, WRITER, encode_part, memory_file, packed_slot, sample_plan, steady, values_after
 from tests.support.limited import SCALE, outcomes

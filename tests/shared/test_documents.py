@@ -17,7 +17,7 @@ import pytest
 import ckptd.shared
 from ckptd.daemon import journal_file as jf
 from ckptd.daemon import records as r
-from ckptd.shared import binary, codec, errors, frames, names, part, plan, segment, session
+from ckptd.shared import binary, codec, errors, frames, manifest, metadata_object, names, part, plan, segment, session
 from ckptd.shared import messages as m
 from ckptd.shared.board import Answer, Holding
 from ckptd.shared.manifest import Manifest, PartEntry
@@ -260,8 +260,15 @@ def test_every_key_of_the_documents_is_in_the_document() -> None:
     request = next(line for line in three.split("\n\n") if line.startswith("**Request document**"))
     assert code_names(request) == list(SnapshotRequest.__struct_fields__)
     members = [key for row in rows(section(FORMAT, 4), "| member | value |") for key in code_names(row[0])]
-    assert sorted(members) == sorted([*Manifest.__struct_fields__, "sha256"])
+    of_version_2 = [key for row in rows(section(FORMAT, 10), "| member | value |") for key in code_names(row[0])]
+    assert sorted({*members, *of_version_2}) == sorted([*Manifest.__struct_fields__, "sha256"])
     assert members[-1] == "sha256"
+    parts = next(row[1] for row in rows(section(FORMAT, 10), "| member | value |") if row[0] == "`parts`")
+    assert code_names(parts)[:7] == list(manifest._Columns.__struct_fields__)
+    entry = next(row[1] for row in rows(section(FORMAT, 10), "| member | value |") if row[0] == "`metadata_object`")
+    assert code_names(entry)[:5] == list(metadata_object.MetadataObjectEntry.__struct_fields__)
+    index_of_object = [key for row in rows(section(FORMAT, 10), "| index key | value |") for key in code_names(row[0])]
+    assert index_of_object == list(metadata_object._Index.__struct_fields__)
     parts = next(row[1] for row in rows(section(FORMAT, 4), "| member | value |") if row[0] == "`parts`")
     assert parts.startswith("list of {" + ", ".join(PartEntry.__struct_fields__) + "}")
 

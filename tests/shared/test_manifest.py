@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.shared.errors import IntegrityError, NewerFormat
-from ckptd.shared.manifest import Manifest, PartEntry, plain_metrics
+from ckptd.shared.manifest import MOST_INLINE, Manifest, PartEntry, plain_metrics
 from ckptd.shared.names import part_file
 from tests.shared.samples import NONCE, WRITER, flip, steady
 
@@ -148,10 +148,10 @@ def test_a_part_must_have_the_name_of_its_rank(file: str) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d.update(version=2),
+        lambda d: d.update(version=3),
         lambda d: d.update(features=["deltas"]),
-        lambda d: d.update(version=2, parts="elsewhere", attempt=None),
-        lambda d: (d.update(version=3), d.pop("world_size")),
+        lambda d: d.update(version=3, parts="elsewhere", attempt=None),
+        lambda d: (d.update(version=4), d.pop("world_size")),
     ],
 )
 def test_a_newer_manifest_is_not_called_damaged(change: Callable[[dict[str, Any]], object]) -> None:
@@ -246,3 +246,65 @@ def test_a_manifest_too_large_for_readers_is_not_written(monkeypatch: pytest.Mon
     monkeypatch.setattr("ckptd.shared.manifest.MAX_MANIFEST", len(data) - 1)
     with pytest.raises(IntegrityError, match=f"manifest would have {len(data)} bytes, and readers accept at most {len(data) - 1}"):
         make().encode()
+
+
+def large(ranks: int = 3) -> Manifest:
+    """Return a manifest that is too large for version 1 in a root."""
+    tensors = {f"layers.{number:06d}.weight": {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]} for number in range(16_000)}
+    return make(ranks, metadata={"state_dict_metadata": tensors, "planner_data": None}, retention=["LatestN(n=5)"])
+
+
+def test_a_small_manifest_is_not_split() -> None:
+    assert make().split() == (make().encode(), {})
+    assert b"metadata_object" not in make().encode()
+    assert b"deleter_features" not in make().encode()
+
+
+def test_a_large_manifest_is_small_beside_its_metadata_object() -> None:
+    whole = large()
+    data, objects = whole.split()
+    assert len(data) < 4096 < MOST_INLINE < len(whole.encode())
+    small = Manifest.decode(data)
+    assert (small.version, small.features, small.metadata, small.tensors) == (2, ["metadata-object"], {}, 16_000)
+    assert small.parts == whole.parts
+    assert small.retention == whole.retention
+    assert small.files == [*(part.file for part in whole.parts), *objects]
+    assert (small.encode(), small.split()) == (data, (data, {}))
+
+
+def test_parts_in_columns_keep_every_field() -> None:
+    parts = [msgspec.structs.replace(entry(0), files=3, linked_bytes=4096), entry(1)]
+    small = Manifest.decode(msgspec.structs.replace(large(2), parts=parts, features=["files", "linked-files"]).split()[0])
+    assert small.parts == parts
+    assert small.features == ["files", "linked-files", "metadata-object"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["parts"].update(nonces=d["parts"]["nonces"][:-4]),
+        lambda d: d["parts"].update(nonces="?" * 64),
+        lambda d: d["parts"].update(digests=d["parts"]["nonces"]),
+        lambda d: d["parts"].update(items=[1, 2]),
+        lambda d: d["parts"].update(files=[1, 0, 1]),
+        lambda d: d.update(parts=[]),
+        lambda d: d.update(world_size=4),
+        lambda d: d.pop("metadata_object"),
+        lambda d: d["metadata_object"].update(index=3),
+        lambda d: d["metadata_object"].update(bytes=1 << 41),
+        lambda d: d["metadata_object"].update(index_sha256="0"),
+    ],
+)
+def test_an_inconsistent_manifest_of_version_2_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
+    members = json.loads(large().split()[0])
+    del members["sha256"]
+    change(members)
+    with pytest.raises(IntegrityError) as caught:
+        Manifest.decode(sealed(json.dumps(members)[:-1] + ","))
+    assert type(caught.value) is IntegrityError
+
+
+def test_features_for_deleters_do_not_concern_readers() -> None:
+    manifest = make(deleter_features=["chunk-references"])
+    assert Manifest.decode(manifest.encode()) == manifest
+    assert (manifest.unknown_deleter_features, make().unknown_deleter_features) == (["chunk-references"], [])

@@ -44,7 +44,7 @@ class Save:
 
     @property
     def layout(self) -> Layout:
-        return self.resolved.lay_out(global_plan=bytes(32), metadata=plain_metadata(self.metadata))
+        return self.resolved.lay_out(global_plan=bytes(32), metadata=plain_metadata(self.metadata, []))
 
     def write(self) -> PartEntry:
         self.part.write(self.layout, self.resolved, 1000)

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -220,7 +221,11 @@ class FakeStore(Store):
 
     def check(self, keys: list[str]) -> bool:
         self._ask(keys[0])
-        return keys[0] in self.values | self.topics
+        return all(key in self.values or key in self.topics for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._ask(keys[0])
+        return [self.values[key] for key in keys]
 
     def deleteKey(self, key: str) -> bool:  # the name that PrefixStore calls
         self._ask(key)
@@ -378,3 +383,32 @@ def test_a_rank_that_is_told_its_attempt_decides_nothing() -> None:
     assert other.hear("interval", lambda: b"said", 1.0) == b"said"
     with pytest.raises(UnsavableValue, match="^no$"):
         other.round("begin", UnsavableValue("no"), reverse, 1.0)
+
+
+def test_a_large_answer_to_several_ranks_is_stored_once_and_removed_by_the_next_round(fake: FakeStore) -> None:
+    ranks = [Exchange(fake, rank, 4) for rank in range(4)]
+    large, small = bytes(range(256)) * 16, b"for rank 3"
+
+    def decide(said: list[bytes]) -> list[bytes]:
+        return [large, large, large, small]
+
+    def all_ranks(topic: str, decided: Callable[[list[bytes]], list[bytes]]) -> list[Any]:
+        with ExitStack() as stack:
+            calls = [stack.enter_context(started(partial(rank.round, topic, b"", decided, 60.0))) for rank in ranks]
+            return [call.result(60) for call in calls]
+
+    assert all_ranks("plan/1/1", decide) == [large, large, large, small]
+    assert [(key, len(value) > len(large)) for key, value in fake.values.items()] == [("ckptd//plan/1/1/all/0/0", True)]
+    assert all_ranks("plan/1/2", lambda said: [b"1", b"2", b"3", b"4"]) == [b"1", b"2", b"3", b"4"]
+    assert fake.values == {}
+
+
+def test_rank_0_gets_the_values_of_all_ranks_in_few_requests(fake: FakeStore) -> None:
+    ranks = [Exchange(fake, rank, 33) for rank in range(33)]
+    with ExitStack() as stack:
+        calls = [stack.enter_context(started(round_of(rank, "plan/1/1", b"mine"))) for rank in ranks[1:]]
+        while sum("/from/" in key for key in fake.values) < 32:
+            time.sleep(0.001)
+        assert ranks[0].round("plan/1/1", b"mine", lambda said: [str(len(said)).encode()] * len(said), 60.0) == b"33"
+        assert {call.result(60) for call in calls} == {b"33"}
+    assert ranks[0].operations < 4 * 33  # two removed keys and one answer for each rank, and a few requests for all

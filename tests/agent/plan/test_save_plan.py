@@ -193,9 +193,10 @@ def test_shards_that_leave_holes_are_refused() -> None:
 
 def test_the_metadata_is_written_as_plain_data() -> None:
     _, metadata = planned(STATE, DefaultSavePlanner())
-    found = plain_metadata(metadata)
-    assert found["model.w"] == {"dtype": "float32", "size": [2, 3], "chunks": [[[0, 0], [2, 3]]]}
-    assert found["step"] == {"dtype": BLOB}
+    found = plain_metadata(metadata, [[MetadataIndex("model.half")], [MetadataIndex("model.w", torch.Size([0, 0])), MetadataIndex("step")]])
+    assert found["model.w"] == {"dtype": "float32", "size": [2, 3], "chunks": [[[0, 0], [2, 3]]], "ranks": [1]}
+    assert "ranks" not in found["model.half"]
+    assert found["step"] == {"dtype": BLOB, "ranks": [1]}
     assert msgspec.json.decode(msgspec.json.encode(found)) == found
 
 

@@ -64,7 +64,7 @@ def test_shards_are_written_by_the_ranks_that_hold_them() -> None:
     assert written(given) == [[("w", 0), ("r", 0)], [("w", 6)]]
     first, second = share_out(given)
     assert first.metadata == {
-        "w": {"dtype": "float32", "size": (10,), "chunks": [[(0,), (6,)], [(6,), (4,)]]},
+        "w": {"dtype": "float32", "size": (10,), "chunks": [[(0,), (6,)], [(6,), (4,)]], "ranks": [0, 1]},
         "r": {"dtype": "float32", "size": (4,), "chunks": [[(0,), (4,)]]},
     }
     assert second.metadata is None

@@ -155,7 +155,7 @@ def test_a_damaged_manifest_is_named_and_not_called_missing(tmp_path: Path, stor
 def _newer(data: bytes) -> bytes:
     import hashlib
 
-    body = data[: data.index(b'"sha256"')].replace(b'"version": 1', b'"version": 2')
+    body = data[: data.index(b'"sha256"')].replace(b'"version": 1', b'"version": 3')
     return body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
 
 

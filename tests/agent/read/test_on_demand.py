@@ -1,0 +1,236 @@
+"""Tests checkpoints whose metadata lie in an object of their own: saved, read one tensor at a time, recovered, copied and deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
+from ckptd.agent.dcp.targets import leave_all
+from ckptd.agent.read.on_demand import SavedOnDemand
+from ckptd.daemon.cli import main
+from ckptd.shared.array_checkpoint import ArrayCheckpoint
+from ckptd.shared.errors import IntegrityError, NotFound
+from ckptd.shared.manifest import Manifest
+from tests.support.daemons import Home, running, until
+from tests.support.ranks import HERE, Ranks
+
+MANY = 18_000
+
+
+def state_of(step: int) -> dict[str, Any]:
+    base = torch.arange(4.0) + step
+    tensors: dict[str, Any] = {f"layers.{number:05d}.weight": torch.full((1,), float(number + step)) for number in range(MANY)}
+    return {**tensors, "base": base, "tied": base.view(2, 2), "n": step}
+
+
+def zeros_like(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for key, value in state.items()}
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value for key, value in wanted.items())
+
+
+def manifest_of(directory: Path) -> Manifest:
+    return Manifest.decode((directory / "manifest.json").read_bytes())
+
+
+def test_one_rank(place: Home, tmp_path: Path) -> None:
+    with running(place, "--keep-last", "2"):
+        agent = Agent("job", socket=place.socket)
+        for step in (1, 2, 3):
+            agent.snapshot(state_of(step), step=step).wait("durable", timeout=120)
+        agent.close()
+        first = place.root / "job" / "step-00000001.a0001"
+        until(lambda: not first.exists(), "retention has deleted the first checkpoint, with its metadata object")
+    newest = place.root / "job" / "step-00000003.a0001"
+    manifest = manifest_of(newest)
+    assert (manifest.version, manifest.tensors) == (2, MANY + 2)
+    assert (newest / "manifest.json").stat().st_size < 2048
+    assert sorted(file.name for file in newest.iterdir()) == sorted([*manifest.files, "manifest.json"])
+
+    with Checkpoint.open(place.root / "job") as checkpoint:
+        saved = checkpoint.opened.saved
+        assert isinstance(saved, SavedOnDemand)
+        (part,) = saved.parts
+        assert checkpoint.metadata("layers.00007.weight") == (torch.float32, torch.Size([1]))
+        assert len(checkpoint.keys()) == MANY + 2
+        assert part._reader is None
+        assert torch.equal(checkpoint.tensor("layers.00007.weight"), torch.full((1,), 10.0))
+        assert part._reader is not None
+        assert torch.equal(checkpoint.tensor("tied"), torch.tensor([[3.0, 4.0], [5.0, 6.0]]))
+        assert torch.equal(checkpoint.tensor("tied", slices=[1]), torch.tensor([5.0, 6.0]))
+        for absent in ("layers.99999.weight", "n"):
+            with pytest.raises(NotFound, match=f"no tensor {absent!r}; the checkpoint has {MANY + 2}, such as base"):
+                checkpoint.tensor(absent)
+        assert_same(checkpoint.load(), state_of(3))
+        assert checkpoint.verify() > 0
+    with ArrayCheckpoint.open(place.root / "job") as arrays:
+        assert arrays.array("layers.00007.weight").tolist() == [10.0]
+
+    run = CliRunner()
+    shown = run.invoke(main, ["show", str(newest), "--keys"])
+    assert "layers.00007.weight" in shown.output
+    assert f"tensors        {MANY + 2}" in shown.output
+    assert "metadata" not in json.loads(run.invoke(main, ["show", str(newest), "--json"]).output)
+    listed = json.loads(run.invoke(main, ["show", str(newest), "--json", "--keys"]).output)
+    assert listed["metadata"]["state_dict_metadata"]["base"] == {"dtype": "float32", "size": [4], "chunks": [[[0], [4]]]}
+    copied = run.invoke(main, ["copy", str(place.root), str(tmp_path / "copy")])
+    assert copied.exit_code == 0, copied.output
+    assert run.invoke(main, ["verify", str(tmp_path / "copy")]).exit_code == 0
+    shutil.rmtree(place.root / "job")
+    shutil.copytree(tmp_path / "copy" / "job", place.root / "job")
+    with running(place):
+        agent = Agent("job", socket=place.socket)
+        state = zeros_like(state_of(3))
+        recovered = agent.recover(state)
+        assert recovered is not None
+        assert (recovered.step, recovered.source) == (3, "storage")
+        assert_same(state, state_of(3))
+        agent.close()
+    shutil.copytree(tmp_path / "copy" / "job" / newest.name, tmp_path / "alone")  # outside every root
+    with Checkpoint.open(tmp_path / "alone") as checkpoint:
+        assert_same(checkpoint.load(), state_of(3))
+
+
+@pytest.mark.parametrize("damage", ["missing", "index", "block"])
+def test_damage_of_the_metadata_object_is_found(place: Home, damage: str) -> None:
+    with running(place):
+        agent = Agent("job", socket=place.socket)
+        for step in (1, 2):
+            agent.snapshot(state_of(step), step=step).wait("durable", timeout=120)
+        agent.close()
+    newest = place.root / "job" / "step-00000002.a0001"
+    entry = manifest_of(newest).metadata_object
+    assert entry is not None
+    file = newest / entry.file
+    data = bytearray(file.read_bytes())
+    data[{"missing": 0, "index": -5, "block": 100}[damage]] ^= 1
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(data)
+    verified = CliRunner().invoke(main, ["verify", str(newest)])
+    assert verified.exit_code == 13
+    assert entry.file in verified.output
+    if damage != "block":
+        with Checkpoint.open(place.root / "job") as checkpoint:
+            assert checkpoint.step == 1
+    else:
+        with Checkpoint.open(place.root / "job") as checkpoint, pytest.raises(IntegrityError, match="does not match its checksum"):
+            checkpoint.tensor("base")
+    with running(place):
+        agent = Agent("job", socket=place.socket)
+        state = zeros_like(state_of(1))
+        recovered = agent.recover(state)
+        assert recovered is not None
+        assert (recovered.step, len(recovered.passed_over)) == (1, 1)
+        assert_same(state, state_of(1))
+
+
+def sharded(seed: int) -> dict[str, Any]:
+    """Return a state whose tensors are divided, replicated, and of each rank alone, and the mesh of all ranks."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2)) if dist.get_world_size() > 1 else init_device_mesh("cpu", (1, 1))
+    torch.manual_seed(seed)
+    found: dict[str, Any] = {f"small.{number:05d}": torch.full((1,), float(number * seed)) for number in range(MANY)}
+    divisions: list[list[Placement]] = [[Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)]]
+    for number, placements in enumerate(divisions):
+        found[f"divided.{number}"] = distribute_tensor(torch.randn(7, 5), mesh, placements)
+    return found
+
+
+def save(socket: Path) -> None:
+    HERE["state"] = sharded(1)
+    Agent("job", socket=socket).snapshot(HERE["state"], step=1, rng=False).wait("durable", timeout=120)
+
+
+def whole(state: dict[str, Any]) -> dict[str, list[float]]:
+    return {key: (value.full_tensor() if isinstance(value, DTensor) else value).tolist() for key, value in state.items()}
+
+
+def saved_state() -> dict[str, list[float]]:
+    return whole(HERE["state"])
+
+
+def recovered_state(socket: Path) -> tuple[str, dict[str, list[float]]]:
+    state = sharded(2)
+    recovered = Agent("job", socket=socket).recover(state)
+    assert recovered is not None
+    return recovered.source, whole(state)
+
+
+@pytest.mark.parametrize("ranks_after", [4, 1])
+def test_shards_by_rule_are_found_on_any_number_of_ranks(place: Home, ranks_after: int) -> None:
+    with running(place) as daemon:
+        with Ranks(4) as ranks:
+            ranks.call(save, place.socket)
+            wanted = ranks.call(saved_state)[0]
+        daemon.kill()
+    shutil.rmtree(place.segments)
+    (directory,) = (place.root / "job").glob("step-*")
+    manifest = manifest_of(directory)
+    assert (manifest.version, manifest.world_size) == (2, 4)
+    with Checkpoint.open(place.root / "job") as checkpoint:
+        for name, values in wanted.items():
+            if name.startswith("divided"):
+                assert checkpoint.tensor(name).tolist() == values
+        assert checkpoint.tensor("divided.0", slices=[slice(2, 5), 1]).tolist() == [row[1] for row in wanted["divided.0"][2:5]]
+    with running(place), Ranks(ranks_after) as ranks:
+        for source, found in ranks.call(recovered_state, place.socket):
+            assert source == "storage"
+            assert found == wanted
+
+
+def save_with_dcp(root: Path, socket: Path) -> None:
+    HERE["state"] = sharded(1) | {"count": 7}
+    dcp.save(HERE["state"], storage_writer=StorageWriter(root / "job" / "big", socket=socket))
+
+
+def save_with_planner(socket: Path) -> None:
+    HERE["state"] = {key: value for key, value in sharded(1).items() if key.startswith("divided") or key.endswith("7")}
+    Agent("planned", socket=socket, planner=DefaultSavePlanner()).snapshot(HERE["state"], step=1).wait("durable", timeout=120)
+
+
+def loaded_with_dcp(path: Path) -> dict[str, Any]:
+    found = sharded(2) | {"count": 0}
+    dcp.load(found, storage_reader=StorageReader(path))
+    return {key: value for key, value in found.items() if key == "count"} | whole({k: v for k, v in found.items() if k != "count"})
+
+
+def test_a_save_that_dcp_has_planned_says_which_rank_has_each_item(place: Home) -> None:
+    with running(place):
+        with Ranks(2) as ranks:
+            ranks.call(save_with_dcp, place.root, place.socket)
+            wanted = ranks.call(tensors_of_state)[0]
+            ranks.call(save_with_planner, place.socket)
+            ranks.call(leave_all)
+        with Checkpoint.open(place.root / "job") as checkpoint:
+            assert isinstance(checkpoint.opened.saved, SavedOnDemand)
+            assert all(checkpoint.tensor(name).tolist() == values for name, values in wanted.items())
+        with Checkpoint.open(place.root / "planned") as checkpoint:
+            stored = [{(item.fqn, item.offsets) for item in source.plan.items} for source in checkpoint.opened.sources]
+            described = checkpoint.manifest.metadata["state_dict_metadata"]
+            for name, entry in described.items():
+                for (offsets, _), rank in zip(entry["chunks"], entry.get("ranks", [0] * len(entry["chunks"])), strict=True):
+                    assert (name, tuple(offsets)) in stored[rank]
+            assert {rank for entry in described.values() for rank in entry.get("ranks", [0])} == {0, 1}
+        with Ranks(2) as ranks:
+            found = ranks.call(loaded_with_dcp, place.root / "job" / "big")[1]
+        assert {name: found[name] for name in wanted} == wanted
+        assert found["count"] == 7
+
+
+def tensors_of_state() -> dict[str, list[float]]:
+    return whole({key: value for key, value in HERE["state"].items() if key.startswith("divided") or key == "small.00007"})
