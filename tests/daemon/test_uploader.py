@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
-from ckptd.agent import Agent, Checkpoint
+from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.daemon.cli import main
 from ckptd.daemon.report import status_text
 from ckptd.daemon.uploader import FIRST_PAUSE, LONGEST_PAUSE
@@ -370,6 +372,19 @@ def test_a_checkpoint_that_somebody_has_deleted_from_the_stage_is_not_waited_for
         save(agent, 3, wait="uploaded")
         assert tags(place.root) == [1, 3]
         agent.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+def test_a_save_through_dcp_is_in_the_root_when_it_returns(place: Home, stage: Path) -> None:
+    """Its caller has named a path, and may read it next."""
+    with with_stage(place):
+        for step in range(1, 4):
+            state = {"weight": torch.full((50_000,), float(step))}
+            path = place.root / "job" / f"step-{step}"
+            dcp.save(state, storage_writer=StorageWriter(path, socket=place.socket))
+            found = {"weight": torch.zeros(50_000)}
+            dcp.load(found, storage_reader=StorageReader(path))
+            assert torch.equal(found["weight"], state["weight"])
 
 
 def test_a_private_daemon_stays_until_everything_is_uploaded(place: Home, stage: Path) -> None:
