@@ -85,6 +85,9 @@ bench: $(INSTALLED)
 	$(RUN) -m benchmarks.single_tensor
 	$(RUN) -m benchmarks.conversions
 	$(RUN) -m benchmarks.partition
+	$(RUN) -m benchmarks.scale
+	-$(RUN) -m benchmarks.several_nodes
+	-$(RUN) -m benchmarks.object_store
 	$(RUN) -m benchmarks.table
 
 # Writes the manual pages from the commands.

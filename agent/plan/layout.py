@@ -29,6 +29,7 @@ from ckptd.agent.plan.structure import PLAIN, shard_at
 from ckptd.agent.state.dtypes import copyable, dtype_name, sizeless
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.shared import __version__, names
+from ckptd.shared.coverage import Box
 from ckptd.shared.errors import UnsavableValue
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import (
@@ -162,7 +163,7 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
     dtype_names = {dtype: dtype_name(dtype) for dtype in {tensor.dtype for tensor in tensors.values()}}
     aliases, hidden = _aliases(plain)
     bases, of_modules = {alias.fqn: alias.base for alias in aliases}, set(buffers)
-    rows = []
+    rows, shards = list[Row](), _Shards()
     for name, tensor in tensors.items():
         buffer, base = name in of_modules, bases.get(name, "")
         if type(tensor) in PLAIN:  # as DCP's planner does: one item, which every rank could write
@@ -173,7 +174,7 @@ def plan_locally(tensors: dict[str, torch.Tensor], *, buffers: Iterable[str] = (
             ))  # fmt: skip
         else:
             assert isinstance(tensor, DTensor | ShardedTensor)  # `check_tensor` refuses any other class
-            rows += _rows_of_shards(name, tensor, world_size, buffer=buffer, base=base)
+            rows += _rows_of_shards(name, tensor, shards.of(name, tensor), world_size, buffer=buffer, base=base)
     for name, length, device in hidden:
         rows.append(Row(name, "uint8", (length,), (0,), (length,), None, device, False))
     return Local(rows, aliases)
@@ -199,25 +200,48 @@ def check_item(name: str, dtype: str) -> None:
         raise UnsavableValue(f"{name}: a tensor of dtype {dtype} cannot be saved: expected elements of 1, 2, 4, 8 or 16 bytes")
 
 
-def _rows_of_shards(name: str, tensor: DTensor | ShardedTensor, world_size: int, *, buffer: bool, base: str) -> list[Row]:
-    """Return the rows of a tensor that is divided among ranks, as DCP's planner divides it. An empty shard has none."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({name: _sizeable(tensor)}, is_coordinator=False)
+class _Shards:
+    """The places of the shards of this rank, as DCP's planner divides tensors. DTensors that are divided alike are looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, list[Box]] = {}
+
+    def of(self, name: str, tensor: DTensor | ShardedTensor) -> list[Box]:
+        """Return the offsets and sizes of each shard of this rank."""
+        if isinstance(tensor, DTensor):
+            if tensor._spec not in self._known:
+                self._known[tensor._spec] = self._planned(name, tensor)
+            return self._known[tensor._spec]
+        return self._planned(name, tensor)
+
+    @staticmethod
+    def _planned(name: str, tensor: DTensor | ShardedTensor) -> list[Box]:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner({name: _sizeable(tensor)}, is_coordinator=False)
+        found = []
+        for write in planner.create_local_plan().items:
+            assert write.tensor_data is not None
+            found.append((tuple(write.tensor_data.chunk.offsets), tuple(write.tensor_data.chunk.sizes)))
+        return found
+
+
+def _rows_of_shards(
+    name: str, tensor: DTensor | ShardedTensor, shards: Iterable[Box], world_size: int, *, buffer: bool, base: str
+) -> list[Row]:
+    """Return the rows of a tensor that is divided among ranks, given the shards of this rank. An empty shard has none."""
     rows = []
-    for write in planner.create_local_plan().items:
-        data = write.tensor_data
-        assert data is not None
+    for offsets, sizes in shards:
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor
             replicated, holders = any(p.is_replicate() for p in tensor.placements), tensor.device_mesh.size()
         else:
-            local = shard_at(tensor, tuple(write.index.offset or ()))
+            local = shard_at(tensor, offsets)
             replicated, holders = False, torch.distributed.get_world_size(tensor._process_group)
         if not local.numel() and tensor.numel():
             continue
         compare = world_size > 1 and not buffer and (replicated or holders < world_size)  # ranks outside its mesh may have the same key
         rows.append(Row(
-            name, dtype_name(local.dtype), tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), _stride(local),
+            name, dtype_name(local.dtype), tuple(tensor.shape), offsets, sizes, _stride(local),
             local.device.type, tensor.requires_grad, replicated, buffer, digest(local) if compare else b"", base,
         ))  # fmt: skip
     return rows

@@ -25,7 +25,7 @@ NEWER: dict[str, dict[str, Any]] = {
     "value": {"extension": 99},
     "codec": {"codec": 7},
 }
-MANIFEST: dict[str, dict[str, Any]] = {"manifest": {"version": 2}, "feature": {"features": ["holograms"]}}
+MANIFEST: dict[str, dict[str, Any]] = {"manifest": {"version": 3}, "feature": {"features": ["holograms"]}}
 
 
 @pytest.mark.parametrize("kind", NEWER)
@@ -100,7 +100,7 @@ def test_opening_the_newest_does_not_fall_back_behind_a_newer_format(tmp_path: P
 
 def test_a_newer_checkpoint_with_a_user_tag_counts_as_the_latest(tmp_path: Path) -> None:
     forge(tmp_path, (8,), WHOLE, step=1)
-    best = forge(tmp_path, (8,), WHOLE, step=2, version=2)
+    best = forge(tmp_path, (8,), WHOLE, step=2, version=3)
     best.rename(best.with_name("best.a0001"))
     with pytest.raises(NewerFormat, match=r"^gpt/best\.a0001: "):
         Checkpoint.open(tmp_path / "gpt")

@@ -162,7 +162,7 @@ async def test_a_manifest_of_a_newer_ckptd_is_not_called_damaged(root: Root, cal
     write_checkpoint(root.path)
     newer = write_checkpoint(root.path, step=2000)
     path = root.path / "gpt" / "step-00002000.a0002" / names.MANIFEST
-    path.write_bytes(msgspec.structs.replace(newer, version=2).encode())
+    path.write_bytes(msgspec.structs.replace(newer, version=3).encode())
     parts = await root.start()
     job = parts.catalog.job("gpt")
     assert (list(job.checkpoints), job.damaged, list(job.newer)) == ([TAG], {}, ["step-00002000.a0002"])

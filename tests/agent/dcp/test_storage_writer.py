@@ -661,12 +661,12 @@ def test_a_directory_without_a_checkpoint_is_an_error(tmp_path: Path, found: str
 def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dcp.save({"a": torch.zeros(1)}, storage_writer=StorageWriter(tmp_path))
     manifest = tmp_path / "manifest.json"
-    newer = manifest.read_bytes().replace(b'"version": 1', b'"version": 2')
+    newer = manifest.read_bytes().replace(b'"version": 1', b'"version": 3')
     import hashlib
 
     body = newer[: newer.rindex(b'"sha256"')]
     manifest.write_bytes(body + f'"sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode())
-    sentence = "written by a newer ckptd (version 2): upgrade this one"
+    sentence = "written by a newer ckptd (version 3): upgrade this one"
     assert sentence in not_loaded(caplog, {"a": torch.zeros(1)}, StorageReader(tmp_path))
 
 
