@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from ckptd.daemon import records as r
-from ckptd.daemon import staged
+from ckptd.daemon import stage_decisions as d
 from ckptd.daemon.catalog import Catalog, Job, StoredCheckpoint
 from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
@@ -104,7 +104,7 @@ class Uploader:
 
     def waiting(self, job: Job) -> list[StoredCheckpoint]:
         """Return the checkpoints of a job that wait for their upload, oldest first."""
-        return staged.waiting(job, self._refused[job.name])
+        return d.waiting(job, self._refused[job.name])
 
     async def _run(self) -> None:
         pause = FIRST_PAUSE
@@ -141,14 +141,14 @@ class Uploader:
         await self._finish_deletions()
         await self._drop_leftovers()
         for job in list(self._catalog.jobs.values()):
-            for old in staged.needless(job):
+            for old in d.needless(job):
                 await self._local.evict(job, old)
-        name = staged.next_job([job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last)
+        name = d.next_job([job.name for job in self._catalog.jobs.values() if self.waiting(job)], self._last)
         if name is None:
             return False
         self._last = name
         job = self._catalog.job(name)
-        one = staged.next_upload(self.waiting(job))
+        one = d.next_upload(self.waiting(job))
         assert one is not None
         await self._calls.run(self._root.check)
         try:
@@ -290,7 +290,7 @@ class Uploader:
         The caller holds the lock of `job`. Copies of other jobs whose lock is held are left alone. Raises OSError, StorageError.
         """
         for other in [job, *(other for other in self._catalog.jobs.values() if other is not job)]:
-            for old in staged.spare(other):
+            for old in d.spare(other):
                 if (other is job or not self._local.is_locked(other)) and await self._local.evict(other, old, locked=other is job):
                     return True
         return False
@@ -305,7 +305,7 @@ class Uploader:
             for owner in (*job.ranks.owners.values(), *job.ranks.former):
                 if owner.notify is None:
                     continue
-                message = staged.uploads(job, owner.attempt, self._refused[job.name])
+                message = d.uploads(job, owner.attempt, self._refused[job.name])
                 if message != owner.uploads:
                     owner.uploads = message
                     owner.notify(message)

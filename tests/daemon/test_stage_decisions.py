@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptd.daemon.catalog import Job, StoredCheckpoint
-from ckptd.daemon.staged import needless, next_job, next_upload, spare, uploads, waiting
+from ckptd.daemon.stage_decisions import needless, next_job, next_upload, spare, uploads, waiting
 from ckptd.shared import messages as m
 
 
