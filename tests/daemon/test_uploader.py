@@ -388,14 +388,16 @@ def test_a_save_through_dcp_is_in_the_root_when_it_returns(place: Home, stage: P
 
 
 def test_a_private_daemon_stays_until_everything_is_uploaded(place: Home, stage: Path) -> None:
-    place.environ = {"CKPTD_IDLE_TIMEOUT": "0"}
-    with with_stage(place, "--private") as daemon:
+    with with_stage(place) as daemon:
         agent = Agent("job", socket=place.socket)
         save(agent, 1, wait="uploaded")
         away = without_root(place)
         save(agent, 2)
         agent.close()
-        until(lambda: daemon.status()["shared_memory"]["segments"] == 0, "end of the slots")
+        assert daemon.stop() == 0
+    place.environ = {"CKPTD_IDLE_TIMEOUT": "0"}
+    with with_stage(place, "--private") as daemon:
+        until(lambda: daemon.status()["stage"]["problem"], "problem")
         assert daemon.process.poll() is None
         away.rename(place.root)
         assert daemon.died() == 0
