@@ -81,10 +81,10 @@ class App:
 
     def _lost_root(self) -> None:
         """End, because nothing can be saved and another daemon may serve the place. The next daemon finds what is in memory."""
-        place = f"root {self._config.root}" if self._config.stage is None else f"stage {self._config.stage}"
+        kind, place = ("root", self._config.root) if self._config.stage is None else ("stage", self._config.stage)
         self._end(
             StorageError(
-                f"the {place} has been deleted, moved or replaced; the next daemon saves to what is there then, "
+                f"the {kind} {place} has been deleted, moved or replaced; the next daemon saves to the {kind} that is there then, "
                 "and begins with the snapshots that are in memory"
             )
         )
