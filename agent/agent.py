@@ -73,8 +73,9 @@ class Agent:
     process_group: the ranks of this job. Default: the default process group, or a single rank if torch.distributed is not initialized.
     retention: one policy, such as `LatestN(5)`, or several; a checkpoint is kept if any of them keeps it. Default: the daemon's settings.
         The policies are saved with every snapshot, and hold until a newer snapshot brings others.
-    takeover: True begins the attempt although another run of the job is alive on this node. That run can then no longer save. False waits
-        up to 10 s for its end, and then raises JobRunning. Workers of one torchrun are one run. Default: CKPTD_TAKEOVER, which is 0 or 1.
+    takeover: True begins the attempt although another run of the job is alive. If that run is on this node, it can then no longer save.
+        False waits up to 10 s for its end, and then raises JobRunning. Workers of one torchrun are one run. Default: CKPTD_TAKEOVER, which
+        is 0 or 1.
 
     Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
     group, and for ranks that differ in root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if it belongs to

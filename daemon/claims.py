@@ -100,6 +100,10 @@ class Claims:
         """Return True if this attempt began in memory and another daemon has claimed its number."""
         return (job.name, attempt) in self._lost
 
+    def is_claimed(self, job: Job, attempt: int) -> bool:
+        """Return True unless this attempt has begun in memory and its number is not claimed durably, or belongs to another daemon."""
+        return (job.name, attempt) not in self._pending and not self.is_lost(job, attempt)
+
     async def adopt(self, job: Job) -> None:
         """Claim the newest attempt of the job if an earlier daemon of this root began it without claiming it.
 

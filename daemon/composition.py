@@ -20,10 +20,12 @@ from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
 from ckptd.daemon.custody import Custody
 from ckptd.daemon.engine import PLAN_GRACE_SECONDS, Engine
+from ckptd.daemon.heartbeats import Heartbeats
 from ckptd.daemon.journal import Journal
 from ckptd.daemon.journal_place import journal_directory
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slots
@@ -38,6 +40,7 @@ from ckptd.shared.fs import FileSystem
 from ckptd.shared.location import Location
 from ckptd.shared.segment import SegmentHeader
 from ckptd.shared.state_directory import state_directory
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 
@@ -139,16 +142,21 @@ async def opened(
             seals = SealIntake(catalog, steps, journal, read_seal)
             admission = Admission(slots, config.chunk_size, pipeline.run)
             plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS
-            engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, plan_timeout)
+            beats = HeartbeatStore(root.storage)
+            heartbeats = Heartbeats(beats, claims.is_claimed)
+            guard = RunGuard(beats, calls, heartbeats)
+            engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, guard, plan_timeout)
             orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
             await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)
             if uploader is not None and of_root is not None:
                 _know_attempts(catalog)
                 of_root.start()
                 uploader.start()
+            heartbeats.resume(catalog.jobs.values())
             try:
                 yield Parts(config, repository, identity, calls, pipeline, slots, catalog, journal, engine, saver, orphans, uploader)
             finally:
+                await heartbeats.close()
                 if uploader is not None and of_root is not None:
                     await uploader.close()
                     await of_root.close()

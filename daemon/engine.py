@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection
 
 from ckptd.daemon import decisions as d
 from ckptd.daemon import records as r
@@ -19,7 +18,8 @@ from ckptd.daemon.admission import Admission
 from ckptd.daemon.catalog import Catalog, EarlierAttempt, Job
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.journal import Journal
-from ckptd.daemon.ranks import NOT_KNOWN, News, Owner, Process, processes
+from ckptd.daemon.ranks import NOT_KNOWN, News, Owner, Process
+from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slot, Slots
@@ -28,7 +28,7 @@ from ckptd.daemon.steps import Steps
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.board import Answer
-from ckptd.shared.errors import Busy, Fenced, InvalidRequest, JobRunning, NotFound, SnapshotFailed
+from ckptd.shared.errors import Busy, Fenced, InvalidRequest, NotFound, SnapshotFailed
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.membership import Membership
@@ -58,11 +58,12 @@ class Engine:
         steps: Steps,
         seals: SealIntake,
         saver: Saver,
+        guard: RunGuard,
         plan_timeout: float,
     ) -> None:
         self.catalog, self.slots = catalog, slots
         self._journal, self._claims, self._admission, self._saver = journal, claims, admission, saver
-        self._steps, self._seals, self._plan_timeout = steps, seals, plan_timeout
+        self._steps, self._seals, self._guard, self._plan_timeout = steps, seals, guard, plan_timeout
         self.stopping = False  # once this is True, nothing new begins, but seals are still taken
 
     # -- ranks begin
@@ -95,14 +96,15 @@ class Engine:
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
         job = self.catalog.job(job_name)
+        dead: Collection[int] = ()
         if wait is not None and (attempt == 0 or (node is not None and attempt > job.attempt)):
-            await self._wait_for_end(job, process, wait)
+            dead = await self._guard.wait_for_end(job, process, wait, everywhere=attempt == 0)
         async with job.begin_lock:
             if attempt == 0:
-                self._check_alone(job, process, takeover=wait is None)
+                self._guard.check_alone(job, process, takeover=wait is None)
                 attempt = await self._begin_next(job, world_size, node)
             elif node is not None and attempt > job.attempt:
-                self._check_alone(job, process, takeover=wait is None)
+                self._guard.check_alone(job, process, takeover=wait is None)
                 await self._claims.check_shared(job, attempt)
                 await self._start(job, attempt, world_size, node)
             elif attempt > job.attempt:
@@ -123,33 +125,11 @@ class Engine:
                 job.node = node  # an earlier daemon of this node began the attempt, and its journal is lost
         owner = Owner(job_name, attempt, rank, world_size, notify, process)
         job.ranks.join(owner)
+        self._guard.began(job, dead)
         for slot in self.slots.of(*owner.identity):  # abandoned while the daemon was down
             if job.step_in(slot.name) is not None and slot.refresh().state is SlotState.FREE:
                 self.abandon(owner, slot.name, None)
         return owner
-
-    @staticmethod
-    async def _wait_for_end(job: Job, process: Process, seconds: float) -> None:
-        """Wait until no other run of the job is alive, but not longer than `seconds`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while job.ranks.others(process):
-                    job.moved.clear()
-                    await job.moved.wait()
-
-    @staticmethod
-    def _check_alone(job: Job, process: Process, *, takeover: bool) -> None:
-        """Raise JobRunning if another run of the job is alive. With `takeover`, only log that."""
-        others = job.ranks.others(process)
-        if not others:
-            return
-        running = f"job {job.name!r} is running already, in {processes(others)}"
-        if not takeover:
-            raise JobRunning(
-                f"{running}: stop that run, or give this one another job name (CKPTD_JOB), or take over with takeover=True "
-                "(CKPTD_TAKEOVER=1), after which that run can no longer save"
-            )
-        log.warning("%s; pid %d takes over, and that run can no longer save", running, process.pid)
 
     async def _begin_next(self, job: Job, world_size: int, node: Membership | None) -> int:
         """Begin the next attempt of the job, and end the older ones. Return its number."""

@@ -232,8 +232,12 @@ def sync_parents(fs: FileSystem, path: Path) -> None:
             pass
 
 
-def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None, by: str = "") -> None:
+def publish(
+    fs: FileSystem, name: str, directory: int, data: bytes, *, replace: bool, points: str | None = None, by: str = "", durable: bool = True
+) -> None:
     """Make `data` appear whole and durable under `name`: write a temporary file, fsync it, rename it, fsync the directory.
+
+    Without `durable`, nothing is synced: the file may be lost or damaged if the machine loses its power.
 
     A temporary file that a dead process has left is removed first. If several processes may publish one name at once, `by` keeps their
     temporary files apart. `points` is the prefix of the failpoints to pass. Raises FileExistsError if the name is taken and `replace` is
@@ -251,7 +255,8 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
                 fs.write(fd, data[: len(data) // 2], 0)
                 raise OSError(errno.EIO, "short write")
             fs.write(fd, data, 0)
-            fs.sync(fd)
+            if durable:
+                fs.sync(fd)
         finally:
             fs.close(fd)
         if points:
@@ -265,7 +270,8 @@ def publish(fs: FileSystem, name: str, directory: int, data: bytes, *, replace: 
         raise
     if points:
         failpoint(f"{points}.renamed")
-    fs.sync_directory(directory)
+    if durable:
+        fs.sync_directory(directory)
 
 
 def read_small(fs: FileSystem, name: str, directory: int, limit: int) -> bytes:

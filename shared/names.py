@@ -27,6 +27,7 @@ JOURNAL_SPARE = "spare"
 """The name of an allocated file in the journal's directory. Its content means nothing; it becomes the next journal file on a full disk."""
 ATTEMPTS = "attempts"
 PINS = "pins"
+RUNS = "runs"
 LEASES = "leases"
 RETIRING = "retiring"
 CAPABILITIES = "capabilities.json"
@@ -238,6 +239,11 @@ def attempts(job: str) -> str:
 def pins(job: str) -> str:
     """Return the prefix of the pins of a job."""
     return f"{CONTROL}/{PINS}/{job}"
+
+
+def runs(job: str) -> str:
+    """Return the prefix of the heartbeats of a job. The heartbeat of an attempt has the name of its claim: `attempt_file`."""
+    return f"{CONTROL}/{RUNS}/{job}"
 
 
 def root_digest(root: Location) -> str:

@@ -18,7 +18,7 @@ from ckptd.agent.link.script import script_job
 from ckptd.shared.bounds import MAX_DEPTH, deeper_than
 from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.membership import Membership
-from ckptd.shared.names import check_name, check_user_tag
+from ckptd.shared.names import check_name, check_user_tag, host
 from ckptd.shared.retention import Policy
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 
@@ -49,10 +49,10 @@ def may_take_over(takeover: bool | None) -> bool:
 def launch_id() -> str:
     """Return an id that all workers of one torchrun share, even after it has restarted them. Return "" if torchrun does not run this.
 
-    torchrun calls a run "none" unless it is given an id; the process number of torchrun then tells two of them apart.
+    torchrun calls a run "none" unless it is given an id. The name of the host and the process number of torchrun then tell two runs apart.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return f"{run}/{os.getppid()}" if run == "none" else run[:256]
+    return f"{run}/{host()}/{os.getppid()}" if run == "none" else run[:256]
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:

@@ -121,7 +121,7 @@ class ObjectStorage:
                 raise  # the store may still carry the copy out, so that the name must not be used for anything else
             return False
 
-    def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None) -> None:
+    def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None, durable: bool = True) -> None:
         """An object that has these bytes already counts as published: the store may have lost the answer to an earlier request."""
         if points:
             if failpoint(f"{points}.written"):

@@ -153,11 +153,11 @@ class PosixStorage:
                 raise
         return False
 
-    def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None) -> None:
+    def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None, durable: bool = True) -> None:
         """Publish a file in a directory that exists, through a temporary name. Raises FileNotFoundError if there is no such directory."""
         prefix, _, file = name.rpartition("/")
         with self.directory(prefix) as directory:
-            publish(self.fs, file, directory, data, replace=replace, by=by, points=points)
+            publish(self.fs, file, directory, data, replace=replace, by=by, points=points, durable=durable)
 
     def delete(self, prefix: str, files: list[str], *, unpublished: str = "") -> None:
         """A file counts as deleted if something else has taken its name or that of its directory: that is not ckptd's and stays."""

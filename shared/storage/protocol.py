@@ -133,10 +133,11 @@ class Storage(Protocol):
         Return False if there is no such object of that size, or if the storage cannot do it. Raises FileExistsError if `new` is taken.
         """
 
-    def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None) -> None:
+    def publish(self, name: str, data: bytes, *, replace: bool, by: str = "", points: str | None = None, durable: bool = True) -> None:
         """Make a small object appear whole, or not at all.
 
         by: a token of the caller, needed if several processes may publish the name at once. points: the prefix of the failpoints to pass.
+        durable: False if the object may be lost when the machine loses its power, which saves the time of a sync where there is one.
         Raises FileExistsError if the name is taken and `replace` is False.
         """
 

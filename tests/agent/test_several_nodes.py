@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from ckptd.agent import Agent, LatestN, per_rank
+from ckptd.agent.link import attempt as link_attempt
 from ckptd.daemon.job_report import job_report
 from ckptd.daemon.report import status_text
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError
+from ckptd.shared.errors import CkptdError, JobRunning
 from ckptd.shared.location import Url
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
 from tests.crash.node_trainer import check, state_of
 from tests.support import stores
 from tests.support.daemons import until
-from tests.support.nodes import Nodes, nodes
+from tests.support.nodes import Nodes, beat_fast, nodes
 from tests.support.ranks import HERE, Ranks
 
 JOB = "gpt"
@@ -314,10 +316,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Servers
 
 
 @contextmanager
-def in_store(server: stores.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+def in_store(server: stores.Server, monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Nodes]:
     for name, value in server.environ.items():
         monkeypatch.setenv(name, value)
-    with nodes(2, root=Url("s3", "bucket", (names.new_nonce().hex(),)), environ=server.environ) as made:
+    with nodes(count, root=Url("s3", "bucket", (names.new_nonce().hex(),)), environ=server.environ) as made:
         yield made
 
 
@@ -350,6 +352,47 @@ def test_a_store_that_creates_an_object_for_several_callers_is_refused(servers: 
 
 def _set(environ: dict[str, str]) -> None:
     os.environ.update(environ)
+
+
+# -- a second run
+
+
+def test_a_run_of_several_nodes_is_refused_on_a_node_of_none_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with nodes(3) as place:
+        _a_run_is_refused_while_another_one_is_alive(place, {}, monkeypatch)
+
+
+def test_a_run_is_refused_by_its_heartbeat_in_an_object_store(servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = servers.get("seaweed")
+    with in_store(server, monkeypatch, 3) as place:
+        _a_run_is_refused_while_another_one_is_alive(place, server.environ, monkeypatch)
+
+
+def _a_run_is_refused_while_another_one_is_alive(place: Nodes, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_attempt, "WAIT_SECONDS", 0.1)
+    for node in place:
+        node.kill()
+        node.start(first=beat_fast)
+    beats = HeartbeatStore(open_root(place.root).storage)
+    with Ranks(2) as ranks:
+        ranks.call(_set, environ)
+        ranks.call(begin, sockets(place, 0, 1))
+        until(lambda: beats.attempts(JOB) == [1], "the heartbeat")
+        with pytest.raises(JobRunning, match=f"in process {ranks.processes[0].pid} on node0 since"):
+            Agent(JOB, socket=place[2].home.socket)
+        with Ranks(2) as others:
+            others.call(_set, environ)
+            others.call(_be_impatient)
+            refused = others.call(_refused, sockets(place, 2, 1))
+            assert all(reason.startswith("JobRunning: job 'gpt' is running already, in process") for reason in refused), refused
+        assert ranks.call(take, 5) == [""] * 2
+    until(lambda: beats.attempts(JOB) == [], "the end of the heartbeat")
+    with closing(Agent(JOB, socket=place[2].home.socket)) as agent:
+        assert agent.attempt == 2
+
+
+def _be_impatient() -> None:
+    link_attempt.WAIT_SECONDS = 0.1
 
 
 # -- mistakes

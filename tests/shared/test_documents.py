@@ -202,6 +202,7 @@ def test_names_in_the_examples() -> None:
     assert f"`gpt/{names.tag_directory(1000, None, 2)}/{names.part_file(0, make.NONCE)}`" in section(FORMAT, 1)
     assert f"`{names.tag_directory(1000, None, 2)}\\n`" in section(FORMAT, 5)
     assert f"`{names.CONTROL}/{names.ATTEMPTS}/gpt/{names.attempt_file(2)}`" in section(FORMAT, 6)
+    assert f"`{names.runs('gpt')}/{names.attempt_file(2)}`" in section(FORMAT, 6)
 
 
 # -- FORMAT.md mentions everything

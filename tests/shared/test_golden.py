@@ -1,11 +1,11 @@
-"""Tests files of format version 1, as they are in use: this version reads them, every field is compared, and they are written again."""
+"""Tests files of every format version, as they are in use: this version reads them, every field is compared, and they are written again."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from ckptd.shared import codec, frames
 from ckptd.shared import messages as m
 from ckptd.shared.array_checkpoint import ArrayCheckpoint
 from ckptd.shared.manifest import Manifest
+from ckptd.shared.metadata_object import MetadataReader
 from ckptd.shared.names import parse_part_file
 from ckptd.shared.part import Chunk, PartReader
 from ckptd.shared.plan import Plan
@@ -23,7 +24,7 @@ from ckptd.shared.scatter import scatter, verify
 from ckptd.shared.segment import SegmentHeader, read_check, read_document, read_header
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
-from tests.golden import make, make_ranks
+from tests.golden import make, make_ranks, make_v2
 from tests.shared.wire import MESSAGES
 from tests.support.storage import source
 
@@ -192,3 +193,18 @@ def test_a_checkpoint_of_two_ranks_with_two_files_each() -> None:
         assert checkpoint.verify() == sum(part.raw_bytes for part in checkpoint.manifest.parts)
         assert [part.files for part in checkpoint.manifest.parts] == [2, 2]
     assert found | {"model": {name: array.tolist() for name, array in found["model"].items()}} == make_ranks.LOADED
+
+
+def test_the_golden_manifest_of_version_2_and_its_metadata_object() -> None:
+    manifest = Manifest.decode((make_v2.PLACE / "manifest.json").read_bytes())
+    assert manifest.version == 2
+    assert manifest.parts == make_v2.PARTS
+    assert manifest.features == ["files", "linked-files", "metadata-object"]
+    entry = manifest.metadata_object
+    assert entry is not None
+    assert {file.name for file in make_v2.PLACE.iterdir()} == {"manifest.json", entry.file}
+    with closing(MetadataReader(source(os.open(make_v2.PLACE / entry.file, os.O_RDONLY)), entry, 4, entry.file)) as reader:
+        assert reader.meshes == make_v2.MESHES
+        assert dict(reader.entries()) == make_v2.METADATA
+        assert reader.find("model.divided") == make_v2.METADATA["model.divided"]
+        assert reader.verify() == manifest.tensors == 5

@@ -10,7 +10,7 @@ import asyncio
 import os
 import selectors
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from ckptd.daemon.custody import Custody
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.ranks import News, Owner
+from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
@@ -273,6 +274,19 @@ class Saver:
             await asyncio.wait(list(self.running.values()))
 
 
+class NoHeartbeats:
+    """Plays what a `RunGuard` needs, for a job that runs on no other node."""
+
+    def attempts(self, job: str) -> list[int]:
+        return []
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def keep(self, job: Job, dead: Collection[int] = ()) -> None:
+        pass
+
+
 @dataclass
 class Left:
     """What a daemon leaves to the next one: its segments, its checkpoints and its journal."""
@@ -314,8 +328,9 @@ class Core:
         self.seals = SealIntake(self.catalog, self.steps, self.journal, self._read)
         self.admission = Admission(slots, MIN_CHUNK, self._create)
         self.engine = Engine(
-            self.catalog, slots, self.journal, self.claims, self.admission, self.steps, self.seals, self.saver, PLAN_TIMEOUT
-        )
+            self.catalog, slots, self.journal, self.claims, self.admission, self.steps, self.seals, self.saver,
+            RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()), _fake(NoHeartbeats())), PLAN_TIMEOUT,
+        )  # fmt: skip
         self.custody = Custody(self.catalog, slots, self.steps, self.seals, self.saver)
         self.orphans = Orphans(self.custody, MEMORY_TTL, self._changed)
         for name, checkpoints in left.checkpoints.items():

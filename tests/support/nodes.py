@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from ckptd.daemon import heartbeats, run_guard, sightings
 from ckptd.shared import names
 from ckptd.shared.location import Location
 from tests.support.daemons import Daemon, Home
@@ -19,6 +20,11 @@ def become(name: str, then: Callable[[], None] | None = None) -> None:
     names.host = lambda: name
     if then is not None:
         then()
+
+
+def beat_fast() -> None:
+    """Make this daemon know sooner whether the heartbeat of another one is dead, but late enough for a slow machine."""
+    heartbeats.RENEWAL_SECONDS, run_guard.LOOK_SECONDS, sightings.DEAD_SECONDS = 0.2, 0.1, 8.0
 
 
 class Node:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ckptd.agent.link.arguments import job_name, launch_id, make_request, may_take_over, ranks_of
 from ckptd.agent.link.rounds import Alone, Exchange
 from ckptd.agent.link.script import script_job
+from ckptd.shared import names
 from ckptd.shared.errors import InvalidName, InvalidRequest
 from ckptd.shared.retention import LatestN
 from ckptd.shared.snapshot_request import MAX_REQUEST
@@ -49,7 +50,7 @@ def test_a_wrong_setting_for_taking_over_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("run", "launch"), [(None, ""), ("", ""), ("gpt-7", "gpt-7"), ("none", f"none/{os.getppid()}"), ("x" * 999, "x" * 256)]
+    ("run", "launch"), [(None, ""), ("", ""), ("gpt-7", "gpt-7"), ("none", f"none/{names.host()}/{os.getppid()}"), ("x" * 999, "x" * 256)]
 )
 def test_a_launch_is_the_run_of_torchrun_or_torchrun_itself(monkeypatch: pytest.MonkeyPatch, run: str | None, launch: str) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

@@ -8,16 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 from obstore.store import MemoryStore
 
 from ckptd.shared import names
 from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import Busy, IntegrityError, NotFound
+from ckptd.shared.heartbeat import MAX_HEARTBEAT, Heartbeat
 from ckptd.shared.location import Url
 from ckptd.shared.scatter import verify
 from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.bucket import Bucket, open_bucket
+from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.protocol import Entry, Sink, Storage, read_whole
@@ -391,6 +394,24 @@ def test_an_attempt_is_claimed_once_and_older_claims_are_deleted(root: Repositor
     assert [names.claimed(entry.name) for entry in root.storage.children(names.attempts("gpt"))] == ["a0002", "a0003"]
     assert root.claim("gpt", 9) is True
     assert root.newest_attempt("gpt") == 9
+
+
+def test_heartbeats_are_replaced_listed_and_deleted_and_are_no_job(root: Repository) -> None:
+    store = HeartbeatStore(root.storage)
+    first = Heartbeat(job="gpt", attempt=2, host="node", boot="0" * 32, beat="0" * 32)
+    assert (store.attempts("gpt"), store.read("gpt", 2)) == ([], None)
+    store.delete("gpt", [2])
+    second = first.again()
+    for each in (first, second, msgspec.structs.replace(first, attempt=10)):
+        store.publish(each)
+    assert store.attempts("gpt") == [2, 10]
+    assert store.read("gpt", 2) == second.encode()
+    assert (root.jobs(), root.tags("gpt"), root.newest_attempt("gpt"), root.pins("gpt")) == ([], [], 0, set())
+    root.storage.publish(f"{names.runs('gpt')}/a0003", b"x" * 9999, replace=True)
+    assert store.read("gpt", 3) == b"x" * MAX_HEARTBEAT
+    root.storage.publish(f"{names.runs('gpt')}/other", b"", replace=True)
+    store.delete("gpt", [2, 3, 4])
+    assert store.attempts("gpt") == [10]
 
 
 def test_a_root_has_one_identity(root: Repository) -> None:

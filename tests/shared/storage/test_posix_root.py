@@ -200,6 +200,7 @@ def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str
             agent.snapshot({"x": torch.ones(3)}, step=1).wait("durable", timeout=60)
             open_root(place.root).pin("gpt", "step-00000001.a0001")
             until(lambda: (place.root / "gpt" / "newest").exists(), "newest")
+            until(lambda: (place.root / names.runs("gpt") / "a0001").exists(), "the heartbeat")
             found = modes(place)
             agent.close()
     finally:
@@ -216,6 +217,9 @@ def test_modes_of_everything_that_is_made(place: Home, mask: int, directory: str
         "/root/.ckptd/pins": directory,
         "/root/.ckptd/pins/gpt": directory,
         "/root/.ckptd/pins/gpt/step-00000001.a0001": file,
+        "/root/.ckptd/runs": directory,
+        "/root/.ckptd/runs/gpt": directory,
+        "/root/.ckptd/runs/gpt/a0001": file,
         "/root/gpt": directory,
         "/root/gpt/newest": file,
         "/root/gpt/step-00000001.a0001": directory,
