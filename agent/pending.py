@@ -24,7 +24,7 @@ _SHOWN = {
     SnapshotState.FAILED: "failed",
     SnapshotState.SKIPPED: "skipped",
 }
-_RANK = {"staged": 0, "sealed": 1, "durable": 2}
+_RANK = {"staged": 0, "sealed": 1, "durable": 2, "uploaded": 3}
 
 
 class Pending:
@@ -57,6 +57,9 @@ class Pending:
         self.unsaved: dict[str, str] | None = None
         self._state = SnapshotState.NEW
         self._was_sealed = False
+        self._local = False  # True if the daemon has a stage, and so a durable checkpoint may be on the local disk only
+        self._uploaded = False
+        self._never: CkptdError | None = None  # the reason why a durable checkpoint cannot become "uploaded" any more
         self._over = False  # True once a memory-only snapshot can no longer become durable
         self._note = note
         self._lock = threading.RLock()
@@ -64,24 +67,27 @@ class Pending:
 
     @property
     def state(self) -> str:
-        """The state of the snapshot: "staged", "sealed", "durable", "failed" or "skipped".
+        """The state of the snapshot: "staged", "sealed", "durable", "uploaded", "failed" or "skipped".
 
         "staged": this rank's slot is not complete yet. "sealed": this rank's slot is complete, in memory. "durable": the checkpoint is
-        committed to storage, with the parts of all ranks. "failed" and "skipped": `error` has the reason.
+        committed to storage, with the parts of all ranks. If the daemon has a stage, "durable" means that it is committed on the local disk
+        of this node, and "uploaded" that it is also committed in the root; without a stage, a durable checkpoint is in the root. "failed"
+        and "skipped": `error` has the reason.
         """
-        return _SHOWN[self._state]
+        return "uploaded" if self._uploaded else _SHOWN[self._state]
 
     @property
     def done(self) -> bool:
-        """True if the state is final: "durable", "failed" or "skipped"."""
+        """True if the save is over: the state is "durable", "uploaded", "failed" or "skipped"."""
         return self._state in (SnapshotState.DURABLE, SnapshotState.FAILED, SnapshotState.SKIPPED)
 
     def wait(self, state: str = "durable", timeout: float | None = None) -> Pending:
         """Wait until the snapshot has reached `state`, or a later one, and return this Pending.
 
-        state: "staged" (a slot is granted), "sealed" (this rank's slot is complete, in memory) or "durable" (the checkpoint is committed to
-            storage, by all ranks). A snapshot with `persist=False` becomes durable only if its trainer dies or closes, or the daemon stops,
-            while it is the newest.
+        state: "staged" (a slot is granted), "sealed" (this rank's slot is complete, in memory), "durable" (the checkpoint is committed to
+            storage, by all ranks) or "uploaded" (it is committed in the root). If the daemon has a stage, "durable" means the local disk of
+            this node. If that disk is lost, so is the checkpoint, until it is "uploaded". Without a stage, the two are the same. A snapshot
+            with `persist=False` becomes durable only if its trainer dies or closes, or the daemon stops, while it is the newest.
         timeout: seconds to wait. Default: no limit.
 
         Raises `error` if the snapshot can no longer reach that state; TimeoutError after `timeout` seconds; ValueError for an unknown
@@ -89,19 +95,28 @@ class Pending:
         `snapshot`: the interrupted call cannot continue until the handler returns.
         """
         if state not in _RANK:
-            raise ValueError(f"state is {state!r}; expected 'staged', 'sealed' or 'durable'")
-        settled = self._reached(state) or self.done or self._over
+            raise ValueError(f"state is {state!r}; expected 'staged', 'sealed', 'durable' or 'uploaded'")
+        settled = self._settled(state)
         if not settled and (outer := call_around()):
             raise Nested("wait()", f"{outer}()")
-        if not self._waiters.wait_for(lambda: self._reached(state) or self.done or self._over, timeout):
+        if not self._waiters.wait_for(lambda: self._settled(state), timeout):
             raise TimeoutError(f"step {self.step} is {self.state}, not {state}, after {timeout} s")
         if not self._reached(state):
-            assert self.error is not None
-            raise self.error
+            error = self.error or self._never
+            assert error is not None
+            raise error
         return self
+
+    def _settled(self, state: str) -> bool:
+        """Return True if the snapshot has reached the state, or can no longer reach it."""
+        if self._reached(state) or self._over or self._state in (SnapshotState.FAILED, SnapshotState.SKIPPED):
+            return True
+        return self._never is not None and self._state is SnapshotState.DURABLE
 
     def _reached(self, state: str) -> bool:
         if state == "sealed" and self._was_sealed:
+            return True
+        if state == "uploaded" and self._state is SnapshotState.DURABLE and not self._local:
             return True
         return self.state in _RANK and _RANK[self.state] >= _RANK[state] and self._state is not SnapshotState.NEW
 
@@ -123,6 +138,18 @@ class Pending:
     @property
     def granted(self) -> bool:
         return self._state is not SnapshotState.NEW
+
+    def expect_upload(self) -> None:
+        """Record that the daemon has a stage. Called before the snapshot becomes durable."""
+        self._local = True
+
+    def upload(self, error: CkptdError | None = None) -> None:
+        """Record that a durable checkpoint is in the root, or the reason why that can no longer be known. The first call counts."""
+        with self._lock:
+            if self._uploaded or self._never is not None:
+                return
+            self._uploaded, self._never = error is None, error
+        self._waiters.notify()
 
     def move(self, event: Event) -> None:
         """Apply an event to the state, and wake the waiting threads.

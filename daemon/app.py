@@ -24,9 +24,9 @@ from ckptd.daemon.service import Service
 from ckptd.daemon.vitals import Vitals, rss_bytes
 from ckptd.shared import __version__, settings
 from ckptd.shared import messages as m
-from ckptd.shared.errors import StorageError
+from ckptd.shared.errors import StorageError, VersionMismatch
 from ckptd.shared.fs import FileSystem, PosixFileSystem
-from ckptd.shared.session import MAX_VERSION, NODES
+from ckptd.shared.session import MAX_VERSION, NODES, STAGE
 
 log = logging.getLogger("ckptd")
 
@@ -81,9 +81,10 @@ class App:
 
     def _lost_root(self) -> None:
         """End, because nothing can be saved and another daemon may serve the place. The next daemon finds what is in memory."""
+        kind, place = ("root", self._config.root) if self._config.stage is None else ("stage", self._config.stage)
         self._end(
             StorageError(
-                f"the root {self._config.root} has been deleted, moved or replaced; the next daemon saves to the root that is there then, "
+                f"the {kind} {place} has been deleted, moved or replaced; the next daemon saves to the {kind} that is there then, "
                 "and begins with the snapshots that are in memory"
             )
         )
@@ -106,7 +107,7 @@ class Serving:
             parts.engine, parts.orphans, max_connections=parts.config.max_connections, descriptors=self._descriptors(),
             welcome=self._welcome, status=lambda: json.dumps(self.status()), find=self._service.find, deliver=self._service.deliver,
             forget=self._service.forget,
-            remark=lambda slots: self._service.remark(slots, self._vitals.disk_free), changed=self.consider_leaving,
+            remark=lambda slots: self._service.remark(slots, self._vitals.disk_free), changed=self._clients_changed,
         )  # fmt: skip
 
     def _descriptors(self) -> limits.DescriptorPlan:
@@ -145,6 +146,11 @@ class Serving:
         watching.cancel()
         await asyncio.gather(accepting, watching, return_exceptions=True)
 
+    def _clients_changed(self) -> None:
+        if self._parts.uploader is not None:
+            self._parts.uploader.wake()  # tells a rank that has just begun what is uploaded
+        self.consider_leaving()
+
     # -- a private daemon
 
     def consider_leaving(self) -> None:
@@ -153,6 +159,7 @@ class Serving:
         if not parts.config.private or not self.ready:
             return
         needed = self._server.connections or parts.slots.slots or parts.saver.busy or parts.orphans.busy
+        needed = needed or (parts.uploader is not None and parts.uploader.busy)
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
@@ -165,12 +172,18 @@ class Serving:
 
     # -- answers to clients
 
-    def _welcome(self, request_id: int) -> m.Welcome:
+    def _welcome(self, hello: m.Hello) -> m.Welcome:
         config = self._parts.config
+        if config.stage is not None and STAGE not in hello.features:
+            raise VersionMismatch(
+                f"{hello.client or 'this client'} knows nothing of stages, and would miss the newest checkpoints: "
+                "install the same ckptd in both places"
+            )
+        features = [NODES] if config.stage is None else [NODES, STAGE]
         return m.Welcome(
-            re=request_id, version=MAX_VERSION, features=[NODES], daemon=__version__, root=str(config.root), private=config.private,
+            re=hello.id, version=MAX_VERSION, features=features, daemon=__version__, root=str(config.root), private=config.private,
             slots=config.slots, chunk_size=config.chunk_size, stall_budget=config.stall_budget,
-            instance=self._instance, identity=self._parts.identity,
+            instance=self._instance, identity=self._parts.identity, stage=str(config.stage or ""),
             settings=settings.given(os.environ) if config.private else None,
         )  # fmt: skip
 
@@ -184,6 +197,7 @@ class Serving:
             "version": __version__,
             "pid": os.getpid(),
             "root": str(config.root),
+            "stage": None if self._parts.uploader is None else {"directory": str(config.stage), **self._parts.uploader.report()},
             "socket": str(config.socket),
             "private": config.private,
             "log_file": str(config.log_file) if config.log_file else None,

@@ -6,6 +6,7 @@ A claim is durable before its number is used (FORMAT.md, section 6).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from ckptd.daemon.storage_calls import StorageCalls
@@ -16,15 +17,25 @@ from ckptd.shared.storage.repository import Repository
 T = TypeVar("T")
 
 
+def no_stage(job: str) -> str:
+    """Return the sentence that refuses a job of several nodes, because this daemon has a stage."""
+    return (
+        f"job {job!r} is on several nodes, and the daemon on {names.host()} has a stage: its parts would be durable on that node only; "
+        "start the daemons of such a job without --stage"
+    )
+
+
 class Attempts:
     """The attempts of one root that are claimed. A number can be claimed once only, by one daemon."""
 
-    def __init__(self, repository: Repository, calls: StorageCalls) -> None:
-        self._repository, self._calls = repository, calls
+    def __init__(self, repository: Repository, calls: StorageCalls, stage: Repository | None = None) -> None:
+        """stage: the repository in front of the root, whose checkpoints count for the numbers, but in which nothing is claimed."""
+        self._repository, self._calls, self._stage = repository, calls, stage
 
     async def find_newest(self, job: str) -> int:
         """Return the highest attempt of a job, or 0. The caller may stop waiting at any time. Raises StorageError."""
-        return await self._translated(job, lambda: self._repository.newest_attempt(job))
+        staged = 0 if self._stage is None else await self._translated(job, partial(self._stage.newest_attempt, job))
+        return max(staged, await self._translated(job, lambda: self._repository.newest_attempt(job)))
 
     async def claim(self, job: str, attempt: int) -> bool:
         """Claim exactly this number, durably. Return False if another daemon has claimed it.
@@ -35,6 +46,7 @@ class Attempts:
 
     async def check_exclusive(self, job: str) -> None:
         """Raise InvalidRequest if the storage cannot hold a job of several nodes, whose daemons may commit at the same time."""
+        self._check_no_stage(job)
         if not await self._translated(job, lambda: self._repository.storage.creates_once):
             raise InvalidRequest(
                 f"job {job!r} is on several nodes, but {self._repository.where()} creates an object for several callers at once, so that "
@@ -46,12 +58,17 @@ class Attempts:
 
         Raises InvalidRequest if this node can make it, StorageError.
         """
+        self._check_no_stage(job)
         if await self._translated(job, lambda: self._repository.claim_again(job, attempt)):
             raise InvalidRequest(
                 f"{names.host()} could claim attempt {attempt} of job {job!r}, which the node of rank 0 has claimed: "
                 f"{self._repository.where()} is another directory on this node, or its file system lets several nodes create one file; use "
                 "a shared file system such as NFS or Lustre, or an object store"
             )
+
+    def _check_no_stage(self, job: str) -> None:
+        if self._stage is not None:
+            raise InvalidRequest(no_stage(job))
 
     async def _translated(self, job: str, call: Callable[[], T]) -> T:
         try:

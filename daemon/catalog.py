@@ -182,7 +182,8 @@ class Job:
     not know, with that feature. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a
     checkpoint. `policies`: those of the last retention, None before this daemon's first commit in the job. `announced`: a sentence about
     the deletion that the next commit will bring, or "". `last_failure`: the last step that failed since this daemon started, or None.
-    `stored`: the parts of the last save, by rank, if this daemon has written them.
+    `stored`: the parts of the last save, by rank, if this daemon has written them. `in_root`: with a stage, the checkpoints in the root, as
+    far as they are known; `checkpoints` are then those of the stage.
     """
 
     name: str
@@ -207,6 +208,7 @@ class Job:
     announced: str = ""
     last_failure: Failure | None = None
     stored: dict[int, StoredPart] = field(default_factory=dict)
+    in_root: dict[str, StoredCheckpoint] = field(default_factory=dict)
     seq: int = 0
 
     @property
@@ -297,7 +299,7 @@ class Job:
         )
 
     def is_durable(self, attempt: int, step: int) -> bool:
-        return any((c.attempt, c.step) == (attempt, step) for c in self.live_checkpoints())
+        return any((c.attempt, c.step) == (attempt, step) for c in (*self.live_checkpoints(), *self.in_root.values()))
 
     def commit(self, checkpoint: StoredCheckpoint) -> None:
         self.checkpoints[checkpoint.tag] = checkpoint

@@ -154,11 +154,12 @@ def gc(delete: bool, shm_dir: Path, as_json: bool) -> None:
 
 @main.command(short_help="Check that this node is fit for a daemon.")
 @click.option("--root", envvar="CKPTD_ROOT", help="Directory for the checkpoints; without it only the node is checked.")
+@click.option("--stage", envvar="CKPTD_STAGE", help="Directory on a local disk in front of the root, if the daemon is to have one.")
 @click.option("--socket", envvar="CKPTD_SOCKET", help="Unix socket that the daemon is to listen on. Default: as for run.")
 @click.option("--config", "file", type=click.Path(path_type=Path), envvar="CKPTD_CONFIG", help="TOML file with the daemon's settings.")
 @json_option
 @speaks
-def doctor(root: str | None, socket: str | None, file: Path | None, as_json: bool) -> None:
+def doctor(root: str | None, stage: str | None, socket: str | None, file: Path | None, as_json: bool) -> None:
     """Check that this node is fit for a daemon: limits, shared memory, the root, the socket's directory, the kernel.
 
     Run it as the daemon's user, where the daemon is to run. The exit code is 1 if a check fails; warnings do not change it.
@@ -167,8 +168,11 @@ def doctor(root: str | None, socket: str | None, file: Path | None, as_json: boo
     from ckptd.daemon import doctor as checks
 
     known = {**(settings.read_file(file) if file else {}), **({"root": root} if root else {}), **({"socket": socket} if socket else {})}
-    given = {"root": str(known.get("root", "/")), "socket": str(known["socket"] if "socket" in known else default_socket())}
-    environment = {key: value for key, value in os.environ.items() if key not in ("CKPTD_CONFIG", "CKPTD_ROOT", "CKPTD_SOCKET")}
+    known |= {"stage": stage} if stage else {}
+    given = {key: str(known[key]) for key in ("stage",) if "root" in known and key in known}
+    given |= {"root": str(known.get("root", "/")), "socket": str(known["socket"] if "socket" in known else default_socket())}
+    taken = ("CKPTD_CONFIG", "CKPTD_ROOT", "CKPTD_SOCKET", "CKPTD_STAGE")
+    environment = {key: value for key, value in os.environ.items() if key not in taken}
     found = list(checks.check_all(settings.load(given, environment, file), with_root="root" in known))
     failed = any(check.level == checks.FAILED for check in found)
     if as_json:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptd.daemon import recovery, tasks
 from ckptd.daemon.admission import Admission
@@ -29,11 +30,14 @@ from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.snapshot import Snapshot
+from ckptd.daemon.stage_root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.steps import Steps
 from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.uploader import Uploader
 from ckptd.shared import names
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
+from ckptd.shared.location import Location
 from ckptd.shared.segment import SegmentHeader
 from ckptd.shared.state_directory import state_directory
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
@@ -45,7 +49,7 @@ from ckptd.shared.storage.repository import Repository
 class Parts:
     """The parts of one daemon. `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks after dead trainers.
 
-    `identity` is that of the root.
+    `identity` is that of the root. `repository` is the root, or the stage if there is one: then `uploader` uploads to the root.
     """
 
     config: Config
@@ -59,6 +63,7 @@ class Parts:
     engine: Engine
     saver: Saver
     orphans: Orphans
+    uploader: Uploader | None = None
 
 
 @asynccontextmanager
@@ -77,23 +82,33 @@ async def opened(
     is recovered. Raises Busy if another daemon has the root, StorageError, InvalidConfig, NewerFormat.
     """
     with ExitStack() as held:
-        repository = open_root(config.root, fs)
+        root = open_root(config.root, fs)
+        repository = root if config.stage is None else open_root(config.stage, fs)
         held.callback(repository.storage.serve(names.host()).close)
+        calls = StorageCalls(config.storage_timeout)
+        held.callback(calls.close)
+        behind = _root_behind(config, root, repository, calls)
+        if behind is not None:
+            held.callback(behind.close)
         failpoint("start.locked")
         pipeline = Pipeline(config.threads, config.memory_budget, config.chunk_size, config.worker_cpus)
         held.callback(pipeline.close)
-        calls = StorageCalls(config.storage_timeout)
-        held.callback(calls.close)
         journal_thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-journal")
         held.callback(journal_thread.shutdown, wait=False)
         overflow = state_directory(config.state_dir, config.root) / "segments" if config.overflow else None
         slots = Slots(fs, config.shm_dir, names.segment_directory(config.root), config.shm_quota, overflow)
         held.callback(slots.close)
-        with journal_directory(fs, config.state_dir, config.root, repository) as directory:
-            journal = Journal.open(fs, directory, journal_thread, strict=config.strict_journal, on_broken=failed)
+        with ExitStack() as journals:
+
+            def open_journal(place: Location, of: Repository, identity: str | None = None) -> Journal:
+                directory = journals.enter_context(journal_directory(fs, config.state_dir, place, of, identity))
+                return Journal.open(fs, directory, journal_thread, strict=config.strict_journal, on_broken=failed)
+
+            journal = open_journal(config.stage or config.root, repository)
+            of_root = open_journal(config.root, root, behind.identity) if behind is not None else None
             tasks.on_failure(failed)
             locked()
-            identity = repository.identity()
+            identity = repository.identity() if behind is None else behind.identity
             catalog = Catalog()
 
             def lose_claim(job: Job, attempt: int) -> None:
@@ -109,27 +124,59 @@ async def opened(
             def settled(job: Job) -> None:
                 steps.release_replaced(job)
                 orphans.ensure_timer(job)
+                if uploader is not None:
+                    uploader.wake()
                 changed()
 
-            claims = Claims(Attempts(repository, calls), on_loss=lose_claim)
+            claims = Claims(Attempts(root, calls, None if behind is None else repository), on_loss=lose_claim)
             steps = Steps(catalog, slots, save, config.rank_timeout)
             committer = Committer(config.codec, journal, repository, calls, steps.tell)
             saver = Saver(
                 config, catalog, slots, journal, repository, pipeline, calls,
                 counters=steps.counters, committer=committer, claimed=claims.claimed, tell=steps.tell, settled=settled,
             )  # fmt: skip
+            uploader = None
+            if behind is not None and of_root is not None:
+                uploader = Uploader(config, behind, repository, catalog, saver.deleter, of_root, calls, changed)
+                saver.evict = uploader.make_room
             seals = SealIntake(catalog, steps, journal, read_seal)
             admission = Admission(slots, config.chunk_size, pipeline.run)
             plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS
-            beats = HeartbeatStore(repository.storage)
+            beats = HeartbeatStore(root.storage)
             heartbeats = Heartbeats(beats, claims.is_claimed)
             guard = RunGuard(beats, calls, heartbeats)
             engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, guard, plan_timeout)
             orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
             await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)
+            if uploader is not None and of_root is not None:
+                _know_attempts(catalog)
+                of_root.start()
+                uploader.start()
             heartbeats.resume(catalog.jobs.values())
             try:
-                yield Parts(config, repository, identity, calls, pipeline, slots, catalog, journal, engine, saver, orphans)
+                yield Parts(config, repository, identity, calls, pipeline, slots, catalog, journal, engine, saver, orphans, uploader)
             finally:
                 await heartbeats.close()
+                if uploader is not None and of_root is not None:
+                    await uploader.close()
+                    await of_root.close()
                 await journal.close()
+
+
+def _root_behind(config: Config, root: Repository, repository: Repository, calls: StorageCalls) -> StageRoot | None:
+    """Return the root behind the stage, or None if there is no stage: then `repository` is the root. The stage must be locked."""
+    if config.stage is None:
+        if isinstance(config.root, Path):
+            check_is_no_stage(repository)
+        return None
+    check_apart(config.stage, config.root)
+    return StageRoot(root, config.root, repository, calls)
+
+
+def _know_attempts(catalog: Catalog) -> None:
+    """Raise the newest attempt of each job to that of its checkpoints on the stage.
+
+    An attempt may then begin in memory while the root does not answer, and recover from the stage.
+    """
+    for job in catalog.jobs.values():
+        job.attempt = max([job.attempt, *(checkpoint.attempt for checkpoint in job.checkpoints.values())])

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptd.shared import codec
 from ckptd.shared.errors import InvalidConfig
-from ckptd.shared.location import Location, Url, located
+from ckptd.shared.location import Location, Url, local, located
 from ckptd.shared.numa import parse_cpus
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
@@ -34,6 +34,8 @@ class Config:
 
     root: Location
     """Place of the checkpoints of all jobs: an absolute path, or a URL like `s3://BUCKET/PREFIX`. A missing directory is created."""
+    stage: Path | None = None
+    """Directory on a local disk where checkpoints are committed first; they are uploaded to the root afterwards. None for no stage."""
     socket: Path
     """Unix socket that the daemon listens on, as an absolute path of at most 107 bytes."""
     state_dir: Path = dataclasses.field(default_factory=default_state_dir)
@@ -100,6 +102,10 @@ class Config:
             self.socket,
             "an absolute path of at most 107 bytes",
         )
+        if self.stage is not None:
+            _require(self.stage.is_absolute(), "stage", self.stage, "an absolute path")
+            apart = self.root not in (self.stage, *self.stage.parents) and self.stage not in self.root.parents
+            _require(apart, "stage", self.stage, f"a directory that neither lies in the root {self.root} nor holds it")
         _require(self.state_dir.is_absolute(), "state_dir", self.state_dir, "an absolute path")
         _require(self.shm_dir.is_absolute(), "shm_dir", self.shm_dir, "an absolute path")
         _require(2 <= self.slots <= 8, "slots", self.slots, "2 to 8")
@@ -168,6 +174,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     if "socket" not in values:
         raise InvalidConfig("no socket: name one with --socket PATH, CKPTD_SOCKET or socket = in the config file")
     values["socket"] = Path(os.path.abspath(values["socket"]))
+    if "stage" in values:
+        values["stage"] = local(values["stage"], "stage")
     for key in {"state_dir", "log_file"} & values.keys():
         values[key] = Path(os.path.abspath(values[key]))
     return Config(**values)

@@ -199,7 +199,7 @@ def check_turn(job: Job, rank: int, key: Key, last_sealed: int) -> None:
 
 def check_tag(job: Job, key: Key, tag: str, user_tag: str) -> None:
     """Raise AlreadyExists if the tag that the user chose for a step is the tag of another step."""
-    if tag in job.checkpoints or any(s.tag == tag and s.key != key for s in job.snapshots):
+    if tag in job.checkpoints or tag in job.in_root or any(s.tag == tag and s.key != key for s in job.snapshots):
         raise AlreadyExists(f"tag {user_tag!r} is taken in attempt {key[0]} of job {job.name!r}; choose another tag")
 
 
@@ -266,7 +266,7 @@ def seal_read(job: Job, step: Step, rank: int, segment: str, tag: str) -> list[A
         return rejected(step, segment, from_wire(*step.failure))
     if segment not in step.slots:
         return [Raise(NotFound(f"segment {segment[:8]} was taken back while its seal of step {step.number} was being read"))]
-    if tag in job.checkpoints and not job.is_durable(*step.key):
+    if (tag in job.checkpoints or tag in job.in_root) and not job.is_durable(*step.key):
         return rejected(step, segment, AlreadyExists(f"tag {tag!r} of job {job.name!r} is taken; choose another tag"))
     if error := _other_tag(step, rank, tag):
         return rejected(step, segment, error)

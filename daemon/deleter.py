@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Job, StoredCheckpoint
@@ -42,7 +43,7 @@ class Deleter:
         counters: Counter[str],
     ) -> None:
         self._policies, self._journal, self._repository, self._calls = tuple(policies), journal, repository, calls
-        self._locks, self._counters = locks, counters
+        self._locks, self.counters = locks, counters
 
     # -- at the start
 
@@ -128,8 +129,27 @@ class Deleter:
         return True
 
     def _failed(self, job: Job, error: OSError | StorageError) -> None:
-        self._counters["tidy_failures"] += 1
+        self.counters["tidy_failures"] += 1
         log.warning("job %s: %s", job.name, error if isinstance(error, StorageError) else StorageError.of("tidy up", error))
+
+    # -- on a stage
+
+    def is_locked(self, job: Job) -> bool:
+        """Return True while a save or a deletion of the job is under way."""
+        return self._locks[job.name].locked()
+
+    async def evict(self, job: Job, old: StoredCheckpoint, *, locked: bool = False) -> bool:
+        """Delete the local copy of a checkpoint that is in the root. Return False if it stays, because it is pinned or being read.
+
+        locked: True if the caller holds the lock of the job. Raises OSError, StorageError.
+        """
+        async with nullcontext() if locked else self._locks[job.name]:
+            if old.tag not in job.checkpoints:
+                return False
+            why = await self.retire(job, old, local=True)
+        if why:
+            log.info("%s; its local copy stays", why)
+        return not why
 
     # -- on request
 
@@ -152,8 +172,10 @@ class Deleter:
                 job.newer.pop(tag, None)
             return why
 
-    async def retire(self, job: Job, old: StoredCheckpoint) -> str:
+    async def retire(self, job: Job, old: StoredCheckpoint, *, local: bool = False) -> str:
         """Delete a checkpoint. Return the reason if it stays, because it is pinned, guarded or being read, and "" if it is gone.
+
+        local: True if this is only the local copy of a checkpoint in the root, which does not count as a deleted checkpoint.
 
         The order matters: journal the intent, delete the receipts of the nodes, if there are any, then the manifest, then the parts, then
         the directory, and journal the end. Raises OSError, StorageError.
@@ -161,11 +183,11 @@ class Deleter:
         if job.guard:
             return job.guard
         try:
-            return await self._retire(job, old)
+            return await self._retire(job, old, local)
         finally:
             job.retiring.discard(old.tag)
 
-    async def _retire(self, job: Job, old: StoredCheckpoint) -> str:
+    async def _retire(self, job: Job, old: StoredCheckpoint, local: bool) -> str:
         repository, run = self._repository, self._calls.run
         try:
             async with self._calls.entered(repository.exclude(job.name, old.tag)):
@@ -186,8 +208,9 @@ class Deleter:
         failpoint("retire.swept")
         await self._journal.append(r.Retired(job=job.name, tag=old.tag))
         job.checkpoints.pop(old.tag, None)
-        self._counters["retired"] += 1
-        log.info("checkpoint %s/%s: deleted", job.name, old.tag)
+        if not local:
+            self.counters["retired"] += 1
+        log.info("checkpoint %s/%s: %s", job.name, old.tag, "local copy deleted" if local else "deleted")
         return ""
 
     async def _leave_newest(self, job: Job) -> None:

@@ -15,7 +15,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     yield check_shared_memory(config.shm_dir, config.slots, config.shm_quota)
     if with_root:
         yield from check_root(config.root)
+    if config.stage is not None:
+        yield from check_stage(config.stage)
     yield check_state_dir(config.state_dir)
     yield check_socket_directory(config.socket.parent)
     yield from check_kernel()
@@ -175,6 +177,14 @@ def _check_directory(root: Path) -> Iterator[Check]:
             yield Check(name, level, f"does not work in {called} ({why}): {advice}")
         else:
             yield Check(name, OK, f"works in {called}")
+
+
+def check_stage(stage: Path) -> Iterator[Check]:
+    """Check the directory in front of the root as a root is checked, and that a reboot does not empty it."""
+    for check in _check_directory(stage):
+        yield replace(check, name="stage" if check.name == "root" else f"stage: {check.name}")
+    if (kind := _file_system(nearest_existing(stage))) in VOLATILE:
+        yield Check("stage: kind", WARNING, f"{stage} is on {VOLATILE[kind]}: checkpoints that are not uploaded yet are then lost")
 
 
 def _check_owner(place: Path, found: posix_probe.Probe) -> Check:

@@ -20,21 +20,24 @@ _REMEDY = "set state_dir (--state-dir, CKPTD_STATE_DIR) to a directory of your o
 
 
 @contextmanager
-def journal_directory(fs: FileSystem, state_dir: Path, root: Location, repository: Repository) -> Iterator[int]:
+def journal_directory(fs: FileSystem, state_dir: Path, root: Location, repository: Repository, known: str | None = None) -> Iterator[int]:
     """Context manager. Yield an open descriptor of the directory for the root's journal, locked for this process.
 
     The name of the directory ends in the identity of the root, so that another root that is mounted at the same path has another journal.
+    known: the identity of a root behind a stage, which may not answer now. Otherwise the root must answer.
+
     Raises StorageError if the directory cannot be made, or belongs to another user; Busy if another daemon uses it.
     """
     place = state_directory(state_dir, root)
     try:
-        identity = repository.identity()
+        identity = known or repository.identity()
     except OSError as error:
         raise StorageError.of(f"use {repository.where()} as the root for checkpoints", error) from None
     path = place / f"{names.JOURNAL}-{identity}"
     try:
         _make(fs, place)
-        repository.storage.take_journal(names.host(), path)
+        if known is None:
+            repository.storage.take_journal(names.host(), path)
         _make(fs, path)
         sync_parents(fs, path)
         directory = fs.open_directory(str(path))

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.shared.board import Holding
-from ckptd.shared.messages import Holds, Progress
+from ckptd.shared.messages import Holds, Progress, Uploads
 from ckptd.shared.units import some_text
 
-News = Progress | Holds
+News = Progress | Holds | Uploads
 """The messages that a rank gets without a request."""
 
 
@@ -40,7 +40,7 @@ NOT_KNOWN = Process()
 class Owner:
     """A rank of one attempt of a job, which owns slots. `notify` is None while its connection is lost.
 
-    `shown`: what this node holds, as it was last sent to the rank for the board.
+    `shown`: what this node holds, as it was last sent to the rank for the board. `uploads`: the uploads that it was last told of.
     """
 
     job: str
@@ -50,6 +50,7 @@ class Owner:
     notify: Callable[[News], None] | None = None
     process: Process = NOT_KNOWN
     shown: Holding | None = None
+    uploads: Uploads | None = None
 
     @property
     def identity(self) -> tuple[str, int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ckptd.daemon.stage_report import stage_lines
 from ckptd.shared import names
 from ckptd.shared.coverage import Shards
 from ckptd.shared.errors import Busy, CkptdError, IntegrityError, NotFound, StorageError
@@ -35,12 +36,14 @@ def status_text(status: dict[str, Any]) -> str:
     snapshots = ", ".join(f"{counters[key]} {word}" for key, word in SNAPSHOT_COUNTERS.items())
     unknown = "" if url_scheme(status["root"]) else " (NOT AVAILABLE)"  # an object store does not tell how much room it has
     free = unknown if status["disk_free_bytes"] is None else f" ({size_text(status['disk_free_bytes'])} free)"
+    stage = status.get("stage")
     clients = f"{count_text(files['clients'], 'client')} connected, {files['clients_fit']} fit"
     used = f"{size_text(memory['used_bytes'])} of {size_text(memory['quota_bytes'])}"
     on_disk = f", and {size_text(memory['on_disk_bytes'])} on disk, because they do not fit" if memory.get("on_disk_bytes") else ""
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {span_text(status['uptime_seconds'])})",
-        f"  root           {status['root']}{free}",
+        f"  root           {status['root']}{'' if stage else free}",
+        *(stage_lines(stage, free) if stage else []),
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         *([f"  log            {status['log_file']}"] if status.get("log_file") else []),
         f"  shared memory  {used} in {count_text(memory['segments'], 'segment')}{on_disk}",
@@ -51,9 +54,9 @@ def status_text(status: dict[str, Any]) -> str:
         lines.append(f"  PAUSED         {files['accepting_paused']}")
     rows = [("JOB", "ATTEMPT", "IN MEMORY", "ON STORAGE", "SAVING", "RANKS")]
     for job in status["jobs"]:
-        sealed, durable = job["last_sealed"], job["last_durable"]
+        sealed = job["last_sealed"]
         rows.append((
-            job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", _saved(durable) if durable else "-",
+            job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", _stored(job, staged=stage is not None),
             _saving(job), str(job["ranks_connected"]),
         ))  # fmt: skip
         if job["room_for"] is not None and job["room_for"] < 10:
@@ -99,6 +102,19 @@ def leftovers_text(rows: list[dict[str, Any]], *, delete: bool) -> str:
         table.append((row["path"], row["owner"], size, ", ".join(row["holds"]) or "-", "deleted" if row["deleted"] else ""))
     own = sum(row["bytes"] or 0 for row in rows)
     return "\n".join([*as_table(table), *([] if delete else [f"{size_text(own)} can be freed with --delete"])])
+
+
+def _stored(job: dict[str, Any], *, staged: bool) -> str:
+    """Return the newest durable checkpoint of a job, and with a stage the newest one that is in the root."""
+    durable, uploaded = job["last_durable"], job.get("last_uploaded")
+    if durable is None:
+        return "-"
+    if not staged:
+        return _saved(durable)
+    if uploaded is not None and uploaded["tag"] == durable["tag"]:
+        return f"{_saved(durable)}, uploaded"
+    there = "none" if uploaded is None else f"step {uploaded['step']}"
+    return f"{_saved(durable)}, on the stage only ({there} uploaded)"
 
 
 def _saved(durable: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from ckptd.shared.command import exit_code, speaks
 
 @click.command(short_help="Run the daemon of this node.")
 @click.option("--root", help="Directory for the checkpoints of all jobs; made if missing.")
+@click.option("--stage", help="Directory on a local disk where checkpoints are committed before they are uploaded to the root.")
 @click.option("--socket", help="Unix socket to listen on. Default: /run/ckptd/USER.sock, else $XDG_RUNTIME_DIR/ckptd.sock.")
 @click.option("--state-dir", help="Directory on a local disk for the journal. Default: /var/lib/ckptd for root, else ~/.local/state/ckptd.")
 @click.option("--codec", help="How chunks are stored: auto, raw, zstd, zstd:LEVEL (1-19) or planes. Default: auto.")

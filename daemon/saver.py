@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptd.daemon import records as r
+from ckptd.daemon.attempts import no_stage
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.committer import Committer, Document
 from ckptd.daemon.config import Config
@@ -36,7 +37,7 @@ from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.tasks import all_of, watched
 from ckptd.shared import codec, names
-from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, StorageError
+from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, InvalidRequest, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.lifecycle import Event, SnapshotState
@@ -51,6 +52,10 @@ log = logging.getLogger("ckptd.saver")
 
 Saved = tuple[Document, StoredPart]
 """A durable part, and what the next save needs to link its files."""
+
+
+async def _nothing_to_evict(job: Job) -> bool:
+    return False
 
 
 class Saver:
@@ -89,6 +94,7 @@ class Saver:
             committer, repository, calls, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping
         )
         self.check = SlotCheck(catalog, slots, pipeline, link_unchanged=config.link_unchanged).check
+        self.evict = _nothing_to_evict  # deletes a local copy on a full stage
         self.stopping = False  # once this is True, saves no longer wait for other nodes to seal a step
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
@@ -151,6 +157,8 @@ class Saver:
                         await asyncio.shield(checking)  # meanwhile the trainer may die, and then the snapshot is to be saved after all
                     if snapshot.persist and not job.is_durable(*snapshot.key):
                         if snapshot.node is not None:
+                            if self._config.stage is not None:
+                                raise InvalidRequest(no_stage(snapshot.job))
                             await asyncio.shield(checking)
                             await self._until_all_hold(job, snapshot)
                         async with self._locks[snapshot.job]:
@@ -305,8 +313,11 @@ class Saver:
                     sealed, writer, snapshot.directory, wait_for_checks, written, before, at_once, with_digests=digests
                 )
             except OSError as error:
-                may_delete = self._config.make_room and (snapshot.node is None or snapshot.node.leads)
-                make_room = alone and error.errno in NO_ROOM and may_delete
+                full = alone and error.errno in NO_ROOM
+                if full and await self.evict(self._catalog.job(snapshot.job)):
+                    continue
+                may_delete = self._config.make_room and self._config.stage is None and (snapshot.node is None or snapshot.node.leads)
+                make_room = full and may_delete
                 if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job), writer.needed):
                     continue
                 if rewritten or error.errno != errno.EIO:

@@ -51,7 +51,7 @@ class Server:
         *,
         max_connections: int,
         descriptors: limits.DescriptorPlan,
-        welcome: Callable[[int], m.Welcome],
+        welcome: Callable[[m.Hello], m.Welcome],
         status: Callable[[], str],
         find: Callable[[str, int | None, int], Awaitable[m.Found]],
         deliver: Callable[[str], Awaitable[EarlierAttempt]],
@@ -241,7 +241,7 @@ class Connection:
                         f"client speaks protocol {request.min_version} to {request.max_version}, this daemon {s.MIN_VERSION} to "
                         f"{s.MAX_VERSION}: install the same ckptd in both places"
                     )
-                return self._server.welcome(request.id), ()
+                return self._server.welcome(request), ()
             case m.Status():
                 return m.StatusReport(re=request.id, report=self._server.status()), ()
             case m.Forget():

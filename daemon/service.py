@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ckptd.daemon import recovery
-from ckptd.daemon.catalog import EarlierAttempt, Job
+from ckptd.daemon.catalog import EarlierAttempt, Job, StoredCheckpoint
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.slots import Slot
@@ -28,7 +28,10 @@ MAX_CANDIDATES, MAX_DAMAGED_FOUND = 1000, 100
 """How many checkpoints one answer to Find lists: as many as fit into a frame."""
 MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
 """How many jobs, damaged checkpoints of each, and characters of a text one status report has room for."""
-COUNTERS = ("sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures")
+COUNTERS = (
+    "sealed", "persisted", "failed", "skipped", "retired", "rewrites", "saved_unasked", "verify_failures", "tidy_failures", "uploaded",
+    "failed_uploads",
+)  # fmt: skip
 
 
 class Service:
@@ -52,6 +55,7 @@ class Service:
                 await self._deliver(job, [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt])
                 await parts.saver.joint.settle_past(job, delivered)
             stored = job.live_checkpoints()
+            in_root = await self._in_root(job)
         except StorageError as error:
             newest = job.newest_in_memory()
             if (
@@ -63,16 +67,39 @@ class Service:
             log.warning(
                 "job %s: %s; the snapshots in memory are newer than every known checkpoint, and only they are offered", job.name, error
             )
-            stored = []
+            stored, in_root = [], []
         found = [m.RecoveryCandidate(attempt=s.attempt, step=s.step, tag=s.tag, source="memory") for s in in_memory]
-        found += [m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in stored]
+        kept = "storage" if parts.uploader is None else "stage"
+        found += [m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source=kept) for c in stored]
+        found += [m.RecoveryCandidate(attempt=c.attempt, step=c.step, tag=c.tag, source="storage") for c in in_root]
         found = [c for c in found if step is None or c.step == step]
-        order = {c.tag: c.seq for c in job.checkpoints.values()}
-        found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, c.source == "memory", order.get(c.tag, 0)), reverse=True)
-        if why := job.unreadable_beyond((found[0].attempt, found[0].step) if found else None, step):
-            raise NewerFormat(why)
-        damaged = [f"{tag}: {why}"[:MAX_TEXT] for tag, why in sorted(job.damaged.items())]
+        order = {c.tag: c.seq for c in (*job.in_root.values(), *job.checkpoints.values())}
+        near = {"storage": 0, "stage": 1, "memory": 2}
+        found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, near[c.source], order.get(c.tag, 0)), reverse=True)
+        places = [job] if parts.uploader is None else [job, parts.uploader.jobs.job(job_name)]
+        for place in places:
+            if why := place.unreadable_beyond((found[0].attempt, found[0].step) if found else None, step):
+                raise NewerFormat(why)
+        damaged = [f"{tag}: {why}"[:MAX_TEXT] for place in places for tag, why in sorted(place.damaged.items())]
         return m.Found(re=0, candidates=found[:MAX_CANDIDATES], damaged=damaged[:MAX_DAMAGED_FOUND])
+
+    async def _in_root(self, job: Job) -> list[StoredCheckpoint]:
+        """Return the checkpoints in the root behind the stage, or an empty list if there is no stage.
+
+        If the root cannot be read, also return an empty list if the newest checkpoint that is known is on the stage. Otherwise raises
+        StorageError: without the root, a recovery could go back behind a checkpoint that is there.
+        """
+        uploader = self._parts.uploader
+        if uploader is None:
+            return []
+        try:
+            return (await uploader.scan(job.name)).live_checkpoints()
+        except StorageError as error:
+            newest = job.newest_checkpoint()
+            if newest is None or any(c.order > newest.order for c in job.in_root.values()):
+                raise
+            log.warning("job %s: %s; only what is in memory and on the stage is offered", job.name, error)
+            return []
 
     async def deliver(self, job_name: str) -> EarlierAttempt:
         """Save what is in memory of a job of several nodes, so that all its ranks can read it from storage.
@@ -100,13 +127,16 @@ class Service:
     async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
         """Delete these checkpoints from storage and from memory. Return the reason for each one that stays. Raises StorageError."""
         parts = self._parts
-        if job_name not in parts.catalog.jobs and job_name not in await parts.calls.read("list the jobs", parts.repository.jobs):
+        if parts.uploader is not None:
+            await parts.uploader.scan(names.check_name("job", job_name))
+        elif job_name not in parts.catalog.jobs and job_name not in await parts.calls.read("list the jobs", parts.repository.jobs):
             return dict.fromkeys(tags, f"there is no job {job_name!r} in {parts.config.root}")
         job, refused = parts.catalog.job(job_name), {}
         await recovery.scan_job(parts.repository, job, parts.calls)
         for tag in tags:
             try:
-                why = await parts.orphans.let_go(job, tag) or await parts.saver.deleter.forget(job, tag)
+                why = await parts.orphans.let_go(job, tag)
+                why = why or await (parts.saver.deleter if parts.uploader is None else parts.uploader).forget(job, tag)
             except JournalBroken:
                 raise
             except OSError as error:
@@ -160,12 +190,17 @@ class Service:
 
     def _job(self, job: Job, disk_free: int | None) -> dict[str, object]:
         governor = self._parts.saver.governor(job.name)
-        sealed, durable, failure = job.newest_in_memory(), job.newest_checkpoint(), job.last_failure
+        uploader = self._parts.uploader
+        sealed, failure = job.newest_in_memory(), job.last_failure
+        durable = max((*job.live_checkpoints(), *job.in_root.values()), key=lambda c: c.order, default=None)
+        uploaded = max(job.in_root.values(), key=lambda c: c.order, default=None)
         return {
             "job": job.name,
             "attempt": job.attempt,
             "last_sealed": _where(sealed.attempt, sealed.step, sealed.tag) if sealed else None,
             "last_durable": _where(durable.attempt, durable.step, durable.tag) | _age(durable.created) if durable else None,
+            "last_uploaded": _where(uploaded.attempt, uploaded.step, uploaded.tag) | _age(uploaded.created) if uploaded else None,
+            "waiting": [] if uploader is None else [c.tag for c in uploader.waiting(job)],
             "room_for": job.room_for(disk_free),
             "last_error": {"step": failure.step, "reason": failure.reason[:MAX_TEXT]} | _age(failure.when) if failure else None,
             "saving": [
@@ -180,7 +215,7 @@ class Service:
             "ranks_connected": sum(owner.notify is not None for owner in job.ranks.owners.values()),
             "training_cost": msgspec.to_builtins(governor.cost),
             "writers": governor.threads,
-            "announced": job.announced[:MAX_TEXT],
+            "announced": (job.announced or ("" if uploader is None else uploader.jobs.job(job.name).announced))[:MAX_TEXT],
             "damaged": {tag: why[:MAX_TEXT] for tag, why in list(job.damaged.items())[:MAX_DAMAGED]},
             "newer": {tag: why[:MAX_TEXT] for tag, why in list(job.newer.items())[-1:]},
         }

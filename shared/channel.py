@@ -58,7 +58,8 @@ class Channel:
             self._connect(path, timeout)
             check_peer(self._socket, path)
             with suppress(DaemonUnreachable):  # a daemon that has no room sends an Error and closes, maybe before it can get a Hello
-                self.send(m.Hello(id=self.new_id(), min_version=s.MIN_VERSION, max_version=s.MAX_VERSION, client=f"ckptd {__version__}"))
+                client, known = f"ckptd {__version__}", [s.STAGE]
+                self.send(m.Hello(id=self.new_id(), min_version=s.MIN_VERSION, max_version=s.MAX_VERSION, features=known, client=client))
             reply = self.receive()[0]
             if isinstance(reply, m.Error):
                 raise from_wire(reply.code, reply.message)

@@ -90,7 +90,14 @@ NODES = (
     "outcome.known",
 )
 """Points that a daemon passes only in a job of several nodes."""
-NAMES = frozenset(AGENT + DAEMON + NODES)
+STAGE = (
+    "upload.intended",
+    "upload.copied",
+    "upload.published",
+    "upload.journaled",
+)
+"""Points that only a daemon with a stage passes."""
+NAMES = frozenset(AGENT + DAEMON + NODES + STAGE)
 
 _SPEC = re.compile(r"(?P<action>kill|hang|short_write|error\((?P<errno>E\w+)\)|sleep\((?P<s>\d+(?:\.\d+)?)\))(?:@(?P<n>\d+))?")
 

@@ -44,7 +44,8 @@ class Hello(Request, frozen=True, kw_only=True, tag="hello"):
 class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     """The reply to Hello. `settings` has the `CKPTD_*` variables of a private daemon, except its place; None if not told.
 
-    `identity` is that of the root, which tells two roots at the same path of two nodes apart.
+    `identity` is that of the root, which tells two roots at the same path of two nodes apart. `stage` is the directory in which checkpoints
+    are committed before they are uploaded to the root, or "".
     """
 
     version: int
@@ -58,6 +59,7 @@ class Welcome(Reply, frozen=True, kw_only=True, tag="welcome"):
     instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
     settings: dict[str, str] | None = None
     identity: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    stage: str = ""
 
 
 class Status(Request, frozen=True, kw_only=True, tag="status"):
@@ -213,7 +215,7 @@ class Find(Request, frozen=True, kw_only=True, tag="find"):
 
 
 class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot or checkpoint that may be recovered. `source` is "memory" or "storage".
+    """A snapshot or checkpoint that may be recovered. `source` is "memory", "stage" or "storage".
 
     `tag` is the name of the checkpoint's directory. For a snapshot in memory it is the name that the directory has or would have.
     """
@@ -278,6 +280,17 @@ class Holds(Reply, frozen=True, kw_only=True, tag="holds"):
     holding: Holding
 
 
+class Uploads(Reply, frozen=True, kw_only=True, tag="uploads"):
+    """The steps of an attempt that are in the root, and those that wait on the stage, which comes unasked if the daemon has a stage.
+
+    A step that was durable before this message and is in neither list will not be uploaded, or is no longer in the root.
+    """
+
+    attempt: AttemptNumber
+    uploaded: list[Step] = []
+    waiting: list[Step] = []
+
+
 class Error(Reply, frozen=True, kw_only=True, tag="error"):
     code: str
     message: str
@@ -287,7 +300,7 @@ class Error(Reply, frozen=True, kw_only=True, tag="error"):
 Message = (
     Hello | Welcome | Status | StatusReport | Begin | Began | Allocate | Segments | Replan | Acquire | Granted | Refused | Seal | Sealed
     | Abandon | Persist | Heard | Deliver | Delivered | Find | Found | Fetch | Fetched | Forget | Forgotten | Detach | Done | Progress
-    | Holds | Error
+    | Holds | Uploads | Error
 )  # fmt: skip
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -31,6 +31,7 @@ RUNS = "runs"
 LEASES = "leases"
 RETIRING = "retiring"
 CAPABILITIES = "capabilities.json"
+STAGE = "stage.json"
 TMP_SUFFIX = ".tmp"
 
 _MOST_OF_A_SOCKET = 96

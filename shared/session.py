@@ -22,6 +22,8 @@ from ckptd.shared.errors import ProtocolError
 MIN_VERSION = MAX_VERSION = 1
 NODES = "nodes"
 """The feature of a daemon that serves jobs of several nodes."""
+STAGE = "stage"
+"""The feature of a client that reads checkpoints from a stage, and of a daemon that has one."""
 MAX_UNDER_WAY = 64
 
 
@@ -146,7 +148,7 @@ class Session:
         self.state = after
 
     def _reply(self, reply: m.Reply) -> None:
-        if isinstance(reply, (m.Progress, m.Holds)):
+        if isinstance(reply, (m.Progress, m.Holds, m.Uploads)):
             if reply.re != 0 or self.state not in (SessionState.ATTACHED, SessionState.LEAVING):
                 raise ProtocolError(f"{_name(reply)} is not allowed while the session is {self.state.value}")
             return

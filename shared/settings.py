@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 
 PREFIX = "CKPTD_"
 SETTINGS = frozenset({
-    "root", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow", "memory_ttl", "keep_last", "make_room", "keep",
-    "stall_budget", "storage_timeout", "rank_timeout", "node_timeout", "threads", "cpus", "memory_budget", "chunk_size", "files_per_rank",
+    "root", "stage", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow", "memory_ttl", "keep_last", "make_room",
+    "keep", "stall_budget", "storage_timeout", "rank_timeout", "node_timeout", "threads",
+    "cpus", "memory_budget", "chunk_size", "files_per_rank",
     "bytes_per_file", "link_unchanged", "max_connections", "strict_journal", "private", "idle_timeout", "log_file", "log_level",
 })  # fmt: skip
 """The settings of a daemon."""

@@ -215,7 +215,7 @@ def test_levels_of_imports(package: str) -> None:
     assert found[way[0]] == len(way) <= MOST_LEVELS[package]
 
 
-MOST_LEVELS = {"agent": 15, "daemon": 13, "shared": 11}
+MOST_LEVELS = {"agent": 15, "daemon": 14, "shared": 11}
 
 
 def test_nothing_imports_the_command_line() -> None:

@@ -320,6 +320,7 @@ class Handovers:
     def close(self) -> None:
         """Release the slots, and fail every snapshot that is not durable. May be called again after Ctrl-C has interrupted it."""
         self.slots.drop()
+        self.seals.stop_following(SnapshotFailed("the agent was closed before the upload of this checkpoint was reported"))
         for pending in list(self.pending.values()):
             if pending.persist:
                 self.seals.finish(pending, SnapshotFailed("the agent was closed first"))

@@ -127,6 +127,8 @@ class RankLink:
         except CkptdError as error:
             begin(self.ranks, error)
             raise
+        if (stage := self.client.welcome.stage) and self.rank == 0:
+            log.info("checkpoints are durable in %s, on this node's disk, and are uploaded to %s afterwards", stage, self.root)
         self._end_board()
         begun = begin(self.ranks, None, self.client, self.job, takeover=takeover)
         self.handovers.last_step, self.attempt, self.node = -1, begun.attempt, begun.node
@@ -214,19 +216,22 @@ class RankLink:
         return reply.refused
 
     def wait_durable(self, pending: Pending) -> None:
-        """Wait until the snapshot is committed.
+        """Wait until the snapshot is committed in the root: the caller may read the path that it has named.
 
         Raises the error of the snapshot if it cannot be committed, and DaemonUnreachable after `AWAY_SECONDS` without a daemon.
         """
         while True:
             try:
-                pending.wait("durable", timeout=1.0)
+                pending.wait("uploaded", timeout=1.0)
                 return
             except TimeoutError:
                 if not self.client.wait_connected(AWAY_SECONDS):
                     raise DaemonUnreachable(_GONE) from None
 
-    def _news(self, progress: m.Progress | m.Holds) -> None:
+    def _news(self, progress: m.Progress | m.Holds | m.Uploads) -> None:
+        if isinstance(progress, m.Uploads):
+            self.handovers.seals.follow_uploads(progress)
+            return
         if isinstance(progress, m.Holds):
             board = self._board
             if board is not None and progress.attempt == self.attempt:

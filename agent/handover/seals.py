@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 from ckptd.agent.link.client import Client
 from ckptd.agent.pending import Pending
 from ckptd.shared import messages as m
-from ckptd.shared.errors import CkptdError, from_wire
+from ckptd.shared.errors import CkptdError, SnapshotFailed, from_wire
 from ckptd.shared.lifecycle import Event
 
 
@@ -17,6 +19,8 @@ class Seals:
 
     def __init__(self, client: Client, pending: dict[tuple[int, int], Pending]) -> None:
         self._client, self._pending = client, pending
+        self._news: m.Uploads | None = None
+        self._uploading: weakref.WeakValueDictionary[tuple[int, int], Pending] = weakref.WeakValueDictionary()
 
     def hand_over(self, pending: Pending) -> None:
         """Report a seal to the daemon, without waiting for the save. If the connection is lost, `hand_over_again` reports it later."""
@@ -46,10 +50,38 @@ class Seals:
         if pending.done:
             return
         if error is None:
+            if self._client.welcome.stage:
+                pending.expect_upload()
+                self._uploading[pending.attempt, pending.step] = pending
             pending.move(Event.COMMIT)
+            if (news := self._news) is not None and news.attempt == pending.attempt and pending.step in news.uploaded:
+                self.follow_uploads(news)  # the daemon has sent them before it confirmed the seal, on a new connection
         else:
             pending.fail(error)
 
+    def follow_uploads(self, news: m.Uploads) -> None:
+        """Record which durable checkpoints are in the root, and which can no longer be uploaded."""
+        self._news = news
+        for (attempt, step), pending in list(self._uploading.items()):
+            if attempt != news.attempt or step in news.waiting:
+                continue
+            del self._uploading[attempt, step]
+            pending.upload(None if step in news.uploaded else SnapshotFailed(f"step {step} is not in the root, {_NOT_UPLOADED}"))
+
     def fail_all(self, error: CkptdError) -> None:
+        """Fail every snapshot that is not durable, because the daemon or this agent is gone. Uploads are not followed any longer."""
         for pending in list(self._pending.values()):
             self.finish(pending, error)
+        self.stop_following(error)
+
+    def stop_following(self, error: CkptdError) -> None:
+        """Raise `error` in the threads that wait for an upload."""
+        for key, pending in list(self._uploading.items()):
+            del self._uploading[key]
+            pending.upload(error)
+
+
+_NOT_UPLOADED = (
+    "and does not wait for its upload: it was deleted from the stage or from the root, or it cannot be uploaded; `ckptd status` and the "
+    "daemon's log say which"
+)

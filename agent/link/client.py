@@ -57,7 +57,7 @@ class Client:
     `welcome` is the daemon's greeting on the present connection. The callbacks may run on any thread:
 
     resume: called after each reconnection, to resume the attempt.
-    news: called with every Progress and every Holds.
+    news: called with every Progress, every Holds and every Uploads.
     lost: called once with the error if `resume` finds that a newer attempt has begun. The client is then closed.
     late: called with every reply whose caller has stopped waiting.
     """
@@ -67,7 +67,7 @@ class Client:
         place: Place,
         *,
         resume: Callable[[], None],
-        news: Callable[[m.Progress | m.Holds], None],
+        news: Callable[[m.Progress | m.Holds | m.Uploads], None],
         lost: Callable[[CkptdError], None],
         late: Callable[[m.Reply], None],
     ) -> None:
@@ -285,7 +285,7 @@ class Client:
 
     def _got(self, message: m.Message) -> None:
         self._silent = False
-        if isinstance(message, (m.Progress, m.Holds)):
+        if isinstance(message, (m.Progress, m.Holds, m.Uploads)):
             self._news(message)
             return
         assert isinstance(message, m.Reply)

@@ -130,7 +130,8 @@ class Loading:
             step = candidate.step
             _, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step), m.Fetched, FIND_SECONDS)
             return open_memory(descriptors, candidate.attempt, step, candidate.tag)
-        return open_checkpoint(open_root(self._client.welcome.root), self._job, candidate.tag)
+        welcome = self._client.welcome
+        return open_checkpoint(open_root(welcome.stage if candidate.source == "stage" else welcome.root), self._job, candidate.tag)
 
     def load(self) -> dict[str, Any]:
         """Read and verify every byte, most of them straight into the state. Return the damage that was found."""

@@ -45,7 +45,8 @@ log = logging.getLogger("ckptd.agent")
 class Recovered:
     """The snapshot that a recovery has brought back.
 
-    step: -1 if it was saved without one. tag: the name of its directory. source: "memory" or "storage". seconds: how long the recovery
+    step: -1 if it was saved without one. tag: the name of its directory. source: "memory", "storage" or, from a copy that is
+    still on the local disk in front of the root, "stage". seconds: how long the recovery
     took. passed_over: one text for each newer checkpoint that was damaged, with the reason. origin: who saved it and when, like
     "train.py on node1 as alice, 2026-11-22 17:08 UTC"; "" if an earlier version saved it.
     """

@@ -24,6 +24,7 @@ from ckptd.shared.storage.protocol import Creator, Source, Storage, read_whole
 
 _MOST_OF_A_HINT = 300
 """The most bytes that are read of the object `newest`, and of the identity."""
+_MOST_OF_A_STAGE = 8192
 
 
 class Repository:
@@ -55,6 +56,18 @@ class Repository:
         if not names.is_identity(text):
             raise IntegrityError(f"{self.where(name)} does not hold the identity of the root: 32 hexadecimal digits; delete it")
         return text
+
+    def stage_document(self) -> bytes | None:
+        """Return the document that says whose stage this root is, or None if it is not a stage. Raises OSError (EFBIG)."""
+        name = f"{names.CONTROL}/{names.STAGE}"
+        try:
+            return read_whole(self.storage.open(name), _MOST_OF_A_STAGE, name)
+        except FileNotFoundError:
+            return None
+
+    def publish_stage(self, document: bytes) -> None:
+        """Make this root the stage of another root."""
+        self.storage.publish(f"{names.CONTROL}/{names.STAGE}", document, replace=True)
 
     # -- listing
 

@@ -149,7 +149,7 @@ def test_why_has_a_reason_in_any_case() -> None:
 
 def test_an_unknown_state_is_refused() -> None:
     for state in ("failed", "skipped", "done", ""):
-        with pytest.raises(ValueError, match=f"^state is '{state}'; expected 'staged', 'sealed' or 'durable'$"):
+        with pytest.raises(ValueError, match=f"^state is '{state}'; expected 'staged', 'sealed', 'durable' or 'uploaded'$"):
             moved(*TO_DURABLE).wait(state)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 def test_defaults() -> None:
     config = load(ROOT, {}, None)
     assert dataclasses.asdict(config) | {"threads": 0} == {
-        "root": Path("/ckpts"), "socket": Path("/run/ckptd/s"), "state_dir": default_state_dir(),
+        "root": Path("/ckpts"), "stage": None, "socket": Path("/run/ckptd/s"), "state_dir": default_state_dir(),
         "codec": "auto", "slots": 2, "shm_dir": Path("/dev/shm"), "shm_quota": 0, "overflow": True,
         "memory_ttl": 900.0, "keep_last": 10, "make_room": False,
             "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0, "node_timeout": 600.0,
@@ -99,6 +100,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "idle_timeout": ("1.5", "1.5", 1.5),
     "log_file": ('"/var/log/ckptd.log"', "/var/log/ckptd.log", Path("/var/log/ckptd.log")),
     "log_level": ('"debug"', "debug", "debug"),
+    "stage": ('"/nvme/stage"', "/nvme/stage", Path("/nvme/stage")),
 }
 
 
@@ -111,6 +113,23 @@ def test_every_setting_may_stand_in_the_file_and_in_the_environment(name: str, f
     assert getattr(load(given, {f"CKPTD_{name.upper()}": text}, None), name) == value
     assert getattr(load({**given, name: text}, {}, None), name) == value
     assert type(getattr(load(given, {}, file), name)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("root", "stage", "words"),
+    [
+        ("/ckpts", "/ckpts", "neither lies in the root /ckpts nor holds it"),
+        ("/ckpts", "/ckpts/stage", "neither lies in the root /ckpts nor holds it"),
+        ("/nvme/stage/root", "/nvme/stage", "neither lies in the root /nvme/stage/root nor holds it"),
+        ("/ckpts", "s3://bucket/stage", "stage is the URL 's3:/bucket/stage'; expected a path on this machine"),
+    ],
+)
+def test_a_stage_is_a_directory_apart_from_the_root(root: str, stage: str, words: str) -> None:
+    for given in ({"stage": stage}, {}):
+        with pytest.raises(InvalidConfig, match=re.escape(words)):
+            load({**ROOT, "root": root, **given}, {} if given else {"CKPTD_STAGE": stage}, None)
+    assert load({**ROOT, "root": "s3://bucket/runs", "stage": "/nvme/stage"}, {}, None).stage == Path("/nvme/stage")
+    assert load({**ROOT, "root": "/ckpts", "stage": "/ckpts2"}, {}, None).stage == Path("/ckpts2")
 
 
 def test_relative_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from obstore.store import MemoryStore
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon.cli import main
+from ckptd.daemon.copier import CheckpointCopier
 from ckptd.daemon.copying import Copier
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, Busy, InvalidRequest, NotFound
@@ -179,7 +180,7 @@ def test_a_damaged_checkpoint_is_told_and_leaves_nothing(own: Path, target: Loca
 def test_a_copy_that_the_destination_damages_is_made_again_once(saved: Home, tmp_path: Path) -> None:
     calls = list[str]()
 
-    def damage(self: Copier, one: Any, part: Any) -> None:
+    def damage(self: CheckpointCopier, one: Any, part: Any) -> None:
         calls.append(part.file)
         if len(calls) == 1:
             file = tmp_path / one.job / one.tag / part.file
@@ -188,7 +189,7 @@ def test_a_copy_that_the_destination_damages_is_made_again_once(saved: Home, tmp
         verify(reader)
         reader.close()
 
-    with mock.patch.object(Copier, "_verify", damage):
+    with mock.patch.object(CheckpointCopier, "_verify", damage):
         assert copied(saved.root / "gpt" / "step-00000005", tmp_path) == steps(5)
     assert len(calls) == 2
     assert_sound(tmp_path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.daemon import doctor, limits
+from ckptd.daemon.config import load
 from ckptd.daemon.doctor import FAILED, OK, WARNING, Check
 from ckptd.daemon.peers import SO_PEERPIDFD
 from tests.crash.images import Image, Unavailable
@@ -77,6 +78,17 @@ def test_a_root_that_cannot_be_written_fails(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (check,) = doctor.check_root(tmp_path / "file")
     assert (check.name, check.level) == ("root", FAILED)
+
+
+def test_a_stage_is_checked_as_a_root_is(tmp_path: Path) -> None:
+    config = load({"root": str(tmp_path / "root"), "socket": str(tmp_path / "s"), "stage": str(tmp_path / "stage")}, {}, None)
+    found = by_name(list(doctor.check_all(config)))
+    assert {"root", "flock", "stage", "stage: permissions", "stage: flock", "stage: fsync of a directory"} <= set(found)
+    assert str(tmp_path / "stage") in found["stage"].message
+    (tmp_path / "file").write_bytes(b"")
+    assert [check.level for check in doctor.check_stage(tmp_path / "file")] == [doctor.FAILED]
+    volatile = by_name(list(doctor.check_stage(Path("/dev/shm/ckptd-test-no-such-stage"))))["stage: kind"]
+    assert (volatile.level, "not uploaded yet are then lost" in volatile.message) == (doctor.WARNING, True)
 
 
 def test_a_root_with_little_room_is_a_warning() -> None:

@@ -23,6 +23,7 @@ from ckptd.daemon.snapshot import RankSeal
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, StorageError
 from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.membership import Membership
 from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import SlotState, read_check, write_check, write_header
 from tests.shared.samples import seal, write_checkpoint
@@ -430,3 +431,27 @@ async def settled(world: World) -> None:
 def test_settle_waits_until_no_save_is_under_way(world: World) -> None:
     asyncio.run(settled(world))
     assert world.told == [SnapshotState.DURABLE]
+
+
+def test_a_step_of_several_nodes_is_not_saved_to_a_stage(tmp_path: Path) -> None:
+    """Its trainers may have begun before the daemon was started again with a stage."""
+    world = World(tmp_path)
+    world.saver._config = dataclasses.replace(world.saver._config, stage=tmp_path / "stage")
+    world.snapshot.node = Membership(claim="0" * 32, ranks=[0])
+    world.run()
+    assert "start the daemons of such a job without --stage" in world.snapshot.reason
+    assert not world.committed()
+    world.close()
+
+
+def test_a_full_stage_is_tried_again_after_each_local_copy_that_could_go(world: World) -> None:
+    world.fs.faults["create"] = 2, errno.ENOSPC
+    gone = list[str]()
+
+    async def evict(job: Job) -> bool:
+        gone.append(job.name)
+        return True
+
+    world.saver.evict = evict
+    world.run()
+    assert (gone, world.told) == (["gpt", "gpt"], [SnapshotState.DURABLE])

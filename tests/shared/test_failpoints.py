@@ -23,7 +23,7 @@ def _disarm() -> Iterator[None]:
 
 
 def test_names_are_registered_once() -> None:
-    assert len(failpoints.AGENT + failpoints.DAEMON + failpoints.NODES) == len(failpoints.NAMES)
+    assert len(failpoints.AGENT + failpoints.DAEMON + failpoints.NODES + failpoints.STAGE) == len(failpoints.NAMES)
 
 
 def test_an_unarmed_point_does_nothing() -> None:

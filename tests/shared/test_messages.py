@@ -37,7 +37,7 @@ def test_types_on_the_wire() -> None:
     assert {cls.__struct_config__.tag for cls in get_args(m.Message)} == {
         "hello", "welcome", "status", "status-report", "begin", "began", "allocate", "segments", "acquire", "granted", "refused", "seal",
         "sealed", "abandon", "plan", "persist", "find", "found", "fetch", "fetched", "forget",
-        "forgotten", "detach", "done", "progress", "error", "heard", "deliver", "delivered", "holds",
+        "forgotten", "detach", "done", "progress", "error", "heard", "deliver", "delivered", "holds", "uploads",
     }  # fmt: skip
 
 

@@ -44,6 +44,7 @@ REPLIES: tuple[m.Reply, ...] = (
     m.Progress(re=0, attempt=2, step=1000, state="failed", reason="disk full", code="storage"),
     m.Delivered(re=15, attempt=1, world_size=4, ranks=[2, 3]),
     m.Holds(re=0, attempt=2, holding=Holding(held=[900, 1000], done=1000, durable=800, failed={950: ("storage", "disk full (on node2)")})),
+    m.Uploads(re=0, attempt=2, uploaded=[900], waiting=[1000]),
     m.Error(re=4, code="quota", message="too much", retry=True),
 )
 MESSAGES: tuple[m.Request | m.Reply, ...] = REQUESTS + REPLIES

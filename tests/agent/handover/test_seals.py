@@ -11,7 +11,7 @@ from ckptd.agent.handover.seals import Seals
 from ckptd.agent.link.client import Client
 from ckptd.agent.pending import Pending
 from ckptd.shared import messages as m
-from ckptd.shared.errors import Fenced, StorageError
+from ckptd.shared.errors import Fenced, SnapshotFailed, StorageError
 from ckptd.shared.lifecycle import Event
 
 
@@ -19,6 +19,7 @@ class Wire:
     """In the place of a Client: keeps what is posted; the test answers."""
 
     def __init__(self) -> None:
+        self.welcome = m.Welcome(re=0, version=1)
         self.posted: list[tuple[m.Request, Callable[[m.Reply], None]]] = []
 
     def post(self, make: Callable[[int], m.Request], answered: Callable[[m.Reply], None]) -> None:
@@ -89,3 +90,53 @@ def test_every_snapshot_fails_when_the_attempt_is_lost() -> None:
     world.seals.fail_all(Fenced("attempt 2 has begun"))
     assert [type(snapshot.error) for snapshot in snapshots] == [Fenced] * 3
     assert world.pending == {}
+
+
+# -- a daemon with a stage
+
+
+def staged(*steps: int) -> tuple[World, list[Pending]]:
+    """Return a world whose daemon has a stage, and snapshots that are durable there."""
+    pending = [sealed(step) for step in steps]
+    world = World(*pending)
+    world.wire.welcome = m.Welcome(re=0, version=1, stage="/nvme/stage")
+    for one in pending:
+        world.seals.finish(one, None)
+    return world, pending
+
+
+def test_a_durable_checkpoint_is_uploaded_once_the_daemon_says_so() -> None:
+    world, (one, two) = staged(5, 6)
+    assert [one.state, two.state] == ["durable", "durable"]
+    world.seals.follow_uploads(m.Uploads(re=0, attempt=2, uploaded=[5, 6]))  # another attempt
+    world.seals.follow_uploads(m.Uploads(re=0, attempt=1, waiting=[5, 6]))
+    with pytest.raises(TimeoutError, match="step 5 is durable, not uploaded"):
+        one.wait("uploaded", timeout=0)
+    world.seals.follow_uploads(m.Uploads(re=0, attempt=1, uploaded=[5], waiting=[6]))
+    assert [one.state, two.state] == ["uploaded", "durable"]
+    assert one.wait("durable", timeout=0) is one.wait("uploaded", timeout=0) is one
+
+
+def test_a_checkpoint_that_no_longer_waits_and_is_not_in_the_root_is_not_called_uploaded() -> None:
+    world, (one,) = staged(5)
+    world.seals.follow_uploads(m.Uploads(re=0, attempt=1, uploaded=[6]))
+    with pytest.raises(SnapshotFailed, match="step 5 is not in the root, and does not wait for its upload"):
+        one.wait("uploaded", timeout=0)
+    assert one.wait("durable", timeout=0).state == "durable"
+
+
+def test_an_upload_that_was_told_before_the_seal_was_confirmed_counts() -> None:
+    """As after a restart of the daemon, which tells what is uploaded before it hears of the seal again."""
+    world, _ = staged()
+    late = sealed(5)
+    world.seals.follow_uploads(m.Uploads(re=0, attempt=1, uploaded=[5]))
+    world.seals.finish(late, None)
+    assert late.state == "uploaded"
+
+
+def test_nothing_waits_for_an_upload_after_the_agent_is_closed() -> None:
+    world, (one,) = staged(5)
+    world.seals.fail_all(Fenced("attempt 2 has begun"))
+    with pytest.raises(Fenced, match="attempt 2 has begun"):
+        one.wait("uploaded", timeout=0)
+    assert one.state == "durable"
