@@ -1,10 +1,10 @@
-"""Shows that training under ckptd continues bit for bit after a kill. `make demo` runs this script in about two minutes.
+"""Shows that training under ckptd continues bit for bit after a kill. `make demo` runs this script in about four minutes.
 
 First act: it trains train_gpt.py once without interruption, and once with two deaths at random moments. First only the trainer is killed,
 and must recover from memory. Then trainer, daemon and everything in shared memory are lost, and it must recover from storage. Second act:
 the same script on two ranks. One of them is killed, and both must recover. Third act: the same on two nodes, and one node is lost with
-all that is on it (two_nodes.py). Every loss that was ever computed and every value in the last checkpoint are compared with those of the
-uninterrupted runs.
+all that is on it (two_nodes.py), with a root in a directory and, if SeaweedFS is installed, with one in an object store. Every loss that
+was ever computed and every value in the last checkpoint are compared with those of the uninterrupted runs.
 
 The exit code is 0 only if nothing differs and both recoveries came from the expected place. The script leaves roots, logs and losses.png in
 --out, and deletes what an earlier demo left there.
@@ -19,11 +19,15 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ckptd.shared.location import Url
 from examples.runs import RECOVERED, Act, DemoFailed, Run, check_checkpoints, check_losses, end_process, print_table, say, wipe
 from examples.two_nodes import ARGUMENTS as ARGUMENTS_ON_NODES
 from examples.two_nodes import STEPS as STEPS_ON_NODES
@@ -156,6 +160,21 @@ def second_act(reference: Run, interrupted: Run, chance: random.Random) -> float
     return seconds
 
 
+@contextmanager
+def object_store() -> Iterator[Url | None]:
+    """Context manager. Run SeaweedFS, if it and the packages of the tests are installed, and give the URL of a root in it, or else None."""
+    try:
+        from tests.support import stores  # the demo borrows the server of the tests
+    except ImportError:
+        stores = None  # type: ignore[assignment]
+    if stores is None or stores.program("weed") is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ckptd-demo-") as place, stores.Servers(Path(place)) as servers:
+        os.environ.update(servers.get("seaweed").environ)
+        yield Url("s3", "bucket", ("demo",))
+
+
 def compare(reference: Run, interrupted: Run, acts: list[Act]) -> None:
     interrupted.wait_for_end()
     say("It has come to its end. Comparing.")
@@ -186,6 +205,12 @@ def main() -> None:
         else:
             print()
             third_act(runs[2], nodes, chance, seconds)
+            with object_store() as root:
+                if root is not None:
+                    print()
+                    say("The same again with a root in an object store, SeaweedFS on this machine.")
+                    runs.append(in_store := NodesRun(out, "nodes-in-store", root))
+                    third_act(runs[2], in_store, chance, seconds)
     except DemoFailed as failure:
         sys.exit(f"FAILED: {failure}")
     except KeyboardInterrupt:
