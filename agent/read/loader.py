@@ -43,6 +43,7 @@ def load(saved: Saved, destinations: Mapping[str, torch.Tensor], *, threads: int
     planned: dict[str, torch.Tensor] = {}
     for name, tensor, box in _own_boxes(destinations):
         saved.check_whole(name)
+        saved.dtype(name)  # raises if this torch does not have it
         size = saved.describe(name).size
         if tensor.shape != size:
             raise StructureMismatch(f"{name}: the checkpoint has shape {list(size)}, the state {list(tensor.shape)}")
