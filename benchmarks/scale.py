@@ -57,7 +57,7 @@ class Memory:
     """The memory that this process needs at most from now on, beyond what it has now."""
 
     def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew (proc(5))
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak (proc(5))
         self._before = self._status("VmRSS")
 
     def gigabytes(self) -> float:
@@ -109,7 +109,7 @@ class _Counted:
         return memoryview(self.data)[offset : offset + length]
 
     def read(self, buffer: memoryview, offset: int) -> int:
-        raise NotImplementedError
+        raise AssertionError("a metadata object is read by views")
 
     def close(self) -> None:
         pass

@@ -32,7 +32,7 @@ T = TypeVar("T")
 RENEWAL_SECONDS = 4.0
 """Seconds between two heartbeats: 15 small requests a minute for each job, whatever the number of its ranks and nodes."""
 RENEWALS_FOR_EACH_LOOK = 15
-"""Of so many heartbeats, one is followed by a listing, to learn whether a newer attempt has begun on another node: once a minute."""
+"""The number of heartbeats for each listing, which tells whether a newer attempt has begun on another node: once a minute."""
 END_SECONDS = 2.0
 """Seconds that a daemon which ends waits for the deletion of heartbeats. One that stays costs the next run on another node a short wait."""
 _THREADS = 4

@@ -44,7 +44,7 @@ def job_report(root: Location, job: str) -> dict[str, Any]:
 
 
 class _Try:
-    """One directory of a job: a checkpoint, or a save that is under way, abandoned or damaged.
+    """A directory of a job: a checkpoint, or a save that is under way, abandoned or damaged.
 
     outcome: the error if it cannot be read. receipts: filled by `read_receipts`. problem: why a receipt cannot be read, or "".
     """

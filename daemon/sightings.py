@@ -53,7 +53,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class WatchOn:
-    """It is not decided yet: look again."""
+    """The verdict that it is not decided yet, so that another look is needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ckptd.daemon.catalog import Job, StoredCheckpoint
 from ckptd.shared.messages import Uploads
 
 MOST_IN_ORDER = 2
-"""While at most so many checkpoints of a job wait, they are uploaded in order. If more wait, the upload has fallen behind."""
+"""The most checkpoints of a job that wait and are uploaded in order. If more wait, the upload has fallen behind."""
 
 
 def waiting(job: Job, refused: Collection[str] = ()) -> list[StoredCheckpoint]:

@@ -21,10 +21,10 @@ _Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """One heartbeat of one attempt.
+    """A heartbeat of one attempt.
 
     run: an id that the workers of one launch share, or "". host, boot: the node of rank 0, and the boot id of its kernel. pid, since: the
-    process of rank 0, and when it started, in Unix seconds; both 0 if they are not known. beat: is drawn anew for each heartbeat.
+    process of rank 0, and when it started, in Unix seconds; both 0 if they are not known. beat: random, and different in each heartbeat.
     """
 
     format: str = "ckptd-run"

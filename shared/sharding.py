@@ -22,7 +22,7 @@ MOST_MESH_RANKS = 1 << 24
 Extent = Annotated[int, msgspec.Meta(ge=1, le=MOST_MESH_RANKS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Split = tuple[Annotated[int, msgspec.Meta(ge=0, lt=MOST_MESH_DIMENSIONS)], Annotated[int, msgspec.Meta(ge=0, lt=MAX_DIMENSIONS)]]
-"""One division of a tensor: along which dimension of the mesh, and which dimension of the tensor."""
+"""A division of a tensor: the dimension of the mesh, and the dimension of the tensor that is divided along it."""
 Splits = Annotated[tuple[Split, ...], msgspec.Meta(max_length=MOST_MESH_DIMENSIONS)]
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 """The offsets and the sizes of a shard, in elements."""
@@ -119,8 +119,8 @@ class Rule(msgspec.Struct, frozen=True, array_like=True):
 def place(size: Sequence[int], mesh: Mesh, splits: Splits, coordinate: Sequence[int]) -> Place:
     """Return the place of the shard at a coordinate of the mesh.
 
-    Each split divides what is left of a dimension of the tensor as `torch.chunk` does: into pieces of the same size, rounded up, of which
-    the last ones may be smaller or empty.
+    Each split divides what is left of a dimension of the tensor as `torch.chunk` does: into pieces of the same size, rounded up. The
+    last pieces may be smaller or empty.
     """
     offsets, sizes = [0] * len(size), list(size)
     for along, dimension in splits:

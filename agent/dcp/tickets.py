@@ -46,7 +46,7 @@ def show(path: Location, rank: int, found: RankDaemon) -> None:
 
 _lock = threading.Lock()
 _own: dict[str, RankDaemon] = {}
-"""What this rank has shown last, by the directory of the job. One key has them all, so that no key is left behind by a job."""
+"""The daemons that this rank has shown, by the directory of the job. One key has them all, so that no key is left behind by a job."""
 _MOST_JOBS = 32
 
 

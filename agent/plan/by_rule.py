@@ -29,7 +29,7 @@ _LEVEL = 1
 
 
 class Ruled(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor of a structure. Its first fields are the same on all ranks that have the tensor.
+    """A tensor of a structure. Its first fields are the same on all ranks that have the tensor.
 
     size: of the whole tensor, in elements. mesh: the number of its mesh in the summary, or WHOLE if the rank has the whole tensor. splits:
     how it is divided along the mesh. buffer, base: as in `Row`. digest: of the bytes, for a whole tensor that is compared between ranks.
@@ -190,7 +190,10 @@ class ByRule:
 
 
 def stacked(splits: Splits, mesh: Mesh, shape: Sequence[int]) -> Splits:
-    """Return the splits of a tensor along `mesh`, given those along its own mesh of this shape, of which `mesh` may be several in a row."""
+    """Return the splits of a tensor along `mesh`, given those along its own mesh, which has this shape.
+
+    `mesh` is the tensor's own mesh, or several meshes of that shape in a row.
+    """
     more = len(mesh.shape) - len(shape)
     return tuple((along + more, dimension) for along, dimension in splits)
 

@@ -25,7 +25,7 @@ from ckptd.shared.errors import CkptdError
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What this rank could write: its rows, the digests of its plain values by key, and the same by rule."""
+    """The description of what this rank could write: its rows, the digests of its plain values by key, and the same by rule."""
 
     local: Local
     values: dict[str, bytes]

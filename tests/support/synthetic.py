@@ -31,8 +31,8 @@ class Tensor:
 class Job:
     """A synthetic job.
 
-    meshes: for each kind of mesh, a function that returns the mesh of a rank. has: True if a rank has a tensor. content: the bytes of a
-    tensor on a rank, of which only the digest counts.
+    meshes: for each kind of mesh, a function that returns the mesh of a rank. has: True if a rank has a tensor. content: stands
+    for the digest of a tensor's bytes on a rank.
     """
 
     world_size: int
