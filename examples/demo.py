@@ -1,4 +1,4 @@
-"""Shows that training under ckptd continues bit for bit after a kill. `make demo` runs this script in about four minutes.
+"""Shows that training under ckptd continues bit for bit after a kill. `make demo` runs this script in about two minutes.
 
 First act: it trains train_gpt.py once without interruption, and once with two deaths at random moments. First only the trainer is killed,
 and must recover from memory. Then trainer, daemon and everything in shared memory are lost, and it must recover from storage. Second act:
