@@ -288,7 +288,7 @@ def test_the_daemon_of_rank_0_may_be_killed_while_the_training_goes_on(two: Node
 
 
 def test_two_roots_may_have_jobs_of_one_name(two: Nodes) -> None:
-    """Both are in attempt 1, and their boards are in the same store."""
+    """The two jobs are both in attempt 1, and their boards are in the same store."""
     with nodes(2) as other, Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
         ranks.call(_keep_as_other)

@@ -88,7 +88,7 @@ def forget(root: Repository) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """How many requests a save, a recovery and a deletion take without faults."""
+    """The number of requests that a save, a recovery and a deletion take without faults."""
 
     saving: int
     reading: int

@@ -434,7 +434,7 @@ def test_settle_waits_until_no_save_is_under_way(world: World) -> None:
 
 
 def test_a_step_of_several_nodes_is_not_saved_to_a_stage(tmp_path: Path) -> None:
-    """Its trainers may have begun before the daemon was started again with a stage."""
+    """Trainers may have begun a job of several nodes before the daemon was started again with a stage."""
     world = World(tmp_path)
     world.saver._config = dataclasses.replace(world.saver._config, stage=tmp_path / "stage")
     world.snapshot.node = Membership(claim="0" * 32, ranks=[0])

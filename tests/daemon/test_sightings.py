@@ -1,4 +1,4 @@
-"""Whether a run is alive, from looks at its heartbeats at any times: no clock, no storage."""
+"""Tests whether a run counts as alive, given looks at its heartbeats at any times. There is no clock and no storage."""
 
 from __future__ import annotations
 

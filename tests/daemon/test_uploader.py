@@ -376,7 +376,7 @@ def test_a_checkpoint_that_somebody_has_deleted_from_the_stage_is_not_waited_for
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
 def test_a_save_through_dcp_is_in_the_root_when_it_returns(place: Home, stage: Path) -> None:
-    """Its caller has named a path, and may read it next."""
+    """The caller of a save through DCP has named a path, and may read it next."""
     with with_stage(place):
         for step in range(1, 4):
             state = {"weight": torch.full((50_000,), float(step))}
