@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckptd.agent.read.saved import Saved, Shard
+from ckptd.agent.read.slot_source import PartWithSlot
 from ckptd.shared.errors import IntegrityError, NotFound
 from ckptd.shared.metadata_object import MetadataReader, stored_places
 from ckptd.shared.part import PartReader
@@ -25,17 +26,17 @@ class PartOnDemand:
     Every call may raise the errors of `open_part`: IntegrityError, OSError.
     """
 
-    def __init__(self, open_part: Callable[[], PartReader], *, remote: bool) -> None:
+    def __init__(self, open_part: Callable[[], PartReader | PartWithSlot], *, remote: bool) -> None:
         self.remote = remote
         self._open_part = open_part
         self._lock = threading.Lock()
-        self._reader: PartReader | None = None
+        self._reader: PartReader | PartWithSlot | None = None
         self._closed = False
         self._items: dict[tuple[str, tuple[int, ...]], Item] = {}
         self._aliases: dict[str, Alias] = {}
 
     @property
-    def reader(self) -> PartReader:
+    def reader(self) -> PartReader | PartWithSlot:
         with self._lock:
             if self._reader is None:
                 if self._closed:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
-import os
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -17,10 +16,9 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
-from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
-from ckptd.agent.copy.mapping import map_segment
 from ckptd.agent.read.on_demand import OPENED_AT_ONCE, PartOnDemand, SavedOnDemand
 from ckptd.agent.read.saved import Saved, torch_version
+from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
 from ckptd.agent.state.merge import bare, merge
 from ckptd.agent.state.tree import TensorRef, filled, tensor_names
 from ckptd.agent.state.values import decode
@@ -28,76 +26,11 @@ from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part import ChunkSource, PartReader
-from ckptd.shared.plan import Plan, chunk_ranges, with_values
 from ckptd.shared.scatter import scatter, verify
-from ckptd.shared.segment import SlotState, read_check, read_data, read_document, read_header
-from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.metadata import open_metadata
 from ckptd.shared.storage.protocol import Closable
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.storage.standalone import StandaloneCheckpoint
-
-
-class SlotSource:
-    """A sealed slot as a `ChunkSource`. Checks every chunk against the checksums in the slot's check area.
-
-    Raises IntegrityError if the slot is damaged, has been filled again, or has no checksums yet. The descriptor stays the caller's. Call
-    `close` at the end: memory that is mapped cannot be freed.
-    """
-
-    remote = False
-
-    def __init__(self, fd: int, attempt: int, step: int) -> None:
-        self._fd = fd
-        header = read_header(fd)
-        if header.state is not SlotState.SEALED or (header.attempt, header.step) != (attempt, step):
-            raise IntegrityError(f"the slot of step {step} has been filled again")
-        if os.fstat(fd).st_size < header.file_length:
-            raise IntegrityError(f"the slot of step {step} has been cut short")
-        self.header = header
-        self.plan = Plan.decode(read_document(fd, header, header.plan, "plan"))
-        self.request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
-        self.values = (header.values.offset, header.values.length)
-        if self.values[0] < self.plan.data_length:
-            raise IntegrityError(f"the slot of step {step} is damaged: its values overlap its tensors")
-        self.ranges = chunk_ranges(with_values(self.plan.regions, self.values), header.chunk_size)
-        checks = read_check(fd, header)
-        if checks is None or len(checks) != len(self.ranges):
-            raise IntegrityError(f"the slot of step {step} has no checksums")
-        self._checks = checks
-        self._mapped: Any = None
-        if copy_bytes is not None:
-            with suppress(OSError):
-                self._mapped = map_segment(fd, header.file_length, writable=False)
-
-    def close(self) -> None:
-        """Unmap the slot. No read may be under way. Later reads go through the descriptor."""
-        self._mapped = None
-
-    def read_chunk(self, number: int, raw: memoryview) -> None:
-        self.read_pieces(number, [raw])
-
-    def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
-        offset = self.ranges[number].offset
-        crc = self._copy_out(offset, pieces)
-        if crc is None:
-            crc = 0
-            for piece in pieces:
-                crc = read_data(self._fd, self.header, offset, len(piece), piece, crc)
-                offset += len(piece)
-        if crc != self._checks[number]:
-            raise IntegrityError(f"chunk {number} of step {self.header.step} has changed in memory since it was sealed")
-        return True
-
-    def _copy_out(self, offset: int, pieces: Sequence[memoryview]) -> int | None:
-        """Copy bytes of the slot from memory, and return their crc32c. Return None if they can only be read through the descriptor."""
-        mapped = self._mapped
-        if mapped is None:
-            return None
-        try:
-            return copy_out(ctypes.addressof(mapped) + self.header.data_offset + offset, pieces)
-        except OSError:
-            return None
 
 
 @dataclass(slots=True)
@@ -216,8 +149,29 @@ def open_memory(descriptors: Sequence[Descriptor], attempt: int, step: int, tag:
     return Opened(tag, sources, saved, dict(request.metrics), content, [*descriptors, *sources], request.created)
 
 
-def open_checkpoint(repository: Repository, job: str, tag: str, manifest: Manifest | None = None) -> Opened:
-    """Open a checkpoint, under a lease that keeps it from being deleted. `manifest` is that of the checkpoint, if the caller has read it.
+def open_slots(descriptors: Mapping[int, Descriptor], attempt: int, step: int) -> dict[int, SlotSource]:
+    """Open the slots of some ranks, given and returned by rank, that are sealed, hold this attempt and step, and are sound.
+
+    The descriptors stay the caller's.
+    """
+    found: dict[int, SlotSource] = {}
+    for rank, descriptor in descriptors.items():
+        with suppress(IntegrityError, OSError):
+            found[rank] = SlotSource(descriptor.fileno(), attempt, step)
+    return found
+
+
+def open_checkpoint(
+    repository: Repository,
+    job: str,
+    tag: str,
+    manifest: Manifest | None = None,
+    slots: Mapping[int, SlotSource] = types.MappingProxyType({}),
+) -> Opened:
+    """Open a checkpoint, under a lease that keeps it from being deleted.
+
+    manifest: that of the checkpoint, if the caller has read it. slots: slots that may hold the parts of these ranks still. Chunks are read
+    from them in place of the parts that they match. They stay the caller's.
 
     If the checkpoint is overwritten meanwhile, the new one is opened. Raises NotFound, also if the checkpoint is deleted meanwhile; Busy if
     a deleter has it locked; IntegrityError, OSError.
@@ -225,7 +179,7 @@ def open_checkpoint(repository: Repository, job: str, tag: str, manifest: Manife
     manifest = manifest or repository.read_manifest(job, tag)
     while True:
         try:
-            return _opened(repository, job, tag, manifest)
+            return _opened(repository, job, tag, manifest, slots)
         except IntegrityError:
             again = repository.read_manifest(job, tag)  # NotFound if it was deleted, since the manifest is deleted first
             if again.parts == manifest.parts:
@@ -233,8 +187,8 @@ def open_checkpoint(repository: Repository, job: str, tag: str, manifest: Manife
             manifest = again  # the checkpoint was overwritten
 
 
-def _opened(repository: Repository, job: str, tag: str, manifest: Manifest) -> Opened:
-    def open_part(part: PartEntry) -> PartReader:
+def _opened(repository: Repository, job: str, tag: str, manifest: Manifest, slots: Mapping[int, SlotSource]) -> Opened:
+    def open_part(part: PartEntry) -> PartReader | PartWithSlot:
         reader = repository.open_part(job, tag, part.file, part.index_sha256)
         try:
             reader.check_codecs()  # an error that is found later would leave half of the state overwritten
@@ -245,7 +199,8 @@ def _opened(repository: Repository, job: str, tag: str, manifest: Manifest) -> O
         except BaseException:
             reader.close()
             raise
-        return reader
+        slot = slots.get(part.rank)
+        return PartWithSlot(reader, slot) if slot is not None and PartWithSlot.match(reader, slot) else reader
 
     lease = repository.lease(job, tag)
     held: list[Closable] = [lease]
@@ -265,10 +220,10 @@ def _opened(repository: Repository, job: str, tag: str, manifest: Manifest) -> O
 
 
 def _all_parts(
-    manifest: Manifest, open_part: Callable[[PartEntry], PartReader], held: list[Closable], *, remote: bool
+    manifest: Manifest, open_part: Callable[[PartEntry], PartReader | PartWithSlot], held: list[Closable], *, remote: bool
 ) -> Sequence[ChunkSource]:
     """Open all parts, and add them to `held`."""
-    readers: list[PartReader] = []
+    readers: list[PartReader | PartWithSlot] = []
     with ExitStack() as threads:
         each = threads.enter_context(ThreadPoolExecutor(OPENED_AT_ONCE, "ckptd-open")).map if remote else map
         for reader in each(open_part, manifest.parts):
@@ -282,7 +237,7 @@ def _on_demand(
     job: str,
     tag: str,
     manifest: Manifest,
-    open_part: Callable[[PartEntry], PartReader],
+    open_part: Callable[[PartEntry], PartReader | PartWithSlot],
     held: list[Closable],
     *,
     remote: bool,

@@ -12,13 +12,15 @@ from ckptd.agent.dcp.planner_rounds import PlannedLoad
 from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.read.loader import check_partition, load, materialize
-from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory
+from ckptd.agent.read.slot_source import SlotSource
+from ckptd.agent.read.sources import Opened, newer, open_checkpoint, open_memory, open_slots
 from ckptd.agent.recover.binding import Binding
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
 from ckptd.agent.state.merge import Foreign, merge
 from ckptd.shared import messages as m
-from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, StorageError, StructureMismatch
+from ckptd.shared.descriptor import Descriptor
+from ckptd.shared.errors import CkptdError, IntegrityError, NewerFormat, NotFound, StorageError, StructureMismatch
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.storage.locate import open_root
 
@@ -26,6 +28,7 @@ log = logging.getLogger("ckptd.agent")
 
 FIND_SECONDS = 120.0  # long enough for a root with many checkpoints on a slow mount
 RANKS_SECONDS = 600.0  # how long one rank waits for another to reach the same point, or to finish loading
+_SLOTS_SECONDS = 30.0  # how long the daemon may check slots that storage can stand in for
 
 
 class Loading:
@@ -46,6 +49,8 @@ class Loading:
         self.rng: dict[str, Any] | None = None
         self._binding: Binding | None = None
         self._writing = False
+        self._descriptors: Sequence[Descriptor] = ()
+        self._slots: dict[int, SlotSource] = {}
 
     def open(self) -> dict[str, Any]:
         """Open the candidate, and check it as far as that is cheap. Return the damage that was found."""
@@ -131,7 +136,22 @@ class Loading:
             _, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=candidate.attempt, step=step), m.Fetched, FIND_SECONDS)
             return open_memory(descriptors, candidate.attempt, step, candidate.tag)
         welcome = self._client.welcome
-        return open_checkpoint(open_root(welcome.stage if candidate.source == "stage" else welcome.root), self._job, candidate.tag)
+        repository = open_root(welcome.stage if candidate.source == "stage" else welcome.root)
+        return open_checkpoint(repository, self._job, candidate.tag, slots=self._slots_in_memory())
+
+    def _slots_in_memory(self) -> dict[int, SlotSource]:
+        """Return the slots in the memory of this node that hold the candidate still, by rank. They are closed with this object."""
+        attempt, step = self._candidate.attempt, self._candidate.step
+        if step is None:
+            return {}
+        try:
+            fetched, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=attempt, step=step), m.Fetched, _SLOTS_SECONDS)
+        except CkptdError as error:  # nothing depends on the slots
+            log.debug("%s/%s has no copy in the memory of this node: %s", self._job, self._candidate.tag, error)
+            return {}
+        self._descriptors = descriptors
+        self._slots = open_slots(dict(zip(fetched.ranks, descriptors, strict=True)), attempt, step)
+        return self._slots
 
     def load(self) -> dict[str, Any]:
         """Read and verify every byte, most of them straight into the state. Return the damage that was found."""
@@ -167,11 +187,21 @@ class Loading:
             set_rng_state(self.rng)
         return {}
 
+    @property
+    def memory_bytes(self) -> int:
+        """The number of bytes that were read from memory, not from storage."""
+        slots = [source for source in self.opened.sources if isinstance(source, SlotSource)] if self.opened is not None else []
+        return sum(slot.bytes_read for slot in (*slots, *self._slots.values()))
+
     def close(self) -> None:
         if self._binding is not None and not self._writing:
             self._binding.discard()
         if self.opened is not None:
             self.opened.close()
+        for slot in self._slots.values():
+            slot.close()
+        for descriptor in self._descriptors:
+            descriptor.close()
 
 
 class PlannedLoading(Loading):

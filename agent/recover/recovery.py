@@ -1,7 +1,8 @@
 """Chooses the snapshot to recover and the tier to read it from, and loads it into the caller's state.
 
-The candidates that all ranks can get are tried best first: highest (attempt, step), memory before storage. The structure is compared before
-the first byte is written. If damage is found later, the next candidate is tried, and overwrites every item. RNG states are set last.
+The candidates that all ranks can get are tried best first: highest (attempt, step), memory before storage. What the memory of a node still
+holds of a checkpoint is read from there. The structure is compared before the first byte is written. If damage is found later, the next
+candidate is tried, and overwrites every item. RNG states are set last.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ckptd.shared.errors import (
 )
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import origin
+from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.agent")
 
@@ -48,7 +50,8 @@ class Recovered:
     step: -1 if it was saved without one. tag: the name of its directory. source: "memory", "storage" or, from a copy that is
     still on the local disk in front of the root, "stage". seconds: how long the recovery
     took. passed_over: one text for each newer checkpoint that was damaged, with the reason. origin: who saved it and when, like
-    "train.py on node1 as alice, 2026-11-22 17:08 UTC"; "" if an earlier version saved it.
+    "train.py on node1 as alice, 2026-11-22 17:08 UTC"; "" if an earlier version saved it. memory_bytes: the bytes that this rank has read
+    from the memory of its node. If `source` is "storage", the node still held these bytes, and the others came from storage.
     """
 
     step: int
@@ -60,6 +63,7 @@ class Recovered:
     seconds: float
     passed_over: list[str] = field(default_factory=list)
     origin: str = ""
+    memory_bytes: int = 0
     _rng: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def restore_rng(self) -> bool:
@@ -134,7 +138,7 @@ class Recovery:
                 continue
             failpoint("agent.recover.loaded")
             recovered = _recovered(candidate, loading, time.monotonic() - begun, passed_over)
-            log.info("recovered %s in %.2f s%s", where, recovered.seconds, f"; saved by {recovered.origin}" if recovered.origin else "")
+            log.info("recovered %s in %.2f s%s", where, recovered.seconds, _details(recovered))
             return recovered
         if passed_over:
             after = "; the state is partly overwritten: rebuild it before training" if overwritten else "; the state is unchanged"
@@ -252,8 +256,14 @@ def _recovered(candidate: m.RecoveryCandidate, loading: Loading, seconds: float,
     return Recovered(
         step=-1 if candidate.step is None else candidate.step, attempt=candidate.attempt, tag=candidate.tag, source=candidate.source,
         metrics=opened.metrics, user_content=opened.user_content, seconds=seconds, passed_over=passed_over,
-        origin=_origin(opened), _rng=loading.rng,
+        origin=_origin(opened), memory_bytes=loading.memory_bytes, _rng=loading.rng,
     )  # fmt: skip
+
+
+def _details(recovered: Recovered) -> str:
+    read = recovered.memory_bytes if recovered.source != "memory" else 0
+    memory = f", {size_text(read)} of it from the memory of this node" if read else ""
+    return memory + (f"; saved by {recovered.origin}" if recovered.origin else "")
 
 
 def _origin(opened: Opened) -> str:

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from crc32c import crc32c
+
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.plan import MIN_CHUNK
-from ckptd.shared.segment import SegmentHeader, write_header
+from ckptd.shared.plan import MIN_CHUNK, Plan, chunk_ranges, with_values
+from ckptd.shared.segment import SegmentHeader, read_header, write_check, write_header
+from ckptd.shared.snapshot_request import SnapshotRequest
+from tests.shared.samples import packed_slot, seal, values_after
 
 
 class Tmpfs:
@@ -40,3 +44,18 @@ def tmpfs() -> Iterator[Tmpfs]:
         yield Tmpfs(directory)
     finally:
         shutil.rmtree(directory)
+
+
+@contextmanager
+def sealed_slot(plan: Plan, request: SnapshotRequest) -> Iterator[Descriptor]:
+    """Context manager. Yields a slot with step 5 of attempt 1, sealed by its trainer and checked as the daemon does."""
+    with tmpfs() as shm:
+        data, lock = shm.make("a.seg", 1 << 20)
+        lock.close()
+        seal(data.fileno(), read_header(data.fileno()), plan, request=request)
+        header, values = read_header(data.fileno()), values_after(plan)
+        packed = packed_slot(plan, values)
+        ranges = chunk_ranges(with_values(plan.regions, values), header.chunk_size)
+        write_check(data.fileno(), header, [crc32c(bytes(packed[chunk.offset : chunk.offset + chunk.length])) for chunk in ranges])
+        yield data
+        data.close()

@@ -10,62 +10,31 @@ from typing import Any
 
 import msgspec
 import pytest
-from crc32c import crc32c
 
 from ckptd.agent.copy import checked_copy
-from ckptd.agent.read import sources as sources_module
-from ckptd.agent.read.sources import SlotSource, load_blob, newer, open_checkpoint, open_memory
+from ckptd.agent.read.sources import load_blob, newer, open_checkpoint, open_memory
 from ckptd.agent.state.tree import TensorRef
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
-from ckptd.shared.plan import chunk_ranges, with_values
 from ckptd.shared.segment import read_header, write_check, write_header
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
-from tests.shared.samples import packed_slot, sample_plan, seal, values_after
+from tests.shared.samples import sample_plan
 from tests.support.descriptors import opened as descriptors
 from tests.support.forged import forge
-from tests.support.tmpfs import tmpfs
+from tests.support.tmpfs import sealed_slot
 
 TAG = "step-00000001.a0001"
-PLAN = sample_plan()
-
-
-def check(slot: Descriptor) -> None:
-    """Do what the daemon does after a seal."""
-    header = read_header(slot.fileno())
-    ranges = chunk_ranges(with_values(PLAN.regions, (header.values.offset, header.values.length)), header.chunk_size)
-    data = packed_slot(PLAN, values_after(PLAN))
-    write_check(slot.fileno(), header, [crc32c(bytes(data[chunk.offset : chunk.offset + chunk.length])) for chunk in ranges])
 
 
 @pytest.fixture
 def slot() -> Iterator[Descriptor]:
-    with tmpfs() as shm:
-        data, lock = shm.make("a.seg", 1 << 16)
-        request = SnapshotRequest(metrics={"loss": 0.5}, user_content='{"epoch":3}')
-        seal(data.fileno(), read_header(data.fileno()), PLAN, request=request)
-        check(data)
-        lock.close()
-        yield data
-        data.close()
+    with sealed_slot(sample_plan(), SnapshotRequest(metrics={"loss": 0.5}, user_content='{"epoch":3}')) as sealed:
+        yield sealed
 
 
 # -- memory
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-def test_a_sealed_slot_gives_its_chunks(slot: Descriptor, monkeypatch: pytest.MonkeyPatch, mapped: bool) -> None:
-    if not mapped:
-        monkeypatch.setattr(sources_module, "copy_bytes", None)
-    source = SlotSource(slot.fileno(), 1, 5)
-    data = packed_slot(PLAN, values_after(PLAN))
-    for number, chunk in enumerate(source.ranges):
-        raw = bytearray(chunk.length)
-        source.read_chunk(number, memoryview(raw))
-        assert raw == data[chunk.offset : chunk.offset + chunk.length]
-    assert not slot.closed
 
 
 def test_a_snapshot_in_memory_has_what_was_asked_for_with_it(slot: Descriptor) -> None:
@@ -87,20 +56,6 @@ def test_the_memory_of_a_snapshot_is_unmapped_when_it_is_closed(slot: Descriptor
     assert mappings() == 1
     opened.close()
     assert mappings() == 0
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-def test_a_slot_that_is_cut_short_while_it_is_open_does_not_end_the_trainer(
-    slot: Descriptor, monkeypatch: pytest.MonkeyPatch, mapped: bool
-) -> None:
-    if not mapped:
-        monkeypatch.setattr(sources_module, "copy_bytes", None)
-    source = SlotSource(slot.fileno(), 1, 5)
-    raw = memoryview(bytearray(source.ranges[0].length))
-    source.read_chunk(0, raw)
-    os.ftruncate(slot.fileno(), source.header.data_offset)
-    with pytest.raises(IntegrityError, match="^the slot of step 5 has been cut short: that copy in memory is lost$"):
-        source.read_chunk(0, raw)
 
 
 def damage(slot: Descriptor, how: str) -> None:
@@ -133,17 +88,6 @@ def test_a_slot_that_is_not_what_was_sealed_is_refused_and_closed(slot: Descript
     with pytest.raises(IntegrityError, match=f"^{words}$"):
         open_memory([slot], 1, 5, TAG)
     assert slot.closed
-
-
-def test_a_slot_that_changes_after_it_was_opened_is_noticed_at_the_read(slot: Descriptor) -> None:
-    source = SlotSource(slot.fileno(), 1, 5)
-    raw = bytearray(source.ranges[0].length)
-    os.pwrite(slot.fileno(), b"\xff", source.header.data_offset)
-    with pytest.raises(IntegrityError, match="^chunk 0 of step 5 has changed in memory since it was sealed$"):
-        source.read_chunk(0, memoryview(raw))
-    os.ftruncate(slot.fileno(), source.header.data_offset)
-    with pytest.raises(IntegrityError, match="^the slot of step 5 has been cut short"):
-        source.read_chunk(0, memoryview(raw))
 
 
 # -- storage

@@ -1,0 +1,128 @@
+"""Reads sealed slots: as the snapshot that they hold, or in place of the parts that were written from them."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ckptd.agent.copy.checked_copy import copy_bytes, copy_out
+from ckptd.agent.copy.mapping import map_segment
+from ckptd.shared.errors import IntegrityError
+from ckptd.shared.part import PartReader
+from ckptd.shared.plan import Plan, chunk_ranges, with_values
+from ckptd.shared.segment import SlotState, read_check, read_data, read_document, read_header
+from ckptd.shared.snapshot_request import SnapshotRequest
+
+log = logging.getLogger("ckptd.agent")
+
+
+class SlotSource:
+    """A sealed slot as a `ChunkSource`. Checks every chunk against the checksums in the slot's check area.
+
+    Raises IntegrityError if the slot is damaged, has been filled again, or has no checksums yet. The descriptor stays the caller's. Call
+    `close` at the end: memory that is mapped cannot be freed. `bytes_read` is the number of bytes that were read and found sound.
+    """
+
+    remote = False
+
+    def __init__(self, fd: int, attempt: int, step: int) -> None:
+        self._fd = fd
+        header = read_header(fd)
+        if header.state is not SlotState.SEALED or (header.attempt, header.step) != (attempt, step):
+            raise IntegrityError(f"the slot of step {step} has been filled again")
+        if os.fstat(fd).st_size < header.file_length:
+            raise IntegrityError(f"the slot of step {step} has been cut short")
+        self.header = header
+        self.plan = Plan.decode(read_document(fd, header, header.plan, "plan"))
+        self.request = SnapshotRequest.decode(read_document(fd, header, header.request, "request"))
+        self.values = (header.values.offset, header.values.length)
+        if self.values[0] < self.plan.data_length:
+            raise IntegrityError(f"the slot of step {step} is damaged: its values overlap its tensors")
+        self.ranges = chunk_ranges(with_values(self.plan.regions, self.values), header.chunk_size)
+        checks = read_check(fd, header)
+        if checks is None or len(checks) != len(self.ranges):
+            raise IntegrityError(f"the slot of step {step} has no checksums")
+        self.checks: Sequence[int] = checks
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._mapped: Any = None
+        if copy_bytes is not None:
+            with suppress(OSError):
+                self._mapped = map_segment(fd, header.file_length, writable=False)
+
+    def close(self) -> None:
+        """Unmap the slot. No read may be under way. Later reads go through the descriptor."""
+        self._mapped = None
+
+    def read_chunk(self, number: int, raw: memoryview) -> None:
+        self.read_pieces(number, [raw])
+
+    def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        offset = self.ranges[number].offset
+        crc = self._copy_out(offset, pieces)
+        if crc is None:
+            crc = 0
+            for piece in pieces:
+                crc = read_data(self._fd, self.header, offset, len(piece), piece, crc)
+                offset += len(piece)
+        if crc != self.checks[number]:
+            raise IntegrityError(f"chunk {number} of step {self.header.step} has changed in memory since it was sealed")
+        with self._lock:
+            self.bytes_read += self.ranges[number].length
+        return True
+
+    def _copy_out(self, offset: int, pieces: Sequence[memoryview]) -> int | None:
+        """Copy bytes of the slot from memory, and return their crc32c. Return None if they can only be read through the descriptor."""
+        mapped = self._mapped
+        if mapped is None:
+            return None
+        try:
+            return copy_out(ctypes.addressof(mapped) + self.header.data_offset + offset, pieces)
+        except OSError:
+            return None
+
+
+class PartWithSlot:
+    """A part as a `ChunkSource` whose chunks are read from the slot that it was written from. `close` closes the part.
+
+    From the first chunk on that the slot cannot give any more, chunks are read from storage. The slot stays the caller's.
+    """
+
+    remote = False
+
+    def __init__(self, part: PartReader, slot: SlotSource) -> None:
+        self._part = part
+        self._slot: SlotSource | None = slot
+        self.name, self.plan, self.values, self.ranges = part.name, part.plan, part.values, part.ranges
+
+    @staticmethod
+    def match(part: PartReader, slot: SlotSource) -> bool:
+        """Return True if the slot has the bytes of the part, by the length and the checksum of every chunk."""
+        return slot.ranges == part.ranges and list(slot.checks) == [chunk.raw_crc for chunk in part.index.chunks]
+
+    def close(self) -> None:
+        self._part.close()
+
+    def read_chunk(self, number: int, raw: memoryview) -> None:
+        if not self._read_slot(number, [raw]):
+            self._part.read_chunk(number, raw)
+
+    def read_pieces(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        return self._read_slot(number, pieces) or self._part.read_pieces(number, pieces)
+
+    def _read_slot(self, number: int, pieces: Sequence[memoryview]) -> bool:
+        slot = self._slot
+        if slot is None:
+            return False
+        try:
+            return slot.read_pieces(number, pieces)
+        except (IntegrityError, OSError) as error:
+            if self._slot is not None:  # the first of several threads
+                self._slot = None
+                log.warning("%s is read from storage, because its copy in memory is lost: %s", self.name, error)
+            return False
