@@ -86,3 +86,14 @@ def is_news(holding: Holding, written: Holding | None, heard: Answer) -> bool:
 def is_open(step: int, holding: Holding, heard: Answer) -> bool:
     """Return True if a step is neither durable nor common nor dead, as far as a node knows that holds this and has `heard` that."""
     return step > holding.durable and step not in heard.common and step not in heard.dead
+
+
+def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
+    """Return True if no node waits for what another one may still tell, after `given` has been the answer to all of them.
+
+    All nodes are then done with the same steps, and every step that one of them holds is durable, common or dead.
+    """
+    durable = max((node.durable for node in nodes.values()), default=-1)
+    return len({node.done for node in nodes.values()}) == 1 and not any(
+        step > durable and is_open(step, node, given) for node in nodes.values() for step in node.held
+    )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ckptd.shared.board import Answer, Holding, answer, is_news, is_open
+from ckptd.shared.board import Answer, Holding, answer, is_news, is_open, is_quiet
 
 log = logging.getLogger("ckptd.agent")
 
@@ -28,7 +28,9 @@ _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
 _MOST_USUAL = 0.02
 """The most seconds before the first look at a step. The save of the step waits for this look."""
 _IDLE_LOOK = 1.0
-"""Seconds between looks of rank 0 while no step of its own node is open: another node may hold a step that this one has not taken."""
+"""Seconds between looks of rank 0 while no step of its own node is open, but another node holds or may seal one that this node lacks."""
+_QUIET_LOOK = 10.0
+"""Seconds between looks of rank 0 while no node waits for another one. The next step of its own node makes it look at once."""
 _SOONER = 0.9
 """The factor by which the first look comes sooner at the next step, if the answer was there at the first look."""
 
@@ -48,6 +50,7 @@ class Board:
         self._written: Holding | None = None
         self._heard = Answer()
         self._complete = False  # True once all nodes have written something
+        self._quiet = False  # as rank 0 has found at its last look
         self._usual = _FIRST_LOOK  # seconds from the write of a step to the first look
         self._pause = _FIRST_LOOK  # seconds before the next look
         self._looks = 0  # since the last write
@@ -121,7 +124,8 @@ class Board:
         if (news and self._rank == 0) or any(is_open(step, holding, self._heard) for step in holding.held):
             self._next = time.monotonic() + self._pause
         else:
-            self._next = time.monotonic() + _IDLE_LOOK if self._rank == 0 else None
+            idle = _QUIET_LOOK if self._quiet else _IDLE_LOOK
+            self._next = time.monotonic() + idle if self._rank == 0 else None
 
     def _look(self) -> None:
         """Read the board, and pass on an answer that is new. Rank 0 makes the answer."""
@@ -150,7 +154,9 @@ class Board:
         said = self._store.multi_get(list(others.values())) if others else []
         holdings = {"the node of rank 0": self._written or Holding()}
         holdings |= {f"the node of rank {rank}": _HOLDING.decode(value) for rank, value in zip(others, said, strict=True)}
-        return answer(holdings, self._heard)
+        found = answer(holdings, self._heard)
+        self._quiet = is_quiet(holdings, found)
+        return found
 
 
 def _sweep(store: Store) -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ckptd.shared.board import MOST_STEPS, Answer, Holding, answer, is_news
+from ckptd.shared.board import MOST_STEPS, Answer, Holding, answer, is_news, is_quiet
 
 NOTHING = Answer()
 
@@ -90,3 +90,24 @@ def test_no_step_is_both_common_and_dead() -> None:
 )
 def test_only_what_another_node_may_wait_for_is_news(before: Holding | None, after: Holding, news: bool) -> None:
     assert is_news(after, before, Answer(common=[1], dead={3: ("storage", "full")})) == news
+
+
+# -- quiet
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "quiet"),
+    [
+        (Holding(), Holding(), True),
+        (Holding(held=[1], done=1), Holding(held=[1], done=1), True),  # 1 is common
+        (Holding(held=[3], done=3), Holding(done=3), True),  # 3 is dead
+        (Holding(held=[4], done=4, durable=4), Holding(done=4), True),  # freed on the other node
+        (Holding(held=[4], done=4), Holding(done=4, durable=4), True),
+        (Holding(done=4), Holding(held=[4], done=4), False),
+        (Holding(done=4), Holding(done=3), False),  # the other node may still seal 4, which this one has skipped
+        (Holding(held=[1], done=1), Holding(held=[1, 2], done=2), False),
+    ],
+)
+def test_it_is_quiet_only_while_no_node_waits_for_another_one(one: Holding, other: Holding, quiet: bool) -> None:
+    given = Answer(common=[1], dead={3: ("storage", "full")})
+    assert is_quiet({"a": one, "b": other}, given) == is_quiet({"a": other, "b": one}, given) == quiet

@@ -171,6 +171,27 @@ def test_a_step_that_has_become_durable_without_the_board_is_not_looked_for(stor
     assert board._next is None
 
 
+def test_rank_0_looks_seldom_while_no_node_waits_for_another(store: TCPStore) -> None:
+    """A node that has sealed a step which rank 0 has skipped hears of it within a second, also if it was late."""
+    boards = [Board(Counted(store), "b", rank, [0, 1], lambda answer: None) for rank in (0, 1)]  # type: ignore[arg-type]
+    for board in boards:
+        board.end()
+        board._thread.join()
+
+    def pause_of_rank_0(of_0: Holding, of_1: Holding) -> float:
+        boards[1]._write(of_1)
+        boards[0]._holding = of_0
+        boards[0]._write(of_0)
+        boards[0]._look()
+        assert boards[0]._next is not None
+        return boards[0]._next - time.monotonic()
+
+    assert pause_of_rank_0(Holding(held=[1], done=1), Holding(held=[1], done=1)) > board_module._IDLE_LOOK
+    assert pause_of_rank_0(Holding(held=[1], done=2), Holding(held=[1], done=1)) <= board_module._IDLE_LOOK
+    assert pause_of_rank_0(Holding(held=[1], done=2), Holding(held=[1, 2], done=2)) > board_module._IDLE_LOOK
+    assert list(boards[0]._heard.dead) == [2]
+
+
 def _all_have_heard(boards: list[Board]) -> bool:
     return all(board._heard.common for board in boards)
 
