@@ -1,7 +1,8 @@
-"""Measures what several nodes cost: how long a snapshot holds the training, the traffic of the board, and how soon all nodes know.
+"""Measures what several nodes cost: how long a snapshot holds the training, the traffic of the board, how soon all nodes know, a recovery.
 
 `python -m benchmarks.several_nodes [--megabytes N] [--steps N]`. Two ranks save the same state on one node and on two nodes, whose daemons
-run on this machine and share a directory. The two ways take turns. If SeaweedFS is installed, two nodes then share an object store.
+run on this machine and share a directory. The two ways take turns. If SeaweedFS is installed, two nodes then share an object store. A
+state that is divided between the ranks is recovered from what the nodes still hold, and from storage once their memory is lost.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.rows import Row, keep, settled
 from ckptd.agent import Agent
@@ -110,6 +113,49 @@ def on_nodes(place: Nodes, jobs: dict[str, list[Path]], nbytes: int, steps: int,
     return found._replace(traffic=per_step)
 
 
+def divided(fill: float, nbytes: int) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.full((nbytes // 4 // 16,), fill)
+    return {f"layer{number}": DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False) for number in range(16)}
+
+
+def save_divided(sockets: list[Path], nbytes: int) -> None:
+    agent = Agent("divided", socket=sockets[dist.get_rank()])
+    agent.snapshot(divided(7.0, nbytes), step=1).wait("durable", timeout=300)
+
+
+def load_divided(sockets: list[Path], nbytes: int) -> tuple[float, int]:
+    """Recover, and check every value. Return the seconds and the bytes that came from memory."""
+    agent, state = Agent("divided", socket=sockets[dist.get_rank()]), divided(0.0, nbytes)
+    dist.barrier()
+    found = agent.recover(state)
+    assert found is not None
+    assert all(bool((tensor.to_local() == 7.0).all()) for tensor in state.values())
+    return found.seconds, found.memory_bytes
+
+
+def recovery(place: Nodes, nbytes: int, environ: dict[str, str], where: str) -> Row:
+    """Recover from what the nodes hold, and again after they have lost their memory."""
+    sockets = [node.home.socket for node in place]
+    seconds = {}
+    with Ranks(2) as ranks:
+        ranks.call(set_up, environ)
+        ranks.call(save_divided, sockets, nbytes // 2)
+    for way, from_memory in (("memory", True), ("storage", False)):
+        if not from_memory:
+            for node in place:
+                node.lose()
+                node.start()
+        settled()
+        with Ranks(2) as ranks:
+            ranks.call(set_up, environ)
+            took = ranks.call(load_divided, sockets, nbytes // 2)
+        assert all((read >= nbytes // 2) == from_memory for _, read in took), took
+        seconds[f"{way} s"] = max(one for one, _ in took)
+    value = seconds["memory s"] / seconds["storage s"]
+    return Row(name=f"{where}: recovery from the memory of two nodes / from storage", value=value, unit="x", beside=seconds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=200, help="of the state, which both ranks hold")
@@ -119,11 +165,13 @@ def main() -> None:
     with nodes(2, "--codec", "raw", "--no-link-unchanged") as place:
         first, second = (node.home.socket for node in place)
         found = on_nodes(place, {"one": [first, first], TWO: [first, second]}, nbytes, options.steps, {})
+        again = recovery(place, nbytes, {}, "a directory")
     one, two = median(found.held["one"]), median(found.held[TWO])
     rows = [
         Row(name="held on two nodes / on one", value=two / one, unit="x", limit=1.1, beside={"one s": one, "two s": two, **beside}),
         Row(name="last receipt until durable on all nodes, median", value=median(found.known), unit="s", limit=0.2),
         Row(name="last receipt until durable on all nodes, longest", value=max(found.known), unit="s"),
+        again,
     ]
     for rank, counts in enumerate(found.traffic):
         reads = counts["get"] + counts["multi_get"] + counts["check"]
@@ -138,6 +186,7 @@ def main() -> None:
             found = on_nodes(place, {TWO: [node.home.socket for node in place]}, nbytes // 10, options.steps, server.environ)
             rows.append(Row(name="SeaweedFS: last receipt until durable on all nodes, median", value=median(found.known), unit="s"))
             rows.append(Row(name="SeaweedFS: last receipt until durable on all nodes, longest", value=max(found.known), unit="s"))
+            rows.append(recovery(place, nbytes, server.environ, "SeaweedFS"))
     keep(rows, "several-nodes")
 
 
