@@ -1,8 +1,9 @@
 """Runs PyTorch's own checkpoint tests with ckptd's reader and writer instead of PyTorch's.
 
-`python -m tests.pytorch_suite DIR [FILE...] [--only EXPRESSION]`. DIR is `test/distributed/checkpoint` in a checkout of PyTorch, of the
-installed version. Its files are copied to a temporary directory, moved to the CPU where they ask for GPUs, and run by pytest. They need
-`expecttest` and the other packages of PyTorch's tests. The exit code is 1 if a test fails that is not in `EXCLUDED`.
+`python -m tests.pytorch_suite DIR [FILE...] [--only EXPRESSION] [--store]`. DIR is `test/distributed/checkpoint` in a checkout of PyTorch, of
+the installed version. Its files are copied to a temporary directory, moved to the CPU where they ask for GPUs, and run by pytest. They need
+`expecttest` and the other packages of PyTorch's tests. With `--store`, every path that a test saves to becomes a prefix in a bucket of
+SeaweedFS. The exit code is 1 if a test fails that is not in `EXCLUDED`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
+
+from tests.support import stores
 
 HERE = Path(__file__).parent
 FILES = (
@@ -46,12 +50,17 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("names", nargs="*", default=FILES)
     parser.add_argument("--only", default="", help="of their tests, as pytest's -k says it")
+    parser.add_argument("--store", action="store_true", help="save to an object store")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ckptd-pytorch-suite-") as place:
+    with ExitStack() as held:
+        place = held.enter_context(tempfile.TemporaryDirectory(prefix="ckptd-pytorch-suite-"))
         for name in options.names:
             copy = Path(place) / Path(name).name
             copy.write_text(on_cpu((options.directory / name).read_text()))
         variables = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "CUDA_VISIBLE_DEVICES": ""}
+        if options.store:
+            servers = held.enter_context(stores.Servers(Path(held.enter_context(tempfile.TemporaryDirectory()))))
+            variables |= {**servers.get("seaweed").environ, "CKPTD_SUITE_ROOT": "s3://bucket/suite"}
         chosen = " and ".join([*(f"not {name}" for name in EXCLUDED), *([f"({options.only})"] if options.only else [])])
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-c", os.devnull, place]
         code = subprocess.run([*command, "-k", chosen], env=variables, cwd=place, check=False).returncode

@@ -1,10 +1,12 @@
 """Replaces DCP's `FileSystemReader` and `FileSystemWriter` by ckptd's, and puts FSDP1 on the CPU.
 
-Python imports a module of this name when it starts, if there is one on its path.
+Python imports a module of this name when it starts, if there is one on its path. If CKPTD_SUITE_ROOT has the URL of a prefix in an object
+store, every path that a test gives stands for a prefix below it.
 """
 
 from __future__ import annotations
 
+import os
 from functools import partialmethod
 from typing import Any
 
@@ -16,6 +18,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ckptd.agent import StorageReader, StorageWriter
 
 
+def placed(path: Any) -> Any:
+    root = os.environ.get("CKPTD_SUITE_ROOT")
+    return f"{root}{os.path.abspath(path)}" if root and path is not None and "://" not in str(path) else path
+
+
 class FileSystemWriter(StorageWriter):
     """ckptd's writer, with the arguments and defaults of DCP's."""
 
@@ -23,13 +30,19 @@ class FileSystemWriter(StorageWriter):
         self, path: Any, single_file_per_rank: bool = True, sync_files: bool = True, thread_count: int = 1,
         per_thread_copy_ahead: int = 10_000_000, cache_staged_state_dict: bool = False, overwrite: bool = True, **_: Any,
     ) -> None:  # fmt: skip
-        super().__init__(path, overwrite=overwrite, threads=thread_count, weights_only=False)  # the tests save pickled objects
+        super().__init__(placed(path), overwrite=overwrite, threads=thread_count, weights_only=False)  # the tests save pickled objects
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        super().reset(placed(checkpoint_id))
 
 
 class FileSystemReader(StorageReader):
     def __init__(self, path: Any, _extension_registry: Any = None) -> None:
         # As in the writer, the reader sees only files of these tests.
-        super().__init__(path, weights_only=False)  # the tests have written these files themselves
+        super().__init__(placed(path), weights_only=False)  # the tests have written these files themselves
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        super().reset(placed(checkpoint_id))
 
 
 for module in (dcp, filesystem, _storage_utils, format_utils):

@@ -27,8 +27,11 @@ from ckptd.shared.state_directory import state_directory
 from tests.support.forks import context
 from tests.support.measured import save_before_kill, save_on_signal
 
-_state = tempfile.TemporaryDirectory(prefix="ckptd-test-state-")
-os.environ["STATE_DIRECTORY"] = _state.name  # for daemons and commands that are started without --state-dir
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+if os.environ.get("CKPTD_TEST_STATE_OF") != _WORKER:  # processes that a test starts use the directory of the test, because many are killed
+    _state = tempfile.TemporaryDirectory(prefix="ckptd-test-state-")
+    os.environ["STATE_DIRECTORY"] = _state.name  # for daemons and commands that are started without --state-dir
+    os.environ["CKPTD_TEST_STATE_OF"] = _WORKER
 
 READY_SECONDS = 60.0  # shared machines may be slow; the timeout measures nothing
 
