@@ -60,7 +60,7 @@ def main() -> None:
         variables = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "CUDA_VISIBLE_DEVICES": ""}
         if options.store:
             servers = held.enter_context(stores.Servers(Path(held.enter_context(tempfile.TemporaryDirectory()))))
-            variables |= {**servers.get("seaweed").environ, "CKPTD_SUITE_ROOT": "s3://bucket/suite"}
+            variables |= {**servers.get("seaweed").environ, "SUITE_ROOT": "s3://bucket/suite"}
         chosen = " and ".join([*(f"not {name}" for name in EXCLUDED), *([f"({options.only})"] if options.only else [])])
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-c", os.devnull, place]
         code = subprocess.run([*command, "-k", chosen], env=variables, cwd=place, check=False).returncode

@@ -1,6 +1,6 @@
 """Replaces DCP's `FileSystemReader` and `FileSystemWriter` by ckptd's, and puts FSDP1 on the CPU.
 
-Python imports a module of this name when it starts, if there is one on its path. If CKPTD_SUITE_ROOT has the URL of a prefix in an object
+Python imports a module of this name when it starts, if there is one on its path. If SUITE_ROOT has the URL of a prefix in an object
 store, every path that a test gives stands for a prefix below it.
 """
 
@@ -19,7 +19,7 @@ from ckptd.agent import StorageReader, StorageWriter
 
 
 def placed(path: Any) -> Any:
-    root = os.environ.get("CKPTD_SUITE_ROOT")
+    root = os.environ.get("SUITE_ROOT")
     return f"{root}{os.path.abspath(path)}" if root and path is not None and "://" not in str(path) else path
 
 

@@ -28,10 +28,10 @@ from tests.support.forks import context
 from tests.support.measured import save_before_kill, save_on_signal
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-if os.environ.get("CKPTD_TEST_STATE_OF") != _WORKER:  # processes that a test starts use the directory of the test, because many are killed
+if os.environ.get("STATE_DIRECTORY_OF_TEST") != _WORKER:  # processes that a test starts use the directory of the test, because many are killed
     _state = tempfile.TemporaryDirectory(prefix="ckptd-test-state-")
     os.environ["STATE_DIRECTORY"] = _state.name  # for daemons and commands that are started without --state-dir
-    os.environ["CKPTD_TEST_STATE_OF"] = _WORKER
+    os.environ["STATE_DIRECTORY_OF_TEST"] = _WORKER
 
 READY_SECONDS = 60.0  # shared machines may be slow; the timeout measures nothing
 
