@@ -153,10 +153,11 @@ def _without_copies_of_buffers(offers: list[Offer]) -> Iterable[list[Row]]:
 
 
 def _save_plan(rows: list[Row]) -> SavePlan:
+    """Return the rows as DCP's plan. A whole tensor counts as its only shard, because an empty tensor may have other shards beside it."""
     return SavePlan([
         WriteItem(
             index=MetadataIndex(row.fqn, torch.Size(row.offsets)),
-            type=WriteItemType.TENSOR if row.sizes == row.size else WriteItemType.SHARD,
+            type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(
                 chunk=ChunkStorageMetadata(torch.Size(row.offsets), torch.Size(row.sizes)),
                 properties=TensorProperties(dtype=torch.uint8 if sizeless(row.dtype) else dtype_of(row.dtype)),

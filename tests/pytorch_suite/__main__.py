@@ -1,9 +1,9 @@
 """Runs PyTorch's own checkpoint tests with ckptd's reader and writer instead of PyTorch's.
 
-`python -m tests.pytorch_suite DIR [FILE...] [--only EXPRESSION] [--store]`. DIR is `test/distributed/checkpoint` in a checkout of PyTorch, of
-the installed version. Its files are copied to a temporary directory, moved to the CPU where they ask for GPUs, and run by pytest. They need
-`expecttest` and the other packages of PyTorch's tests. With `--store`, every path that a test saves to becomes a prefix in a bucket of
-SeaweedFS. The exit code is 1 if a test fails that is not in `EXCLUDED`.
+`python -m tests.pytorch_suite DIR [FILE...] [--only EXPRESSION] [--store]`. DIR is `test/distributed/checkpoint` in a checkout of PyTorch,
+of the installed version. Its files are copied to a temporary directory, moved to the CPU where they ask for GPUs, and run by pytest. They
+need `expecttest` and the other packages of PyTorch's tests. With `--store`, every path that a test saves to becomes a prefix in a bucket
+of SeaweedFS. The exit code is 1 if a test fails that is not in `EXCLUDED`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import re
 from itertools import chain
 from typing import Any
 
+import msgspec
 import pytest
 
 from ckptd.agent.plan.layout import Row
@@ -57,6 +58,13 @@ def test_shares_are_equal_in_bytes_and_not_in_number() -> None:
     large, small = sorted(written(offers(rows, rows)), key=len)
     assert large == [("large", 0)]
     assert len(small) == 3
+
+
+def test_an_empty_tensor_may_be_whole_on_a_later_rank_than_the_first_that_has_a_shard() -> None:
+    """A DTensor of shape (1, 0) on the mesh [1, 0]: rank 1 has all of it, and rank 0 nothing, behind its end."""
+    nothing = Row("w", "float32", size=(1, 0), offsets=(1, 0), sizes=(0, 0), stride=None, device="cpu", requires_grad=False)
+    given = offers([nothing], [msgspec.structs.replace(nothing, offsets=(0, 0), sizes=(1, 0))])
+    assert written(given) == [[("w", 1)], [("w", 0)]]
 
 
 def test_shards_are_written_by_the_ranks_that_hold_them() -> None:
