@@ -1,9 +1,9 @@
 """Kills ranks, daemons and whole nodes of a job on three nodes, cuts nodes off their storage, and checks that nothing promised is lost.
 
 `python -m tests.crash.nodes --kills 500 --seed 1 [--store]`. The nodes share a directory or, with `--store`, a bucket of SeaweedFS. Each
-life of the job trains until the fault comes. Then the whole job dies, as torchrun would end it, dead daemons start again, and a new job
-recovers. All ranks must get the same step, bit for bit, and nothing older than what was promised: a step that any rank knows to be durable,
-or, unless the memory of a node is lost, the newest one that all ranks have sealed.
+life of the job recovers, and trains until the fault comes, which may be during the recovery. Then the whole job dies, as torchrun would
+end it, and dead daemons start again. All ranks of the next life must get the same step, bit for bit, and nothing older than what was
+promised: a step that any rank knows to be durable, or, unless a node is lost or left out, the newest one that all ranks have sealed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support import stores
 from tests.support.daemons import holds
 from tests.support.fault_proxy import proxied
 from tests.support.nodes import Node, Nodes
-from tests.support.ranks import RankFailed, Ranks
+from tests.support.ranks import Ranks
 from tests.support.trainers import JOB, Diary
 
 log = logging.getLogger("ckptd.rig")
@@ -76,7 +76,7 @@ class Job:
         return made
 
     def lose_memory(self) -> None:
-        """Record that what was only in memory is lost with a node."""
+        """Record that what was only in memory is lost with a node, or out of reach on it."""
         self._intact = [False] * len(self._intact)
 
     def promised(self) -> Key:
@@ -127,13 +127,16 @@ def check_manifests(place: Nodes) -> list[str]:
 
 
 def life(job: Job, chance: random.Random, result: Result, fault: str, point: str = "") -> None:
-    """Live one life of the job: train, let the fault happen, end the job, start again what is dead, recover, and compare.
+    """Live one life of the job: recover and compare, train, let the fault happen, end the job, and start again what is dead.
 
     point: the failpoint at which the victim dies, or "" for a random moment.
     """
-    place, world_size = job.place, len(job.place) * job.per_node
-    victim: Node = chance.choice(list(place))
-    first = list(place).index(victim) * job.per_node
+    fewer = chance.random() < 0.2
+    if fewer:
+        job.lose_memory()
+    here: list[Node] = list(job.place)[: len(job.place) - fewer]
+    victim, promised = chance.choice(here), job.promised()
+    first = here.index(victim) * job.per_node
     theirs = list(range(first, first + job.per_node))
     armed = {rank: f"{point}=kill@{chance.randint(1, 3)}" for rank in theirs} if point in failpoints.AGENT else {}
     if point and not armed:
@@ -141,8 +144,9 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
         victim.start("--keep-last", "3", failpoints=f"{point}=kill@{chance.randint(1, 4)}", wait=False)
         victim.daemon.reached_ready()  # type: ignore[union-attr]
     persist, wait_every = chance.random() < 0.7, chance.choice((0, 1, 3))
-    with Ranks(world_size) as ranks:
+    with Ranks(len(here) * job.per_node) as ranks:
         begin(job, ranks, armed, persist=persist, wait_every=wait_every)
+        compare(job, ranks, result, promised, f"{fault}, {point or 'at a random moment'}, before it", sure=not point)
         wanted = chance.randint(1, 8)
         holds(lambda: min(diary.count("sealed") for diary in job.last) >= wanted or _has_died(victim) or not ranks.all_live, 20.0)
         time.sleep(chance.uniform(0, 0.1))
@@ -155,7 +159,7 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
             case "a daemon":
                 victim.kill()
                 time.sleep(chance.uniform(0, 0.2))
-                _start(victim, place)
+                _start(victim, job.place)
             case "a node" | "a node with its memory":
                 for rank in theirs:
                     ranks.kill(rank)
@@ -171,12 +175,22 @@ def life(job: Job, chance: random.Random, result: Result, fault: str, point: str
     if fault == "a node with its memory":
         victim.lose()
         job.lose_memory()
-    for node in place:
+    for node in job.place:
         if _has_died(node) or (node is victim and point):  # a failpoint that was not reached must not kill the next life
             node.kill()
-            _start(node, place)
-    promised = job.promised()
-    recovered(job, chance, result, promised, f"{fault}, {point or 'at a random moment'}")
+            _start(node, job.place)
+
+
+def compare(job: Job, ranks: Ranks, result: Result, promised: Key, what: str, *, sure: bool) -> None:
+    """Wait until the ranks have recovered, and compare what came back with what was promised. `sure`: nothing is to die meanwhile."""
+    done = holds(lambda: all(diary.count("recovered") for diary in job.last) or ranks.any_answer, 180.0)
+    back = job.came_back()
+    log.debug("%s: promised %s, came back %s", what, promised, back)
+    if sure and not (done and all(diary.count("recovered") for diary in job.last)):
+        result.lost.append(f"{what}: no recovery, but {back}: {ranks.answers()}")
+    if len(back) > 1 or any(one < promised for one in back):
+        result.lost.append(f"{what}: {back} came back, {promised} was promised")
+    result.lost += [f"{what}: {sentence}" for sentence in check_manifests(job.place)]
 
 
 def _has_died(node: Node) -> bool:
@@ -236,26 +250,6 @@ def _restore(before: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def recovered(job: Job, chance: random.Random, result: Result, promised: Key, what: str) -> None:
-    """Recover on all nodes, or on one node less, and compare with what was promised."""
-    fewer = chance.random() < 0.2
-    count = (len(job.place) - fewer) * job.per_node
-    with Ranks(count) as ranks:
-        begin(job, ranks, {}, persist=True, wait_every=1, steps=1)
-        try:
-            errors = ranks.results(timeout=180)
-        except (RankFailed, TimeoutError, EOFError) as error:
-            result.lost.append(f"{what}: no recovery: {error}")
-            return
-    if any(errors):
-        result.lost.append(f"{what}: after the recovery: {errors}")
-    back = job.came_back()
-    log.debug("%s: promised %s, came back %s", what, promised, back)
-    if len(back) != 1 or (max(back) < promised and not fewer):
-        result.lost.append(f"{what}: {back} came back, {promised} was promised")
-    result.lost += [f"{what}: {sentence}" for sentence in check_manifests(job.place)]
-
-
 def run(
     lives: int, seed: int, seconds: float = float("inf"), *, points: Sequence[str] = POINTS, where: Where = in_directory
 ) -> tuple[Counter[str], list[str]]:
@@ -273,6 +267,10 @@ def run(
             number = result.hits.total()
             point = points[(first + number // 2) % len(points)] if number % 2 else ""
             life(job, chance, result, FAULTS[number % len(FAULTS)], point)
+        with Ranks(len(place) * job.per_node) as ranks:
+            promised = job.promised()
+            begin(job, ranks, {}, persist=True, wait_every=1, steps=1)
+            compare(job, ranks, result, promised, "at the end", sure=True)
         if result.lost:
             print(place.logs())
     return result.hits, result.lost

@@ -74,6 +74,21 @@ class Ranks:
             found.append(value)
         return found
 
+    @property
+    def any_answer(self) -> bool:
+        """True if a rank has answered, or has died."""
+        return any(pipe.poll() for pipe in self._pipes)
+
+    def answers(self) -> str:
+        """Return what the ranks have answered so far, as text, without waiting for any."""
+        found = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                found.append(f"rank {rank} said {pipe.recv()[1]}" if pipe.poll() else f"rank {rank} has not answered")
+            except EOFError:
+                found.append(f"rank {rank} has died")
+        return "; ".join(found)
+
     def call(self, function: Callable[..., Any], *arguments: Any, only: Sequence[int] | None = None, timeout: float = 120.0) -> list[Any]:
         self.begin(function, *arguments, only=only)
         return self.results(only=only, timeout=timeout)
