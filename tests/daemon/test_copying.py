@@ -17,6 +17,7 @@ from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon.cli import main
 from ckptd.daemon.copier import CheckpointCopier
 from ckptd.daemon.copying import Copier
+from ckptd.shared import manifest as manifests
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, Busy, InvalidRequest, NotFound
 from ckptd.shared.location import Location, Url
@@ -25,6 +26,7 @@ from ckptd.shared.storage import locate
 from ckptd.shared.storage.bucket import Bucket
 from ckptd.shared.storage.object_store import ObjectStorage
 from ckptd.shared.storage.repository import Repository
+from tests.shared.samples import write_checkpoint
 from tests.support import trainers
 from tests.support.daemons import Home, home, running
 from tests.support.storage import part_in
@@ -147,6 +149,22 @@ def test_what_a_killed_copy_has_left_is_verified(saved: Home, tmp_path: Path) ->
     os.truncate(part_in(tag), 4096)
     assert copied(saved.root / "gpt", tmp_path) == steps(6)
     assert_sound(tmp_path)
+
+
+def test_a_metadata_object_that_a_copy_has_left_damaged_is_written_again(tmp_path: Path) -> None:
+    manifest = write_checkpoint(tmp_path / "own", step=5, attempt=1)
+    own, directory = locate.open_root(tmp_path / "own"), tmp_path / "own" / "gpt" / manifest.tag
+    (directory / "manifest.json").unlink()
+    with mock.patch.object(manifests, "MOST_INLINE", 0):
+        document, objects = manifest.split()
+    own.publish_manifest("gpt", manifest.tag, document, objects=objects)
+    assert copied(tmp_path / "own" / "gpt", tmp_path / "copies") == [manifest.tag]
+    (name,) = objects
+    there = tmp_path / "copies" / "gpt" / manifest.tag
+    (there / "manifest.json").unlink()
+    (there / name).write_bytes(bytes(len(objects[name])))
+    assert copied(tmp_path / "own" / "gpt", tmp_path / "copies") == [manifest.tag]
+    assert (there / name).read_bytes() == objects[name]
 
 
 def test_files_that_were_linked_are_linked_again(saved: Home, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ EXCLUDED: dict[str, str] = {
     "test_dtype_mismatch_casting": "it is newer than torch 2.13, whose DefaultLoadPlanner has no allow_unsafe_types",
 }
 """Names of tests that are not run, each with the reason."""
+EXCLUDED_IN_STORE = {"test_storage_meta": "it compares the id of a checkpoint with its path, which stands for a URL here"}
 ON_CPU = (
     (r"\.cuda\((?:[^()]|\([^()]*\))*\)", ""),
     (r"@skip_if_lt_x_gpu\(\d+\)", ""),
@@ -61,10 +62,11 @@ def main() -> None:
         if options.store:
             servers = held.enter_context(stores.Servers(Path(held.enter_context(tempfile.TemporaryDirectory()))))
             variables |= {**servers.get("seaweed").environ, "SUITE_ROOT": "s3://bucket/suite"}
-        chosen = " and ".join([*(f"not {name}" for name in EXCLUDED), *([f"({options.only})"] if options.only else [])])
+        excluded = EXCLUDED | (EXCLUDED_IN_STORE if options.store else {})
+        chosen = " and ".join([*(f"not {name}" for name in excluded), *([f"({options.only})"] if options.only else [])])
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", "-c", os.devnull, place]
         code = subprocess.run([*command, "-k", chosen], env=variables, cwd=place, check=False).returncode
-    for name, why in EXCLUDED.items():
+    for name, why in excluded.items():
         print(f"not run: {name}: {why}")
     sys.exit(code)
 

@@ -6,13 +6,16 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ckptd.agent.read import slot_source
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
-from ckptd.agent.read.sources import open_slots
+from ckptd.agent.read.sources import open_checkpoint, open_slots
+from ckptd.shared import manifest as manifests
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError
 from ckptd.shared.part import PartReader
@@ -20,7 +23,8 @@ from ckptd.shared.plan import MIN_CHUNK
 from ckptd.shared.scatter import scatter
 from ckptd.shared.segment import SlotState, read_header, write_header
 from ckptd.shared.snapshot_request import SnapshotRequest
-from tests.shared.samples import encode_part, memory_file, packed_slot, sample_plan, values_after
+from ckptd.shared.storage.locate import open_root
+from tests.shared.samples import encode_part, memory_file, packed_slot, sample_plan, values_after, write_checkpoint
 from tests.support.storage import source
 from tests.support.tmpfs import sealed_slot
 
@@ -149,3 +153,31 @@ def test_only_slots_that_hold_the_step_and_are_sound_are_opened(slot: Descriptor
     write_header(slot.fileno(), header.next(SlotState.FILLING, step=6))
     assert open_slots({3: slot}, 1, 5) == {}
     assert not slot.closed
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_checkpoint_is_read_from_its_slots_even_if_its_chunks_on_storage_are_damaged(tmp_path: Path, large: bool) -> None:
+    repository, manifest = open_root(tmp_path), write_checkpoint(tmp_path, step=5, attempt=1)
+    directory = tmp_path / "gpt" / manifest.tag
+    if large:  # the metadata lie in an object, and parts are opened on demand
+        (directory / "manifest.json").unlink()
+        with mock.patch.object(manifests, "MOST_INLINE", 0):
+            document, objects = manifest.split()
+        repository.publish_manifest("gpt", manifest.tag, document, objects=objects)
+    file = directory / manifest.parts[0].file
+    reader = repository.open_part("gpt", manifest.tag, file.name)
+    data, places = bytearray(file.read_bytes()), [chunk.offset for chunk in reader.index.chunks]
+    reader.close()
+    for place in places:
+        data[place] ^= 0xFF
+    file.write_bytes(data)
+    with sealed_slot(sample_plan(), SnapshotRequest()) as sealed:
+        near = SlotSource(sealed.fileno(), 1, 5)
+        opened = open_checkpoint(repository, "gpt", manifest.tag, slots={0: near})
+        assert (opened.manifest is not None and opened.manifest.version) == (2 if large else 1)
+        assert opened.verify() == near.bytes_read == sum(chunk.length for chunk in near.ranges)
+        opened.close()
+    opened = open_checkpoint(repository, "gpt", manifest.tag)
+    with pytest.raises(IntegrityError, match="does not match its checksum"):
+        opened.verify()
+    opened.close()
