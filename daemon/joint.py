@@ -33,7 +33,7 @@ log = logging.getLogger("ckptd.joint")
 
 _FIRST_LOOK = 0.01  # seconds between the first two looks at storage; later ones are rarer
 _LAST_LOOK, _LAST_REMOTE_LOOK = 0.1, 1.0
-_LATE_SECONDS = 5.0
+LATE_SECONDS = 5.0
 """Seconds for which a new attempt waits for receipts from nodes of an earlier one that are not its own. Its own nodes have delivered."""
 _REMEMBERED = 100
 """The number of checkpoints that a daemon without rank 0 remembers. It deletes none, and can look at storage again."""
@@ -202,7 +202,7 @@ class Joint:
             now = loop.time()
             stopped = stopped or (now if self._stopping() else 0.0)
             over = stopped and (not snapshot.node.leads or now - stopped > _STOP_SECONDS)
-            if over or now - begun > self._timeout + _LATE_SECONDS:
+            if over or now - begun > self._timeout + LATE_SECONDS:
                 raise Undecided(self._why_undecided(snapshot, receipts, now - begun))
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, self._last_look)
@@ -300,7 +300,7 @@ class Joint:
         job. delivered: an attempt all of whose nodes are among these nodes. Receipts of other attempts may still come from other nodes, and
         are waited for. Raises StorageError.
         """
-        until = asyncio.get_running_loop().time() + _LATE_SECONDS
+        until = asyncio.get_running_loop().time() + LATE_SECONDS
         for tag in sorted(job.uncommitted):
             parsed = names.parse_tag_directory(tag)
             if parsed is None or parsed[2] >= job.attempt:

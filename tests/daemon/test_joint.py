@@ -204,7 +204,7 @@ async def test_a_node_that_does_not_deliver_in_time_is_named(make: Make) -> None
 
 
 async def test_a_node_that_hears_nothing_does_not_know(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_module, "_LATE_SECONDS", 0.05)
+    monkeypatch.setattr(joint_module, "LATE_SECONDS", 0.05)
     second = make(2, 3, timeout=0.05)
     await second.deliver()
     with pytest.raises(Undecided, match=r"is not known to be durable after 0 s: ranks 2, 3 on .* delivered, and the daemon of "):
