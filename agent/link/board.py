@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -28,9 +28,9 @@ _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
 _MOST_USUAL = 0.02
 """The most seconds before the first look at a step. The save of the step waits for this look."""
 _IDLE_LOOK = 1.0
-"""Seconds between looks of rank 0 while no step of its own node is open, but another node holds or may seal one that this node lacks."""
-_QUIET_LOOK = 10.0
-"""Seconds between looks of rank 0 while no node waits for another one. The next step of its own node makes it look at once."""
+"""Seconds between looks of rank 0 while no step of its own node is open, but its last look has shown that a node waits for another one."""
+_QUIET_LOOK = 3.0
+"""The same if its last look has shown that no node waits for another one. The next step of its own node makes it look at once."""
 _SOONER = 0.9
 """The factor by which the first look comes sooner at the next step, if the answer was there at the first look."""
 
@@ -109,7 +109,7 @@ class Board:
 
     def _write(self, holding: Holding) -> None:
         if self._rank == 0:  # it reads what the others write, and knows its own
-            _sweep(self._store)
+            _sweep(self._store, {*self._holds.values(), self._answer})
         else:
             self._store.set(self._holds[self._rank], msgspec.msgpack.encode(holding))  # type: ignore[arg-type]
         before = self._next
@@ -159,11 +159,15 @@ class Board:
         return found
 
 
-def _sweep(store: Store) -> None:
-    """Delete the keys of boards that have ended, but not of the last two: another node may still read them, and would wait for its key."""
+def _sweep(store: Store, used: Collection[str]) -> None:
+    """Delete the keys of boards that have ended, but not of the last two: another node may still read them, and would wait for its key.
+
+    used: the keys of a board that is in use. They may have the names of an older board of this process, which was in another store.
+    """
     while len(_ended) > 2:
         for key in _ended.popleft():
-            store.delete_key(key)
+            if key not in used:
+                store.delete_key(key)
 
 
 _ended: deque[list[str]] = deque()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -207,6 +207,19 @@ def test_keys_of_boards_that_have_ended_are_deleted(store: TCPStore) -> None:
             board.end()
     there = [attempt for attempt in range(6) if client.check([f"gpt/board/{attempt}/answer"])]
     assert there == [3, 4, 5]
+
+
+def test_keys_of_ended_boards_are_kept_if_a_board_in_another_store_has_their_names(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board_module, "_ended", deque([["gpt/board/1/holds/1", "gpt/board/1/answer"]] * 3))
+    client = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
+    client.set("gpt/board/1/holds/1", msgspec.msgpack.encode(Holding(held=[1], done=1)))
+    heard: list[Answer] = []
+    board = Board(Counted(store), "gpt/board/1", 0, [0, 1], heard.append)  # type: ignore[arg-type]
+    board.show(Holding(held=[1], done=1))
+    until(lambda: heard == [Answer(common=[1])], "answer")
+    board.end()
 
 
 def test_boards_of_other_attempts_do_not_mix(store: TCPStore) -> None:
