@@ -330,12 +330,16 @@ class Engine:
         """Return the snapshots that can be recovered from memory: all ranks must be on this node."""
         return [s for s in self.catalog.job(job_name).snapshots if s.in_memory and s.node is None]
 
-    async def fetch(self, owner: Owner, attempt: int, number: int) -> list[tuple[int, int]]:
-        """Check a snapshot in memory, and return (rank, read-only descriptor) for each of its slots. The caller closes the descriptors."""
+    async def fetch(self, owner: Owner, attempt: int, number: int, *, check: bool = True) -> list[tuple[int, int]]:
+        """Return (rank, read-only descriptor) for each slot of a snapshot in memory. The caller closes the descriptors.
+
+        With `check`, the snapshot is checked first. Raises NotFound if it is not in memory, IntegrityError if it is damaged.
+        """
         snapshot = self.catalog.job(owner.job).snapshot((attempt, number))
         if snapshot is None or not snapshot.in_memory:
             raise NotFound(f"step {number} of attempt {attempt} is no longer in memory")
-        await self._saver.check(snapshot)
+        if check:
+            await self._saver.check(snapshot)
         opened: list[tuple[int, int]] = []
         try:
             for rank, seal in sorted(snapshot.seals.items()):

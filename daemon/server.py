@@ -300,7 +300,7 @@ class Connection:
             case m.Find():
                 return await self._find(request, owner), ()
             case m.Fetch():
-                opened = await engine.fetch(owner, request.attempt, request.step)
+                opened = await engine.fetch(owner, request.attempt, request.step, check=request.check)
                 return m.Fetched(re=request.id, ranks=[rank for rank, _ in opened]), [fd for _, fd in opened]
             case m.Detach():
                 engine.detach(owner)

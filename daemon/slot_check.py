@@ -22,10 +22,12 @@ class SlotCheck:
         """Check each slot of the snapshot once: compute its checksums, and write them into the segment.
 
         If checksums are there already, compare with them instead. A slot that came from the trainer with checksums is not read here.
-        Raises IntegrityError if a slot has changed since it was sealed, NotFound if it has been released.
+        Several callers at the same time share one check. Raises IntegrityError if a slot has changed since it was sealed, NotFound if it
+        has been released.
         """
         with snapshot.held():
-            await all_of([self._check_seal(snapshot, seal) for seal in snapshot.seals.values() if seal.checks is None])
+            async with snapshot.checking:
+                await all_of([self._check_seal(snapshot, seal) for seal in snapshot.seals.values() if seal.checks is None])
 
     async def _check_seal(self, snapshot: Snapshot, seal: RankSeal) -> None:
         slot = self._slots.get(seal.segment)

@@ -5,6 +5,7 @@ This module does no I/O. A snapshot is known by its `Key`, and ordered by it, ne
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,9 @@ class Snapshot:
     """True once the receipt of this node is durable, until its try is abandoned."""
     abandoned: int = 0
     """The number of its tries that were abandoned."""
+
+    checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the slots are being checked."""
 
     def __post_init__(self) -> None:
         self.directory = self.directory or self.tag

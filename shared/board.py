@@ -89,7 +89,7 @@ def is_open(step: int, holding: Holding, heard: Answer) -> bool:
 
 
 def is_quiet(nodes: Mapping[str, Holding], given: Answer) -> bool:
-    """Return True if no node waits for what another one may still tell, after `given` has been the answer to all of them.
+    """Return True if no node waits for another one. `given`: the answer that all nodes have got.
 
     All nodes are then done with the same steps, and every step that one of them holds is durable, common or dead.
     """

@@ -232,8 +232,11 @@ class Found(Reply, frozen=True, kw_only=True, tag="found"):
 
 
 class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):
+    """`check`: False if the slots need not be checked before the reply, because the agent compares them with a checkpoint."""
+
     attempt: AttemptNumber
     step: Step
+    check: bool = True
 
 
 class Fetched(Reply, frozen=True, kw_only=True, tag="fetched"):

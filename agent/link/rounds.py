@@ -28,6 +28,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.001, 0.1  # seconds between looks of rank 0 for the 
 _SWEEP_SECONDS = 0.5  # how often rank 0 takes the values of the ranks that have come, while others are missing
 _SHARED_BYTES = 1024  # an answer to several ranks that is larger than this is stored once
 SILENT_SECONDS = 5.0  # the store must answer in this time; its own client would wait for minutes, or for ever
+PATIENT_SECONDS = 30.0  # the same for a round that may take longer than this: while a job starts or recovers, its nodes may be busy
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 2.0  # rank 0 decides this long before the deadline, so that the other ranks learn in time which rank is late
 
@@ -107,7 +108,7 @@ class Exchange:
         not answer. As soon as `unwanted` returns an error, the round is no longer wanted, and that error is raised.
         """
         deadline = time.monotonic() + seconds
-        answer = self._held(lambda over: self._round(f"{self.scope}/{topic}", mine, decide, deadline, over), unwanted)
+        answer = self._held(lambda over: self._round(f"{self.scope}/{topic}", mine, decide, deadline, over), seconds, unwanted)
         assert answer is not None
         return _decode(answer)
 
@@ -125,7 +126,7 @@ class Exchange:
         Another rank returns None if the message has not arrived within `seconds`, and may call this again later. Raises SnapshotFailed if
         the store does not answer.
         """
-        return self._held(lambda over: self._hear(f"{self.scope}/{topic}", say, time.monotonic() + seconds, over))
+        return self._held(lambda over: self._hear(f"{self.scope}/{topic}", say, time.monotonic() + seconds, over), seconds)
 
     def _hear(self, topic: str, say: Callable[[], bytes], deadline: float, unwanted: Callable[[], CkptdError | None]) -> bytes | None:
         if self.rank != 0:
@@ -138,15 +139,17 @@ class Exchange:
     def _held(
         self,
         work: Callable[[Callable[[], CkptdError | None]], bytes | None],
+        seconds: float,
         unwanted: Callable[[], CkptdError | None] = lambda: None,
     ) -> bytes | None:
         """Run `work` on a thread and return its result, because a store that does not answer blocks the thread that asks it.
 
-        `work` gets a function that returns an error as soon as the result is unwanted. Raises SnapshotFailed if the store does not answer
-        within `SILENT_SECONDS` or cannot be reached, and the errors of `work`.
+        `work` gets a function that returns an error as soon as the result is unwanted. Raises SnapshotFailed if the store cannot be reached
+        or does not answer in time, and the errors of `work`. `seconds`: the time for the whole round, which says how long that is.
         """
+        silent = SILENT_SECONDS if seconds <= PATIENT_SECONDS else PATIENT_SECONDS
         if not self._done.wait(_LOOK_SECONDS):  # a thread that Ctrl-C has left behind ends sooner
-            raise _silent()
+            raise _silent(silent)
         answers: list[bytes | BaseException | None] = []
         done, left = Flag(), Flag()
 
@@ -165,8 +168,8 @@ class Exchange:
         try:
             while not done.wait(_LOOK_SECONDS):
                 asked_at = self._values.asked_at
-                if asked_at is not None and time.monotonic() > asked_at + SILENT_SECONDS:
-                    raise _silent()
+                if asked_at is not None and time.monotonic() > asked_at + silent:
+                    raise _silent(silent)
         except BaseException:
             left.set()
             raise
@@ -318,8 +321,8 @@ def _call(topic: str) -> str:
     return f"snapshot(step={planned[1]})" if planned else f"{topic.partition('/')[0]}()"
 
 
-def _silent() -> SnapshotFailed:
-    return SnapshotFailed(f"the job's store has not answered for {SILENT_SECONDS:.0f} s: is the process that serves it stopped?")
+def _silent(seconds: float) -> SnapshotFailed:
+    return SnapshotFailed(f"the job's store has not answered for {seconds:.0f} s: is the process that serves it stopped?")
 
 
 def _encode(said: bytes | CkptdError) -> bytes:

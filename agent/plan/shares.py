@@ -153,7 +153,7 @@ def _without_copies_of_buffers(offers: list[Offer]) -> Iterable[list[Row]]:
 
 
 def _save_plan(rows: list[Row]) -> SavePlan:
-    """Return the rows as DCP's plan. A whole tensor counts as its only shard, because an empty tensor may have other shards beside it."""
+    """Return the rows as DCP's plan. All items are of type SHARD: DCP refuses a TENSOR after a SHARD of the same name."""
     return SavePlan([
         WriteItem(
             index=MetadataIndex(row.fqn, torch.Size(row.offsets)),

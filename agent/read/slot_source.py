@@ -90,7 +90,7 @@ class SlotSource:
 class PartWithSlot:
     """A part as a `ChunkSource` whose chunks are read from the slot that it was written from. `close` closes the part.
 
-    From the first chunk on that the slot cannot give any more, chunks are read from storage. The slot stays the caller's.
+    Once the slot fails to give a chunk, this chunk and all later ones are read from storage. The slot stays the caller's.
     """
 
     remote = False

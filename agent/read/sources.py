@@ -170,8 +170,8 @@ def open_checkpoint(
 ) -> Opened:
     """Open a checkpoint, under a lease that keeps it from being deleted.
 
-    manifest: that of the checkpoint, if the caller has read it. slots: slots that may hold the parts of these ranks still. Chunks are read
-    from them in place of the parts that they match. They stay the caller's.
+    manifest: the manifest of the checkpoint, if the caller has read it. slots: slots by rank that may still hold what the parts were
+    written from. Chunks are read from those that match their part. The slots stay the caller's.
 
     If the checkpoint is overwritten meanwhile, the new one is opened. Raises NotFound, also if the checkpoint is deleted meanwhile; Busy if
     a deleter has it locked; IntegrityError, OSError.
@@ -196,11 +196,11 @@ def _opened(repository: Repository, job: str, tag: str, manifest: Manifest, slot
             whose = (index.attempt, index.step, index.rank, len(reader.plan.items), 1 + len(index.files))
             if whose != (manifest.attempt, manifest.step, part.rank, part.items, part.files):
                 raise IntegrityError(f"{reader.name} is not the part that the manifest describes")
+            slot = slots.get(part.rank)
+            return PartWithSlot(reader, slot) if slot is not None and PartWithSlot.match(reader, slot) else reader
         except BaseException:
             reader.close()
             raise
-        slot = slots.get(part.rank)
-        return PartWithSlot(reader, slot) if slot is not None and PartWithSlot.match(reader, slot) else reader
 
     lease = repository.lease(job, tag)
     held: list[Closable] = [lease]

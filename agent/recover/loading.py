@@ -28,7 +28,7 @@ log = logging.getLogger("ckptd.agent")
 
 FIND_SECONDS = 120.0  # long enough for a root with many checkpoints on a slow mount
 RANKS_SECONDS = 600.0  # how long one rank waits for another to reach the same point, or to finish loading
-_SLOTS_SECONDS = 30.0  # how long the daemon may check slots that storage can stand in for
+_SLOTS_SECONDS = 5.0  # how long the daemon has to return the slots of a checkpoint; without them, storage is read
 
 
 class Loading:
@@ -140,17 +140,18 @@ class Loading:
         return open_checkpoint(repository, self._job, candidate.tag, slots=self._slots_in_memory())
 
     def _slots_in_memory(self) -> dict[int, SlotSource]:
-        """Return the slots in the memory of this node that hold the candidate still, by rank. They are closed with this object."""
+        """Return the slots in the memory of this node that still hold the candidate, by rank. They are closed after the load."""
         attempt, step = self._candidate.attempt, self._candidate.step
-        if step is None:
+        if step is None or not self._client.connected:
             return {}
         try:
-            fetched, descriptors = self._client.call(lambda n: m.Fetch(id=n, attempt=attempt, step=step), m.Fetched, _SLOTS_SECONDS)
+            fetched, self._descriptors = self._client.call(
+                lambda n: m.Fetch(id=n, attempt=attempt, step=step, check=False), m.Fetched, _SLOTS_SECONDS
+            )
         except CkptdError as error:  # nothing depends on the slots
             log.debug("%s/%s has no copy in the memory of this node: %s", self._job, self._candidate.tag, error)
             return {}
-        self._descriptors = descriptors
-        self._slots = open_slots(dict(zip(fetched.ranks, descriptors, strict=True)), attempt, step)
+        self._slots = open_slots(dict(zip(fetched.ranks, self._descriptors, strict=False)), attempt, step)
         return self._slots
 
     def load(self) -> dict[str, Any]:
@@ -166,6 +167,7 @@ class Loading:
         except (IntegrityError, OSError) as error:
             self._overwritten.update(binding.in_place if self._writing else ())
             return {"damaged": self._damage(error), "writing": self._writing}
+        self._close_sources()
         return {"damaged": "", "writing": True}
 
     def finish(self) -> dict[str, Any]:
@@ -196,6 +198,10 @@ class Loading:
     def close(self) -> None:
         if self._binding is not None and not self._writing:
             self._binding.discard()
+        self._close_sources()
+
+    def _close_sources(self) -> None:
+        """Close what is read, once all is read: the first rank that trains on needs the memory of these slots. May be called again."""
         if self.opened is not None:
             self.opened.close()
         for slot in self._slots.values():
@@ -224,6 +230,7 @@ class PlannedLoading(Loading):
             self._planned.read(self.opened)
         except (IntegrityError, OSError) as error:
             return {"damaged": self._damage(error), "writing": True}
+        self._close_sources()
         return {"damaged": "", "writing": True}
 
     def finish(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Chooses the snapshot to recover and the tier to read it from, and loads it into the caller's state.
 
-The candidates that all ranks can get are tried best first: highest (attempt, step), memory before storage. What the memory of a node still
-holds of a checkpoint is read from there. The structure is compared before the first byte is written. If damage is found later, the next
-candidate is tried, and overwrites every item. RNG states are set last.
+The candidates that all ranks can get are tried best first: highest (attempt, step), memory before storage. Parts of a checkpoint that are
+still in the memory of the node are read from there. The structure is compared before the first byte is written. If damage is found later,
+the next candidate is tried, and overwrites every item. RNG states are set last.
 """
 
 from __future__ import annotations
@@ -267,6 +267,6 @@ def _details(recovered: Recovered) -> str:
 
 
 def _origin(opened: Opened) -> str:
-    who = origin(opened.sources[0].plan.writer)
+    who = opened.manifest.origin if opened.manifest is not None else origin(opened.sources[0].plan.writer)
     when = "" if math.isnan(opened.created) else f", {datetime.fromtimestamp(opened.created, UTC):%Y-%m-%d %H:%M} UTC"
     return who and who + when

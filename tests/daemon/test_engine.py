@@ -297,6 +297,13 @@ def test_a_snapshot_in_memory_is_checked_before_it_is_read(ranks: ConnectedRanks
     assert [rank for rank, _ in opened] == [0, 1]
     for _, fd in opened:
         os.close(fd)
+    checks = len([work for work in ranks.core.work if work.what == "check"])
+    (snapshot,) = ranks.job.snapshots
+    for seal in snapshot.seals.values():
+        seal.checks = None  # as after a restart of the daemon
+    for _, fd in ranks.core.run(fetch(ranks.owner(ranks.clients[0]), 1, 5, check=False)):
+        os.close(fd)
+    assert len([work for work in ranks.core.work if work.what == "check"]) == checks
 
 
 def test_a_rank_that_detaches_frees_what_is_durable(ranks: ConnectedRanks) -> None:

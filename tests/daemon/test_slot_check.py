@@ -6,11 +6,14 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from ckptd.daemon.pipeline import SealedSlot
 from ckptd.daemon.slot_check import SlotCheck
 from ckptd.shared.errors import IntegrityError
+from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import read_check
 from tests.support.saving import World
 
@@ -38,6 +41,22 @@ def test_checksums_are_written_once_and_then_compared(world: World) -> None:
     again = world.snapshot.seals[0].checks
     assert again is not None
     assert [one.crc for one in again] == crcs
+
+
+def test_several_callers_share_one_check(world: World) -> None:
+    checks, read = SlotCheck(world.catalog, world.slots, world.pipeline, link_unchanged=True), list[object]()
+    checksum = world.pipeline.checksum
+
+    async def counting(sealed: SealedSlot, *, with_digests: bool) -> list[ChunkCheck]:
+        read.append(sealed)
+        return await checksum(sealed, with_digests=with_digests)
+
+    async def several() -> None:
+        await asyncio.gather(*(checks.check(world.snapshot) for _ in range(4)))
+
+    with mock.patch.object(world.pipeline, "checksum", counting):
+        asyncio.run(several())
+    assert len(read) == len(world.snapshot.seals)
 
 
 def test_a_slot_that_has_changed_since_it_was_sealed_is_damaged(world: World) -> None:

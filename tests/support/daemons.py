@@ -28,7 +28,7 @@ from tests.support.forks import context
 from tests.support.measured import save_before_kill, save_on_signal
 
 _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-if os.environ.get("STATE_DIRECTORY_OF_TEST") != _WORKER:  # processes of a test use its directory: many are killed, and would leave theirs
+if os.environ.get("STATE_DIRECTORY_OF_TEST") != _WORKER:  # processes that a test starts use its directory: many of them are killed
     _state = tempfile.TemporaryDirectory(prefix="ckptd-test-state-")
     os.environ["STATE_DIRECTORY"] = _state.name  # for daemons and commands that are started without --state-dir
     os.environ["STATE_DIRECTORY_OF_TEST"] = _WORKER

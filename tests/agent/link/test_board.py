@@ -214,7 +214,7 @@ def test_keys_of_ended_boards_are_kept_if_a_board_in_another_store_has_their_nam
 ) -> None:
     monkeypatch.setattr(board_module, "_ended", deque([["gpt/board/1/holds/1", "gpt/board/1/answer"]] * 3))
     client = PrefixStore("ckptd", store.clone())  # type: ignore[attr-defined]
-    client.set("gpt/board/1/holds/1", msgspec.msgpack.encode(Holding(held=[1], done=1)))
+    client.set("gpt/board/1/holds/1", msgspec.msgpack.encode(Holding(held=[1], done=1)))  # type: ignore[arg-type]
     heard: list[Answer] = []
     board = Board(Counted(store), "gpt/board/1", 0, [0, 1], heard.append)  # type: ignore[arg-type]
     board.show(Holding(held=[1], done=1))

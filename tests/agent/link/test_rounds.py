@@ -151,7 +151,7 @@ def serve(pipe: Any) -> None:
 
 def test_a_store_that_is_stopped_blocks_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client would wait as long as the store is stopped."""
-    monkeypatch.setattr(rounds, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(rounds, "PATIENT_SECONDS", 1.0)
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     server = context.Process(target=serve, args=(there,), daemon=True)
@@ -319,7 +319,7 @@ def test_a_message_of_rank_0_is_heard_by_each_rank_once(fake: FakeStore, two: li
 def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
     fake: FakeStore, two: list[Exchange], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(rounds, "PATIENT_SECONDS", 0.2)
     fake.silent.clear()
     for _ in range(3):
         with pytest.raises(SnapshotFailed, match="^the job's store has not answered for 0 s: is the process that serves it stopped"):
@@ -329,6 +329,19 @@ def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
     until(two[1]._done.is_set, "end of the thread")
     assert str(attempt(round_of(two[1], "plan", seconds=0.0))) == "rank 0 has not answered within 0 s"
     assert fake.values == {}
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.4, "has not answered for 0 s"), (0.6, "has not answered for 1 s")])
+def test_a_round_that_may_take_long_waits_longer_for_the_store(
+    fake: FakeStore, two: list[Exchange], monkeypatch: pytest.MonkeyPatch, seconds: float, words: str
+) -> None:
+    monkeypatch.setattr(rounds, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(rounds, "PATIENT_SECONDS", 0.55)
+    fake.silent.clear()
+    with pytest.raises(SnapshotFailed, match=words):
+        two[1].round("plan", b"", reverse, seconds)
+    fake.silent.set()
+    until(two[1]._done.is_set, "end of the thread")
 
 
 def test_ctrl_c_ends_the_thread_that_waits_for_the_other_ranks(

@@ -176,15 +176,15 @@ def saved_state() -> dict[str, list[float]]:
     return whole(HERE["state"])
 
 
-def recovered_state(socket: Path) -> tuple[str, dict[str, list[float]]]:
+def recovered_state(socket: Path, same_partition: bool) -> tuple[str, dict[str, list[float]]]:
     state = sharded(2)
-    recovered = Agent("job", socket=socket).recover(state)
+    recovered = Agent("job", socket=socket).recover(state, same_partition=same_partition)
     assert recovered is not None
     return recovered.source, whole(state)
 
 
-@pytest.mark.parametrize("ranks_after", [4, 1])
-def test_shards_by_rule_are_found_on_any_number_of_ranks(place: Home, ranks_after: int) -> None:
+@pytest.mark.parametrize(("ranks_after", "same_partition"), [(4, False), (4, True), (1, False)])
+def test_shards_by_rule_are_found_on_any_number_of_ranks(place: Home, ranks_after: int, same_partition: bool) -> None:
     with running(place) as daemon:
         with Ranks(4) as ranks:
             ranks.call(save, place.socket)
@@ -200,7 +200,7 @@ def test_shards_by_rule_are_found_on_any_number_of_ranks(place: Home, ranks_afte
                 assert checkpoint.tensor(name).tolist() == values
         assert checkpoint.tensor("divided.0", slices=[slice(2, 5), 1]).tolist() == [row[1] for row in wanted["divided.0"][2:5]]
     with running(place), Ranks(ranks_after) as ranks:
-        for source, found in ranks.call(recovered_state, place.socket):
+        for source, found in ranks.call(recovered_state, place.socket, same_partition):
             assert source == "storage"
             assert found == wanted
 

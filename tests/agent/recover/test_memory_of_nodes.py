@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from ckptd.agent import Recovered
 from ckptd.shared import names
 from ckptd.shared.part import PartReader
+from ckptd.shared.segment import SlotState, read_header
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from tests.agent.test_several_nodes import JOB, begin, sockets, take
@@ -102,6 +104,21 @@ def test_a_daemon_that_was_killed_still_has_the_slots(two: Nodes) -> None:
     two[0].kill()
     two[0].start()
     assert min(recovered(two, 0, 0, 1, 1)) >= SHARD
+
+
+def test_one_damaged_slot_costs_the_others_nothing_even_after_a_restart(two: Nodes) -> None:
+    saved(two)
+    before = recovered(two, 0, 0, 1, 1)
+    two[0].kill()
+    for segment in two[0].shm.rglob("*.seg"):
+        with segment.open("r+b") as file:
+            header = read_header(file.fileno())
+            if (header.rank, header.state, header.step) == (1, SlotState.SEALED, 5):
+                os.pwrite(file.fileno(), b"\xa5" * 8, header.data_offset + 64)
+    two[0].start()
+    after = recovered(two, 0, 0, 1, 1)
+    assert min(after[0], after[2], after[3]) >= SHARD
+    assert after[1] <= before[1] - SHARD
 
 
 @pytest.mark.parametrize("where", [(1, 1, 0, 0), (0, 1, 0), (1, 0), (0,)])

@@ -49,6 +49,8 @@ def candidate(step: int, source: str = "storage", attempt: int = 1) -> m.Recover
 class FakeClient:
     """In the place of a Client: Find gets these candidates, Fetch the descriptors."""
 
+    connected = True
+
     def __init__(self, *candidates: m.RecoveryCandidate, root: Path | str = "/ckpts", damaged: tuple[str, ...] = ()) -> None:
         self.welcome = m.Welcome(re=0, version=1, root=str(root))
         self.found = m.Found(re=0, candidates=list(candidates), damaged=list(damaged))
@@ -99,6 +101,8 @@ class Told(Recovery):
 
 
 class FakeLoading:
+    memory_bytes = 0
+
     def __init__(self, of: Told, candidate: m.RecoveryCandidate) -> None:
         self._of, self._candidate = of, candidate
 
@@ -128,7 +132,7 @@ class FakeLoading:
     @property
     def opened(self) -> Any:
         plan = SimpleNamespace(writer={})
-        return SimpleNamespace(metrics={}, user_content=None, created=math.nan, sources=[SimpleNamespace(plan=plan)])
+        return SimpleNamespace(metrics={}, user_content=None, created=math.nan, manifest=None, sources=[SimpleNamespace(plan=plan)])
 
     rng = None
 
@@ -353,6 +357,15 @@ def test_a_checkpoint_is_recovered_from_storage(root: Path) -> None:
     assert state["w"].tolist() == [1.0] * 4
 
 
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_daemon_that_answers_is_asked_for_the_slots_unchecked(root: Path, connected: bool) -> None:
+    """The checksums of a part say which slot is sound. So the daemon need not read the slots, and a busy one is not waited for."""
+    client = FakeClient(candidate(2), root=root)
+    client.connected = connected
+    assert recover(client, {"w": torch.zeros(4)}) is not None
+    assert [one for one in client.asked if isinstance(one, m.Fetch)] == [m.Fetch(id=0, attempt=1, step=2, check=False)] * connected
+
+
 @pytest.mark.parametrize("damage", ["a flipped bit", "a missing part", "a missing checkpoint"])
 def test_damage_in_storage_is_passed_over(root: Path, damage: str) -> None:
     if damage == "a flipped bit":
@@ -370,7 +383,7 @@ def test_damage_in_storage_is_passed_over(root: Path, damage: str) -> None:
 
 
 def test_a_shortage_of_this_machine_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out(*_: Any) -> None:
+    def run_out(*_: Any, **__: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(loading, "open_checkpoint", run_out)
@@ -379,7 +392,7 @@ def test_a_shortage_of_this_machine_is_no_damage(root: Path, monkeypatch: pytest
 
 
 def test_a_checkpoint_of_a_newer_ckptd_is_no_damage(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise NewerFormat("part was written by a newer ckptd")
 
     monkeypatch.setattr(loading, "open_checkpoint", refuse)
