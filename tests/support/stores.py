@@ -77,12 +77,18 @@ def seaweed(place: Path) -> Iterator[Server]:
     weed = program("weed")
     assert weed is not None
     arguments = [
-        weed, "-logtostderr=false", "mini", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false",
+        weed, "-logtostderr=false", f"-logdir={place}",
+        "mini", f"-dir={place}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false",
         "-master.telemetry=false",
         f"-s3.config={place / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items()),
     ]  # fmt: skip
-    with _running(arguments, place, ports["s3.port"]) as server:
-        yield server
+    try:
+        with _running(arguments, place, ports["s3.port"]) as server:
+            yield server
+    finally:
+        for port in ports.values():  # the servers of one process talk through sockets there, and do not remove them
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink(missing_ok=True)
 
 
 @contextmanager
