@@ -261,7 +261,8 @@ class Exchange:
             now = time.monotonic()
             if self._values.there(*(f"{topic}/from/{rank}" for rank in missing)):
                 self._take_those(topic, missing, found, deadline, unwanted)
-            elif now > deadline or now > sweep:
+                continue
+            if now > deadline or now > sweep:
                 for rank in missing:
                     if self._values.there(f"{topic}/from/{rank}"):
                         self._take_those(topic, [rank], found, deadline, unwanted)
