@@ -31,7 +31,7 @@ _IDLE_LOOK = 1.0
 """Seconds between looks of rank 0 while no step of its own node is open, but its last look has shown that a node waits for another one."""
 _QUIET_LOOK = 3.0
 """The same if its last look has shown that no node waits for another one. The next step of its own node makes it look at once."""
-_SOONER = 0.9
+_SOONER = 0.98
 """The factor by which the first look comes sooner at the next step, if the answer was there at the first look."""
 
 
