@@ -28,6 +28,7 @@ log = logging.getLogger("ckptd.agent")
 
 FIND_SECONDS = 120.0  # long enough for a root with many checkpoints on a slow mount
 RANKS_SECONDS = 600.0  # how long one rank waits for another to reach the same point, or to finish loading
+DELIVER_SECONDS = 3600.0  # how long the nodes have to save what they hold in memory, on storage that may be slow
 _SLOTS_SECONDS = 5.0  # how long the daemon has to return the slots of a checkpoint; without them, storage is read
 
 

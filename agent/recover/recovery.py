@@ -24,9 +24,10 @@ from ckptd.agent.link.client import Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.agent.read.sources import Opened
 from ckptd.agent.recover.differences import Differences
-from ckptd.agent.recover.loading import FIND_SECONDS, RANKS_SECONDS, Loading, PlannedLoading
+from ckptd.agent.recover.loading import DELIVER_SECONDS, FIND_SECONDS, RANKS_SECONDS, Loading, PlannedLoading
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.capture import set_rng_state
+from ckptd.agent.threads.reminder import reminder
 from ckptd.shared import messages as m
 from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import (
@@ -111,7 +112,8 @@ class Recovery:
         """
         begun = time.monotonic()
         if self._nodes:
-            delivered = _delivered(self._all("deliver", self._deliver))
+            with reminder(log, "recover() waits for the nodes to save what they hold in memory: `ckptd status` shows how far they are"):
+                delivered = _delivered(self._all("deliver", self._deliver, DELIVER_SECONDS))
             self._all("decide", lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {})
         said = self._all("find", lambda: self._find(step, last_step))
         self.last_step = max(found["last_step"] for found in said)
@@ -159,7 +161,7 @@ class Recovery:
 
         Once all nodes have delivered, the daemon of rank 0 decides which checkpoints are complete, before the other ranks look for them.
         """
-        done, _ = self._client.call(lambda n: m.Deliver(id=n), m.Delivered, RANKS_SECONDS)
+        done, _ = self._client.call(lambda n: m.Deliver(id=n), m.Delivered, DELIVER_SECONDS)
         return {"attempt": done.attempt, "world_size": done.world_size, "ranks": done.ranks}
 
     def _find(self, step: int | None, last_step: int, delivered: int = 0) -> dict[str, Any]:
@@ -199,8 +201,11 @@ class Recovery:
         if nowhere and self._options.strict:
             raise Differences(unused=nowhere).error()
 
-    def _all(self, topic: str, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Do the work, wait for the other ranks, and return the results of all ranks. An error on one rank is raised on all ranks."""
+    def _all(self, topic: str, work: Callable[[], dict[str, Any]], seconds: float = RANKS_SECONDS) -> list[dict[str, Any]]:
+        """Do the work, wait for the other ranks, and return the results of all ranks. An error on one rank is raised on all ranks.
+
+        seconds: how long this rank waits for the others.
+        """
         failure: Exception | None = None
         mine: bytes | CkptdError
         try:
@@ -210,9 +215,7 @@ class Recovery:
         except Exception as error:
             failure, mine = error, InternalError(f"{type(error).__name__}: {error}")
         try:
-            heard = self._ranks.round(
-                f"{self._topic}/{topic}", mine, lambda said: [msgspec.msgpack.encode(said)] * len(said), RANKS_SECONDS
-            )
+            heard = self._ranks.round(f"{self._topic}/{topic}", mine, lambda said: [msgspec.msgpack.encode(said)] * len(said), seconds)
         except CkptdError:
             if failure is not None:
                 raise failure from None

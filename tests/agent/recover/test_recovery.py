@@ -16,7 +16,7 @@ import torch
 from crc32c import crc32c
 
 from ckptd.agent.link.client import Client
-from ckptd.agent.link.rounds import Alone
+from ckptd.agent.link.rounds import Alone, Ranks
 from ckptd.agent.read.loader import load, materialize
 from ckptd.agent.recover import loading, recovery
 from ckptd.agent.recover.loading import Loading
@@ -170,6 +170,26 @@ def test_the_same_step_of_another_attempt_is_another_candidate() -> None:
 def test_ranks_that_want_different_steps_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="^the ranks want to recover step 7 and None: pass the same step on all ranks$"):
         recovery._common_candidates([said(candidate(7), asked=7), said(candidate(7))])
+
+
+def test_nodes_have_long_to_save_what_they_hold_before_the_others_give_up() -> None:
+    limits = dict[str, float]()
+
+    class Patient(FakeClient):
+        def call(self, make: Callable[[int], m.Request], kind: type[m.Reply], timeout: float) -> tuple[m.Reply, list[Descriptor]]:
+            limits[kind.__name__] = timeout
+            return (m.Delivered(re=0), []) if kind is m.Delivered else super().call(make, kind, timeout)
+
+    class Timed(FakeRanks):
+        def round(self, topic: str, mine: bytes | CkptdError, decide: Callable[[list[bytes]], list[bytes]], seconds: float) -> bytes:
+            limits[topic.rpartition("/")[2]] = seconds
+            return super().round(topic, mine, decide, seconds)
+
+    made = Recovery(cast(Client, Patient()), cast(Ranks, Timed(same)), "gpt", "recover/1", Options(strict=True), nodes=True)
+    assert made.run({}, step=None, last_step=-1) is None
+    hour = loading.DELIVER_SECONDS
+    assert (limits["Delivered"], limits["deliver"]) == (hour, hour)
+    assert max(limits["decide"], limits["find"]) < hour
 
 
 # -- one candidate after the other
