@@ -19,6 +19,7 @@ from ckptd.shared.errors import from_wire
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.membership import Membership
+from ckptd.shared.receipt import Abandonment
 from ckptd.shared.retention import Policy, understood
 from ckptd.shared.reuse import StoredPart
 
@@ -170,7 +171,7 @@ class Job:
 
     `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the number of its ranks. `node`: the share of
     this node in it, or None if all ranks are on this node. `answer`: the last answer from the board in this attempt (`shared/board.py`).
-    `earlier`: the attempt before it that began on this node.
+    `earlier`: the attempt before it that began on this node. `given_up`: the abandoned tries that the decision on the past has found.
 
     `steps`: one record for each step; use `step` to make one. `sealed`: the newest snapshot that all ranks have sealed, whether or not it
     still exists. `stuck`: the incomplete snapshot that a rank has waited for in vain; the next ranks do not wait for it again. `moved` is
@@ -192,6 +193,7 @@ class Job:
     node: Membership | None = None
     answer: Answer = field(default_factory=Answer)
     earlier: EarlierAttempt = EarlierAttempt()
+    given_up: list[Abandonment] = field(default_factory=list)
     ranks: Ranks = field(default_factory=Ranks)
     steps: dict[Key, Step] = field(default_factory=dict)
     sealed: Key = (0, -1)

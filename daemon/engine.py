@@ -337,7 +337,7 @@ class Engine:
         """
         snapshot = self.catalog.job(owner.job).snapshot((attempt, number))
         if snapshot is None or not snapshot.in_memory:
-            raise NotFound(f"step {number} of attempt {attempt} is no longer in memory")
+            raise NotFound(f"step {number} of attempt {attempt} is not in the memory of this node")
         if check:
             await self._saver.check(snapshot)
         opened: list[tuple[int, int]] = []

@@ -15,6 +15,8 @@ import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from ckptd.daemon import limits
 from ckptd.daemon.catalog import EarlierAttempt
 from ckptd.daemon.engine import Engine
@@ -312,7 +314,7 @@ class Connection:
 
     async def _find(self, request: m.Find, owner: Owner) -> m.Found:
         found = await self._server.find(owner.job, request.step, request.delivered)
-        return m.Found(re=request.id, candidates=found.candidates, damaged=found.damaged)
+        return msgspec.structs.replace(found, re=request.id)
 
     def _pass_on(self, request_id: int, slots: list[Slot]) -> Reply:
         """Return the reply with two separately opened descriptors for each slot: one to map, and one to hold the trainer's lock on."""

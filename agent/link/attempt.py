@@ -102,7 +102,7 @@ def _check_same(first: RankPlace, other: RankPlace, rank: int) -> None:
     if first.root != other.root:
         raise InvalidRequest(
             f"rank {rank} on {other.node} uses root {other.root}, rank 0 on {first.node} uses {first.root}: "
-            "start all ranks with the same CKPTD_ROOT"
+            "give all daemons the same root (--root or CKPTD_ROOT)"
         )
     if first.identity and other.identity and first.identity != other.identity:
         raise InvalidRequest(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,7 +24,8 @@ class SlotSource:
     """A sealed slot as a `ChunkSource`. Checks every chunk against the checksums in the slot's check area.
 
     Raises IntegrityError if the slot is damaged, has been filled again, or has no checksums yet. The descriptor stays the caller's. Call
-    `close` at the end: memory that is mapped cannot be freed. `bytes_read` is the number of bytes that were read and found sound.
+    `close` at the end: memory that is mapped cannot be freed. `bytes_read` is the length of all chunks that were read and
+    found sound, however often each was read.
     """
 
     remote = False
@@ -48,8 +48,7 @@ class SlotSource:
         if checks is None or len(checks) != len(self.ranges):
             raise IntegrityError(f"the slot of step {step} has no checksums")
         self.checks: Sequence[int] = checks
-        self.bytes_read = 0
-        self._lock = threading.Lock()
+        self._sound: set[int] = set()
         self._mapped: Any = None
         if copy_bytes is not None:
             with suppress(OSError):
@@ -72,9 +71,12 @@ class SlotSource:
                 offset += len(piece)
         if crc != self.checks[number]:
             raise IntegrityError(f"chunk {number} of step {self.header.step} has changed in memory since it was sealed")
-        with self._lock:
-            self.bytes_read += self.ranges[number].length
+        self._sound.add(number)
         return True
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(self.ranges[number].length for number in self._sound)
 
     def _copy_out(self, offset: int, pieces: Sequence[memoryview]) -> int | None:
         """Copy bytes of the slot from memory, and return their crc32c. Return None if they can only be read through the descriptor."""

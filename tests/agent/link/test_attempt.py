@@ -109,7 +109,7 @@ def test_roots_of_one_path_that_are_not_the_same_are_refused() -> None:
 
 def test_a_rank_with_another_root_is_refused() -> None:
     assert refused((welcome("aa", "/a"), "gpt"), (welcome("bb", "/b"), "gpt")) == (
-        f"rank 1 on {names.host()} uses root /b, rank 0 on {names.host()} uses /a: start all ranks with the same CKPTD_ROOT"
+        f"rank 1 on {names.host()} uses root /b, rank 0 on {names.host()} uses /a: give all daemons the same root (--root or CKPTD_ROOT)"
     )
 
 

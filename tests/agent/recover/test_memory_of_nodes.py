@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,34 @@ def test_a_node_that_was_replaced_reads_from_storage_and_the_other_one_from_memo
     first, second, third, fourth = recovered(two, 0, 0, 1, 1)
     assert min(first, second) >= SHARD
     assert (third, fourth) == (0, 0)
+
+
+def test_a_step_that_was_only_in_the_memory_of_a_lost_node_is_named_on_all_ranks(two: Nodes) -> None:
+    with Ranks(4) as ranks:
+        ranks.call(begin, sockets(two, 0, 0, 1, 1))
+        assert ranks.call(take, 5) == [""] * 4
+        assert ranks.call(_take_six) == [""] * 4
+        two[1].lose()  # before the trainers end: at their end it would save step 6
+    two[1].start()
+    with Ranks(4) as ranks:
+        told = ranks.call(_told, sockets(two, 0, 0, 1, 1))
+    assert told == [told[0]] * 4
+    (text,) = told[0]
+    assert text.startswith(f"{JOB}/{names.tag_directory(6, None, 1)}: ranks 2, 3 did not deliver")
+    assert text.endswith("this step is lost, and an older one comes back")
+
+
+def _take_six() -> str:
+    return take(6, persist=False)
+
+
+def _told(where: list[Path]) -> list[str]:
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckptd.agent").addHandler(handler)
+    _recover(where)
+    return [text for text in found if "is lost" in text]
 
 
 def test_a_daemon_that_was_killed_still_has_the_slots(two: Nodes) -> None:
