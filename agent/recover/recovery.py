@@ -204,11 +204,12 @@ class Recovery:
         if nowhere and self._options.strict:
             raise Differences(unused=nowhere).error()
 
-    def _all(self, topic: str, work: Callable[[], dict[str, Any]], seconds: float = RANKS_SECONDS) -> list[dict[str, Any]]:
+    def _all(self, topic: str, work: Callable[[], dict[str, Any]], seconds: float | None = None) -> list[dict[str, Any]]:
         """Do the work, wait for the other ranks, and return the results of all ranks. An error on one rank is raised on all ranks.
 
-        seconds: how long this rank waits for the others.
+        seconds: how long this rank waits for the others. Default: `RANKS_SECONDS`.
         """
+        seconds = RANKS_SECONDS if seconds is None else seconds
         failure: Exception | None = None
         mine: bytes | CkptdError
         try:
