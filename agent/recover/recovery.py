@@ -119,7 +119,7 @@ class Recovery:
         self.last_step = max(found["last_step"] for found in said)
         candidates = _common_candidates(said)
         for text in dict.fromkeys(text for found in said for text in found["given_up"]):
-            log.warning("%s: this step is lost, and an older one comes back", text)
+            log.warning("%s: this step is not complete, and an older one comes back", text)
         passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
         overwritten = False
         for number, candidate in enumerate(candidates):

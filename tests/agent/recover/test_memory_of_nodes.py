@@ -112,7 +112,7 @@ def test_a_step_that_was_only_in_the_memory_of_a_lost_node_is_named_on_all_ranks
     assert told == [told[0]] * 4
     (text,) = told[0]
     assert text.startswith(f"{JOB}/{names.tag_directory(6, None, 1)}: ranks 2, 3 did not deliver")
-    assert text.endswith("this step is lost, and an older one comes back")
+    assert text.endswith("this step is not complete, and an older one comes back")
 
 
 def _take_six() -> str:
@@ -125,7 +125,7 @@ def _told(where: list[Path]) -> list[str]:
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ckptd.agent").addHandler(handler)
     _recover(where)
-    return [text for text in found if "is lost" in text]
+    return [text for text in found if "is not complete" in text]
 
 
 def test_a_daemon_that_was_killed_still_has_the_slots(two: Nodes) -> None:

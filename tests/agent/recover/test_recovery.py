@@ -196,7 +196,7 @@ def test_steps_that_were_lost_with_a_node_are_told(root: Path, caplog: pytest.Lo
     client = FakeClient(candidate(2), root=root)
     client.found = m.Found(re=0, candidates=[candidate(2)], given_up=["gpt/step-00000003.a0001: rank 1 did not deliver"])
     assert recover(client, {"w": torch.zeros(4)}) is not None
-    assert "gpt/step-00000003.a0001: rank 1 did not deliver: this step is lost, and an older one comes back" in caplog.messages
+    assert "gpt/step-00000003.a0001: rank 1 did not deliver: this step is not complete, and an older one comes back" in caplog.messages
 
 
 # -- one candidate after the other
