@@ -171,7 +171,7 @@ class Job:
 
     `attempt`: the newest attempt that has begun; no other attempt may seal. `world_size`: the number of its ranks. `node`: the share of
     this node in it, or None if all ranks are on this node. `answer`: the last answer from the board in this attempt (`shared/board.py`).
-    `earlier`: the attempt before it that began on this node. `given_up`: the abandoned tries that the decision on the past has found.
+    `earlier`: the attempt before it that began on this node. `abandoned`: by tag, the tries of older attempts that are abandoned.
 
     `steps`: one record for each step; use `step` to make one. `sealed`: the newest snapshot that all ranks have sealed, whether or not it
     still exists. `stuck`: the incomplete snapshot that a rank has waited for in vain; the next ranks do not wait for it again. `moved` is
@@ -193,7 +193,7 @@ class Job:
     node: Membership | None = None
     answer: Answer = field(default_factory=Answer)
     earlier: EarlierAttempt = EarlierAttempt()
-    given_up: list[Abandonment] = field(default_factory=list)
+    abandoned: dict[str, Abandonment] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)
     steps: dict[Key, Step] = field(default_factory=dict)
     sealed: Key = (0, -1)
@@ -272,22 +272,27 @@ class Job:
     def newest_in_memory(self) -> Snapshot | None:
         return max((s for s in self.snapshots if s.in_memory and not self.is_dead(s)), key=lambda s: s.key, default=None)
 
-    def unreadable_beyond(self, best: tuple[int, int | None] | None, step: int | None) -> str:
+    def unreadable_beyond(self, best: Key, step: int | None) -> str:
         """Return the reason why `best` may not be recovered, or "". The reason is a later checkpoint that a newer ckptd has written.
 
-        best: (attempt, step) of the best candidate, or None if there is no candidate. step: the step that the caller wants, or None for the
-        newest. A user's own tag does not tell its step, so its checkpoint counts as the latest of its attempt.
+        best: (attempt, step) of the best candidate, with step -1 if it has none, or (0, -1) if there is no candidate. step: the step that
+        the caller wants, or None for the newest. A user's own tag does not tell its step, so its checkpoint counts as the latest of its
+        attempt.
         """
         for tag, why in sorted(self.newer.items(), reverse=True):
             parsed = names.parse_tag_directory(tag)
             assert parsed is not None
             its = (parsed[2], math.inf if parsed[1] is None else parsed[1])
-            if (step is None or parsed[1] in (None, step)) and (best is None or its > (best[0], -1 if best[1] is None else best[1])):
+            if (step is None or parsed[1] in (None, step)) and its > best:
                 return (
                     f"checkpoint {self.name}/{tag} is newer than every checkpoint that this ckptd can read: {why}; "
                     "or recover an older one with step="
                 )
         return ""
+
+    def abandoned_beyond(self, best: Key) -> list[Abandonment]:
+        """Return the abandoned tries of later steps than `best`, by their tags."""
+        return [one for _, one in sorted(self.abandoned.items()) if (one.attempt, one.step) > best]
 
     @property
     def guard(self) -> str:

@@ -301,7 +301,6 @@ class Joint:
         are waited for. Raises StorageError.
         """
         until = asyncio.get_running_loop().time() + LATE_SECONDS
-        job.given_up = []
         for tag in sorted(job.uncommitted):
             parsed = names.parse_tag_directory(tag)
             if parsed is None or parsed[2] >= job.attempt:
@@ -327,7 +326,7 @@ class Joint:
                 log.info("checkpoint %s/%s: committed from the receipts of its nodes", job.name, tag)
                 return
             if isinstance(found, rc.Abandonment):
-                job.given_up.append(found)
+                job.abandoned[tag] = found
                 # The abandonment stays for one more attempt, so that a daemon of the old one that comes late learns of it.
                 keep = [names.MANIFEST] if attempt == job.attempt - 1 else []
                 try:

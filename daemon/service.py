@@ -77,13 +77,15 @@ class Service:
         near = {"storage": 0, "stage": 1, "memory": 2}
         found.sort(key=lambda c: (c.attempt, -1 if c.step is None else c.step, near[c.source], order.get(c.tag, 0)), reverse=True)
         places = [job] if parts.uploader is None else [job, parts.uploader.jobs.job(job_name)]
+        best = (found[0].attempt, -1 if found[0].step is None else found[0].step) if found else (0, -1)
         for place in places:
-            if why := place.unreadable_beyond((found[0].attempt, found[0].step) if found else None, step):
+            if why := place.unreadable_beyond(best, step):
                 raise NewerFormat(why)
-        best = max(((c.attempt, -1 if c.step is None else c.step) for c in found), default=(0, -1))
-        given_up = [f"{job_name}/{a.tag}: {a.reason}"[:MAX_TEXT] for a in job.given_up if (a.attempt, a.step) > best]
+        incomplete = [f"{job_name}/{one.tag}: {one.reason}"[:MAX_TEXT] for one in job.abandoned_beyond(best)] if step is None else []
         damaged = [f"{tag}: {why}"[:MAX_TEXT] for place in places for tag, why in sorted(place.damaged.items())]
-        return m.Found(re=0, candidates=found[:MAX_CANDIDATES], damaged=damaged[:MAX_DAMAGED_FOUND], given_up=given_up[:MAX_DAMAGED_FOUND])
+        return m.Found(
+            re=0, candidates=found[:MAX_CANDIDATES], damaged=damaged[:MAX_DAMAGED_FOUND], incomplete=incomplete[:MAX_DAMAGED_FOUND]
+        )
 
     async def _in_root(self, job: Job) -> list[StoredCheckpoint]:
         """Return the checkpoints in the root behind the stage, or an empty list if there is no stage.

@@ -227,11 +227,11 @@ class RecoveryCandidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(Reply, frozen=True, kw_only=True, tag="found"):
-    """The reply to Find. `given_up` has a text for each step after the best candidate that not all nodes could deliver."""
+    """The reply to Find. `incomplete` has a text for each abandoned try of a step after the best candidate."""
 
     candidates: list[RecoveryCandidate]
     damaged: list[str] = []
-    given_up: list[str] = []
+    incomplete: list[str] = []
 
 
 class Fetch(Request, frozen=True, kw_only=True, tag="fetch"):

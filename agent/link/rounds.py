@@ -144,8 +144,9 @@ class Exchange:
     ) -> bytes | None:
         """Run `work` on a thread and return its result, because a store that does not answer blocks the thread that asks it.
 
-        `work` gets a function that returns an error as soon as the result is unwanted. Raises SnapshotFailed if the store cannot be reached
-        or does not answer in time, and the errors of `work`. `seconds`: the time for the whole round, which says how long that is.
+        `work` gets a function that returns an error as soon as the result is unwanted. Raises the errors of `work`, and SnapshotFailed if
+        the store cannot be reached, or does not answer a request within `SILENT_SECONDS`, or within `PATIENT_SECONDS` if the round has
+        more `seconds` than that.
         """
         silent = SILENT_SECONDS if seconds <= PATIENT_SECONDS else PATIENT_SECONDS
         if not self._done.wait(_LOOK_SECONDS):  # a thread that Ctrl-C has left behind ends sooner

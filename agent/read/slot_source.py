@@ -24,8 +24,7 @@ class SlotSource:
     """A sealed slot as a `ChunkSource`. Checks every chunk against the checksums in the slot's check area.
 
     Raises IntegrityError if the slot is damaged, has been filled again, or has no checksums yet. The descriptor stays the caller's. Call
-    `close` at the end: memory that is mapped cannot be freed. `bytes_read` is the length of all chunks that were read and
-    found sound, however often each was read.
+    `close` at the end: memory that is mapped cannot be freed. `bytes_read` is the length of all chunks that were found sound.
     """
 
     remote = False

@@ -202,7 +202,7 @@ class Loading:
         self._close_sources()
 
     def _close_sources(self) -> None:
-        """Close what is read, once all is read: the first rank that trains on needs the memory of these slots. May be called again."""
+        """Close slots and parts as soon as all is read, because ranks that train on need the memory. May be called again."""
         if self.opened is not None:
             self.opened.close()
         for slot in self._slots.values():

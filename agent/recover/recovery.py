@@ -118,8 +118,8 @@ class Recovery:
         said = self._all("find", lambda: self._find(step, last_step))
         self.last_step = max(found["last_step"] for found in said)
         candidates = _common_candidates(said)
-        for text in dict.fromkeys(text for found in said for text in found["given_up"]):
-            log.warning("%s: this step is not complete, and an older one comes back", text)
+        for text in dict.fromkeys(text for found in said for text in found["incomplete"]):
+            log.warning("%s: this step is not complete, and cannot be recovered", text)
         passed_over = list(dict.fromkeys(reason for found in said for reason in found["damaged"]))
         overwritten = False
         for number, candidate in enumerate(candidates):
@@ -175,7 +175,7 @@ class Recovery:
         return {
             "candidates": [msgspec.to_builtins(c) for c in found.candidates],
             "damaged": found.damaged,
-            "given_up": found.given_up,
+            "incomplete": found.incomplete,
             "last_step": last_step,
             "asked": asked,
             "same_partition": self._options.same_partition,

@@ -209,7 +209,7 @@ def _start(node: Node, place: Nodes, failpoints: str = "", *, wait: bool = True)
 
 
 def _wait_less(first: Callable[[], None] | None) -> None:
-    """Make this daemon wait a second for the receipts of nodes that have left the job, because every fifth life has one."""
+    """Make this daemon wait a second for the receipts of nodes that have left the job, because every fifth life leaves one out."""
     joint.LATE_SECONDS = 1.0
     if first is not None:
         first()

@@ -14,6 +14,7 @@ from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.shared.lifecycle import Event, IllegalStep, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file
+from ckptd.shared.receipt import Abandonment
 from ckptd.shared.reuse import StoredPart
 
 
@@ -238,6 +239,17 @@ def test_slots_are_released_only_behind_a_newer_seal_and_once_durable(state: Sna
     assert job(old).releasable() == []  # no newer snapshot is sealed
     assert job(old, snapshot(5, world_size=2, seals=1)).releasable() == []
     assert job(old, snapshot(5, SnapshotState.FILLING)).releasable() == []
+
+
+def test_only_abandoned_tries_of_later_steps_than_the_best_candidate_are_named() -> None:
+    made = job()
+    for attempt, step in ((1, 9), (2, 4), (2, 5)):
+        tag = f"step-{step:08d}.a{attempt:04d}"
+        made.abandoned[tag] = Abandonment(job="gpt", attempt=attempt, step=step, tag=tag, code="snapshot-failed", reason="late")
+    assert [(one.attempt, one.step) for one in made.abandoned_beyond((2, 4))] == [(2, 5)]
+    assert [(one.attempt, one.step) for one in made.abandoned_beyond((1, 9))] == [(2, 4), (2, 5)]
+    assert len(made.abandoned_beyond((0, -1))) == 3
+    assert made.abandoned_beyond((3, -1)) == []
 
 
 def test_slots_that_are_being_read_are_not_released() -> None:

@@ -100,19 +100,24 @@ def test_a_node_that_was_replaced_reads_from_storage_and_the_other_one_from_memo
     assert (third, fourth) == (0, 0)
 
 
-def test_a_step_that_was_only_in_the_memory_of_a_lost_node_is_named_on_all_ranks(two: Nodes) -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_step_that_was_only_in_the_memory_of_a_lost_node_is_named_on_all_ranks(two: Nodes, aborted: bool) -> None:
+    """Also if a launch between the two runs has ended before it recovered."""
     with Ranks(4) as ranks:
         ranks.call(begin, sockets(two, 0, 0, 1, 1))
         assert ranks.call(take, 5) == [""] * 4
         assert ranks.call(_take_six) == [""] * 4
         two[1].lose()  # before the trainers end: at their end it would save step 6
     two[1].start()
+    if aborted:
+        with Ranks(4) as ranks:
+            ranks.call(begin, sockets(two, 0, 0, 1, 1))
     with Ranks(4) as ranks:
         told = ranks.call(_told, sockets(two, 0, 0, 1, 1))
     assert told == [told[0]] * 4
     (text,) = told[0]
     assert text.startswith(f"{JOB}/{names.tag_directory(6, None, 1)}: ranks 2, 3 did not deliver")
-    assert text.endswith("this step is not complete, and an older one comes back")
+    assert text.endswith("this step is not complete, and cannot be recovered")
 
 
 def _take_six() -> str:

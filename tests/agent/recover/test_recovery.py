@@ -144,7 +144,7 @@ ALL = ["open", "bind", "load", "finish", "close"]
 
 
 def said(*candidates: m.RecoveryCandidate, asked: int | None = None) -> dict[str, Any]:
-    return {"candidates": [msgspec.to_builtins(one) for one in candidates], "asked": asked, "same_partition": False, "given_up": []}
+    return {"candidates": [msgspec.to_builtins(one) for one in candidates], "asked": asked, "same_partition": False, "incomplete": []}
 
 
 def test_only_candidates_of_all_ranks_are_tried_in_the_order_of_rank_0() -> None:
@@ -194,9 +194,9 @@ def test_nodes_have_long_to_save_what_they_hold_before_the_others_give_up() -> N
 
 def test_steps_that_were_lost_with_a_node_are_told(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     client = FakeClient(candidate(2), root=root)
-    client.found = m.Found(re=0, candidates=[candidate(2)], given_up=["gpt/step-00000003.a0001: rank 1 did not deliver"])
+    client.found = m.Found(re=0, candidates=[candidate(2)], incomplete=["gpt/step-00000003.a0001: rank 1 did not deliver"])
     assert recover(client, {"w": torch.zeros(4)}) is not None
-    assert "gpt/step-00000003.a0001: rank 1 did not deliver: this step is not complete, and an older one comes back" in caplog.messages
+    assert "gpt/step-00000003.a0001: rank 1 did not deliver: this step is not complete, and cannot be recovered" in caplog.messages
 
 
 # -- one candidate after the other
