@@ -1,4 +1,4 @@
-"""Measures what several nodes cost: how long a snapshot holds the training, the traffic of the board, how soon all nodes know, a recovery.
+"""Measures what several nodes cost: how long a snapshot holds the training, the board's traffic, when all nodes know, and a recovery.
 
 `python -m benchmarks.several_nodes [--megabytes N] [--steps N]`. Two ranks save the same state on one node and on two nodes, whose daemons
 run on this machine and share a directory. The two ways take turns. If SeaweedFS is installed, two nodes then share an object store. A

@@ -123,7 +123,7 @@ class PartWithSlot:
         try:
             return slot.read_pieces(number, pieces)
         except (IntegrityError, OSError) as error:
-            if self._slot is not None:  # the first of several threads
+            if self._slot is not None:  # otherwise another thread has said so
                 self._slot = None
                 log.warning("%s is read from storage, because its copy in memory is lost: %s", self.name, error)
             return False
