@@ -126,8 +126,10 @@ from ckptd.agent.threads.call_lock import CallLock
 class Finalized:
     def __init__(self):
         self.me = self
+        waiting.add(id(self))
 
     def __del__(self):
+        waiting.discard(id(self))
         os.stat("/")  # lets another thread run
 
 def hold():
@@ -137,9 +139,11 @@ def hold():
 
 def look():
     while not done.is_set():
-        Finalized()
+        if len(waiting) < 50:  # without a limit they come faster than a collection ends, and each collection takes longer than the last
+            Finalized()
         assert not call.over() or done.is_set()
 
+waiting = set()
 lock, entered, done = CallLock(), threading.Event(), threading.Event()
 threads = [threading.Thread(target=hold)]
 threads[0].start()
