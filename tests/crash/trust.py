@@ -216,7 +216,7 @@ RIGS: dict[str, Rig] = {
     "users": Rig(Alike("another user of the node", "tries", users.run), (500,)),
     "limits": Rig(Alike("shortages", "tries", limits.run), (300,)),
     "nodes": Rig(
-        Alike("nodes, daemons and ranks killed", "lives of a job on 3 nodes", nodes.run), (1000, 1000, 1000, 1000, 1000), shares=8
+        Alike("nodes, daemons and ranks killed", "lives of a job on 3 nodes", nodes.run), (1000, 1000, 1000, 1000, 1000), shares=10
     ),
     "store": Rig(Alike("nodes that share an object store", "lives of a job on 3 nodes", partial(nodes.run, where=nodes.in_store)), (200,)),
     "faults": Rig(Alike("faults of an object store", "pairs", store_faults.run), (2000,)),
