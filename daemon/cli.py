@@ -21,7 +21,7 @@ from ckptd.daemon.run_command import default_socket, run
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
 from ckptd.shared.command import PLACE, json_option, speaks
-from ckptd.shared.location import Location, located
+from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.locate import find_job_or_checkpoint
 
@@ -95,7 +95,7 @@ def status(root: Location | None, job: str | None, socket: Path | None, as_json:
     With --job, tell which nodes have delivered the last steps of a job. The exit code does not depend on that.
     """
     if job is not None:
-        told = job_report(located(neighbours.daemon_status(socket)["root"]) if root is None else root, job)
+        told = job_report(neighbours.served_root(socket, f"ckptd status ROOT --job {job}") if root is None else root, job)
         click.echo(json.dumps(told, indent=1) if as_json else job_text(told))
         return
     found = neighbours.of_root(root).status if root is not None else neighbours.daemon_status(socket)
@@ -116,15 +116,16 @@ def ps(as_json: bool) -> None:
 
 @main.command(short_help="Stop a daemon, after it has saved what it owes.")
 @click.argument("root", type=PLACE, required=False)
+@_socket
 @click.option("--timeout", default=600.0, help="Seconds to wait until the daemon has saved what it owes. Default: 600.")
 @json_option
 @speaks
-def stop(root: Location | None, timeout: float, as_json: bool) -> None:
-    """Stop the daemon that serves ROOT, or else that of CKPTD_SOCKET or CKPTD_ROOT. It first saves the newest snapshots in memory.
+def stop(root: Location | None, socket: Path | None, timeout: float, as_json: bool) -> None:
+    """Stop the daemon that serves ROOT, or else the one at --socket, or else that of CKPTD_ROOT.
 
-    A running trainer waits for the next daemon. A trainer with a private daemon starts the next one itself.
+    It first saves the newest snapshots in memory. A running trainer then waits for the next daemon, or starts it if it is private.
     """
-    found = neighbours.of_environment() if root is None else neighbours.of_root(root)
+    found = neighbours.named(root, socket)
     neighbours.stop(found, timeout)
     served = found.status["root"] if found.status else "no root that it told"
     click.echo(json.dumps({"pid": found.pid, "stopped": True}) if as_json else f"stopped pid {found.pid}, which served {served}")
@@ -194,7 +195,7 @@ def ls(path: Location | None, socket: Path | None, as_json: bool) -> None:
 
     PATH is DIR (the root), DIR/JOB, or the directory of one checkpoint. The default is the root of the daemon at --socket.
     """
-    rows = report.listing(path if path is not None else located(neighbours.daemon_status(socket)["root"]))
+    rows = report.listing(path if path is not None else neighbours.served_root(socket, "ckptd ls ROOT"))
     click.echo(json.dumps(rows, indent=1) if as_json else report.listing_text(rows))
 
 

@@ -82,14 +82,19 @@ def of_root(root: Location) -> Neighbour:
     raise DaemonUnreachable(f"no daemon of uid {os.geteuid()} serves {root}{hint}")
 
 
-def of_environment() -> Neighbour:
-    """Return the daemon of CKPTD_SOCKET, or else that of CKPTD_ROOT. Raises DaemonUnreachable, or NotFound if neither is set."""
-    if socket := os.environ.get("CKPTD_SOCKET"):
-        status = daemon_status(Path(socket))
-        return Neighbour(status["pid"], socket, status)
-    if root := os.environ.get("CKPTD_ROOT"):
-        return of_root(located(root))
-    raise NotFound("name the root of the daemon to stop; `ckptd ps` lists the daemons")
+def named(root: Location | None, socket: Path | None) -> Neighbour:
+    """Return the daemon of a root, or else the one at a socket, or else that of CKPTD_ROOT.
+
+    Raises DaemonUnreachable, or NotFound if none is named.
+    """
+    if root is None and socket is not None:
+        status = daemon_status(socket)
+        return Neighbour(status["pid"], str(socket), status)
+    if root is None and (variable := os.environ.get("CKPTD_ROOT")):
+        root = located(variable)
+    if root is None:
+        raise NotFound("name the root of the daemon to stop; `ckptd ps` lists the daemons")
+    return of_root(root)
 
 
 def stop(neighbour: Neighbour, seconds: float) -> None:
@@ -128,6 +133,17 @@ def daemon_status(socket: Path | None) -> dict[str, Any]:
     assert isinstance(reply, m.StatusReport)
     status: dict[str, Any] = json.loads(reply.report)
     return status
+
+
+def served_root(socket: Path | None, instead: str) -> Location:
+    """Return the root that the daemon at `socket` serves. `instead` is the command that needs no daemon, which an error names.
+
+    Raises DaemonUnreachable, Forbidden.
+    """
+    try:
+        return located(daemon_status(socket)["root"])
+    except DaemonUnreachable as error:
+        raise DaemonUnreachable(f"{error}; without a daemon, name the root: `{instead}`") from None
 
 
 def _connect(socket: Path | None) -> Channel:

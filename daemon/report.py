@@ -57,7 +57,7 @@ def status_text(status: dict[str, Any]) -> str:
         sealed = job["last_sealed"]
         rows.append((
             job["job"], str(job["attempt"]), f"step {sealed['step']}" if sealed else "-", _stored(job, staged=stage is not None),
-            _saving(job), str(job["ranks_connected"]),
+            _saving(job), _ranks(job),
         ))  # fmt: skip
         if job["room_for"] is not None and job["room_for"] < 10:
             lines.append(f"  LITTLE ROOM    {job['job']}: the root has room for {job['room_for']} more of its checkpoints")
@@ -126,6 +126,11 @@ def _saving(job: dict[str, Any]) -> str:
     said = {saving["tag"]: _progress(saving) for saving in job.get("saving", [])}
     said |= dict.fromkeys(job.get("delivered", []), "delivered, waits for other nodes")
     return ", ".join(tag + (f" ({said[tag]})" if tag in said else "") for tag in job["pending"]) or "-"
+
+
+def _ranks(job: dict[str, Any]) -> str:
+    """Return how many ranks of a job are connected. Of a job of several nodes, also say of how many on which node."""
+    return str(job["ranks_connected"]) + (f" of {len(job['ranks_here'])} on {job['host']}" if job.get("ranks_here") else "")
 
 
 def _progress(saving: dict[str, Any]) -> str:

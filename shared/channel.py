@@ -18,7 +18,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from ckptd.shared import __version__
+from ckptd.shared import __version__, names
 from ckptd.shared import messages as m
 from ckptd.shared import session as s
 from ckptd.shared.descriptor import Descriptor
@@ -31,6 +31,11 @@ _RECEIVE = 1 << 16
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05  # seconds between two tries to connect
 _FD = array("i")
 _Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]
+
+
+def no_daemon(path: Path) -> DaemonUnreachable:
+    """Return the error for a socket on which no daemon of this node listens."""
+    return DaemonUnreachable(f"no daemon listens at {path} on {names.host()}: start one with `ckptd run --root DIR --socket {path}`")
 
 
 class Channel:
@@ -67,7 +72,7 @@ class Channel:
             self.welcome = reply
         except (FileNotFoundError, ConnectionRefusedError):
             self.close()
-            raise DaemonUnreachable(f"no daemon listens at {path}: start one with `ckptd run --root DIR --socket {path}`") from None
+            raise no_daemon(path) from None
         except TimeoutError:
             self.close()
             raise DaemonUnreachable(f"the daemon at {path} does not answer within {timeout:.0f} s") from None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.shared import names, owners, settings
-from ckptd.shared.channel import Channel
+from ckptd.shared.channel import Channel, no_daemon
 from ckptd.shared.errors import CkptdError, DaemonUnreachable, Forbidden, InvalidRequest
 from ckptd.shared.location import Location, located
 from ckptd.shared.log_file import open_log
@@ -76,7 +76,7 @@ def find_place(socket: str | os.PathLike[str] | None, root: str | os.PathLike[st
     if named:
         path = Path(named)
         if not path.exists():
-            raise DaemonUnreachable(f"no daemon listens at {path}: start one with `ckptd run --root DIR --socket {path}`")
+            raise no_daemon(path)
         return Place(path, absolute, private=False)
     for path in names.default_sockets():
         if os.path.exists(path) and _serves(path, absolute):

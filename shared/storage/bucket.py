@@ -34,6 +34,12 @@ BULK_CLIENT: ClientConfig = {**CLIENT, "timeout": timedelta(minutes=5)}
 _STATUS = re.compile(r"status code: (\d{3}) ([A-Za-z ]+)")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>|\"code\":\s*\"(\w{1,64})\"")
 _NO_ROOM = {"QuotaExceeded", "InsufficientStorage", "StorageFull"}
+_VARIABLES = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+"""The variables that name the credentials for each kind of store, as every SDK knows them."""
 _NO_SUCH_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 
 
@@ -183,7 +189,7 @@ class NoSuchRange(RemoteError):
 
 
 def translated(error: Exception, name: str, bucket: str) -> OSError:
-    """Return the OSError for an error of obstore.
+    """Return the OSError for an error of obstore. `bucket` is the URL of the bucket.
 
     Only the status and the error code of the store's answer enter the text: the rest may hold a signed URL or a token.
     """
@@ -202,13 +208,15 @@ def translated(error: Exception, name: str, bucket: str) -> OSError:
         return NoRanges(errno.EIO, "the store does not answer requests for ranges as it should", name)
     if "Invalid range" in text or (status and status[1] == "416"):
         return NoSuchRange(errno.EINVAL, "the object is shorter than the range that was asked for", name)
+    variables = _VARIABLES.get(bucket.split(":")[0], "the environment")
     answer = f"the store answered {status[1]} {status[2].strip()}" + (f" ({found})" if found else "") if status else ""
     if "169.254.169.254" in text or "MissingCredentials" in text:
-        return RemoteRefusal(errno.EACCES, "no credentials for the store were found, in the environment or elsewhere", name)
+        return RemoteRefusal(errno.EACCES, f"no credentials for the store were found: set {variables}", name)
     if found in _NO_ROOM or (status and status[1] == "507"):
         return RemoteError(errno.ENOSPC, answer, name)
     if kind in ("PermissionDeniedError", "UnauthenticatedError") or (status and status[1] in ("401", "403")):
-        return RemoteRefusal(errno.EACCES, f"{answer or 'the store refused the request'}: check the credentials and their rights", name)
+        refused = answer or "the store refused the request"
+        return RemoteRefusal(errno.EACCES, f"{refused}: check the credentials in {variables}, and their rights", name)
     if kind == "NotSupportedError" or (status and status[1] == "501"):
         return RemoteError(errno.EOPNOTSUPP, answer or "the store does not support the request", name)
     if answer:

@@ -325,7 +325,7 @@ class PosixStorage:
         except OSError as error:
             raise StorageError.of(f"use {self.root} as the root for checkpoints", error) from None
         with self.directory(names.control(host)) as directory:
-            lock = posix_root.lock(directory, self.root)
+            lock = posix_root.lock(directory, self.root, host)
         self._lock = (self.root / names.control(host) / names.LOCK, os.fstat(lock.fileno()))
         return lock
 

@@ -53,10 +53,10 @@ def refusal(directory: int, called: str) -> str:
     return f"{reason}, who could replace checkpoints in it: use another job name or another root" if reason else ""
 
 
-def lock(directory: int, root: Path) -> Descriptor:
+def lock(directory: int, root: Path, host: str) -> Descriptor:
     """Lock the root for one daemon of this host, and return the descriptor that holds the lock.
 
-    directory: an open descriptor of this host's directory in the root. Raises Busy if another daemon holds the lock, StorageError if the
+    directory: an open descriptor of the directory of `host` in the root. Raises Busy if another daemon holds the lock, StorageError if the
     lock file cannot be opened or locked.
     """
     try:
@@ -67,7 +67,10 @@ def lock(directory: int, root: Path) -> Descriptor:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        raise Busy(f"another ckptd already serves {root}: use that one, or stop it first") from None
+        raise Busy(
+            f"another ckptd already serves {root}, under the host name {host}: use that one, or stop it first; if it runs on another "
+            "node, give each node a name of its own"
+        ) from None
     except OSError as error:
         os.close(fd)
         raise StorageError.of(f"lock {root}, which keeps a second daemon out of it", error) from None

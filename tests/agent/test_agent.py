@@ -474,7 +474,7 @@ def test_a_job_must_be_named_with_a_daemon_for_all(daemon: Daemon, monkeypatch: 
 
 
 def test_a_named_socket_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(errors.DaemonUnreachable, match="no daemon listens at .*/nobody: start one with `ckptd run"):
+    with pytest.raises(errors.DaemonUnreachable, match="no daemon listens at .*/nobody on .*: start one with `ckptd run"):
         Agent("job", socket=tmp_path / "nobody")
 
 

@@ -430,6 +430,7 @@ def test_the_status_of_each_node_names_its_steps(two: Nodes) -> None:
             (job,) = node.daemon.status()["jobs"]  # type: ignore[union-attr]
             assert (job["last_durable"]["step"], job["ranks_connected"]) == (5, 1), json.dumps(job)
             assert (job["host"], job["ranks_here"], job["delivered"]) == (node.name, [int(node.name[-1])], [])
+            assert status_text(node.daemon.status()).endswith(f"1 of 1 on {node.name}")  # type: ignore[union-attr]
 
 
 def test_the_status_says_which_step_waits_for_other_nodes(two: Nodes) -> None:

@@ -84,17 +84,16 @@ def test_a_process_is_known_as_a_daemon_by_its_command(command: list[str], daemo
     assert neighbours._is_daemon(command) is daemon
 
 
-def test_without_a_root_nothing_is_stopped_unless_the_environment_names_a_daemon(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CKPTD_ROOT", "CKPTD_SOCKET"):
-        monkeypatch.delenv(name, raising=False)
+def test_without_a_root_nothing_is_stopped_unless_a_socket_or_the_environment_names_a_daemon(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPTD_ROOT", raising=False)
     with pytest.raises(NotFound, match="^name the root of the daemon to stop; `ckptd ps` lists the daemons$"):
-        neighbours.of_environment()
-    monkeypatch.setenv("CKPTD_SOCKET", str(daemon.home.socket))
-    assert neighbours.of_environment().pid == daemon.process.pid
-    monkeypatch.delenv("CKPTD_SOCKET")
+        neighbours.named(None, None)
+    assert neighbours.named(None, daemon.home.socket).pid == daemon.process.pid
     monkeypatch.setenv("CKPTD_ROOT", str(daemon.home.root.parent / "other"))
     with pytest.raises(DaemonUnreachable, match="serves .*/other"):
-        neighbours.of_environment()
+        neighbours.named(None, None)
 
 
 def test_the_roots_that_are_served_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

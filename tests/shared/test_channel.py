@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.shared import messages as m
+from ckptd.shared import names
 from ckptd.shared.channel import Channel
 from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, ProtocolError, VersionMismatch
 from ckptd.shared.session import Role, Session
@@ -324,7 +325,7 @@ def test_a_full_queue_is_waited_for(place: Path) -> None:
 
 
 def test_without_a_listening_daemon_the_error_says_how_to_start_one(place: Path) -> None:
-    with pytest.raises(DaemonUnreachable, match=f"no daemon listens at {place}: start one"):
+    with pytest.raises(DaemonUnreachable, match=f"no daemon listens at {place} on {names.host()}: start one"):
         Channel(place, TIMEOUT)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(place))

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from crc32c import crc32c
+from obstore.store import MemoryStore
 
 from ckptd.shared import codec
 from ckptd.shared.binary import ALIGN, align
@@ -22,6 +23,8 @@ from ckptd.shared.part import TRAILER_SIZE, PartIndex, PartReader, encode_end, e
 from ckptd.shared.plan import MIN_CHUNK, ChunkRange, Plan, Region
 from ckptd.shared.scatter import verify
 from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage.bucket import Bucket
+from ckptd.shared.storage.object_streams import ObjectSource
 from tests.shared.samples import NONCE, WRITER, encode_part, flip, memory_file, packed_slot, resealed, sample_plan, values_after
 from tests.support.storage import source
 
@@ -189,6 +192,18 @@ def test_a_chunk_beyond_the_end_of_the_file_is_seen() -> None:
         os.ftruncate(fd, ALIGN + 100)
         with pytest.raises(IntegrityError, match="cut short"):
             reader.read_chunk(0, memoryview(bytearray(16)))
+
+
+def test_an_object_that_ends_within_the_padding_of_a_chunk_is_seen() -> None:
+    bucket = Bucket(MemoryStore(), "memory://b")
+    bucket.put("p", LARGE["zstd"], create=True)
+    place = ObjectSource(bucket, "p")
+    reader = PartReader(place, "p")
+    number, chunk = next((n, c) for n, c in enumerate(reader.index.chunks) if c.codec == codec.ZSTD)
+    assert chunk.stored_length % ALIGN
+    place.size = chunk.offset + chunk.stored_length
+    with pytest.raises(IntegrityError, match=f"^p: chunk {number} .* is cut short$"):
+        reader.read_chunk(number, memoryview(bytearray(chunk.raw_length)))
 
 
 def test_an_index_must_match_the_digest_in_the_manifest() -> None:

@@ -169,7 +169,7 @@ def test_a_node_without_a_daemon_is_named(two: Nodes) -> None:
     with Ranks(2) as ranks:
         ranks.call(_move_to_other_machines)
         (found, _) = ranks.call(save_through_dcp, [two[0].home.socket, two.path / "nowhere"], two.root / JOB / "step-5")
-    assert f"rank 1 on host-1 cannot save to {two.root}/{JOB}/step-5: no daemon listens at {two.path}/nowhere" in found
+    assert f"rank 1 on host-1 cannot save to {two.root}/{JOB}/step-5: no daemon listens at {two.path}/nowhere on host-1" in found
 
 
 def _move_to_other_machines() -> None:

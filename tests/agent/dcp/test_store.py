@@ -90,9 +90,9 @@ def test_an_outage_is_not_taken_for_a_missing_checkpoint(place: str, monkeypatch
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     for cache in (locate.object_storage, sys.modules["ckptd.shared.storage.bucket"]._connect):
         cache.cache_clear()
-    with pytest.raises(StorageError, match="check the credentials and their rights"):
+    with pytest.raises(StorageError, match="check the credentials in AWS_ACCESS_KEY_ID"):
         Checkpoint.open(place)
-    with pytest.raises(CheckpointException, match="check the credentials and their rights"), one_process():
+    with pytest.raises(CheckpointException, match="check the credentials in AWS_ACCESS_KEY_ID"), one_process():
         dcp.load({"w": torch.zeros(5)}, storage_reader=StorageReader(place))
     for cache in (locate.object_storage, sys.modules["ckptd.shared.storage.bucket"]._connect):
         cache.cache_clear()

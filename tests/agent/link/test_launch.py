@@ -358,7 +358,7 @@ def test_a_relative_root_is_made_absolute(bare: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_named_socket_that_is_not_there_is_refused(bare: Path) -> None:
-    with pytest.raises(errors.DaemonUnreachable, match=r"^no daemon listens at /nowhere/s: start one with `ckptd run"):
+    with pytest.raises(errors.DaemonUnreachable, match=f"^no daemon listens at /nowhere/s on {names.host()}: start one with `ckptd run"):
         find_place("/nowhere/s", bare)
 
 
@@ -434,7 +434,7 @@ def test_a_private_daemon_that_never_listens_is_waited_for_until_the_deadline(
     answering.refuse()
     monkeypatch.setattr(launch, "start_private", lambda root: None)
     monkeypatch.setattr(launch, "time", clock)
-    with pytest.raises(errors.DaemonUnreachable, match=f"^no daemon listens at {bare.parent / 'first'}: "):
+    with pytest.raises(errors.DaemonUnreachable, match=f"^no daemon listens at {bare.parent / 'first'} on "):
         Place(answering.socket, bare, private=True).connect()
     assert sum(clock.slept) == pytest.approx(launch.CONNECT_SECONDS, abs=0.05)
 

@@ -17,6 +17,7 @@ from ckptd.shared.storage import bucket as buckets
 from ckptd.shared.storage.bucket import Bucket, NoRanges, NoSuchRange, open_bucket, translated
 
 NAME, WHERE = "s3://data/ckpts/x", "s3://data/ckpts"
+KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
 ANSWER = "Generic S3 error: Error performing PUT https://data.host/x?X-Amz-Signature=SECRET in 1s - Server returned non-2xx status code: {}"
 BODY = "<Error><Code>{}</Code><Message>key SECRET</Message></Error>"
 
@@ -36,11 +37,11 @@ def made(kind: str, text: str) -> Exception:
         (made("NotFoundError", ANSWER.format("404 Not Found: ") + BODY.format("NoSuchBucket")), RemoteError, errno.ENXIO,
          "there is no bucket 'data', or it cannot be seen with these credentials"),
         (made("GenericError", ANSWER.format("403 Forbidden: ") + BODY.format("SignatureDoesNotMatch")), RemoteRefusal, errno.EACCES,
-         "the store answered 403 Forbidden (SignatureDoesNotMatch): check the credentials and their rights"),
+         f"the store answered 403 Forbidden (SignatureDoesNotMatch): check the credentials in {KEYS}, and their rights"),
         (made("PermissionDeniedError", "SECRET"), RemoteRefusal, errno.EACCES,
-         "the store refused the request: check the credentials and their rights"),
+         f"the store refused the request: check the credentials in {KEYS}, and their rights"),
         (made("GenericError", "Error performing PUT http://169.254.169.254/latest/api/token"), RemoteRefusal, errno.EACCES,
-         "no credentials for the store were found, in the environment or elsewhere"),
+         f"no credentials for the store were found: set {KEYS}"),
         (made("GenericError", ANSWER.format("507 Insufficient Storage: ")), RemoteError, errno.ENOSPC,
          "the store answered 507 Insufficient Storage"),
         (made("GenericError", ANSWER.format("500 Internal Server Error: ") + BODY.format("InternalError")), RemoteError, errno.EIO,
@@ -64,6 +65,12 @@ def test_an_error_of_the_store_becomes_one_sentence_without_secrets(error: Excep
     assert (type(found), found.errno, found.strerror, found.filename) == (cls, number, words, NAME)
     if isinstance(found, RemoteError):
         assert str(StorageError.of("save it", found)) == f"cannot save it: {words}"
+
+
+@pytest.mark.parametrize(("scheme", "variable"), [("gs", "GOOGLE_APPLICATION_CREDENTIALS"), ("az", "AZURE_STORAGE_ACCOUNT_KEY")])
+def test_a_refusal_names_the_variables_of_its_store(scheme: str, variable: str) -> None:
+    found = translated(made("PermissionDeniedError", "x"), NAME, f"{scheme}://data/runs")
+    assert variable in str(found.strerror)
 
 
 def test_errors_of_the_caller_stay_what_they_are() -> None:

@@ -127,8 +127,12 @@ def test_a_job_directory_of_another_user_is_refused(root: Path) -> None:
 
 def test_a_second_daemon_does_not_get_the_lock(root: Path) -> None:
     held = PosixStorage(root).serve(names.host())
-    with pytest.raises(Busy, match=f"another ckptd already serves {root}: use that one, or stop it first"):
+    with pytest.raises(Busy) as refused:
         PosixStorage(root).serve(names.host())
+    assert str(refused.value) == (
+        f"another ckptd already serves {root}, under the host name {names.host()}: use that one, or stop it first; if it runs on another "
+        "node, give each node a name of its own"
+    )
     PosixStorage(root).serve("another-host").close()
     held.close()
     prepare(root)
