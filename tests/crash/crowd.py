@@ -34,6 +34,8 @@ from typing import Any
 import torch
 
 from ckptd.agent import Agent, Checkpoint, CkptdError
+from tests.crash import places
+from tests.crash.places import Where
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, holds, home
 
@@ -395,7 +397,7 @@ class Crowd:
         if owed == (0, -1):
             return []
         try:
-            with Checkpoint.open(self._place.root / job) as checkpoint:
+            with Checkpoint.open(str(self._place.root / job)) as checkpoint:
                 assert checkpoint.step is not None
                 trainers.assert_equal(checkpoint.load(), checkpoint.step % 50, SIZE)
                 found = (checkpoint.attempt, checkpoint.step)
@@ -407,10 +409,13 @@ class Crowd:
         return self._place.log_text()[-2000:]
 
     def _descriptors(self) -> int:
+        """Return how many descriptors the daemon has open, without its connections to an object store, which it keeps for a while."""
+        process = Path(f"/proc/{self._daemon.process.pid}")
         try:
-            return len(os.listdir(f"/proc/{self._daemon.process.pid}/fd"))
+            remote = {f"socket:[{line.split()[9]}]" for line in (process / "net/tcp").read_text().splitlines()[1:]}
+            return sum(os.readlink(link) not in remote for link in (process / "fd").iterdir())
         except OSError:
-            return -1  # the daemon has ended
+            return -1  # the daemon has ended, or a descriptor was closed meanwhile
 
     def _at_rest(self) -> int:
         """Return the number of descriptors once it has been stable for a while. Shortly after its start, a daemon still closes one."""
@@ -439,7 +444,7 @@ def older(diary: trainers.Diary) -> list[str]:
 
 
 def run(
-    count: int, number: int, seconds: float, jobs: int = 0, tell: Callable[[Sample], None] = lambda _: None
+    count: int, number: int, seconds: float, jobs: int = 0, tell: Callable[[Sample], None] = lambda _: None, where: Where = home
 ) -> tuple[Counter[str], list[str]]:
     """Return how many victims were killed in each phase, and what was lost.
 
@@ -447,7 +452,7 @@ def run(
     size in each round. tell: called with a sample whenever all trainers are gone.
     """
     end = time.monotonic() + seconds
-    with home() as place:
+    with where() as place:
         crowd = Crowd(place, number)
         try:
             while crowd.hits.total() < count and time.monotonic() < end and not crowd.problems:
@@ -466,12 +471,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--jobs", type=int, default=0, help="of each round; else 2 to 50")
     parser.add_argument("--audit", type=int, default=0, metavar="KILLS", help="print what the daemon holds after every hundred")
+    places.add_option(parser)
     options = parser.parse_args()
     if options.audit:
         print(HEAD, flush=True)
     tell = (lambda sample: print(sample, flush=True)) if options.audit else (lambda sample: None)
     begun = time.monotonic()
-    hits, problems = run(options.audit or options.count, options.seed, 60 * options.minutes, options.jobs, tell)
+    hits, problems = run(
+        options.audit or options.count, options.seed, 60 * options.minutes, options.jobs, tell, places.where(options.store)
+    )
     print(*(f"{phase:16} {hits[phase]}" for phase in (*PHASES, NO_MEMORY)), *problems, sep="\n")
     print(f"{hits.total()} kills in {time.monotonic() - begun:.0f} s, seed {options.seed}, {len(problems)} lost")
     sys.exit(bool(problems))

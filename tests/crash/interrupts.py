@@ -34,6 +34,8 @@ import ckptd.agent
 import ckptd.shared
 from ckptd.agent import Agent, CkptdError
 from ckptd.shared.errors import Busy
+from tests.crash import places
+from tests.crash.places import Where
 from tests.support import forks, trainers
 from tests.support.daemons import Home, home, running
 
@@ -342,11 +344,11 @@ class Watched:
         self._pipe.close()
 
 
-def run(count: int, number: int, seconds: float = float("inf")) -> tuple[Counter[str], list[str]]:
+def run(count: int, number: int, seconds: float = float("inf"), where: Where = home) -> tuple[Counter[str], list[str]]:
     """Try `count` interruptions, or as many as fit into `seconds`, from the seed `number`. Return what was tried, and what is wrong."""
     chance, tried, problems = Random(number), Counter[str](), list[str]()
     end = time.monotonic() + seconds
-    with home() as place, running(place, *OPTIONS, environment=BUDGET, forked=True):
+    with where() as place, running(place, *OPTIONS, environment=BUDGET, forked=True):
         trainer: Watched | None = None
         try:
             while tried.total() < count and time.monotonic() < end and len(problems) < MOST_PROBLEMS:
@@ -372,9 +374,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
+    places.add_option(parser)
     options = parser.parse_args()
     begun = time.monotonic()
-    tried, problems = run(options.count, options.seed, 60 * options.minutes)
+    tried, problems = run(options.count, options.seed, 60 * options.minutes, places.where(options.store))
     for kind, times in sorted(tried.items()):
         print(f"{kind:50} {times}")
     print(*problems, sep="\n")

@@ -1,9 +1,11 @@
 """Kills at every pair of failpoints: the second death comes while the remains of the first are recovered, or after that.
 
-`python -m tests.crash.lives --deaths 3026 [--seed N]`, or `--pairs 1/2`, which tries one half of all pairs until each has happened. Daemons
-and trainers follow one another on one root and one shared memory, in an order in which each point comes once after each other point. Often
-the trainer outlives its daemon and continues with the next one. Each recovery is compared bit for bit, and must be as new as what was
-promised before it. Every manifest that is found must be sound.
+`python -m tests.crash.lives --deaths 3026 [--seed N]`, or `--pairs 1/2`, which tries one half of all pairs until each has happened. The
+root is a directory or, with `--store`, in an object store: SeaweedFS, or rclone with its objects in a directory or in memory.
+
+Daemons and trainers follow one another on one root and one shared memory, in an order in which each point comes once after each other
+point. Often the trainer outlives its daemon and continues with the next one. Each recovery is compared bit for bit, and must be as new as
+what was promised before it. Every manifest that is found must be sound.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
@@ -26,7 +28,11 @@ from typing import Any
 import torch
 
 from ckptd.agent import Checkpoint, CkptdError
-from ckptd.shared import failpoints
+from ckptd.shared import failpoints, names
+from ckptd.shared.location import Location
+from ckptd.shared.storage.locate import open_root, tags_of
+from tests.crash import places
+from tests.crash.places import Where
 from tests.support import forks, trainers
 from tests.support.daemons import Daemon, Home, home, running
 
@@ -39,7 +45,8 @@ SECONDS = 60.0
 GAVE_UP = 3
 
 
-def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True) -> None:
+def train(socket: Path, diary: trainers.Diary, armed: str, linger: bool = True, environ: Mapping[str, str] | None = None) -> None:
+    os.environ.update(environ or {})
     torch.set_num_threads(1)
     logging.disable()
     try:
@@ -102,7 +109,9 @@ class Lives:
             self.end_trainer()
         if self._trainer is None:
             self._begun = len(self._diary.read())
-            self._trainer = forks.context().Process(target=train, args=(self._place.socket, self._diary, armed), daemon=True)
+            self._trainer = forks.context().Process(
+                target=train, args=(self._place.socket, self._diary, armed, True, self._place.environ), daemon=True
+            )
             self._trainer.start()
         until = time.monotonic() + (self.chance.uniform(0, 1) if point == ANY else SECONDS)
         while daemon.process.poll() is None and self._trainer.is_alive() and not self._finished():
@@ -115,6 +124,14 @@ class Lives:
             gave_up = self._place.path / "gave up"
             why = gave_up.read_text() if self._trainer.exitcode == GAVE_UP and gave_up.exists() else ""
             self.problems.append(f"at {point}: the trainer ended with {self._trainer.exitcode}, and its daemon lives; {why}")
+
+    def _begin(self, armed: str, linger: bool = True) -> Any:
+        """Start a trainer."""
+        self._begun = len(self._diary.read())
+        arguments = self._place.socket, self._diary, armed, linger, self._place.environ
+        trainer = forks.context().Process(target=train, args=arguments, daemon=True)
+        trainer.start()
+        return trainer
 
     def _killed(self) -> bool:
         return self._trainer is not None and self._trainer.exitcode == -signal.SIGKILL
@@ -131,7 +148,9 @@ class Lives:
             return
         with running(self._place, *OPTIONS) as daemon:
             self._begun = len(self._diary.read())
-            trainer = forks.context().Process(target=train, args=(self._place.socket, self._diary, "", False), daemon=True)
+            trainer = forks.context().Process(
+                target=train, args=(self._place.socket, self._diary, "", False, self._place.environ), daemon=True
+            )
             trainer.start()
             trainer.join()
             words = Counter(word for word, _ in self._diary.read()[self._begun :])
@@ -175,17 +194,20 @@ class Lives:
             self.problems.append(f"at {point}: {durable} was durable, and the newest there is {found}")
 
 
-def examine(root: Path, size: int) -> tuple[tuple[int, int], list[str]]:
+def examine(root: Location, size: int) -> tuple[tuple[int, int], list[str]]:
     """Return (attempt, step) of the newest checkpoint, or (0, -1) if there is none, and a problem for each unsound one."""
     newest, problems = (0, -1), []
-    for manifest in sorted((root / trainers.JOB).glob("*/manifest.json")):
+    repository = open_root(root)
+    for tag in sorted(tags_of(repository, trainers.JOB)):
+        if names.MANIFEST not in repository.files(trainers.JOB, tag):
+            continue
         try:
-            with Checkpoint.open(root / trainers.JOB, manifest.parent.name) as checkpoint:
+            with Checkpoint.open(str(root / trainers.JOB), tag) as checkpoint:
                 assert checkpoint.step is not None
                 trainers.assert_equal(checkpoint.load(), checkpoint.step, size)
                 newest = max(newest, (checkpoint.attempt, checkpoint.step))
         except Exception as error:
-            problems.append(f"{manifest.parent.name}: {error!r}")
+            problems.append(f"{tag}: {error!r}")
     return newest, problems
 
 
@@ -217,9 +239,9 @@ def rounds(points: Sequence[str], chance: Random) -> Iterator[tuple[str, int]]:
             yield point, chance.choice([1, 1, 2, 3])
 
 
-def run(deaths: int, seed: int, seconds: float = float("inf")) -> Lives:
+def run(deaths: int, seed: int, seconds: float = float("inf"), where: Where = home) -> Lives:
     end = time.monotonic() + seconds
-    with home() as place:
+    with where() as place:
         lives = Lives(place, seed)
         for point, nth in islice(rounds((*failpoints.AGENT, *failpoints.DAEMON), lives.chance), deaths):
             if time.monotonic() > end or lives.problems:
@@ -236,9 +258,9 @@ class Deaths(Lives):
         return False
 
 
-def run_pairs(seed: int, part: int, parts: int) -> tuple[Lives, set[tuple[str, str]]]:
+def run_pairs(seed: int, part: int, parts: int, where: Where = home) -> tuple[Lives, set[tuple[str, str]]]:
     """Hit every point after every point, or one part of these pairs. Return the pairs that did not happen even after retries."""
-    with home() as place:
+    with where() as place:
         lives = Deaths(place, seed)
         order = list(each_after_each((*failpoints.AGENT, *failpoints.DAEMON)))
         piece = order[len(order) * (part - 1) // parts : len(order) * part // parts + 1]
@@ -267,14 +289,15 @@ def main() -> None:
     parser.add_argument("--deaths", type=int, default=200)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
     parser.add_argument("--pairs", metavar="K/N", help="every point after every point: the K-th of N parts")
+    places.add_option(parser)
     options = parser.parse_args()
     if options.pairs:
         part, _, parts = options.pairs.partition("/")
-        lives, missing = run_pairs(options.seed, int(part), int(parts or 1))
+        lives, missing = run_pairs(options.seed, int(part), int(parts or 1), places.where(options.store))
         if not lives.problems:
             print(*(f"never came about: {one}, then {other}" for one, other in sorted(missing)), sep="\n")
         sys.exit(report(lives, "deaths", options.seed) or bool(missing))
-    sys.exit(report(run(options.deaths, options.seed), "deaths", options.seed))
+    sys.exit(report(run(options.deaths, options.seed, where=places.where(options.store)), "deaths", options.seed))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Puts a job through any order of events, drawn by Hypothesis: start, snapshot, kill, power cut, full disk, recovery, forget, pin.
 
 `python -m tests.crash.machine --steps 2000 [--seed N]`. It uses real daemons, real trainers, SIGKILL, and the ext4 image of `power.py`
-where one can be mounted. After every step: what is recovered must be, bit for bit, what was captured, and as new as what was promised, and
-a running daemon must answer. At the end of each example the job must save again, every checkpoint must verify, and shared memory must be
-empty.
+where one can be mounted. With `--store`, the root is in an object store, and there is no power cut and no full disk. After every step: what
+is recovered must be, bit for bit, what was captured, and as new as what was promised, and a running daemon must answer. At the end of each
+example the job must save again, every checkpoint must verify, and shared memory must be empty.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -30,10 +31,11 @@ from ckptd.daemon import forgetting
 from ckptd.shared import names
 from ckptd.shared.errors import NotFound
 from ckptd.shared.storage.locate import open_root
+from tests.crash import places
 from tests.crash.images import Image, Unavailable, fill
 from tests.crash.oracle import NOTHING, Key, Oracle
 from tests.support import forks, trainers
-from tests.support.daemons import Daemon, Home
+from tests.support.daemons import Daemon
 
 SIZE = 4000
 KEEP = 2
@@ -46,8 +48,9 @@ done: Counter[str] = Counter()
 """Number of steps taken, by name."""
 
 
-def serve(pipe: Connection, socket: Any) -> None:
+def serve(pipe: Connection, socket: Any, environ: Mapping[str, str]) -> None:
     """Run as a trainer that executes the commands that it gets."""
+    os.environ.update(environ)
     torch.set_num_threads(1)
     logging.disable()
     agent: Agent | None = None
@@ -103,15 +106,22 @@ def _key(tag: str) -> Key:
 
 
 class Job(RuleBasedStateMachine):
-    """A daemon, a trainer and a disk, and the rules for what may happen to them. `pinned` holds the tags that were pinned by hand."""
+    """A daemon, a trainer and a disk, and the rules for what may happen to them. `pinned` holds the tags that were pinned by hand.
+
+    store: the kind of the object store with the root, or None if the root is a directory on the disk.
+    """
+
+    store: ClassVar[str | None] = None
 
     @initialize(files_per_rank=st.sampled_from([1, 2]))
     def begin(self, files_per_rank: int) -> None:
-        self.place = Home()
+        self.held = ExitStack()
+        self.place = self.held.enter_context(places.where(self.store)())
         self.options = (*OPTIONS, "--files-per-rank", str(files_per_rank))
         try:
-            self.disk: Image | None = Image(32)
-            self.place.root = self.disk.where / "root"
+            self.disk: Image | None = Image(32) if self.store is None else None
+            if self.disk is not None:
+                self.place.root = self.disk.where / "root"
         except Unavailable:
             self.disk = None
         self.daemon: Daemon | None = None
@@ -178,7 +188,7 @@ class Job(RuleBasedStateMachine):
     def start_trainer(self) -> bool:
         done["start trainer"] += 1
         self.pipe, theirs = forks.context().Pipe()
-        self.trainer = forks.context().Process(target=serve, args=(theirs, self.place.socket), daemon=True)
+        self.trainer = forks.context().Process(target=serve, args=(theirs, self.place.socket, self.place.environ), daemon=True)
         self.trainer.start()
         theirs.close()
         answer = self._ask("begin")
@@ -317,7 +327,7 @@ class Job(RuleBasedStateMachine):
                 self._end_trainer()
             if self.daemon is not None:
                 self.daemon.close()
-            self.place.remove()
+            self.held.close()
             if self.disk is not None:
                 self.disk.close()
 
@@ -338,11 +348,10 @@ class Job(RuleBasedStateMachine):
         assert self._ask("close") == "closed"
         self._end_trainer()
         assert self.place.segment_files() == []
-        job = self.place.root / trainers.JOB
         assert self.pinned <= set(self._tags()), f"{self.pinned} were pinned, and {self._tags()} are there"
-        for manifest in job.glob("*/manifest.json"):
+        for tag in self._tags():
             try:
-                opened = Checkpoint.open(job, manifest.parent.name)
+                opened = Checkpoint.open(str(self.place.root / trainers.JOB), tag)
             except NotFound:
                 continue  # the daemon has retired the checkpoint since it was listed
             with opened as checkpoint:
@@ -371,7 +380,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"))
+    places.add_option(parser)
     options = parser.parse_args()
+    Job.store = options.store
     taken, problem = run(options.steps, options.seed)
     for name, count in taken.most_common():
         print(f"{name:16} {count}")

@@ -232,9 +232,7 @@ def in_store() -> Iterator[tuple[Nodes, dict[str, str]]]:
         raise Unavailable("SeaweedFS is not installed")
     with ExitStack() as held, tempfile.TemporaryDirectory() as there:
         server = held.enter_context(stores.Servers(Path(there))).get("seaweed")
-        before = {name: os.environ.get(name) for name in server.environ}
-        held.callback(_restore, before)
-        os.environ.update(server.environ)
+        held.enter_context(stores.in_environment(server))
         place = Nodes(3, Url("s3", "bucket", ("root",)))
         held.callback(place.remove)
         for node in place:
@@ -249,13 +247,6 @@ def _wait_while(flag: Path, *_: object) -> str:
     while flag.exists():
         time.sleep(0.01)
     return ""
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        os.environ.pop(name)
-        if value is not None:
-            os.environ[name] = value
 
 
 def run(

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptd.shared import failpoints, names
-from ckptd.shared.location import Url
+from ckptd.shared import failpoints
 from tests.crash.test_failpoints import die_at
 from tests.support import stores
-from tests.support.daemons import Home, home
+from tests.support.daemons import Home
 
 KINDS = ("seaweed", "rclone")
 
@@ -22,13 +21,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[stores.Servers
 
 
 @pytest.fixture(params=KINDS)
-def place(request: pytest.FixtureRequest, servers: stores.Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
-    server = servers.get(request.param)
-    with home() as made:
-        made.root = Url("s3", "bucket", (names.new_nonce().hex(),))  # type: ignore[assignment]
-        made.environ = server.environ
-        for name, value in server.environ.items():
-            monkeypatch.setenv(name, value)
+def place(request: pytest.FixtureRequest, servers: stores.Servers) -> Iterator[Home]:
+    with stores.home_in(servers.get(request.param)) as made:
         yield made
 
 

@@ -14,12 +14,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from ckptd.shared import names
+from ckptd.shared.location import Url
+from tests.support.daemons import Home, home
 
 KEY, SECRET, REGION = "AKTEST", "SKTEST", "us-east-1"
 _SECONDS = 60
@@ -92,15 +96,46 @@ def seaweed(place: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def rclone(place: Path) -> Iterator[Server]:
-    """Run `rclone serve s3`, which ignores preconditions and answers ranges in its own way. Its buckets are directories of `place`."""
+def rclone(place: Path, remote: str = "") -> Iterator[Server]:
+    """Run `rclone serve s3`, which ignores preconditions and answers ranges in its own way.
+
+    Its buckets are in `remote`, or else directories of `place`.
+    """
     place.mkdir(parents=True, exist_ok=True)
     (port,), found = free_ports(1), program("rclone")
     assert found is not None
     keys = ["--auth-key", f"{KEY},{SECRET}"]
-    arguments = [found, "serve", "s3", str(place), "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off", *keys]
+    arguments = [found, "serve", "s3", remote or str(place), "--addr", f"127.0.0.1:{port}", "--vfs-cache-mode", "off", *keys]
     with _running(arguments, place, port) as server:
         yield server
+
+
+def memory(place: Path) -> AbstractContextManager[Server]:
+    """Run `rclone serve s3` with all objects in its memory."""
+    return rclone(place, ":memory:")
+
+
+@contextmanager
+def in_environment(server: Server) -> Iterator[None]:
+    """Context manager. Puts the variables by which ckptd finds the server into the environment of this process."""
+    before = {name: os.environ.get(name) for name in server.environ}
+    os.environ.update(server.environ)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextmanager
+def home_in(server: Server) -> Iterator[Home]:
+    """Context manager. Yields a home whose root is a new prefix in the bucket of the server."""
+    with home() as place, in_environment(server):
+        place.root = Url("s3", "bucket", (names.new_nonce().hex(),))  # type: ignore[assignment]
+        place.environ = server.environ
+        yield place
 
 
 @contextmanager
@@ -165,6 +200,14 @@ def _request(server: Server, method: str, path: str) -> bytes:
         return body
 
 
+KINDS: dict[str, tuple[Callable[[Path], AbstractContextManager[Server]], str]] = {
+    "seaweed": (seaweed, "weed"),
+    "rclone": (rclone, "rclone"),
+    "memory": (memory, "rclone"),
+}
+"""The kinds of servers: the function that runs one, and the program that must be installed."""
+
+
 class Servers:
     """The servers that tests have asked for, each with the bucket "bucket". A test is skipped if its server is not installed."""
 
@@ -180,11 +223,11 @@ class Servers:
         self._held.close()
 
     def get(self, kind: str) -> Server:
-        """Return the running server of a kind: "seaweed" or "rclone"."""
+        """Return the running server of a kind, one of `KINDS`."""
         if kind not in self._running:
-            if program({"seaweed": "weed"}.get(kind, kind)) is None:
-                pytest.skip(f"{kind} is not installed")
-            start = {"seaweed": seaweed, "rclone": rclone}[kind]
+            start, needs = KINDS[kind]
+            if program(needs) is None:
+                pytest.skip(f"{needs} is not installed")
             self._running[kind] = self._held.enter_context(start(self._place / kind))
             make_bucket(self._running[kind], "bucket")
         return self._running[kind]
