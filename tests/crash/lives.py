@@ -24,12 +24,14 @@ from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 
 from ckptd.agent import Checkpoint, CkptdError
 from ckptd.shared import failpoints, names
 from ckptd.shared.location import Location
+from ckptd.shared.storage import object_leases
 from ckptd.shared.storage.locate import open_root, tags_of
 from tests.crash import places
 from tests.crash.places import Where
@@ -188,7 +190,8 @@ class Lives:
             if word == "recovered" and key < promised:
                 self.problems.append(f"at {point}: {key} was recovered, and {promised} was promised")
             promised = max(promised, key) if word in self._promises else promised
-        found, problems = examine(self._place.root, SIZE)
+        with mock.patch.object(object_leases, "SECONDS", 0.5):  # no daemon runs that could renew a mark of its deletion
+            found, problems = examine(self._place.root, SIZE)
         self.problems += [f"at {point}: {problem}" for problem in problems]
         if found < durable:
             self.problems.append(f"at {point}: {durable} was durable, and the newest there is {found}")
