@@ -33,6 +33,7 @@ from ckptd.shared.units import size_text
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
 VOLATILE = {TMPFS: "a tmpfs, which a reboot empties", 0x794C7630: "an overlay, which usually ends with its container"}
+SHARED = {0x6969: "NFS", 0x0BD00BD0: "Lustre"}
 LEAST_FREE = 1 << 30  # bytes; a root with less free space gets a warning
 LEAST_INODES = 10_000
 
@@ -211,6 +212,11 @@ def check_state_dir(path: Path) -> Check:
         return Check(
             "state directory", WARNING,
             f"{path} is on {VOLATILE[kind]}: if it is lost, files of interrupted saves stay in the root; set state_dir to a volume", values,
+        )  # fmt: skip
+    if kind in SHARED:
+        return Check(
+            "state directory", WARNING,
+            f"{path} is on {SHARED[kind]}: each save waits for the journal there; set state_dir to a directory on a local disk", values,
         )  # fmt: skip
     return Check("state directory", OK, f"the journal is kept in {path}", values)
 

@@ -26,6 +26,7 @@ log = logging.getLogger("ckptd.agent")
 
 CONNECT_SECONDS = 10.0
 START_SECONDS = 30.0
+_BUSY = 11  # the exit code of a daemon whose root is served already (shared/command.py)
 _warned: set[str] = set()
 _started: list[subprocess.Popen[bytes]] = []  # private daemons, kept to reap those that exit before this process does
 
@@ -122,7 +123,10 @@ def _serves(socket: Path, root: Location | None) -> bool:
     except CkptdError:
         return root is None  # the daemon may be restarting; if not, the connection made next reports the error
     channel.close()
-    return root is None or located(channel.welcome.root) == root
+    if root is None or located(channel.welcome.root) == root:
+        return True
+    log.warning("the daemon at %s is not used, because it serves %s and not %s", socket, channel.welcome.root, root)
+    return False
 
 
 def _connect_private(root: Location) -> Channel:
@@ -130,14 +134,19 @@ def _connect_private(root: Location) -> Channel:
     try:
         return _connect_to_any(root)
     except DaemonUnreachable:
-        start_private(root)
+        refused = start_private(root)
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
             return _connect_to_any(root)
         except DaemonUnreachable:
             if time.monotonic() > deadline:
-                raise
+                if not refused:
+                    raise
+                raise DaemonUnreachable(
+                    f"no private daemon can be started: {refused}. If that daemon runs on this node, set CKPTD_SOCKET to its socket, which "
+                    "`ckptd ps` shows"
+                ) from None
             time.sleep(0.02)  # a daemon that another rank has started is about to listen
 
 
@@ -159,9 +168,10 @@ def _connect_to_any(root: Location) -> Channel:
     raise reason
 
 
-def start_private(root: Location) -> None:
-    """Start a private daemon, and wait until it is ready. Returns also if it exits because another daemon serves the root already.
+def start_private(root: Location) -> str:
+    """Start a private daemon, and wait until it is ready.
 
+    Returns "", or the sentence with which the daemon has ended because another one serves the root. The caller may connect to that one.
     Raises DaemonUnreachable if the daemon cannot be started, fails, or is not ready within `START_SECONDS`.
     """
     socket = _private_socket(root)
@@ -210,12 +220,14 @@ def start_private(root: Location) -> None:
     finally:
         os.close(ready)
     if word:
-        return
+        return ""
     if not answered:
         raise DaemonUnreachable(f"the private daemon is not ready after {START_SECONDS:.0f} s; see {log_file}")
-    if daemon.wait() != 11:  # 11: another daemon serves this root already, and the caller connects to that one
-        last = log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"]
-        raise DaemonUnreachable(f"the private daemon did not start: {last[0].removeprefix('ckptd: ')} (the whole log is {log_file})")
+    code = daemon.wait()
+    last = (log_file.read_text(errors="replace").strip().splitlines()[-1:] or ["its log is empty"])[0].removeprefix("ckptd: ")
+    if code == _BUSY:
+        return last
+    raise DaemonUnreachable(f"the private daemon did not start: {last} (the whole log is {log_file})")
 
 
 def _private_socket(root: Location) -> Path:

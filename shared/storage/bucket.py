@@ -221,8 +221,11 @@ def translated(error: Exception, name: str, bucket: str) -> OSError:
         return RemoteError(errno.EOPNOTSUPP, answer or "the store does not support the request", name)
     if answer:
         return RemoteError(errno.EIO, answer, name)
+    if "incorrectly configured region" in text:
+        return RemoteError(errno.EIO, "the bucket is in another region: set AWS_REGION to the region of the bucket", name)
     if "error sending request" in text or "timed out" in text:
-        return RemoteError(errno.ETIMEDOUT if "timed out" in text else errno.EHOSTUNREACH, "the store does not answer", name)
+        number = errno.ETIMEDOUT if "timed out" in text else errno.EHOSTUNREACH
+        return RemoteError(number, "the store does not answer: check the network and the endpoint", name)
     return RemoteError(errno.EIO, f"the store or the connection to it failed ({kind})", name)
 
 

@@ -169,3 +169,9 @@ def test_the_state_directory_is_to_be_written_and_to_last(tmp_path: Path) -> Non
     assert (volatile.level, "a tmpfs, which a reboot empties" in volatile.message) == (WARNING, True)
     refused = doctor.check_state_dir(Path("/proc/1/nowhere/state"))
     assert (refused.level, "set state_dir to a directory of yours" in refused.message) == (FAILED, True) or os.geteuid() == 0
+
+
+def test_a_state_directory_on_nfs_gets_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_file_system", lambda path: 0x6969)
+    found = doctor.check_state_dir(tmp_path)
+    assert (found.level, f"{tmp_path} is on NFS: " in found.message) == (WARNING, True)

@@ -27,7 +27,7 @@ from ckptd.shared import errors, names
 from ckptd.shared import messages as m
 from ckptd.shared.state_directory import configured_state_dir, state_directory
 from tests.support.clock import Clock
-from tests.support.daemons import Home
+from tests.support.daemons import Daemon, Home
 from tests.support.descriptors import not_sockets
 from tests.support.fake_daemon import FakeDaemon, fake_daemon
 
@@ -464,14 +464,14 @@ class FakeProcess:
 
 
 @pytest.fixture
-def start(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[FakeProcess], None]]:
+def start(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[FakeProcess], str]]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(bare.parent))
     made: list[FakeProcess] = []
 
-    def run(process: FakeProcess) -> None:
+    def run(process: FakeProcess) -> str:
         made.append(process)
         monkeypatch.setattr(subprocess, "Popen", process)
-        launch.start_private(bare)
+        return launch.start_private(bare)
 
     with monkeypatch.context() as patch:
         patch.setattr(launch, "_started", [])
@@ -481,7 +481,7 @@ def start(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fak
             os.close(process.told)
 
 
-def test_a_private_daemon_is_started_for_its_root_and_waited_for(bare: Path, start: Callable[[FakeProcess], None]) -> None:
+def test_a_private_daemon_is_started_for_its_root_and_waited_for(bare: Path, start: Callable[[FakeProcess], str]) -> None:
     process = FakeProcess(word=b"ready")
     start(process)
     assert process.command[1:6] == ["-P", "-m", "ckptd.daemon", "run", "--private"]
@@ -489,20 +489,35 @@ def test_a_private_daemon_is_started_for_its_root_and_waited_for(bare: Path, sta
     assert (state_directory(configured_state_dir(), bare) / "daemon.log").exists()
 
 
-def test_a_private_daemon_that_finds_another_at_its_root_is_no_error(start: Callable[[FakeProcess], None]) -> None:
-    start(FakeProcess(code=11))
+def test_a_private_daemon_that_finds_another_at_its_root_is_no_error(start: Callable[[FakeProcess], str]) -> None:
+    assert start(FakeProcess(code=11, log="ckptd: another ckptd already serves it\n")) == "another ckptd already serves it"
+    assert start(FakeProcess(word=b"ready")) == ""
+
+
+def test_a_root_that_a_daemon_at_an_unknown_socket_serves_is_named_with_the_remedy(
+    daemon: Daemon, private: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "CONNECT_SECONDS", 0.5)
+    root = Path(daemon.home.root)
+    with pytest.raises(errors.DaemonUnreachable) as refused:
+        Place(names.private_socket(root), root, private=True).connect()
+    assert str(refused.value) == (
+        f"no private daemon can be started: another ckptd already serves {root}, under the host name {names.host()}: use that one, or stop "
+        "it first; if it runs on another node, give each node a name of its own. If that daemon runs on this node, set CKPTD_SOCKET to its "
+        "socket, which `ckptd ps` shows"
+    )
 
 
 @pytest.mark.parametrize(("log", "reason"), [("first\nckptd: the disk is full\n", "the disk is full"), ("", "its log is empty")])
 def test_the_last_line_of_a_private_daemon_that_fails_is_the_reason(
-    bare: Path, start: Callable[[FakeProcess], None], log: str, reason: str
+    bare: Path, start: Callable[[FakeProcess], str], log: str, reason: str
 ) -> None:
     with pytest.raises(errors.DaemonUnreachable, match=rf"^the private daemon did not start: {reason} \(the whole log is .*daemon\.log\)$"):
         start(FakeProcess(code=1, log=log))
 
 
 def test_a_private_daemon_that_hangs_is_an_error_after_a_while(
-    start: Callable[[FakeProcess], None], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[FakeProcess], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "START_SECONDS", 0.0)
     with pytest.raises(errors.DaemonUnreachable, match=r"^the private daemon is not ready after 0 s; see .*daemon\.log$"):
@@ -522,7 +537,7 @@ def test_a_private_daemon_that_cannot_be_started_leaves_no_descriptor(bare: Path
 
 
 def test_a_private_daemon_that_has_exited_is_reaped_at_the_next_start(
-    start: Callable[[FakeProcess], None], monkeypatch: pytest.MonkeyPatch
+    start: Callable[[FakeProcess], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = FakeProcess(code=11), FakeProcess(word=b"ready")
     start(first)
