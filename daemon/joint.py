@@ -179,6 +179,21 @@ class Joint:
             pause = min(2 * pause, 10 * self._last_look)
         return False
 
+    async def abandon_refused(self, job: Job, snapshot: Snapshot) -> bool:
+        """Abandon the try that this node has delivered, if another node has refused it. Return True if the try is abandoned."""
+        try:
+            found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
+            if found is None:
+                receipts = await self._receipts(snapshot.job, snapshot.directory, (), late=False)
+                refused = next((receipt for receipt in receipts if receipt.code), None)
+                if refused is None:
+                    return False
+                await self._decide(job, snapshot, rc.AbandonTry(refused.code, refused.reason))  # no other outcome is possible
+                found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
+        except (OSError, CkptdError):
+            return False
+        return isinstance(found, rc.Abandonment)
+
     # -- the outcome
 
     async def settle(self, job: Job, snapshot: Snapshot) -> None:
@@ -298,15 +313,17 @@ class Joint:
 
         Call this on the daemon of rank 0 of the newest attempt only, once its nodes have delivered what they hold, and after a scan of the
         job. delivered: an attempt all of whose nodes are among these nodes. Receipts of other attempts may still come from other nodes, and
-        are waited for. Raises StorageError.
+        are waited for, also those of a step that is newer than all checkpoints and of which there are only parts. Raises StorageError.
         """
-        until = asyncio.get_running_loop().time() + LATE_SECONDS
+        until, newest = asyncio.get_running_loop().time() + LATE_SECONDS, job.newest_checkpoint()
+        saved = (0, -1) if newest is None else newest.order[:2]
         for tag in sorted(job.uncommitted):
             parsed = names.parse_tag_directory(tag)
             if parsed is None or parsed[2] >= job.attempt:
                 continue
             try:
-                await self._settle_one(job, tag, parsed[2], 0.0 if parsed[2] == delivered else until)
+                awaited = (parsed[2], parsed[1] or -1) > saved and await self._has_parts(job, tag)
+                await self._settle_one(job, tag, parsed[2], 0.0 if parsed[2] == delivered else until, awaited=awaited)
             except OSError as error:
                 problem = StorageError.of(f"decide {job.name}/{tag}", error)
                 if problem.is_no_damage:
@@ -315,8 +332,11 @@ class Joint:
             except IntegrityError as error:
                 log.warning("%s/%s cannot be decided, and stays as it is: %s", job.name, tag, error)
 
-    async def _settle_one(self, job: Job, tag: str, attempt: int, until: float) -> None:
-        """Decide one try. Receipts are waited for `until` a time of the event loop."""
+    async def _has_parts(self, job: Job, tag: str) -> bool:
+        return any(names.part_of(file) for file in await self._calls.run(partial(self._repository.files, job.name, tag)))
+
+    async def _settle_one(self, job: Job, tag: str, attempt: int, until: float, *, awaited: bool) -> None:
+        """Decide one try. Receipts are waited for `until` a time of the event loop, and the first one only if it is `awaited`."""
         pause = _FIRST_LOOK
         receipts: list[rc.Receipt] = []
         while True:
@@ -334,14 +354,15 @@ class Joint:
                 except OSError as error:
                     log.warning("%s", StorageError.of(f"delete what is left of {job.name}/{tag}", error))
                 return
-            late = bool(receipts) and asyncio.get_running_loop().time() > until
+            over = asyncio.get_running_loop().time() > until
+            late = bool(receipts) and over
             async with self._calls.deadline(f"read the receipts of {job.name}/{tag}"):
                 receipts = await self._receipts(job.name, tag, receipts, late=late)
-            if not receipts:
+            if not receipts and (over or not awaited):
                 return  # the save of one node, whose journal has it, or of a node that has not delivered
-            first = receipts[0]
-            verdict = rc.decide(receipts, first.world_size, late=late)
-            if verdict is not None:
+            first = receipts[0] if receipts else None
+            verdict = None if first is None else rc.decide(receipts, first.world_size, late=late)
+            if first is not None and verdict is not None:
                 past = Snapshot(
                     job.name, attempt, first.step, tag, first.world_size, persist=True, state=SnapshotState.WRITTEN, node=first.node
                 )

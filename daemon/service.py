@@ -26,6 +26,7 @@ log = logging.getLogger("ckptd")
 
 MAX_CANDIDATES, MAX_DAMAGED_FOUND = 1000, 100
 """How many checkpoints one answer to Find lists: as many as fit into a frame."""
+_LOOK_SECONDS = 1.0  # seconds between two looks at a save that recover() waits for
 MAX_JOBS, MAX_DAMAGED, MAX_TEXT = 500, 5, 200
 """How many jobs, damaged checkpoints of each, and characters of a text one status report has room for."""
 COUNTERS = (
@@ -116,17 +117,42 @@ class Service:
         return job.earlier
 
     async def _deliver(self, job: Job, snapshots: Sequence[Snapshot]) -> None:
-        for snapshot in sorted(snapshots, key=lambda s: s.key):
-            done = snapshot.state is SnapshotState.DURABLE or job.is_durable(*snapshot.key) or job.is_dead(snapshot)
-            if done or not snapshot.in_memory:
-                continue
+        """Save these snapshots, all at the same time: another node may not hold the oldest of them, and would never deliver it."""
+        owed = {snapshot: snapshot.persist for snapshot in snapshots if self._is_owed(job, snapshot)}
+        for snapshot in owed:
             snapshot.persist = True
+            self._parts.saver.start(snapshot)
+        for snapshot, asked in sorted(owed.items(), key=lambda one: one[0].key, reverse=True):
+            await self._until_delivered(job, snapshot, asked=asked)
+
+    @staticmethod
+    def _is_owed(job: Job, snapshot: Snapshot) -> bool:
+        saved = snapshot.state is SnapshotState.DURABLE or job.is_durable(*snapshot.key)
+        return snapshot.in_memory and not saved and not job.is_dead(snapshot)
+
+    async def _until_delivered(self, job: Job, snapshot: Snapshot, *, asked: bool) -> None:
+        """Wait until a snapshot of the newest attempt is durable, or one of an older attempt is delivered, or until its save has failed.
+
+        asked: True if it was to be saved anyway. Otherwise it is not waited for once a newer one is durable. A save that has failed on the
+        storage of any node is tried once more, because the step would be lost.
+        """
+        for _ in range(2):
             saving = self._parts.saver.start(snapshot)
-            while not (saving.done() or (snapshot.delivered and snapshot.attempt < job.attempt)):
+            while not saving.done():
+                newest = job.newest_checkpoint()
+                if not asked and newest is not None and newest.order[:2] > snapshot.key:
+                    return
+                if snapshot.delivered and snapshot.attempt < job.attempt:
+                    if not await self._parts.saver.joint.abandon_refused(job, snapshot):
+                        return
+                    await asyncio.wait([saving])  # it learns at its next look that its try is abandoned
+                    break
                 job.moved.clear()
                 waiting = asyncio.ensure_future(job.moved.wait())
-                await asyncio.wait([saving, waiting], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([saving, waiting], return_when=asyncio.FIRST_COMPLETED, timeout=_LOOK_SECONDS)
                 waiting.cancel()
+            if not (self._is_owed(job, snapshot) and snapshot.code == StorageError.code):
+                return
 
     async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
         """Delete these checkpoints from storage and from memory. Return the reason for each one that stays. Raises StorageError."""

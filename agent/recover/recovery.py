@@ -43,6 +43,9 @@ from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.agent")
 
+_LOOKS, _LOOK_SECONDS = 90, 1.0
+"""How often the ranks look for a checkpoint that only some of them see, and the seconds between. NFS caches for up to 60 s."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
@@ -115,7 +118,7 @@ class Recovery:
             with reminder(log, "recover() waits for the nodes to save what they hold in memory: `ckptd status` shows how far they are"):
                 delivered = _delivered(self._all("deliver", self._deliver, DELIVER_SECONDS))
             self._all("decide", lambda: self._find(step, last_step, delivered) if self._ranks.rank == 0 else {})
-        said = self._all("find", lambda: self._find(step, last_step))
+        said = self._find_all(step, last_step)
         self.last_step = max(found["last_step"] for found in said)
         candidates = _common_candidates(said)
         for text in dict.fromkeys(text for found in said for text in found["incomplete"]):
@@ -157,6 +160,24 @@ class Recovery:
         if self._planner is not None:
             return PlannedLoading(self._client, self._ranks, self._job, candidate, PlannedLoad(self._planner), topic)
         return Loading(self._client, self._ranks, self._job, candidate, self._options, self._overwritten)
+
+    def _find_all(self, step: int | None, last_step: int) -> list[dict[str, Any]]:
+        """Return what each rank has found. A checkpoint that not all nodes see yet is waited for: a file system may cache for a minute.
+
+        Raises RecoveryFailed if the newest checkpoint stays invisible to a rank.
+        """
+        said, unseen = list[dict[str, Any]](), ""
+        for number in range(_LOOKS):
+            said = self._all(f"find-{number}" if number else "find", lambda: self._find(step, last_step))
+            if not (unseen := _unseen(said)):
+                return said
+            if number == 0 and self._ranks.rank == 0:
+                log.warning("waiting until all ranks see %s/%s in storage", self._job, unseen)
+            time.sleep(_LOOK_SECONDS)
+        raise RecoveryFailed(
+            f"only some ranks see {self._job}/{unseen}, the newest checkpoint: check that all nodes have the same storage at the root, "
+            "then call recover() again"
+        )
 
     def _deliver(self) -> dict[str, Any]:
         """Have this node's daemon save what it holds in memory, because ranks on other nodes can read it from storage only.
@@ -233,6 +254,20 @@ def _delivered(said: list[dict[str, Any]]) -> int:
     last = max(said, key=lambda one: int(one["attempt"]))
     here = {rank for one in said if one["attempt"] == last["attempt"] for rank in one["ranks"]}
     return int(last["attempt"]) if len(here) == last["world_size"] else 0
+
+
+def _unseen(said: list[dict[str, Any]]) -> str:
+    """Return the tag of a checkpoint that is the newest for one rank, and that another rank sees neither sound nor damaged, or ""."""
+    if len({found["asked"] for found in said}) > 1:
+        return ""  # the ranks look for different steps
+    for one in said:
+        best = next((candidate for candidate in one["candidates"] if candidate["source"] != "memory"), None)
+        if best is None:
+            continue
+        for other in said:
+            if best not in other["candidates"] and not any(text.startswith(f"{best['tag']}:") for text in other["damaged"]):
+                return str(best["tag"])
+    return ""
 
 
 def _common_candidates(said: list[dict[str, Any]]) -> list[m.RecoveryCandidate]:

@@ -198,6 +198,22 @@ def test_a_node_whose_disk_is_full_is_named_and_later_steps_are_saved(two: Nodes
         assert ranks.call(take, 3) == [""] * 2
 
 
+def test_a_step_in_memory_only_comes_back_although_a_node_cannot_save_it_at_first(two: Nodes) -> None:
+    two[1].kill()
+    two[1].start(failpoints="persist.synced=error(ENOSPC)@2")
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert ranks.call(take, 1) == [""] * 2
+        assert ranks.call(take_in_memory, 2) == ["sealed"] * 2
+        assert [found and found[0] for found in ranks.call(recover, sockets(two, 0, 1))] == [2, 2]
+
+
+def take_in_memory(step: int) -> str:
+    pending = HERE["agent"].snapshot(state_of(step), step=step, persist=False)
+    pending.wait("sealed", timeout=60)
+    return str(pending.state)
+
+
 def test_steps_that_one_node_skips_are_not_saved_by_the_other(two: Nodes) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))

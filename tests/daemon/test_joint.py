@@ -398,6 +398,26 @@ async def test_directories_without_receipts_are_left_alone(make: Make) -> None:
     assert (await newer(make, 0, delivered=2)).repository.files("gpt", TAG) == before
 
 
+async def test_the_next_attempt_waits_for_the_first_receipt_of_a_step_that_is_being_saved(make: Make) -> None:
+    first, second = make(0, 1), make(2, 3)
+    first.write()
+    deciding = asyncio.create_task(newer(make, 0, delivered=1))
+    await asyncio.sleep(0.1)
+    assert not deciding.done()
+    await first.deliver()
+    await second.deliver()
+    assert (await deciding).job.is_durable(*KEY)
+
+
+async def test_a_try_that_another_node_has_refused_is_abandoned_by_one_that_has_delivered(make: Make) -> None:
+    first, second = make(0, 1), make(2, 3)
+    await first.deliver()
+    assert not await first.joint.abandon_refused(first.job, first.snapshot)
+    assert await second.joint.refuse(second.job, second.snapshot, StorageError("no room"))
+    assert await first.joint.abandon_refused(first.job, first.snapshot)
+    assert isinstance(first.repository.outcome("gpt", TAG), rc.Abandonment)
+
+
 # -- after a restart
 
 

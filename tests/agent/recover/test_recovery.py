@@ -154,6 +154,36 @@ def test_only_candidates_of_all_ranks_are_tried_in_the_order_of_rank_0() -> None
     assert recovery._common_candidates([said(), said()]) == []
 
 
+def test_the_newest_checkpoint_that_a_rank_does_not_see_is_named() -> None:
+    one, two, memory = candidate(1), candidate(2), candidate(3, "memory")
+    newest = said(memory, two, one) | {"damaged": []}
+    older = said(one) | {"damaged": []}
+    assert recovery._unseen([newest, newest]) == ""
+    assert recovery._unseen([newest, older]) == recovery._unseen([older, newest]) == two.tag
+    assert recovery._unseen([newest, older | {"damaged": [f"{two.tag}: rot"]}]) == ""
+    assert recovery._unseen([newest, older | {"asked": 1}]) == ""
+
+
+def test_a_checkpoint_that_a_rank_does_not_see_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "_LOOKS", 3)
+    late = 2
+
+    def other(topic: str, mine: dict[str, Any]) -> list[Any]:
+        if topic in ("find", "find-1", "find-2")[:late]:
+            return [{**mine, "candidates": mine["candidates"][1:]}]
+        return [mine]
+
+    made = Told(FakeClient(candidate(2), candidate(1)), ranks=FakeRanks(other))
+    recovered = made.run({}, step=None, last_step=3)
+    assert recovered is not None
+    assert recovered.step == 2
+    late = 3
+    made = Told(FakeClient(candidate(2), candidate(1)), ranks=FakeRanks(other))
+    with pytest.raises(RecoveryFailed, match="^only some ranks see .*, the newest checkpoint: check that all nodes have the same storage"):
+        made.run({}, step=None, last_step=3)
+
+
 def test_candidates_that_no_two_ranks_share_are_an_error() -> None:
     """None would mean that the job has no checkpoint, and training would start from the beginning."""
     with pytest.raises(RecoveryFailed, match="^the ranks have found different checkpoints, because some were saved or deleted meanwhile"):
