@@ -118,26 +118,27 @@ class Service:
 
     async def _deliver(self, job: Job, snapshots: Sequence[Snapshot]) -> None:
         """Save these snapshots, all at the same time: another node may not hold the oldest of them, and would never deliver it."""
-        owed = {snapshot: snapshot.persist for snapshot in snapshots if self._is_owed(job, snapshot)}
-        for snapshot in owed:
+        asked = {snapshot: snapshot.persist for snapshot in snapshots if self._is_owed(job, snapshot)}
+        saving = dict[Snapshot, asyncio.Task[None]]()
+        for snapshot in asked:
             snapshot.persist = True
-            self._parts.saver.start(snapshot)
-        for snapshot, asked in sorted(owed.items(), key=lambda one: one[0].key, reverse=True):
-            await self._until_delivered(job, snapshot, asked=asked)
+            saving[snapshot] = self._parts.saver.start(snapshot)
+        for snapshot in sorted(asked, key=lambda s: s.key, reverse=True):
+            await self._until_delivered(job, snapshot, saving[snapshot], asked=asked[snapshot])
 
     @staticmethod
     def _is_owed(job: Job, snapshot: Snapshot) -> bool:
         saved = snapshot.state is SnapshotState.DURABLE or job.is_durable(*snapshot.key)
         return snapshot.in_memory and not saved and not job.is_dead(snapshot)
 
-    async def _until_delivered(self, job: Job, snapshot: Snapshot, *, asked: bool) -> None:
+    async def _until_delivered(self, job: Job, snapshot: Snapshot, saving: asyncio.Task[None], *, asked: bool) -> None:
         """Wait until a snapshot of the newest attempt is durable, or one of an older attempt is delivered, or until its save has failed.
 
         asked: True if it was to be saved anyway. Otherwise it is not waited for once a newer one is durable. A save that has failed on the
         storage of any node is tried once more, because the step would be lost.
         """
-        for _ in range(2):
-            saving = self._parts.saver.start(snapshot)
+        tries = 1
+        while True:
             while not saving.done():
                 newest = job.newest_checkpoint()
                 if not asked and newest is not None and newest.order[:2] > snapshot.key:
@@ -151,8 +152,9 @@ class Service:
                 waiting = asyncio.ensure_future(job.moved.wait())
                 await asyncio.wait([saving, waiting], return_when=asyncio.FIRST_COMPLETED, timeout=_LOOK_SECONDS)
                 waiting.cancel()
-            if not (self._is_owed(job, snapshot) and snapshot.code == StorageError.code):
+            if tries == 2 or not self._is_owed(job, snapshot) or snapshot.code != StorageError.code:
                 return
+            tries, saving = 2, self._parts.saver.start(snapshot)
 
     async def forget(self, job_name: str, tags: Sequence[str]) -> dict[str, str]:
         """Delete these checkpoints from storage and from memory. Return the reason for each one that stays. Raises StorageError."""
