@@ -312,7 +312,6 @@ WITHOUT_A_TEST = {
     "daemon/app.py": "is the life of a daemon: tests/daemon/test_run_command.py starts, signals and ends them",
     "daemon/composition.py": "puts the parts together: tests/daemon/test_recovery.py starts them in its own process",
     "daemon/journal_directory.py": "tests/daemon/test_journal.py uses it under a file system that fails",
-    "daemon/service.py": "tests/daemon/test_server.py and test_forgetting.py ask it through a daemon",
     "shared/log_file.py": "tests/agent/link/test_launch.py and tests/daemon/test_rotating_log.py open files of every kind through it",
     "shared/storage/posix_probe.py": "tests/daemon/test_doctor.py shows its results",
     "shared/storage/posix_streams.py": "tests/shared/storage/test_conformance.py runs over it",
