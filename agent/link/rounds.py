@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ckptd.agent.link.store_values import PREFIX, StoreValues, Unwanted, pieces
+from ckptd.agent.link.store_values import GONE_SECONDS, PREFIX, StoreValues, Unwanted, pieces
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, from_wire
 
@@ -117,8 +118,19 @@ class Exchange:
         return self._values.operations
 
     def new_client(self) -> Store:
-        """Return a new client of the job's store, for a thread that must not wait for this one's requests."""
-        return PrefixStore(PREFIX, self._client.clone())
+        """Return a new client of the job's store, for a thread that must not wait for this one's requests.
+
+        Raises SnapshotFailed if the store does not answer within `PATIENT_SECONDS`.
+        """
+        self._client.set_timeout(timedelta(seconds=PATIENT_SECONDS))  # a clone has the timeout of its client, also to connect
+        try:
+            client = self._client.clone()
+        except RuntimeError as error:
+            raise _unreachable(error) from None
+        finally:
+            self._client.set_timeout(timedelta(seconds=GONE_SECONDS))
+        client.set_timeout(timedelta(seconds=GONE_SECONDS))
+        return PrefixStore(PREFIX, client)
 
     def hear(self, topic: str, say: Callable[[], bytes], seconds: float) -> bytes | None:
         """Return the message of rank 0, which is the result of `say` there. Rank 0 does not wait for the other ranks.
@@ -176,7 +188,7 @@ class Exchange:
             raise
         match answers[0]:
             case RuntimeError() as error:  # raised by torch if the store's server is gone
-                raise SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}") from None
+                raise _unreachable(error) from None
             case BaseException() as error:
                 raise error
             case answer:
@@ -321,6 +333,10 @@ def _call(topic: str) -> str:
     """Return the public call that a topic belongs to."""
     planned = _PLANNED.match(topic)
     return f"snapshot(step={planned[1]})" if planned else f"{topic.partition('/')[0]}()"
+
+
+def _unreachable(error: RuntimeError) -> SnapshotFailed:
+    return SnapshotFailed(f"the job's store cannot be reached: {str(error).splitlines()[0]}")
 
 
 def _silent(seconds: float) -> SnapshotFailed:

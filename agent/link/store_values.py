@@ -19,7 +19,7 @@ PREFIX = "ckptd"
 _PIECE = 4 << 20  # bytes; the store's server accepts values of at most 8 MiB (TCPStoreLibUvBackend.cpp)
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.03  # seconds between polls; the store's `wait` prints warnings on a timeout, and cannot be cancelled
 _LOOKS_PER_SECOND = 10_000  # of all ranks together; a TCPStore answers a few times as many
-_GONE_SECONDS = 2.0  # the store's own timeout for a value that another rank has removed after it was seen
+GONE_SECONDS = 2.0  # the store's own timeout for a value that another rank has removed after it was seen
 
 Unwanted = Callable[[], CkptdError | None]
 
@@ -32,7 +32,7 @@ class StoreValues:
     """
 
     def __init__(self, client: Store, world_size: int) -> None:
-        client.set_timeout(timedelta(seconds=_GONE_SECONDS))
+        client.set_timeout(timedelta(seconds=GONE_SECONDS))
         self._store = PrefixStore(PREFIX, client)
         self._last_look = max(_LAST_LOOK, world_size / _LOOKS_PER_SECOND)
         self.operations = 0
@@ -79,7 +79,7 @@ class StoreValues:
     def take_all(self, keys: list[str]) -> list[bytes]:
         """Return values that the store has, and remove them from the store.
 
-        Raises RuntimeError after `_GONE_SECONDS`, and removes nothing, if another rank has removed one of them.
+        Raises RuntimeError after `GONE_SECONDS`, and removes nothing, if another rank has removed one of them.
         """
         found = []
         for key, first in zip(keys, self._get([f"{key}/0" for key in keys]), strict=True):

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from ckptd.agent.link import rounds
+from ckptd.agent.link import rounds, store_values
 from ckptd.agent.link.rounds import Alone, Exchange, Told
 from ckptd.agent.threads.flag import Flag
 from ckptd.shared.errors import CkptdError, InternalError, SnapshotFailed, StructureChanged, UnsavableValue
@@ -442,3 +442,34 @@ def test_ranks_that_give_up_at_once_do_not_block_rank_0(store: TCPStore) -> None
     with ExitStack() as stack:
         calls = [stack.enter_context(started(round_of(rank, "plan/1/2", b"%02d" % number))) for number, rank in enumerate(ranks)]
         assert [call.result(60) for call in calls] == [b"%02d" % number for number in reversed(range(40))]
+
+
+# -- clients for other threads
+
+
+class Cloned(FakeStore):
+    """A store that notes the timeout of the client whenever the client is cloned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts: list[float] = []
+        self.gone = False
+
+    def clone(self) -> FakeStore:
+        if self.gone:
+            raise RuntimeError("The client socket has timed out\nframe #0")
+        self.timeouts.append(self.timeout.total_seconds())
+        return self
+
+
+def test_a_new_client_has_long_to_connect_because_a_job_that_starts_is_busy() -> None:
+    store = Cloned()
+    exchange = Exchange(store, 0, 2)
+    assert store.timeout.total_seconds() == store_values.GONE_SECONDS
+    exchange.new_client()
+    assert store.timeouts[1:] == [rounds.PATIENT_SECONDS]
+    assert store.timeout.total_seconds() == store_values.GONE_SECONDS
+    store.gone = True
+    with pytest.raises(SnapshotFailed, match="^the job's store cannot be reached: The client socket has timed out$"):
+        exchange.new_client()
+    assert store.timeout.total_seconds() == store_values.GONE_SECONDS

@@ -65,7 +65,7 @@ def test_the_first_piece_which_announces_the_others_is_written_last() -> None:
 
 
 def test_a_value_that_another_rank_has_removed_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_values, "_GONE_SECONDS", 0.1)
+    monkeypatch.setattr(store_values, "GONE_SECONDS", 0.1)
     values = StoreValues(store, 2)
     values.put("there", b"1")
     with pytest.raises(RuntimeError):
