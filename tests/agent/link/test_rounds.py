@@ -453,23 +453,27 @@ class Cloned(FakeStore):
     def __init__(self) -> None:
         super().__init__()
         self.timeouts: list[float] = []
+        self.timeout_now = 0.0
         self.gone = False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout_now = timeout.total_seconds()
 
     def clone(self) -> FakeStore:
         if self.gone:
             raise RuntimeError("The client socket has timed out\nframe #0")
-        self.timeouts.append(self.timeout.total_seconds())
+        self.timeouts.append(self.timeout_now)
         return self
 
 
 def test_a_new_client_has_long_to_connect_because_a_job_that_starts_is_busy() -> None:
     store = Cloned()
     exchange = Exchange(store, 0, 2)
-    assert store.timeout.total_seconds() == store_values.GONE_SECONDS
+    assert store.timeout_now == store_values.GONE_SECONDS
     exchange.new_client()
     assert store.timeouts[1:] == [rounds.PATIENT_SECONDS]
-    assert store.timeout.total_seconds() == store_values.GONE_SECONDS
+    assert store.timeout_now == store_values.GONE_SECONDS
     store.gone = True
     with pytest.raises(SnapshotFailed, match="^the job's store cannot be reached: The client socket has timed out$"):
         exchange.new_client()
-    assert store.timeout.total_seconds() == store_values.GONE_SECONDS
+    assert store.timeout_now == store_values.GONE_SECONDS
