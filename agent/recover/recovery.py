@@ -43,8 +43,7 @@ from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.agent")
 
-_LOOKS, _LOOK_SECONDS = 90, 1.0
-"""How often the ranks look for a checkpoint that only some of them see, and the seconds between. NFS caches for up to 60 s."""
+_LOOKS, _LOOK_SECONDS = 90, 1.0  # looks for a checkpoint that only some ranks see, and the seconds between; NFS caches for up to 60 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,11 +110,7 @@ class Lives:
         if self._trainer is not None and (armed or self._finished()):  # its last steps may have been skipped between two daemons
             self.end_trainer()
         if self._trainer is None:
-            self._begun = len(self._diary.read())
-            self._trainer = forks.context().Process(
-                target=train, args=(self._place.socket, self._diary, armed, True, self._place.environ), daemon=True
-            )
-            self._trainer.start()
+            self._trainer = self._begin(armed)
         until = time.monotonic() + (self.chance.uniform(0, 1) if point == ANY else SECONDS)
         while daemon.process.poll() is None and self._trainer.is_alive() and not self._finished():
             if time.monotonic() > until:
@@ -149,12 +145,7 @@ class Lives:
         if self.problems:
             return
         with running(self._place, *OPTIONS) as daemon:
-            self._begun = len(self._diary.read())
-            trainer = forks.context().Process(
-                target=train, args=(self._place.socket, self._diary, "", False, self._place.environ), daemon=True
-            )
-            trainer.start()
-            trainer.join()
+            self._begin("", linger=False).join()
             words = Counter(word for word, _ in self._diary.read()[self._begun :])
             if words["durable"] < STEPS or self._place.segment_files():
                 self.problems.append(f"without faults: {words}, {self._place.segment_files()}: {self._place.log_text()[-2000:]}")

@@ -102,8 +102,8 @@ def _simulated(count: int, seconds: float, seed: int) -> Row:
     return Row("simulated disk", "states", *states.run(count, seed, seconds))
 
 
-def _lives(count: int, seconds: float, seed: int, store: str = "") -> Row:
-    done = lives.run(count, seed, seconds, partial(places.in_store, store)) if store else lives.run(count, seed, seconds)
+def _lives(count: int, seconds: float, seed: int, store: str | None = None) -> Row:
+    done = lives.run(count, seed, seconds, places.where(store))
     hit = {"points": frozenset(done.hit) - {lives.ANY}, "pairs of them": frozenset(done.pairs)}
     kind = "deaths at failpoints" + (f", {store}" if store else "")
     return Row(kind, "lives", done.hit.total(), done.problems, hit=hit, kills=done.hit.total())
@@ -207,8 +207,8 @@ RIGS: dict[str, Rig] = {
     "simulated": Rig(_simulated, 50 * (20_000,), shares=2),
     "calls": Rig(_calls, (330,)),
     "lives": Rig(_lives, (*3 * (ROUND,), max(0, 10_000 - 3 * ROUND))),
-    "seaweed": Rig(partial(_lives, store="seaweed"), (500,)),
-    "memory": Rig(partial(_lives, store="memory"), (500,)),
+    "lives-seaweed": Rig(partial(_lives, store="seaweed"), (500,)),
+    "lives-memory": Rig(partial(_lives, store="memory"), (500,)),
     "power": Rig(_power, 4 * (500,)),
     "gate": Rig(_gate, (100,)),
     "segments": Rig(_segments, (1000,)),
