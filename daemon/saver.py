@@ -10,52 +10,37 @@ is recorded in `Snapshot.reason`, sent to the ranks as a Progress message, and c
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
-from ckptd.daemon import records as r
 from ckptd.daemon.attempts import no_stage
 from ckptd.daemon.catalog import Catalog, Job
-from ckptd.daemon.committer import Committer, Document
+from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
 from ckptd.daemon.deleter import Deleter
-from ckptd.daemon.governor import Governor
 from ckptd.daemon.joint import Abandoned, Joint, Undecided
 from ckptd.daemon.journal import Journal, JournalBroken
-from ckptd.daemon.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.part_saver import PartSaver
+from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.room import Room
 from ckptd.daemon.save_progress import SaveProgress
 from ckptd.daemon.slot_check import SlotCheck
 from ckptd.daemon.slots import Slots
-from ckptd.daemon.snapshot import RankSeal, Snapshot
+from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
-from ckptd.daemon.tasks import all_of, watched
-from ckptd.shared import codec, names
+from ckptd.daemon.tasks import watched
 from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, InvalidRequest, StorageError
-from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.location import Url
-from ckptd.shared.manifest import Manifest, PartEntry
-from ckptd.shared.part_writer import PartWriter
-from ckptd.shared.reuse import ChunkCheck, StoredPart
+from ckptd.shared.manifest import Manifest
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.saver")
-
-Saved = tuple[Document, StoredPart]
-"""A durable part, and what the next save needs to link its files."""
-
-
-async def _nothing_to_evict(job: Job) -> bool:
-    return False
 
 
 class Saver:
@@ -86,15 +71,12 @@ class Saver:
         settled: called when slots of a job may have become free, which is after a commit and at the end of each save.
         """
         self._config, self._catalog, self._slots = config, catalog, slots
-        self._journal, self._repository, self._pipeline, self._calls = journal, repository, pipeline, calls
         self._claimed, self._tell, self._settled = claimed, tell, settled
-        self._encoder = codec.encoder(config.codec)
         self.committer = committer
         self.joint = Joint(
             committer, repository, calls, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping
         )
         self.check = SlotCheck(catalog, slots, pipeline, link_unchanged=config.link_unchanged).check
-        self.evict = _nothing_to_evict  # deletes a local copy on a full stage
         self.stopping = False  # once this is True, saves no longer wait for other nodes to seal a step
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
@@ -102,12 +84,8 @@ class Saver:
         self.counters = counters
         self.deleter = Deleter(config.retention, journal, repository, calls, self._locks, counters)
         self.persist_seconds = 0.0
-        self._governors: dict[str, Governor] = {}
+        self.parts = PartSaver(config, catalog, slots, journal, repository, pipeline, counters=counters, make_room=self.deleter.make_room)
         self.room = Room(config, repository, calls)
-
-    def governor(self, job: str) -> Governor:
-        """Return the governor of the saves of a job."""
-        return self._governors.setdefault(job, Governor(self._pipeline.writers))
 
     @property
     def busy(self) -> bool:
@@ -152,21 +130,13 @@ class Saver:
         try:
             with hold:
                 checking = asyncio.ensure_future(self.check(snapshot))
-                try:
-                    if not snapshot.persist:
-                        await asyncio.shield(checking)  # meanwhile the trainer may die, and then the snapshot is to be saved after all
-                    if snapshot.persist and not job.is_durable(*snapshot.key):
-                        if snapshot.node is not None:
-                            if self._config.stage is not None:
-                                raise InvalidRequest(no_stage(snapshot.job))
-                            await asyncio.shield(checking)
-                            await self._until_all_hold(job, snapshot)
-                        async with self._locks[snapshot.job]:
-                            await self._save(job, snapshot, sealed, checking)
-                        if snapshot.node is not None and snapshot.state is SnapshotState.WRITTEN:
-                            await self.joint.settle(job, snapshot)
-                finally:
-                    await asyncio.gather(checking, return_exceptions=True)  # it reads the slots; its error is raised below, if not above
+                if not snapshot.persist:
+                    await asyncio.wait([checking])  # meanwhile the trainer may die, and then the snapshot is to be saved after all
+                if snapshot.persist:  # if not, nothing is awaited from here to the end, so that no later death goes unnoticed
+                    try:
+                        await self._persist(job, snapshot, sealed, checking)
+                    finally:
+                        await asyncio.gather(checking, return_exceptions=True)  # it reads the slots
                 checking.result()
             if snapshot.state is SnapshotState.DURABLE:
                 self._settled(job)
@@ -178,6 +148,19 @@ class Saver:
             pass
         except Exception as error:
             await self._fail(job, snapshot, error)
+
+    async def _persist(self, job: Job, snapshot: Snapshot, sealed: float, checking: asyncio.Future[None]) -> None:
+        if job.is_durable(*snapshot.key):
+            return
+        if snapshot.node is not None:
+            if self._config.stage is not None:
+                raise InvalidRequest(no_stage(snapshot.job))
+            await asyncio.shield(checking)
+            await self._until_all_hold(job, snapshot)
+        async with self._locks[snapshot.job]:
+            await self._save(job, snapshot, sealed, checking)
+        if snapshot.node is not None and snapshot.state is SnapshotState.WRITTEN:
+            await self.joint.settle(job, snapshot)
 
     async def _until_all_hold(self, job: Job, snapshot: Snapshot) -> None:
         """Wait until all nodes hold a step, or until that can no longer be learned: then the save itself finds out, on storage.
@@ -207,9 +190,9 @@ class Saver:
         snapshot.move(Event.WRITE)
         used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
         snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
-        governor = self.governor(job.name)
+        governor = self.parts.governor(job.name)
         governor.hear([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
-        saved = await self._save_parts(snapshot, checking)
+        saved = await self.parts.save(snapshot, checking)
         documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
         if snapshot.node is None:
@@ -242,95 +225,6 @@ class Saver:
         if isinstance(found, Manifest):
             await self.committer.record(job, snapshot, found)
         return False
-
-    async def _save_parts(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Saved]:
-        """Write the parts of all ranks at the same time.
-
-        Each part reserves the room that it would take raw. A part that finds no room is written again once the others have ended, which
-        then take no more room than they need. Only then are older checkpoints deleted for it.
-        """
-        seals = [seal for _, seal in sorted(snapshot.seals.items())]
-        alone = len(seals) == 1
-
-        async def saved(seal: RankSeal) -> Saved | None:
-            try:
-                return await self._save_part(snapshot, seal, checking, alone=alone)
-            except OSError as error:
-                if alone or error.errno not in NO_ROOM:
-                    raise
-                return None
-
-        parts = await all_of(map(saved, seals))
-        return [part or await self._save_part(snapshot, seal, checking, alone=True) for seal, part in zip(seals, parts, strict=True)]
-
-    async def _save_part(self, snapshot: Snapshot, seal: RankSeal, checking: asyncio.Future[None], *, alone: bool) -> Saved:
-        """Write the part of one rank. `alone`: True if no other part is being written, so that a full disk is really full."""
-        slot = self._slots.get(seal.segment)
-        header = slot.header
-        with slot.pinned() as fd:
-            sealed = await self._pipeline.run(lambda: SealedSlot.read(fd, header))
-            if header.generation != seal.generation:
-                raise IntegrityError(f"{snapshot.job} step {snapshot.step}: the slot was filled again while it was being saved")
-            entry, stored = await self._write_part(snapshot, seal, sealed, checking, alone=alone)
-        return (entry, sealed.plan, sealed.request), stored
-
-    async def _write_part(
-        self, snapshot: Snapshot, seal: RankSeal, sealed: SealedSlot, checking: asyncio.Future[None], *, alone: bool
-    ) -> tuple[PartEntry, StoredPart]:
-        """Write the part of one rank to a file with a fresh name. Return its entry in the manifest, and what the next save needs to know.
-
-        After an I/O error (EIO) try once more with another file: a file whose sync has failed is never trusted again. With the setting
-        `make_room`, a full disk is tried again after each older checkpoint that could be deleted. Raises IntegrityError if the slot or its
-        checksums are damaged, OSError, StorageError.
-        """
-
-        async def wait_for_checks() -> list[ChunkCheck]:
-            await asyncio.shield(checking)
-            assert seal.checks is not None
-            return seal.checks
-
-        rewritten, progress = False, snapshot.progress
-        assert progress is not None
-        before = self._catalog.job(snapshot.job).stored.get(seal.rank) if self._config.link_unchanged else None
-        if before is not None and (before.attempt, before.world_size) != (snapshot.attempt, snapshot.world_size):
-            before = None
-        place = snapshot.job, snapshot.directory
-        linker = self._repository.linker(*place) if self._config.link_unchanged else None
-        while True:
-            progress.begin_part(seal.rank)
-            nonce = names.new_nonce()
-            file = names.part_file(seal.rank, nonce)
-            common = {"job": snapshot.job, "attempt": snapshot.attempt, "step": snapshot.step, "rank": seal.rank, "tag": snapshot.directory}
-            await self._journal.append(r.Staging(**common, file=file))  # type: ignore[arg-type]
-            failpoint("persist.intended")
-            try:
-                writer = PartWriter(self._repository.part_files(*place), nonce, self._encoder, self._config.spread, linker)
-                written = partial(progress.add, seal.rank)
-                governor = self.governor(snapshot.job)
-                at_once = governor.threads if governor.threads == governor.most else -(-governor.threads // len(snapshot.seals))
-                digests = self._config.link_unchanged and (before is None or before.steady)
-                entry, stored = await self._pipeline.write_part(
-                    sealed, writer, snapshot.directory, wait_for_checks, written, before, at_once, with_digests=digests
-                )
-            except OSError as error:
-                full = alone and error.errno in NO_ROOM
-                if full and await self.evict(self._catalog.job(snapshot.job)):
-                    continue
-                may_delete = self._config.make_room and self._config.stage is None and (snapshot.node is None or snapshot.node.leads)
-                make_room = full and may_delete
-                if make_room and await self.deleter.make_room(self._catalog.job(snapshot.job), writer.needed):
-                    continue
-                if rewritten or error.errno != errno.EIO:
-                    raise
-                rewritten = True
-                log.warning("snapshot %s/%s: %s; retrying once with a new file", snapshot.job, snapshot.tag, error.strerror)
-                self.counters["rewrites"] += 1
-                continue
-            await self._journal.append(
-                r.PartDurable(**common, file=file, bytes=entry.bytes, index_sha256=entry.index_sha256)  # type: ignore[arg-type]
-            )
-            failpoint("persist.journaled")
-            return entry, stored
 
     async def _fail(self, job: Job, snapshot: Snapshot, error: Exception) -> None:
         dead, abandoned = job.is_dead(snapshot), isinstance(error, Abandoned)

@@ -37,6 +37,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "daemon/pipeline.py": ("pytest tests/daemon/test_pipeline.py", STATES),
     "daemon/committer.py": ("pytest tests/daemon/test_committer.py", STATES),
     "daemon/joint.py": ("pytest tests/daemon/test_joint.py",),
+    "daemon/part_saver.py": ("pytest tests/daemon/test_part_saver.py tests/daemon/test_saver.py", STATES),
     "daemon/saver.py": ("pytest tests/daemon/test_saver.py", STATES),
     "daemon/slot_check.py": ("pytest tests/daemon/test_slot_check.py tests/daemon/test_saver.py",),
     "shared/fs.py": ("pytest tests/shared/test_fs.py tests/crash/test_disk.py", STATES),

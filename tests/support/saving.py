@@ -128,6 +128,14 @@ class World:
             return False
         return True
 
+    def check_failed(self, words: str) -> None:
+        """Check that nothing is committed, that no file is left, and that the ranks got the reason."""
+        assert words in self.snapshot.reason
+        assert self.told == [SnapshotState.FAILED]
+        assert not self.committed()
+        assert self.storage.tags("gpt") == []
+        assert (self.counters["failed"], self.counters["persisted"]) == (1, 0)
+
     def close(self) -> None:
         self.slots.close()
         self.pipeline.close()
