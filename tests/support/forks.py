@@ -12,5 +12,6 @@ def context() -> multiprocessing.context.ForkServerContext:
     global _context
     if _context is None:
         _context = mp.get_context("forkserver")
-        _context.set_forkserver_preload(["tests.support.trainers", "tests.support.daemons", "hypothesis.stateful"])
+        slow = ["tests.support.trainers", "tests.support.daemons", "hypothesis.stateful"]
+        _context.set_forkserver_preload([*slow, "torch._dynamo"])  # the first DTensor of a process imports it, which takes 0.6 s of CPU
     return _context
