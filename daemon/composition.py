@@ -138,7 +138,7 @@ async def opened(
             uploader = None
             if behind is not None and of_root is not None:
                 uploader = Uploader(config, behind, repository, catalog, saver.deleter, of_root, calls, changed)
-                saver.parts.evict = uploader.make_room
+                saver.part_saver.evict = uploader.make_room
             seals = SealIntake(catalog, steps, journal, read_seal)
             admission = Admission(slots, config.chunk_size, pipeline.run)
             plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS

@@ -84,7 +84,9 @@ class Saver:
         self.counters = counters
         self.deleter = Deleter(config.retention, journal, repository, calls, self._locks, counters)
         self.persist_seconds = 0.0
-        self.parts = PartSaver(config, catalog, slots, journal, repository, pipeline, counters=counters, make_room=self.deleter.make_room)
+        self.part_saver = PartSaver(
+            config, catalog, slots, journal, repository, pipeline, counters=counters, make_room=self.deleter.make_room
+        )
         self.room = Room(config, repository, calls)
 
     @property
@@ -190,9 +192,9 @@ class Saver:
         snapshot.move(Event.WRITE)
         used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
         snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
-        governor = self.parts.governor(job.name)
+        governor = self.part_saver.governor(job.name)
         governor.hear([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
-        saved = await self.parts.save(snapshot, checking)
+        saved = await self.part_saver.save(snapshot, checking)
         documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
         if snapshot.node is None:

@@ -221,7 +221,7 @@ class Service:
         }
 
     def _job(self, job: Job, disk_free: int | None) -> dict[str, object]:
-        governor = self._parts.saver.parts.governor(job.name)
+        governor = self._parts.saver.part_saver.governor(job.name)
         uploader = self._parts.uploader
         sealed, failure = job.newest_in_memory(), job.last_failure
         durable = max((*job.live_checkpoints(), *job.in_root.values()), key=lambda c: c.order, default=None)
