@@ -120,9 +120,12 @@ class Custody:
         for slot in list(self._slots.slots.values()):
             await self._seals.record_unreported(slot)
         self._saver.stop_waiting()
-        for job in self._catalog.jobs.values():
-            self.save_owed(job)
-        await self._saver.drain()
+        while True:
+            for job in self._catalog.jobs.values():
+                self.save_owed(job)
+            await self._saver.drain()
+            if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):  # else it was sealed meanwhile
+                break
         self._steps.close()
 
     # -- a checkpoint is deleted

@@ -134,7 +134,7 @@ class Saver:
                 checking = asyncio.ensure_future(self.check(snapshot))
                 if not snapshot.persist:
                     await asyncio.wait([checking])  # meanwhile the trainer may die, and then the snapshot is to be saved after all
-                if snapshot.persist:  # if not, nothing is awaited from here to the end, so that no later death goes unnoticed
+                if snapshot.persist:  # if not, a sound snapshot awaits nothing from here to the end, so that no later death goes unnoticed
                     try:
                         await self._persist(job, snapshot, sealed, checking)
                     finally:
@@ -152,6 +152,7 @@ class Saver:
             await self._fail(job, snapshot, error)
 
     async def _persist(self, job: Job, snapshot: Snapshot, sealed: float, checking: asyncio.Future[None]) -> None:
+        """Save a snapshot unless it is durable, and wait for the outcome on all nodes. `checking` checks its slots meanwhile."""
         if job.is_durable(*snapshot.key):
             return
         if snapshot.node is not None:

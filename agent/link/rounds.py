@@ -160,10 +160,9 @@ class Exchange:
         the store cannot be reached, or does not answer a request within `SILENT_SECONDS`, or within `PATIENT_SECONDS` if the round has
         more `seconds` than that.
         """
-        silent, timeout = (SILENT_SECONDS, GONE_SECONDS) if seconds <= PATIENT_SECONDS else (PATIENT_SECONDS, PATIENT_SECONDS)
+        silent = SILENT_SECONDS if seconds <= PATIENT_SECONDS else PATIENT_SECONDS
         if not self._done.wait(_LOOK_SECONDS):  # a thread that Ctrl-C has left behind ends sooner
             raise _silent(silent)
-        self._client.set_timeout(timedelta(seconds=timeout))
         answers: list[bytes | BaseException | None] = []
         done, left = Flag(), Flag()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckptd.shared.errors import CkptdError
 
@@ -96,12 +96,20 @@ class StoreValues:
         return first[4:] + b"".join(self._get([f"{key}/{number}" for number in range(1, int.from_bytes(first[:4], "little"))]))
 
     def _get(self, names: list[str]) -> list[bytes]:
-        """Return pieces that the store has. One request gets them all."""
+        """Return pieces that the store has. One request gets them all. A store that is slow to answer is asked again.
+
+        Raises RuntimeError if another rank has removed one of them.
+        """
         if not names:
             return []
         with self._asking():
-            found: list[bytes] = self._store.multi_get(names) if len(names) > 1 else [self._store.get(names[0])]
-        return found
+            while True:
+                try:
+                    found: list[bytes] = self._store.multi_get(names) if len(names) > 1 else [self._store.get(names[0])]
+                    return found
+                except DistStoreError:  # after `GONE_SECONDS`
+                    if not self._store.check(names):
+                        raise
 
     def _set(self, name: str, piece: bytes) -> None:
         with self._asking():

@@ -107,6 +107,20 @@ def test_a_daemon_that_stops_saves_the_newest_of_each_job(ranks: ConnectedRanks)
     assert ([checkpoint.step for checkpoint in ranks.job.checkpoints.values()], ranks.core.loop.timers()) == ([5], [])
 
 
+def test_a_step_that_is_sealed_while_the_daemon_stops_is_saved_too(ranks: ConnectedRanks) -> None:
+    complete(ranks, 5, persist=False)
+    slots = [ranks.grant(rank, 6) for rank in range(ranks.size)]
+    draining = ranks.core.spawn(ranks.core.custody.drain())
+    ranks.core.tick(4)  # the save of step 5 is under way
+    for rank, slot in enumerate(slots):
+        slot.persist = False
+        ranks.write_seal(slot, 6)
+        ranks.core.spawn(ranks.core.engine.seal(ranks.owner(ranks.clients[rank]), slot.name, 1, 6))
+    ranks.core.finish()
+    assert draining.done()
+    assert [checkpoint.step for checkpoint in ranks.job.checkpoints.values()] == [5, 6]
+
+
 def test_who_is_absent_and_who_holds_a_lock(ranks: ConnectedRanks) -> None:
     first, second = (ranks.owner(client) for client in ranks.clients)
     assert (ranks.core.custody.absent(), ranks.core.custody.holds_lock(first)) == ([], True)

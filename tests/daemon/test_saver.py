@@ -64,7 +64,9 @@ def test_the_log_says_how_long_the_slowest_rank_was_held(tmp_path: Path, caplog:
     world.close()
 
 
-def test_a_damaged_slot_is_not_saved(world: World) -> None:
+@pytest.mark.parametrize("persist", [True, False])
+def test_a_damaged_slot_is_not_saved(world: World, persist: bool) -> None:
+    world.snapshot.persist = persist
     asyncio.run(world.saver.check(world.snapshot))
     world.snapshot.seals[0].checks = None
     slot = world.held[0]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
-from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ckptd.agent.link import store_values
 from ckptd.agent.link.store_values import StoreValues, pieces
@@ -71,6 +72,28 @@ def test_a_value_that_another_rank_has_removed_is_not_waited_for(store: Store, m
     with pytest.raises(RuntimeError):
         values.take_all(["there", "gone"])
     assert values.there("there")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_store_that_is_slow_to_answer_is_asked_again(store: Store, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that serves the store may get no CPU for seconds, and its client then reports a timeout, as for a key that is gone."""
+
+    class Slow:
+        timeouts = 2
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("get", "multi_get") and self.timeouts:
+                self.timeouts -= 1
+                raise DistStoreError("wait timeout after 2000ms, keys: /key")
+            return getattr(client, name)
+
+    values, keys = StoreValues(store, 2), [str(number) for number in range(count)]
+    for key in keys:
+        values.put(key, b"value of " + key.encode())
+    client, slow = values._store, Slow()
+    monkeypatch.setattr(values, "_store", slow)
+    assert values.take_all(keys) == [b"value of " + key.encode() for key in keys]
+    assert (slow.timeouts, values.there(*keys)) == (0, False)
 
 
 def test_an_unwanted_value_is_not_waited_for(store: Store) -> None:
