@@ -249,23 +249,29 @@ def _wait_while(flag: Path, *_: object) -> str:
     return ""
 
 
+def pair(turn: int, points: Sequence[str]) -> tuple[str, str]:
+    """Return the fault and the failpoint of a turn. As many turns as there are pairs have each pair once, whatever the numbers are."""
+    lap, place = divmod(turn, len(points))
+    return FAULTS[(place + lap) % len(FAULTS)], points[place]
+
+
 def run(
     lives: int, seed: int, seconds: float = float("inf"), *, points: Sequence[str] = POINTS, where: Where = in_directory
 ) -> tuple[Counter[str], list[str]]:
     """Live so many lives, or as many as fit into `seconds`. Return how often each fault came, and what was lost.
 
-    Every second life has its victim die at a failpoint. The seed says at which of `points` this begins; the next life has the next one.
+    Every second life has its victim die at a failpoint. The seed says with which `pair` this begins; the next such life has the next one.
     """
     chance, result, until = random.Random(seed), Result(), time.monotonic() + seconds
-    first = chance.randrange(len(points))
+    turn = chance.randrange(len(points) * len(FAULTS))
     with where() as (place, environ):
         for node in place:
             _start(node, place)
         job = Job(place, per_node=2, environ=environ)
         while result.hits.total() < lives and time.monotonic() < until and not result.lost:
             number = result.hits.total()
-            point = points[(first + number // 2) % len(points)] if number % 2 else ""
-            life(job, chance, result, FAULTS[number % len(FAULTS)], point)
+            fault, point = pair(turn + number // 2, points)
+            life(job, chance, result, fault, point if number % 2 else "")
         with Ranks(len(place) * job.per_node) as ranks:
             promised = job.promised()
             begin(job, ranks, {}, persist=True, wait_every=1, steps=1)

@@ -13,6 +13,11 @@ SECONDS = 170.0
 SECONDS_IN_A_STORE = 60.0
 
 
+def test_every_failpoint_meets_every_fault() -> None:
+    turns = range(len(nodes.POINTS) * len(nodes.FAULTS))
+    assert len({nodes.pair(turn, nodes.POINTS) for turn in turns}) == len(turns)
+
+
 def test_kills_of_ranks_daemons_and_nodes_lose_nothing() -> None:
     seed = datetime.now(UTC).toordinal()
     hits, lost = nodes.run(1000, seed, SECONDS)
