@@ -124,7 +124,7 @@ class Custody:
             for job in self._catalog.jobs.values():
                 self.save_owed(job)
             await self._saver.drain()
-            if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):  # else it was sealed meanwhile
+            if all(owed.persist for job in self._catalog.jobs.values() for owed in job.owed()):  # otherwise one was sealed meanwhile
                 break
         self._steps.close()
 

@@ -134,7 +134,7 @@ class Saver:
                 checking = asyncio.ensure_future(self.check(snapshot))
                 if not snapshot.persist:
                     await asyncio.wait([checking])  # meanwhile the trainer may die, and then the snapshot is to be saved after all
-                if snapshot.persist:  # if not, a sound snapshot awaits nothing from here to the end, so that no later death goes unnoticed
+                if snapshot.persist:  # if not, no await follows, unless the check has failed: no later death goes unnoticed
                     try:
                         await self._persist(job, snapshot, sealed, checking)
                     finally:

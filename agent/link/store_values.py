@@ -96,9 +96,10 @@ class StoreValues:
         return first[4:] + b"".join(self._get([f"{key}/{number}" for number in range(1, int.from_bytes(first[:4], "little"))]))
 
     def _get(self, names: list[str]) -> list[bytes]:
-        """Return pieces that the store has. One request gets them all. A store that is slow to answer is asked again.
+        """Return pieces that the store has. One request gets them all.
 
-        Raises RuntimeError if another rank has removed one of them.
+        A store that is slow to answer is asked again for as long as it has them; `asked_at` is then the time of the first request. Raises
+        RuntimeError if another rank has removed one of them.
         """
         if not names:
             return []
