@@ -17,14 +17,6 @@ from ckptd.shared.storage.repository import Repository
 T = TypeVar("T")
 
 
-def no_stage(job: str) -> str:
-    """Return the sentence that refuses a job of several nodes, because this daemon has a stage."""
-    return (
-        f"job {job!r} is on several nodes, and the daemon on {names.host()} has a stage: its parts would be durable on that node only; "
-        "start the daemons of such a job without --stage"
-    )
-
-
 class Attempts:
     """The attempts of one root that are claimed. A number can be claimed once only, by one daemon."""
 
@@ -46,7 +38,6 @@ class Attempts:
 
     async def check_exclusive(self, job: str) -> None:
         """Raise InvalidRequest if the storage cannot hold a job of several nodes, whose daemons may commit at the same time."""
-        self._check_no_stage(job)
         if not await self._translated(job, lambda: self._repository.storage.creates_once):
             raise InvalidRequest(
                 f"job {job!r} is on several nodes, but {self._repository.where()} creates an object for several callers at once, so that "
@@ -58,17 +49,12 @@ class Attempts:
 
         Raises InvalidRequest if this node can make it, StorageError.
         """
-        self._check_no_stage(job)
         if await self._translated(job, lambda: self._repository.claim_again(job, attempt)):
             raise InvalidRequest(
                 f"{names.host()} could claim attempt {attempt} of job {job!r}, which the node of rank 0 has claimed: "
                 f"{self._repository.where()} is another directory on this node, or its file system lets several nodes create one file; use "
                 "a shared file system such as NFS or Lustre, or an object store"
             )
-
-    def _check_no_stage(self, job: str) -> None:
-        if self._stage is not None:
-            raise InvalidRequest(no_stage(job))
 
     async def _translated(self, job: str, call: Callable[[], T]) -> T:
         try:

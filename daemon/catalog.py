@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from ckptd.daemon.ranks import Ranks
 from ckptd.daemon.snapshot import Key, Snapshot
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
 from ckptd.shared.board import Answer
 from ckptd.shared.errors import from_wire
 from ckptd.shared.lifecycle import SnapshotState
-from ckptd.shared.manifest import Manifest
 from ckptd.shared.membership import Membership
 from ckptd.shared.receipt import Abandonment
-from ckptd.shared.retention import Policy, understood
+from ckptd.shared.retention import Policy
 from ckptd.shared.reuse import StoredPart
 
 _REMEMBERED = 64  # the last steps of a job that failed or were skipped, so that a late rank learns the reason
@@ -110,41 +110,6 @@ class Step:
     def __repr__(self) -> str:
         what = self.snapshot or self.failure or self.refusal or "new"
         return f"<Step {self.number} of attempt {self.attempt}: {len(self.slots)} slots, {what}>"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
-    """A committed checkpoint, as its manifest describes it.
-
-    `step`: None if it was saved without a step. `user_tag`: True if the user chose the tag. `created`: Unix seconds by the trainer's clock,
-    NaN if unknown. `retention`: the policies of the job itself, None if the manifest has none. `new_bytes`: the bytes of its files that no
-    older checkpoint has, 0 if unknown. `files`: its part files and its metadata object.
-    """
-
-    job: str
-    tag: str
-    attempt: int
-    step: int | None
-    seq: int
-    nbytes: int
-    files: tuple[str, ...]
-    user_tag: bool
-    created: float = math.nan
-    metrics: dict[str, float] = field(default_factory=dict)
-    retention: tuple[Policy, ...] | None = None
-    new_bytes: int = 0
-
-    @classmethod
-    def of(cls, manifest: Manifest, *, user_tag: bool) -> StoredCheckpoint:
-        return cls(
-            manifest.job, manifest.tag, manifest.attempt, manifest.step, manifest.seq, manifest.nbytes,
-            tuple(manifest.files), user_tag, manifest.created_at, manifest.numbers,
-            understood(manifest.retention) if manifest.retention else None, manifest.new_bytes,
-        )  # fmt: skip
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return (self.attempt, -1 if self.step is None else self.step, self.seq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +223,13 @@ class Job:
     def newest_checkpoint(self) -> StoredCheckpoint | None:
         return max(self.live_checkpoints(), key=lambda c: c.order, default=None)
 
+    def durable_checkpoints(self) -> list[StoredCheckpoint]:
+        """Return the checkpoints on storage. With a stage, these are those of the stage and those in the root."""
+        return [*self.live_checkpoints(), *(c for c in self.in_root.values() if c.tag not in self.checkpoints)]
+
+    def newest_durable(self) -> StoredCheckpoint | None:
+        return max(self.durable_checkpoints(), key=lambda c: c.order, default=None)
+
     def room_for(self, free: int | None) -> int | None:
         """Return how many more checkpoints fit into `free` bytes if each needs as much as the newest, or None if either is unknown."""
         newest = self.newest_checkpoint()
@@ -306,7 +278,7 @@ class Job:
         )
 
     def is_durable(self, attempt: int, step: int) -> bool:
-        return any((c.attempt, c.step) == (attempt, step) for c in (*self.live_checkpoints(), *self.in_root.values()))
+        return any((c.attempt, c.step) == (attempt, step) for c in self.durable_checkpoints())
 
     def commit(self, checkpoint: StoredCheckpoint) -> None:
         self.checkpoints[checkpoint.tag] = checkpoint
@@ -340,7 +312,7 @@ class Job:
         """
         if snapshot.node is None or snapshot.state is SnapshotState.DURABLE or snapshot.delivered:
             return snapshot.key < newest.key
-        if any(checkpoint.order[:2] > snapshot.key for checkpoint in self.live_checkpoints()):
+        if any(checkpoint.order[:2] > snapshot.key for checkpoint in self.durable_checkpoints()):
             return True
         return snapshot.attempt == self.attempt and any(snapshot.step < step for step in self.answer.common)
 
@@ -358,7 +330,7 @@ class Job:
         Of several nodes, another node may not have sealed the newest step. Each node then saves all steps that it holds and that are newer
         than the newest durable one, except those that it has delivered and those that are known to be dead.
         """
-        newest, saved = self.newest_in_memory(), self.newest_checkpoint()
+        newest, saved = self.newest_in_memory(), self.newest_durable()
         if newest is None:
             return []
         if newest.node is None:

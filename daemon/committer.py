@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Job, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog
 from ckptd.daemon.journal import Journal
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError
 from ckptd.shared.failpoints import failpoint
@@ -26,19 +27,29 @@ Document = tuple[PartEntry, Plan, SnapshotRequest]
 
 
 class Committer:
-    """The committer of one daemon. `codec`: the codec setting, for the manifest. `tell`: sends the ranks the outcome of a save."""
+    """Commits the checkpoints of one repository. `catalog`: what is known to be in it."""
 
-    def __init__(self, codec: str, journal: Journal, repository: Repository, calls: StorageCalls, tell: Callable[[Snapshot], None]) -> None:
-        self._codec, self._journal, self._repository, self._calls, self._tell = codec, journal, repository, calls, tell
+    def __init__(
+        self,
+        codec: str,
+        journal: Journal,
+        repository: Repository,
+        catalog: Catalog,
+        calls: StorageCalls,
+        tell: Callable[[Snapshot], None],
+    ) -> None:
+        """codec: the codec setting, for the manifest. tell: sends the ranks the outcome of a save."""
+        self._codec, self._journal, self._repository = codec, journal, repository
+        self._catalog, self._calls, self._tell = catalog, calls, tell
 
-    def manifest(self, job: Job, snapshot: Snapshot, parts: Sequence[PartEntry], plan: Plan, request: SnapshotRequest) -> Manifest:
+    def manifest(self, snapshot: Snapshot, parts: Sequence[PartEntry], plan: Plan, request: SnapshotRequest) -> Manifest:
         """Return the manifest of a checkpoint, given its parts in the order of the ranks, and the plan and the request of rank 0."""
         return Manifest.of(
             plan, request, list(parts), job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory,
-            seq=job.seq + 1, codec=self._codec,
+            seq=self._catalog.job(snapshot.job).seq + 1, codec=self._codec,
         )  # fmt: skip
 
-    async def commit(self, job: Job, snapshot: Snapshot, documents: list[Document]) -> None:
+    async def commit(self, snapshot: Snapshot, documents: list[Document]) -> None:
         """Commit a checkpoint whose ranks are all on this node, and record the commit. All parts must be durable.
 
         documents: entry, plan and request of each part, in the order of the ranks. Raises IntegrityError if the part of a rank is missing
@@ -51,24 +62,25 @@ class Committer:
         if len({plan.global_plan for _, plan, _ in documents}) != 1:
             raise IntegrityError(f"{snapshot.job}/{snapshot.tag}: its ranks sealed different plans")
         _, plan, request = documents[0]
-        manifest = self.manifest(job, snapshot, [entry for entry, _, _ in documents], plan, request)
+        manifest = self.manifest(snapshot, [entry for entry, _, _ in documents], plan, request)
         failpoint("commit.starting")
         try:
             await self._calls.run(lambda: self._publish(snapshot, manifest))
         except FileExistsError:
             raise AlreadyExists(f"{snapshot.job}/{snapshot.tag} is committed already; choose another tag") from None
         failpoint("commit.durable")
-        await self.record(job, snapshot, manifest)
+        await self.record(snapshot, manifest)
 
     def _publish(self, snapshot: Snapshot, manifest: Manifest) -> None:
         data, objects = manifest.split()
         self._repository.publish_manifest(snapshot.job, snapshot.tag, data, objects=objects)
 
-    async def record(self, job: Job, snapshot: Snapshot, manifest: Manifest) -> None:
+    async def record(self, snapshot: Snapshot, manifest: Manifest) -> None:
         """Record a commit, which is durable, in the catalog and in the journal, and tell the ranks."""
-        job.commit(StoredCheckpoint.of(manifest, user_tag=names.parse_tag_directory(snapshot.tag)[1] is None))  # type: ignore[index]
+        user_tag = names.parse_tag_directory(snapshot.tag)[1] is None  # type: ignore[index]
+        self._catalog.job(snapshot.job).commit(StoredCheckpoint.of(manifest, user_tag=user_tag))
         await self._journal.append(
-            r.Committed(job=job.name, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, seq=manifest.seq)
+            r.Committed(job=snapshot.job, attempt=snapshot.attempt, step=snapshot.step, tag=snapshot.directory, seq=manifest.seq)
         )
         failpoint("commit.journaled")
         snapshot.move(Event.COMMIT)

@@ -16,9 +16,9 @@ from ckptd.daemon.admission import Admission
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.claims import Claims
-from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
 from ckptd.daemon.custody import Custody
+from ckptd.daemon.destination import Destination
 from ckptd.daemon.engine import PLAN_GRACE_SECONDS, Engine
 from ckptd.daemon.heartbeats import Heartbeats
 from ckptd.daemon.journal import Journal
@@ -121,6 +121,13 @@ async def opened(
             def read_seal(fd: int, header: SegmentHeader) -> Awaitable[SealedSlot]:
                 return pipeline.run(lambda: SealedSlot.read(fd, header))
 
+            async def reach_root(job: Job) -> None:
+                assert uploader is not None
+                await uploader.reach(job)
+
+            async def finish_save(place: str) -> None:
+                await recovery.finish_save(last, saver, catalog, calls, place)
+
             def settled(job: Job) -> None:
                 steps.release_replaced(job)
                 orphans.ensure_timer(job)
@@ -130,15 +137,17 @@ async def opened(
 
             claims = Claims(Attempts(root, calls, None if behind is None else repository), on_loss=lose_claim)
             steps = Steps(catalog, slots, save, config.rank_timeout)
-            committer = Committer(config.codec, journal, repository, calls, steps.tell)
+            front = last = Destination(config, repository, journal, catalog, calls, steps.counters, steps.tell)
+            if of_root is not None:
+                last = Destination(config, root, of_root, Catalog(), calls, steps.counters, steps.tell, reach_root)
             saver = Saver(
-                config, catalog, slots, journal, repository, pipeline, calls,
-                counters=steps.counters, committer=committer, claimed=claims.claimed, tell=steps.tell, settled=settled,
+                config, catalog, slots, front, last, pipeline, calls,
+                counters=steps.counters, claimed=claims.claimed, tell=steps.tell, settled=settled,
             )  # fmt: skip
             uploader = None
-            if behind is not None and of_root is not None:
-                uploader = Uploader(config, behind, repository, catalog, saver.deleter, of_root, calls, changed)
-                saver.part_saver.evict = uploader.make_room
+            if behind is not None:
+                uploader = Uploader(behind, front, last, calls, finish_save=finish_save, changed=changed)
+                saver.front_parts.evict = uploader.make_room
             seals = SealIntake(catalog, steps, journal, read_seal)
             admission = Admission(slots, config.chunk_size, pipeline.run)
             plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS
@@ -147,10 +156,11 @@ async def opened(
             guard = RunGuard(beats, calls, heartbeats)
             engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, guard, plan_timeout)
             orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
-            await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)
-            if uploader is not None and of_root is not None:
-                _know_attempts(catalog)
+            if of_root is not None:
                 of_root.start()
+            await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)
+            if uploader is not None:
+                _know_attempts(catalog)
                 uploader.start()
             heartbeats.resume(catalog.jobs.values())
             try:

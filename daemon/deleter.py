@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Job, StoredCheckpoint
+from ckptd.daemon.catalog import Job
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.retention import policies_of, to_retire
 from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, StorageError
 from ckptd.shared.failpoints import failpoint

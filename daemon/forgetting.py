@@ -15,11 +15,11 @@ from typing import Any
 
 from ckptd.daemon import config as settings
 from ckptd.daemon import neighbours, report
-from ckptd.daemon.catalog import StoredCheckpoint
 from ckptd.daemon.composition import opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.retention import to_retire
 from ckptd.daemon.service import Service
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel

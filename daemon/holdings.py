@@ -22,7 +22,7 @@ def holding(job: Job, host: str) -> Holding:
     return Holding(
         held=held[-MOST_STEPS:],
         done=min(open_) - 1 if open_ else seen,
-        durable=max((c.step for c in job.live_checkpoints() if c.attempt == job.attempt and c.step is not None), default=-1),
+        durable=max((c.step for c in job.durable_checkpoints() if c.attempt == job.attempt and c.step is not None), default=-1),
         failed={s.number: _failure(s, host) for s in told[-_MOST_REASONS:]},
     )
 

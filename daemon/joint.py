@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from ckptd.daemon.catalog import Job, StoredCheckpoint
-from ckptd.daemon.committer import Committer, Document
+from ckptd.daemon.catalog import Job
+from ckptd.daemon.committer import Document
+from ckptd.daemon.destination import Destination
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
 from ckptd.shared import receipt as rc
 from ckptd.shared.errors import AlreadyExists, CkptdError, Fenced, IntegrityError, SnapshotFailed, StorageError, from_wire
@@ -26,7 +28,6 @@ from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.plan import Plan
 from ckptd.shared.snapshot_request import SnapshotRequest
-from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import some_text
 
 log = logging.getLogger("ckptd.joint")
@@ -55,21 +56,21 @@ class Abandoned(Exception):
 class Joint:
     """The commits of one daemon in jobs of several nodes.
 
-    timeout: seconds for which the daemon of rank 0 waits for the other nodes before it abandons a try. remote: True if the storage is far
-    away, so that it is asked less often. stopping: returns True once the daemon is to end.
+    destination: the root. timeout: seconds for which the daemon of rank 0 waits for the other nodes before it abandons a try. remote: True
+    if the storage is far away, so that it is asked less often. stopping: returns True once the daemon is to end.
     """
 
     def __init__(
         self,
-        committer: Committer,
-        repository: Repository,
+        destination: Destination,
         calls: StorageCalls,
         timeout: float,
         *,
         remote: bool,
         stopping: Callable[[], bool],
     ) -> None:
-        self._committer, self._repository, self._calls, self._timeout = committer, repository, calls, timeout
+        self._catalog, self._committer, self._repository = destination.catalog, destination.committer, destination.repository
+        self._calls, self._timeout = calls, timeout
         self._last_look = _LAST_REMOTE_LOOK if remote else _LAST_LOOK
         self._stopping = stopping
 
@@ -95,7 +96,7 @@ class Joint:
                     if receipt is not None:
                         self._delivered(job, snapshot)
                     return receipt
-                await self._decide(job, snapshot, rc.AbandonTry(receipt.code, receipt.reason))  # no other outcome is possible
+                await self._decide(snapshot, rc.AbandonTry(receipt.code, receipt.reason))  # no other outcome is possible
             number += 1
 
     @staticmethod
@@ -130,7 +131,7 @@ class Joint:
         counts = await self._publish(snapshot, receipt)
         failpoint("receipt.durable")
         if counts.code:
-            await self._decide(job, snapshot, rc.AbandonTry(counts.code, counts.reason))
+            await self._decide(snapshot, rc.AbandonTry(counts.code, counts.reason))
             raise Abandoned(from_wire(counts.code, counts.reason))
         self._delivered(job, snapshot)
 
@@ -179,7 +180,7 @@ class Joint:
             pause = min(2 * pause, 10 * self._last_look)
         return False
 
-    async def abandon_refused(self, job: Job, snapshot: Snapshot) -> bool:
+    async def abandon_refused(self, snapshot: Snapshot) -> bool:
         """Abandon the try that this node has delivered, if another node has refused it. Return True if the try is abandoned."""
         try:
             found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
@@ -188,7 +189,7 @@ class Joint:
                 refused = next((receipt for receipt in receipts if receipt.code), None)
                 if refused is None:
                     return False
-                await self._decide(job, snapshot, rc.AbandonTry(refused.code, refused.reason))  # no other outcome is possible
+                await self._decide(snapshot, rc.AbandonTry(refused.code, refused.reason))  # no other outcome is possible
                 found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
         except (OSError, CkptdError):
             return False
@@ -226,11 +227,11 @@ class Joint:
             raise Abandoned(from_wire(found.code, found.reason))
         if (found.attempt, found.step) != snapshot.key:
             raise AlreadyExists(f"tag {snapshot.tag!r} of job {snapshot.job!r} is that of step {found.step}; choose another tag")
-        await self._committer.record(job, snapshot, found)
+        await self._committer.record(snapshot, found)
         if snapshot.node.leads:
             log.info("checkpoint %s/%s: committed with the parts of all nodes", snapshot.job, snapshot.directory)
         else:
-            job.forget_older(_REMEMBERED)
+            self._catalog.job(snapshot.job).forget_older(_REMEMBERED)
 
     async def _outcome(self, job: Job, snapshot: Snapshot, receipts: list[rc.Receipt], *, late: bool) -> Manifest | rc.Abandonment | None:
         """Return the outcome of a try, or None if it is undecided. On the node of rank 0, decide it if that can be done.
@@ -249,7 +250,7 @@ class Joint:
             verdict = rc.AbandonTry(error.code, str(error))
         if verdict is None:
             return None
-        await self._decide(job, snapshot, verdict)
+        await self._decide(snapshot, verdict)
         return await self._calls.run(read)
 
     async def _receipts(self, job: str, tag: str, known: Sequence[rc.Receipt], *, late: bool) -> list[rc.Receipt]:
@@ -269,14 +270,14 @@ class Joint:
         missing = sorted(set(range(snapshot.world_size)).difference(*(receipt.node.ranks for receipt in receipts)))
         return f"{waited}, rank{'s' if len(missing) > 1 else ''} {some_text(missing)} did not"
 
-    async def _decide(self, job: Job, snapshot: Snapshot, verdict: rc.CommitTry | rc.AbandonTry) -> None:
+    async def _decide(self, snapshot: Snapshot, verdict: rc.CommitTry | rc.AbandonTry) -> None:
         """Publish a manifest or an abandonment. If another daemon was faster, its outcome counts. Raises OSError, IntegrityError."""
         data: bytes | None = None
         objects: dict[str, bytes] = {}
         if isinstance(verdict, rc.CommitTry):
             try:
                 plan, request = await self._calls.run(partial(self._first_part, snapshot, verdict))
-                manifest = self._committer.manifest(job, snapshot, verdict.parts, plan, request)
+                manifest = self._committer.manifest(snapshot, verdict.parts, plan, request)
                 data, objects = await self._calls.run(manifest.split)
             except IntegrityError as error:  # a part is gone or damaged, or the manifest is larger than readers accept
                 verdict = rc.AbandonTry(error.code, str(error))
@@ -312,12 +313,14 @@ class Joint:
         """Decide the tries of earlier attempts that are undecided, and delete what abandoned ones have left.
 
         Call this on the daemon of rank 0 of the newest attempt only, once its nodes have delivered what they hold, and after a scan of the
-        job. delivered: an attempt all of whose nodes are among these nodes. Receipts of other attempts may still come from other nodes, and
-        are waited for, also those of a step that is newer than all checkpoints and of which there are only parts. Raises StorageError.
+        job in the root. delivered: an attempt all of whose nodes are among these nodes. Receipts of other attempts may still come from
+        other nodes, and are waited for, also those of a step that is newer than all checkpoints and of which there are only parts. Raises
+        StorageError.
         """
-        until, newest = asyncio.get_running_loop().time() + LATE_SECONDS, job.newest_checkpoint()
+        there = self._catalog.job(job.name)
+        until, newest = asyncio.get_running_loop().time() + LATE_SECONDS, there.newest_checkpoint()
         saved = (0, -1) if newest is None else newest.order[:2]
-        for tag in sorted(job.uncommitted):
+        for tag in sorted(there.uncommitted):
             parsed = names.parse_tag_directory(tag)
             if parsed is None or parsed[2] >= job.attempt:
                 continue
@@ -342,7 +345,8 @@ class Joint:
         while True:
             found = await self._calls.read(f"read the outcome of {job.name}/{tag}", partial(self._repository.outcome, job.name, tag))
             if isinstance(found, Manifest):
-                job.commit(StoredCheckpoint.of(found, user_tag=names.parse_tag_directory(tag)[1] is None))  # type: ignore[index]
+                user_tag = names.parse_tag_directory(tag)[1] is None  # type: ignore[index]
+                self._catalog.job(job.name).commit(StoredCheckpoint.of(found, user_tag=user_tag))
                 log.info("checkpoint %s/%s: committed from the receipts of its nodes", job.name, tag)
                 return
             if isinstance(found, rc.Abandonment):
@@ -366,7 +370,7 @@ class Joint:
                 past = Snapshot(
                     job.name, attempt, first.step, tag, first.world_size, persist=True, state=SnapshotState.WRITTEN, node=first.node
                 )
-                await self._decide(job, past, verdict)
+                await self._decide(past, verdict)
                 continue
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, self._last_look)

@@ -17,8 +17,8 @@ from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.committer import Document
 from ckptd.daemon.config import Config
+from ckptd.daemon.destination import Destination
 from ckptd.daemon.governor import Governor
-from ckptd.daemon.journal import Journal
 from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.snapshot import RankSeal, Snapshot
@@ -30,7 +30,6 @@ from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.part_writer import PartWriter
 from ckptd.shared.reuse import ChunkCheck, StoredPart
-from ckptd.shared.storage.repository import Repository
 
 log = logging.getLogger("ckptd.saver")
 
@@ -43,31 +42,29 @@ async def _nothing_to_evict(job: Job) -> bool:
 
 
 class PartSaver:
-    """Writes the parts of the snapshots of one daemon. `make_room` and `evict` delete older checkpoints of a job on a full disk."""
+    """Writes the parts of snapshots to one destination. `make_room` and `evict` delete older checkpoints of a job on a full disk."""
 
     def __init__(
         self,
         config: Config,
         catalog: Catalog,
         slots: Slots,
-        journal: Journal,
-        repository: Repository,
+        destination: Destination,
         pipeline: Pipeline,
         *,
         counters: Counter[str],
+        governor: Callable[[str], Governor],
         make_room: Callable[[Job, int], Awaitable[bool]],
     ) -> None:
-        """make_room: deletes one older checkpoint of the job for a part of that many bytes. Returns False if there is none."""
-        self._config, self._catalog, self._slots = config, catalog, slots
-        self._journal, self._repository, self._pipeline = journal, repository, pipeline
-        self._encoder = codec.encoder(config.codec)
-        self._counters, self._make_room = counters, make_room
-        self.evict = _nothing_to_evict  # deletes a local copy on a full stage
-        self._governors: dict[str, Governor] = {}
+        """governor: returns the governor of the saves of a job.
 
-    def governor(self, job: str) -> Governor:
-        """Return the governor of the saves of a job."""
-        return self._governors.setdefault(job, Governor(self._pipeline.writers))
+        make_room: deletes one older checkpoint of the job for a part of that many bytes. Returns False if there is none.
+        """
+        self._config, self._catalog, self._slots = config, catalog, slots
+        self._journal, self._repository, self._pipeline = destination.journal, destination.repository, pipeline
+        self._encoder = codec.encoder(config.codec)
+        self._counters, self._governor, self._make_room = counters, governor, make_room
+        self.evict = _nothing_to_evict  # deletes a local copy on a full stage
 
     async def save(self, snapshot: Snapshot, checking: asyncio.Future[None]) -> list[Saved]:
         """Write the parts of all ranks at the same time, while `checking` checks the slots.
@@ -132,7 +129,7 @@ class PartSaver:
             try:
                 writer = PartWriter(self._repository.part_files(*place), nonce, self._encoder, self._config.spread, linker)
                 written = partial(progress.add, seal.rank)
-                governor = self.governor(snapshot.job)
+                governor = self._governor(snapshot.job)
                 at_once = governor.threads if governor.threads == governor.most else -(-governor.threads // len(snapshot.seals))
                 digests = self._config.link_unchanged and (before is None or before.steady)
                 entry, stored = await self._pipeline.write_part(
@@ -142,9 +139,8 @@ class PartSaver:
                 full = alone and error.errno in NO_ROOM
                 if full and await self.evict(self._catalog.job(snapshot.job)):
                     continue
-                may_delete = self._config.make_room and self._config.stage is None and (snapshot.node is None or snapshot.node.leads)
-                make_room = full and may_delete
-                if make_room and await self._make_room(self._catalog.job(snapshot.job), writer.needed):
+                may_delete = self._config.make_room and (snapshot.node is None or snapshot.node.leads)
+                if full and may_delete and await self._make_room(self._catalog.job(snapshot.job), writer.needed):
                     continue
                 if rewritten or error.errno != errno.EIO:
                     raise

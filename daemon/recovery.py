@@ -10,20 +10,22 @@ import logging
 from functools import partial
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Catalog, Job, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.claims import Claims
+from ckptd.daemon.committer import Document
+from ckptd.daemon.destination import Destination
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.manifest import PartEntry
-from ckptd.shared.plan import Plan
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
 
@@ -117,11 +119,12 @@ async def recover(
         if job.node is None:  # otherwise the claim was durable before this node joined
             await claims.adopt(job)
     await _finish_retiring(repository, journal, catalog, saver)
-    await _finish_staged(repository, journal, catalog, saver)
+    for place in list(journal.state.staged):
+        await finish_save(saver.front, saver, catalog, calls, place)
     failpoint("start.swept")
     await orphans.settle_adopted(adopted)
     for job in catalog.jobs.values():
-        await saver.deleter.repair_newest(job)
+        await saver.front.deleter.repair_newest(job)
 
 
 async def _finish_retiring(repository: Repository, journal: Journal, catalog: Catalog, saver: Saver) -> None:
@@ -146,51 +149,42 @@ async def _finish_retiring(repository: Repository, journal: Journal, catalog: Ca
         catalog.job(job).checkpoints.pop(tag, None)
 
 
-async def _finish_staged(repository: Repository, journal: Journal, catalog: Catalog, saver: Saver) -> None:
-    """Finish the saves that were under way: commit those that lack only the manifest, and delete the files of all others."""
-    for place, files in list(journal.state.staged.items()):
-        job_name, tag = place.split("/")
-        job = catalog.job(job_name)
-        parts = [part for part in files.values() if part is not None]
-        attempt, step = (parts[0].attempt, parts[0].step) if parts else (0, 0)
-        try:
-            if tag in job.checkpoints:
-                known = job.checkpoints[tag]
-                keep = set(known.files)
-                repository.delete_unfinished(job_name, tag, [file for file in files if file not in keep])
-                await journal.append(r.Committed(job=job_name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
-                continue
-            if parts and tag not in job.damaged and await _roll_forward(repository, saver, job, tag, parts):
-                continue
-            await saver.committer.drop(job_name, tag, attempt, step, "the daemon ended before it was committed")
-        except JournalBroken:
-            raise
-        except (OSError, StorageError) as error:
-            log.warning("%s could not be finished or undone, and is left for the next start: %s", place, error)
+async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, calls: StorageCalls, place: str) -> None:
+    """Finish a save that was under way: commit it if it lacks only the manifest, and delete its files otherwise.
+
+    destination: where the checkpoint was to be committed. place: its job and tag, as `job/tag`. Raises JournalBroken.
+    """
+    name, tag = place.split("/")
+    there, journal = destination.catalog.job(name), destination.journal
+    files = journal.state.staged[place]
+    parts = sorted((part for part in files.values() if part is not None), key=lambda part: part.rank)
+    attempt, step = (parts[0].attempt, parts[0].step) if parts else (0, 0)
+    try:
+        if (known := there.checkpoints.get(tag)) is not None:
+            needless = [file for file in files if file not in known.files]
+            await calls.run(partial(destination.repository.delete_unfinished, name, tag, needless))
+            await journal.append(r.Committed(job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
+        elif not parts or tag in there.damaged or not await _roll_forward(destination, saver, catalog.job(name), calls, parts):
+            await destination.committer.drop(name, tag, attempt, step, "the daemon ended before it was committed")
+    except JournalBroken:
+        raise
+    except (OSError, StorageError) as error:
+        log.warning("%s could not be finished or undone, and is left for the next start: %s", place, error)
 
 
-async def _roll_forward(repository: Repository, saver: Saver, job: Job, tag: str, durable: list[r.PartDurable]) -> bool:
+async def _roll_forward(destination: Destination, saver: Saver, job: Job, calls: StorageCalls, durable: list[r.PartDurable]) -> bool:
     """Commit a checkpoint from its durable parts. Return False if the part of a rank is missing or damaged, or if the commit fails.
 
     Of several nodes, deliver the parts of this node, unless that is done, and follow what becomes of them.
     """
-    documents: list[tuple[PartEntry, Plan, SnapshotRequest]] = []
+    first = durable[0]
     try:
-        for part in sorted(durable, key=lambda p: p.rank):
-            reader = repository.open_part(job.name, tag, part.file, part.index_sha256)
-            try:
-                index = reader.index
-                entry = PartEntry(
-                    rank=part.rank, file=part.file, bytes=part.bytes, raw_bytes=sum(c.raw_length for c in index.chunks),
-                    items=len(reader.plan.items), index_sha256=part.index_sha256, files=1 + len(index.files),
-                    linked_bytes=reader.linked_bytes,
-                )  # fmt: skip
-                documents.append((entry, reader.plan, SnapshotRequest.decode(index.request)))
-                world_size, node = index.world_size, documents[0][2].node
-            finally:
-                reader.close()
-        first = durable[0]
-        snapshot = Snapshot(job.name, first.attempt, first.step, tag, world_size, persist=True, state=SnapshotState.WRITTEN, node=node)
+        read = await calls.run(lambda: [_read_part(destination.repository, part) for part in durable])
+        documents, world_size = [document for document, _ in read], read[0][1]
+        node = documents[0][2].node
+        snapshot = Snapshot(
+            job.name, first.attempt, first.step, first.tag, world_size, persist=True, state=SnapshotState.WRITTEN, node=node
+        )  # fmt: skip
         if node is not None:
             if not await saver.joint.roll_forward(job, snapshot, documents):
                 return False
@@ -198,11 +192,25 @@ async def _roll_forward(repository: Repository, saver: Saver, job: Job, tag: str
             return True
         if [entry.rank for entry, _, _ in documents] != list(range(world_size)):
             return False
-        await saver.committer.commit(job, snapshot, documents)
+        await destination.committer.commit(snapshot, documents)
     except (JournalBroken, StorageError, OSError):
         raise
     except Exception as error:  # a damaged file may cause any error; the caller then drops the checkpoint
-        log.warning("checkpoint %s/%s cannot be committed from its parts: %r", job.name, tag, error)
+        log.warning("checkpoint %s/%s cannot be committed from its parts: %r", job.name, first.tag, error)
         return False
-    log.info("checkpoint %s/%s: committed from its durable parts", job.name, tag)
+    log.info("checkpoint %s/%s: committed from its durable parts", job.name, first.tag)
     return True
+
+
+def _read_part(repository: Repository, part: r.PartDurable) -> tuple[Document, int]:
+    """Return the documents of a durable part, and the number of ranks. Raises any error if the file is damaged."""
+    reader = repository.open_part(part.job, part.tag, part.file, part.index_sha256)
+    try:
+        index = reader.index
+        entry = PartEntry(
+            rank=part.rank, file=part.file, bytes=part.bytes, raw_bytes=sum(c.raw_length for c in index.chunks),
+            items=len(reader.plan.items), index_sha256=part.index_sha256, files=1 + len(index.files), linked_bytes=reader.linked_bytes,
+        )  # fmt: skip
+        return (entry, reader.plan, SnapshotRequest.decode(index.request)), index.world_size
+    finally:
+        reader.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ckptd.daemon.catalog import StoredCheckpoint
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.retention import Policy, keeps
 
 

@@ -12,42 +12,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ckptd.daemon.attempts import no_stage
 from ckptd.daemon.catalog import Catalog, Job
-from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
-from ckptd.daemon.deleter import Deleter
+from ckptd.daemon.destination import Destination
+from ckptd.daemon.governor import Governor
 from ckptd.daemon.joint import Abandoned, Joint, Undecided
-from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.part_saver import PartSaver
 from ckptd.daemon.pipeline import Pipeline
-from ckptd.daemon.room import Room
 from ckptd.daemon.save_progress import SaveProgress
 from ckptd.daemon.slot_check import SlotCheck
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.tasks import watched
-from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, InvalidRequest, StorageError
+from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, StorageError
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.location import Url
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.saver")
+
+
+async def _keep_all(job: Job, needed: int) -> bool:
+    return False
 
 
 class Saver:
     """The saver of one daemon. `start` begins a save. A save that fails does not raise: it is reported through `tell`.
 
     A JournalBroken is not reported, because the journal itself ends the daemon. `persist_seconds`: seconds that successful saves have
-    taken. `deleter`: the deleter that shares the saver's locks.
+    taken. `front`: the stage if the daemon has one, and otherwise the root. `root`: the root, in which jobs of several nodes are saved.
     """
 
     def __init__(
@@ -55,13 +56,12 @@ class Saver:
         config: Config,
         catalog: Catalog,
         slots: Slots,
-        journal: Journal,
-        repository: Repository,
+        front: Destination,
+        root: Destination,
         pipeline: Pipeline,
         calls: StorageCalls,
         *,
         counters: Counter[str],
-        committer: Committer,
         claimed: Callable[[Job, int], Awaitable[None]],
         tell: Callable[[Snapshot], None],
         settled: Callable[[Job], None],
@@ -72,26 +72,35 @@ class Saver:
         """
         self._config, self._catalog, self._slots = config, catalog, slots
         self._claimed, self._tell, self._settled = claimed, tell, settled
-        self.committer = committer
-        self.joint = Joint(
-            committer, repository, calls, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping
-        )
+        self.front, self.root = front, root
+        self.joint = Joint(root, calls, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping)
         self.check = SlotCheck(catalog, slots, pipeline, link_unchanged=config.link_unchanged).check
         self.stopping = False  # once this is True, saves no longer wait for other nodes to seal a step
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self._refusals: dict[Snapshot, asyncio.Task[None]] = {}
         self.counters = counters
-        self.deleter = Deleter(config.retention, journal, repository, calls, self._locks, counters)
         self.persist_seconds = 0.0
-        self.part_saver = PartSaver(
-            config, catalog, slots, journal, repository, pipeline, counters=counters, make_room=self.deleter.make_room
-        )
-        self.room = Room(config, repository, calls)
+        self._governors: dict[str, Governor] = {}
+        self._writers = pipeline.writers
+
+        def part_saver(destination: Destination, make_room: Callable[[Job, int], Awaitable[bool]]) -> PartSaver:
+            return PartSaver(
+                config, catalog, slots, destination, pipeline, counters=counters, governor=self.governor, make_room=make_room
+            )  # fmt: skip
+
+        self.root_parts = part_saver(root, root.make_room)
+        self.front_parts = self.root_parts if front is root else part_saver(front, _keep_all)
 
     @property
     def busy(self) -> bool:
         return bool(self._tasks or self._refusals)
+
+    def governor(self, job: str) -> Governor:
+        """Return the governor of the saves of a job."""
+        return self._governors.setdefault(job, Governor(self._writers))
+
+    def _destination(self, snapshot: Snapshot) -> Destination:
+        return self.front if snapshot.node is None else self.root
 
     def start(self, snapshot: Snapshot) -> asyncio.Task[None]:
         """Return the task that checks a sealed snapshot and, if it is to persist, saves it. Start the task unless it is running."""
@@ -143,9 +152,7 @@ class Saver:
             if snapshot.state is SnapshotState.DURABLE:
                 self._settled(job)
             if snapshot.state is SnapshotState.DURABLE and (snapshot.node is None or snapshot.node.leads):
-                async with self._locks[snapshot.job]:
-                    await self.deleter.retain(job)
-                await self.room.warn(job)
+                await self._destination(snapshot).retain(snapshot.job)
         except JournalBroken:
             pass
         except Exception as error:
@@ -156,11 +163,11 @@ class Saver:
         if job.is_durable(*snapshot.key):
             return
         if snapshot.node is not None:
-            if self._config.stage is not None:
-                raise InvalidRequest(no_stage(snapshot.job))
             await asyncio.shield(checking)
             await self._until_all_hold(job, snapshot)
-        async with self._locks[snapshot.job]:
+        destination = self._destination(snapshot)
+        await destination.ready(job)
+        async with destination.locks[snapshot.job]:
             await self._save(job, snapshot, sealed, checking)
         if snapshot.node is not None and snapshot.state is SnapshotState.WRITTEN:
             await self.joint.settle(job, snapshot)
@@ -193,13 +200,13 @@ class Saver:
         snapshot.move(Event.WRITE)
         used = [self._slots.get(seal.segment).header.values for seal in snapshot.seals.values()]  # the last document of each slot
         snapshot.progress = SaveProgress(sum(values.offset + values.length for values in used), begun)
-        governor = self.part_saver.governor(job.name)
+        governor = self.governor(job.name)
         governor.hear([seal.cost for seal in snapshot.seals.values() if seal.cost is not None])
-        saved = await self.part_saver.save(snapshot, checking)
+        saved = await (self.front_parts if snapshot.node is None else self.root_parts).save(snapshot, checking)
         documents = [document for document, _ in saved]
         snapshot.move(Event.WROTE)
         if snapshot.node is None:
-            await self.committer.commit(job, snapshot, documents)
+            await self.front.committer.commit(snapshot, documents)
         else:
             await self.joint.deliver(job, snapshot, documents)
         job.stored = {entry.rank: stored for (entry, _, _), stored in saved}
@@ -226,7 +233,7 @@ class Saver:
         snapshot.move(Event.WRITE)
         snapshot.move(Event.WROTE)
         if isinstance(found, Manifest):
-            await self.committer.record(job, snapshot, found)
+            await self.root.committer.record(snapshot, found)
         return False
 
     async def _fail(self, job: Job, snapshot: Snapshot, error: Exception) -> None:
@@ -271,7 +278,7 @@ class Saver:
     async def _drop(self, snapshot: Snapshot, reason: str) -> bool:
         """Delete the files of a save that has failed. Return False if the journal is broken."""
         try:
-            await self.committer.drop(snapshot.job, snapshot.directory, snapshot.attempt, snapshot.step, reason)
+            await self._destination(snapshot).committer.drop(snapshot.job, snapshot.directory, snapshot.attempt, snapshot.step, reason)
         except JournalBroken:
             return False
         except (StorageError, OSError) as error:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import msgspec
 
 from ckptd.daemon import recovery
-from ckptd.daemon.catalog import EarlierAttempt, Job, StoredCheckpoint
+from ckptd.daemon.catalog import EarlierAttempt, Job
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.slots import Slot
 from ckptd.daemon.snapshot import Snapshot
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, NewerFormat, StorageError
@@ -54,9 +55,8 @@ class Service:
             await recovery.scan_job(parts.repository, job, parts.calls)
             if job.node is None or job.node.leads:
                 await self._deliver(job, [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt])
-                await parts.saver.joint.settle_past(job, delivered)
-            stored = job.live_checkpoints()
-            in_root = await self._in_root(job)
+            in_root = await self._in_root(job, delivered)
+            stored = [] if parts.uploader is not None and job.node is not None else job.live_checkpoints()  # other nodes see no stage
         except StorageError as error:
             newest = job.newest_in_memory()
             if (
@@ -88,32 +88,37 @@ class Service:
             re=0, candidates=found[:MAX_CANDIDATES], damaged=damaged[:MAX_DAMAGED_FOUND], incomplete=incomplete[:MAX_DAMAGED_FOUND]
         )
 
-    async def _in_root(self, job: Job) -> list[StoredCheckpoint]:
-        """Return the checkpoints in the root behind the stage, or an empty list if there is no stage.
+    async def _in_root(self, job: Job, delivered: int) -> list[StoredCheckpoint]:
+        """Decide what is undecided in the root. Return the checkpoints in the root behind the stage, or [] if there is no stage.
 
-        If the root cannot be read, also return an empty list if the newest checkpoint that is known is on the stage. Otherwise raises
-        StorageError: without the root, a recovery could go back behind a checkpoint that is there.
+        If the root behind a stage cannot be read, return [] if all ranks are on this node, and the newest checkpoint that is known is on
+        the stage. Otherwise raises StorageError: without the root, a recovery could go back behind a checkpoint that is there.
         """
-        uploader = self._parts.uploader
-        if uploader is None:
-            return []
+        uploader, joint = self._parts.uploader, self._parts.saver.joint
         try:
-            return (await uploader.scan(job.name)).live_checkpoints()
+            if uploader is not None:
+                await uploader.scan(job.name)
+            if job.node is None or job.node.leads:
+                await joint.settle_past(job, delivered)
         except StorageError as error:
             newest = job.newest_checkpoint()
-            if newest is None or any(c.order > newest.order for c in job.in_root.values()):
+            if uploader is None or job.node is not None or newest is None or any(c.order > newest.order for c in job.in_root.values()):
                 raise
             log.warning("job %s: %s; only what is in memory and on the stage is offered", job.name, error)
             return []
+        return [] if uploader is None else uploader.jobs.job(job.name).live_checkpoints()
 
     async def deliver(self, job_name: str) -> EarlierAttempt:
         """Save what is in memory of a job of several nodes, so that all its ranks can read it from storage.
 
         Returns the attempt before, as this node knows it, once each snapshot of the newest attempt is durable and each older one is
-        delivered, or its save has failed.
+        delivered, or its save has failed. With a stage, the newest checkpoint is then in the root. Raises StorageError if it cannot be
+        uploaded.
         """
         job = self._parts.catalog.job(job_name)
         await self._deliver(job, job.snapshots)
+        if self._parts.uploader is not None and job.node is not None:
+            await self._parts.uploader.upload_newest(job)
         return job.earlier
 
     async def _deliver(self, job: Job, snapshots: Sequence[Snapshot]) -> None:
@@ -140,11 +145,11 @@ class Service:
         tries = 1
         while True:
             while not saving.done():
-                newest = job.newest_checkpoint()
+                newest = job.newest_durable()
                 if not asked and newest is not None and newest.order[:2] > snapshot.key:
                     return
                 if snapshot.delivered and snapshot.attempt < job.attempt:
-                    if not await self._parts.saver.joint.abandon_refused(job, snapshot):
+                    if not await self._parts.saver.joint.abandon_refused(snapshot):
                         return
                     await asyncio.wait([saving])  # it learns at its next look that its try is abandoned
                     break
@@ -168,7 +173,7 @@ class Service:
         for tag in tags:
             try:
                 why = await parts.orphans.let_go(job, tag)
-                why = why or await (parts.saver.deleter if parts.uploader is None else parts.uploader).forget(job, tag)
+                why = why or await (parts.saver.front.deleter if parts.uploader is None else parts.uploader).forget(job, tag)
             except JournalBroken:
                 raise
             except OSError as error:
@@ -182,15 +187,17 @@ class Service:
     def remark(self, slots: Sequence[Slot], disk_free: int | None) -> str:
         """Return a warning for the owner of new slots, or "": the slots are on the disk, or few checkpoints fit under the root.
 
-        Only rank 0 is told of the root. Before the first checkpoint of a job, its size is that of the slots of all ranks.
+        Only rank 0 is told of the root. Before the first checkpoint of a job, its size is that of the slots of all ranks. disk_free: the
+        free bytes under the root, or those under the stage, which a job of several nodes does not use.
         """
         parts, told = self._parts, [self._parts.slots.remark(slots)]
         if slots and (header := slots[0].header).rank == 0 and disk_free is not None:
             job = parts.catalog.job(header.job)
             fit = job.room_for(disk_free)
-            told.append(
-                parts.saver.room.remark(job, disk_free // max(1, header.capacity * header.world_size) if fit is None else fit, disk_free)
-            )
+            if fit is None:
+                fit = disk_free // max(1, header.capacity * header.world_size)
+            if parts.uploader is None or job.node is None:
+                told.append(parts.saver.front.room.remark(job, fit, disk_free))
         return "; ".join(filter(None, told))
 
     def report(self, disk_free: int | None) -> dict[str, object]:
@@ -221,10 +228,10 @@ class Service:
         }
 
     def _job(self, job: Job, disk_free: int | None) -> dict[str, object]:
-        governor = self._parts.saver.part_saver.governor(job.name)
+        governor = self._parts.saver.governor(job.name)
         uploader = self._parts.uploader
         sealed, failure = job.newest_in_memory(), job.last_failure
-        durable = max((*job.live_checkpoints(), *job.in_root.values()), key=lambda c: c.order, default=None)
+        durable = job.newest_durable()
         uploaded = max(job.in_root.values(), key=lambda c: c.order, default=None)
         return {
             "job": job.name,

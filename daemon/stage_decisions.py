@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ckptd.daemon.catalog import Job, StoredCheckpoint
+from ckptd.daemon.catalog import Job
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.messages import Uploads
 
 MOST_IN_ORDER = 2
@@ -38,7 +39,7 @@ def needless(job: Job) -> list[StoredCheckpoint]:
 
     The newest checkpoint stays, so that a recovery reads it from the local disk.
     """
-    newest = job.newest_checkpoint()
+    newest = job.newest_durable()
     return [c for c in spare(job) if c is not newest]
 
 

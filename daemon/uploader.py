@@ -3,7 +3,7 @@
 The stage is a POSIX root in which the saver commits. An upload copies the parts, reads them back and verifies them, and then publishes the
 manifest in the root, which makes it count. A local copy is deleted only if the root has the same checkpoint. There is no queue on disk: a
 checkpoint waits if the stage has it and the root has not. The journal of the root has the intents, so that no files of an upload are
-forgotten.
+forgotten. Jobs of several nodes are saved straight to the root, which the uploader opens for them too.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from ckptd.daemon import records as r
 from ckptd.daemon import stage_decisions as d
-from ckptd.daemon.catalog import Catalog, Job, StoredCheckpoint
-from ckptd.daemon.committer import Committer
-from ckptd.daemon.config import Config
+from ckptd.daemon.catalog import Job
 from ckptd.daemon.copier import CheckpointCopier, Copying, one_at_a_time
-from ckptd.daemon.deleter import Deleter
-from ckptd.daemon.journal import Journal, JournalBroken
+from ckptd.daemon.destination import Destination
+from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.stage_root import StageRoot
 from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.tasks import watched
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.uploader")
@@ -50,25 +48,25 @@ class Uploader:
 
     def __init__(
         self,
-        config: Config,
-        root: StageRoot,
-        stage: Repository,
-        catalog: Catalog,
-        local: Deleter,
-        journal: Journal,
+        behind: StageRoot,
+        stage: Destination,
+        root: Destination,
         calls: StorageCalls,
+        *,
+        finish_save: Callable[[str], Awaitable[None]],
         changed: Callable[[], None],
     ) -> None:
-        """local: the deleter of the stage. journal: the journal of the root. `changed` is called when nothing waits any more."""
-        self._root, self._stage, self._catalog, self._local = root, stage, catalog, local
-        self._journal, self._calls, self._changed = journal, calls, changed
-        self.jobs = Catalog()
-        self.counters = local.counters
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        repository = root.repository
-        self._deleter = Deleter(config.retention, journal, repository, calls, self._locks, self.counters)
-        self._committer = Committer(config.codec, journal, repository, calls, lambda snapshot: None)
-        self._opening = asyncio.Lock()
+        """finish_save: finishes a save to the root that an earlier daemon has begun, given its job and tag as `job/tag`.
+
+        `changed` is called when nothing waits any more.
+        """
+        self._root, self._stage, self._catalog, self._local = behind, stage.repository, stage.catalog, stage.deleter
+        self._journal, self._locks, self._deleter, self._committer = root.journal, root.locks, root.deleter, root.committer
+        self._calls, self._finish_save, self._changed = calls, finish_save, changed
+        self.jobs = root.catalog
+        self.counters = self._local.counters
+        self._begun: set[str] = set()  # job/tag of each upload that has begun, and may have left files
+        self._opening, self._working = asyncio.Lock(), asyncio.Lock()
         self._known = False  # True once the root has been scanned
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -137,6 +135,10 @@ class Uploader:
 
     async def _step(self) -> bool:
         """Upload one checkpoint, after everything that is left of earlier ones is tidied up. Return False if none waits."""
+        async with self._working:
+            return await self._tidy_and_upload()
+
+    async def _tidy_and_upload(self) -> bool:
         await self._open()
         await self._finish_deletions()
         await self._drop_leftovers()
@@ -150,30 +152,62 @@ class Uploader:
         job = self._catalog.job(name)
         one = d.next_upload(self.waiting(job))
         assert one is not None
+        await self._upload_or_refuse(job, one)
+        return True
+
+    async def _upload_or_refuse(self, job: Job, one: StoredCheckpoint) -> None:
+        """Upload one checkpoint. If it cannot be uploaded, it stays on the stage, and is not tried again. Raises StorageError, OSError."""
         await self._calls.run(self._root.check)
         try:
             await self._upload(job, one)
         except NotFound as error:  # it was deleted from the stage meanwhile
-            log.info("%s/%s is not uploaded: %s", name, one.tag, error)
+            log.info("%s/%s is not uploaded: %s", job.name, one.tag, error)
             await scan_job(self._stage, job, self._calls)
         except (IntegrityError, AlreadyExists) as error:
-            log.error("%s/%s cannot be uploaded, and stays on the stage: %s", name, one.tag, error)
+            log.error("%s/%s cannot be uploaded, and stays on the stage: %s", job.name, one.tag, error)
             self.counters["failed_uploads"] += 1
-            self._refused[name][one.tag] = str(error)
+            self._refused[job.name][one.tag] = str(error)
         finally:
             self._uploading = None
             self._tell()
-        return True
 
     async def _open(self) -> None:
-        """Lock the root and read which checkpoints it has, unless that is done."""
+        """Unless that is done, lock the root, read which checkpoints it has, and finish the saves there that earlier daemons have begun.
+
+        No save may begin in the root before, because it could have the directory of one that is then undone.
+        """
         async with self._opening:
             if not self._known:
                 await self._calls.run(self._root.open)
                 for name in await self._calls.run(self._root.repository.jobs):
                     await self.scan(name)
+                for place in list(self._journal.state.staged):
+                    name, tag = place.split("/")
+                    if tag in self._catalog.job(name).checkpoints:
+                        self._begun.add(place)  # an upload, which is continued
+                    else:
+                        await self._finish_save(place)
                 self._known = True
                 self._tell()
+
+    # -- for jobs of several nodes
+
+    async def reach(self, job: Job) -> None:
+        """Return once a job may be saved to the root. Raises StorageError, Busy, InvalidConfig, OSError if it cannot be used now."""
+        await self._open()
+        await self._calls.run(self._root.check)
+        self._join(job, self.jobs.job(job.name))
+
+    async def upload_newest(self, job: Job) -> None:
+        """Upload the newest checkpoint of a job at once, if it waits, so that all nodes can read it. Raises StorageError."""
+        try:
+            async with self._working:
+                await self._open()
+                newest = job.newest_durable()
+                if newest is not None and newest in self.waiting(job):
+                    await self._upload_or_refuse(job, newest)
+        except OSError as error:
+            raise StorageError.of(f"upload the newest checkpoint of job {job.name!r}", error) from None
 
     async def scan(self, name: str) -> Job:
         """Read which checkpoints of a job are in the root, and return the job as it is there. Raises StorageError, InvalidConfig."""
@@ -229,6 +263,7 @@ class Uploader:
 
     async def _copy(self, transfer: CheckpointCopier, one: Copying, manifest: Manifest) -> None:
         run, repository = self._calls.run, self._root.repository
+        self._begun.add(f"{one.job}/{one.tag}")
         common = {"job": one.job, "attempt": manifest.attempt, "step": manifest.step or 0, "tag": one.tag}
         await self._journal.append(*(r.Staging(**common, rank=part.rank, file=part.file) for part in manifest.parts))  # type: ignore[arg-type]
         failpoint("upload.intended")
@@ -273,7 +308,7 @@ class Uploader:
 
     async def _drop_leftovers(self) -> None:
         """Delete the files of uploads that will not be continued, because the stage no longer has the checkpoint."""
-        for place in list(self._journal.state.staged):
+        for place in self._begun.intersection(self._journal.state.staged):
             name, tag = place.split("/")
             there, job = self.jobs.job(name), self._catalog.job(name)
             if tag in there.checkpoints:

@@ -127,10 +127,13 @@ class RankLink:
         except CkptdError as error:
             begin(self.ranks, error)
             raise
-        if (stage := self.client.welcome.stage) and self.rank == 0:
-            log.info("checkpoints are durable in %s, on this node's disk, and are uploaded to %s afterwards", stage, self.root)
         self._end_board()
         begun = begin(self.ranks, None, self.client, self.job, takeover=takeover)
+        if (stage := self.client.welcome.stage) and self.rank == 0:
+            if begun.node is None:
+                log.info("checkpoints are durable in %s, on this node's disk, and are uploaded to %s afterwards", stage, self.root)
+            else:
+                log.info("a job of several nodes is saved straight to %s: the stage %s is not used", self.root, stage)
         self.handovers.last_step, self.attempt, self.node = -1, begun.attempt, begun.node
         self.ranks.scope = self.job
         if self.node is not None and self.rank == self.node.ranks[0] and isinstance(self.ranks, Exchange | Told):

@@ -1,9 +1,10 @@
 """Kills ranks, daemons and whole nodes of a job on three nodes, cuts nodes off their storage, and checks that nothing promised is lost.
 
-`python -m tests.crash.nodes --kills 500 --seed 1 [--store]`. The nodes share a directory or, with `--store`, a bucket of SeaweedFS. Each
-life of the job recovers, and trains until the fault comes, which may be during the recovery. Then the whole job dies, as torchrun would
-end it, and dead daemons start again. All ranks of the next life must get the same step, bit for bit, and nothing older than what was
-promised: a step that any rank knows to be durable, or, unless a node is lost or left out, the newest one that all ranks have sealed.
+`python -m tests.crash.nodes --kills 500 --seed 1 [--store]`. The nodes share a directory or, with `--store`, a bucket of SeaweedFS. The
+daemons of some nodes have a stage, as the seed says. Each life of the job recovers, and trains until the fault comes, which may be during
+the recovery. Then the whole job dies, as torchrun would end it, and dead daemons start again. All ranks of the next life must get the same
+step, bit for bit, and nothing older than what was promised: a step that any rank knows to be durable, or, unless a node is lost or left
+out, the newest one that all ranks have sealed.
 """
 
 from __future__ import annotations
@@ -266,6 +267,8 @@ def run(
     turn = chance.randrange(len(points) * len(FAULTS))
     with where() as (place, environ):
         for node in place:
+            if chance.random() < 0.5:
+                node.put_stage()
             _start(node, place)
         job = Job(place, per_node=2, environ=environ)
         while result.hits.total() < lives and time.monotonic() < until and not result.lost:

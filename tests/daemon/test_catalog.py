@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptd.daemon.catalog import Catalog, Job, SlotDecision, Step, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog, Job, SlotDecision, Step
 from ckptd.daemon.snapshot import RankSeal, Snapshot
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.lifecycle import Event, IllegalStep, SnapshotState
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.names import part_file

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Job
+from ckptd.daemon.catalog import Catalog
 from ckptd.daemon.committer import Committer, Document
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
@@ -30,9 +30,12 @@ class Made:
     """A committer, and the durable parts of a snapshot of two ranks."""
 
     def __init__(self, root: Path) -> None:
-        self.repository, self.calls, self.journal, self.job = open_root(root), StorageCalls(60.0), Journal(), Job("gpt", attempt=2)
+        self.repository, self.calls, self.journal, self.catalog = open_root(root), StorageCalls(60.0), Journal(), Catalog()
+        self.job = self.catalog.job("gpt")
         self.told: list[SnapshotState] = []
-        self.committer = Committer("raw", self.journal, self.repository, self.calls, lambda s: self.told.append(s.state))  # type: ignore[arg-type]
+        self.committer = Committer(
+            "raw", self.journal, self.repository, self.catalog, self.calls, lambda s: self.told.append(s.state)  # type: ignore[arg-type]
+        )  # fmt: skip
         self.snapshot = Snapshot("gpt", 2, 1000, TAG, 2, persist=True, state=SnapshotState.WRITTEN)
         written = write_parts(self.repository.part_files("gpt", TAG), world_size=2)
         self.documents: list[Document] = [(part, PLAN, SnapshotRequest()) for part in written.parts]
@@ -41,7 +44,7 @@ class Made:
             self.journal.state.apply(record)
 
     def commit(self, documents: list[Document]) -> None:
-        asyncio.run(self.committer.commit(self.job, self.snapshot, documents))
+        asyncio.run(self.committer.commit(self.snapshot, documents))
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from ckptd.daemon import decisions as d
-from ckptd.daemon.catalog import Job, Step, StoredCheckpoint
+from ckptd.daemon.catalog import Job, Step
 from ckptd.daemon.snapshot import RankSeal, Snapshot
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.errors import (
     AlreadyExists,
     CkptdError,

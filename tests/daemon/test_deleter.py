@@ -46,7 +46,7 @@ def test_a_changed_policy_deletes_several_only_at_the_second_commit(world: World
     assert world.job.announced.startswith(
         f"4 checkpoints ({tags[0]} to {tags[3]}) are not kept by LatestN(n=1), and will be deleted at the next commit"
     )
-    asyncio.run(world.saver.deleter.retain(world.job))
+    asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [world.snapshot.tag]
     assert (world.job.announced, world.counters["retired"]) == ("", 4)
 
@@ -67,10 +67,10 @@ def test_room_is_not_made_if_it_would_not_be_enough(
     for manifest in manifests:
         world.job.checkpoints[manifest.tag] = dataclasses.replace(world.job.checkpoints[manifest.tag], new_bytes=5)
     monkeypatch.setattr(world.storage.storage, "free", lambda: 100)
-    assert not asyncio.run(world.saver.deleter.make_room(world.job, 111))
+    assert not asyncio.run(world.saver.root.deleter.make_room(world.job, 111))
     assert "would not make enough room" in caplog.text
     assert len(world.storage.tags("gpt")) == 3
-    assert asyncio.run(world.saver.deleter.make_room(world.job, 110))
+    assert asyncio.run(world.saver.root.deleter.make_room(world.job, 110))
     assert len(world.storage.tags("gpt")) == 2
 
 
@@ -86,8 +86,8 @@ def test_nothing_is_deleted_where_a_checkpoint_has_a_feature_for_deleters_that_i
     world.run()
     why = f"nothing is deleted in job 'gpt', because {newer.tag} has the feature 'chunk-references' for deleters"
     assert features or why in caplog.text  # that a checkpoint is newer is a reason of its own
-    assert asyncio.run(world.saver.deleter.forget(world.job, older.tag)).startswith(why)
-    assert not asyncio.run(world.saver.deleter.make_room(world.job, 1))
+    assert asyncio.run(world.saver.root.deleter.forget(world.job, older.tag)).startswith(why)
+    assert not asyncio.run(world.saver.root.deleter.make_room(world.job, 1))
     assert world.storage.tags("gpt") == [older.tag, newer.tag, world.snapshot.tag]
 
 
@@ -115,7 +115,7 @@ def test_a_deletion_that_fails_is_retried_after_the_next_commit(world: World, ca
     world.fs.faults[call] = 1, errno.EIO
     world.run()
     assert (world.told, world.counters["tidy_failures"], world.job.retiring) == ([SnapshotState.DURABLE], 1, set())
-    asyncio.run(world.saver.deleter.retain(world.job))
+    asyncio.run(world.saver.root.deleter.retain(world.job))
     assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([world.snapshot.tag], world.snapshot.tag)
 
 
@@ -125,13 +125,13 @@ def test_a_storage_error_during_retention_is_counted(world: World, monkeypatch: 
 
     write_checkpoint(world.root, step=4, attempt=1)
     asyncio.run(scan_job(world.storage, world.job, world.calls))
-    monkeypatch.setattr(world.saver.deleter, "retire", retire)
+    monkeypatch.setattr(world.saver.root.deleter, "retire", retire)
     world.run()
     assert (world.told, world.counters["tidy_failures"]) == ([SnapshotState.DURABLE], 1)
 
 
 def test_retention_of_a_job_without_checkpoints_does_nothing(world: World) -> None:
-    asyncio.run(world.saver.deleter.retain(world.job))
+    asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.read_newest("gpt") is None
 
 
@@ -148,7 +148,7 @@ def saved_twice(world: World) -> tuple[str, str]:
 
 
 def forget(world: World, tag: str) -> str:
-    return asyncio.run(world.saver.deleter.forget(world.job, tag))
+    return asyncio.run(world.saver.root.deleter.forget(world.job, tag))
 
 
 def test_newest_moves_before_the_newest_checkpoint_is_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_the_newest_is_deleted_on_a_disk_without_room_for_another_hint(world: Wo
     world.fs.faults["create"] = 1, number
     assert forget(world, new) == ""
     assert (world.storage.tags("gpt"), world.storage.read_newest("gpt")) == ([old], None)
-    asyncio.run(world.saver.deleter.retain(world.job))
+    asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.read_newest("gpt") == old
 
 
@@ -200,10 +200,10 @@ def test_a_pinned_or_read_checkpoint_cannot_be_forgotten(world: World) -> None:
     world.storage.unpin("gpt", old)
     held = world.storage.lease("gpt", old)
     assert forget(world, old).startswith(f"checkpoint gpt/{old} is being read, or deleted, by pid {os.getpid()} (")
-    asyncio.run(world.saver.deleter.retain(world.job))
+    asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [old, new]
     held.close()
-    asyncio.run(world.saver.deleter.retain(world.job))
+    asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.tags("gpt") == [new]
     assert (world.job.retiring, world.counters["retired"]) == (set(), 1)
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_the_others(world: Wor
     _, new = saved_twice(world)
     world.fs.faults["remove_directory"] = 1, errno.EACCES
     world.job.policies = (LatestN(1),)
-    asyncio.run(world.saver.deleter.retain(world.job))
+    asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.storage.tags("gpt") == ["step-00000002.a0001", new]
     assert (world.counters["tidy_failures"], world.counters["retired"], world.job.retiring) == (1, 1, set())
 
@@ -263,7 +263,7 @@ def test_a_directory_in_the_place_of_newest_is_left_alone(world: World) -> None:
     newest = world.root / "gpt" / names.NEWEST
     newest.unlink()
     newest.mkdir()
-    asyncio.run(world.saver.deleter.retain(world.job))
+    asyncio.run(world.saver.root.deleter.retain(world.job))
     assert world.counters["tidy_failures"] == 1
 
 
@@ -273,7 +273,7 @@ def test_a_damaged_checkpoint_of_many_files_is_forgotten_by_its_parts(tmp_path: 
     (part,) = write_checkpoint(tmp_path / "root", files=3).parts
     tag = "step-00001000.a0002"
     world.job.damaged[tag] = "its manifest cannot be read"
-    assert asyncio.run(world.saver.deleter.forget(world.job, tag)) == ""
+    assert asyncio.run(world.saver.root.deleter.forget(world.job, tag)) == ""
     (intent,) = [record for record in world.journal.records if isinstance(record, r.Retiring)]
     assert intent.files == [part.file]
     assert (world.storage.tags("gpt"), world.job.damaged) == ([], {})

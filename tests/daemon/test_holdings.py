@@ -8,9 +8,10 @@ import pytest
 
 from ckptd.daemon import decisions as d
 from ckptd.daemon import holdings
-from ckptd.daemon.catalog import Job, StoredCheckpoint
+from ckptd.daemon.catalog import Job
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.snapshot import RankSeal, Snapshot
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import board
 from ckptd.shared.board import Answer, Holding
 from ckptd.shared.errors import SnapshotFailed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from obstore.store import MemoryStore
 
 from ckptd.daemon import joint as joint_module
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Job
-from ckptd.daemon.committer import Committer
+from ckptd.daemon.catalog import Catalog
+from ckptd.daemon.config import Config
+from ckptd.daemon.destination import Destination
 from ckptd.daemon.joint import Abandoned, Joint, Undecided
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
@@ -46,10 +48,15 @@ class Node:
         self.repository, self.calls, self.journal = Repository(storage), StorageCalls(60.0), Journal()
         self.told: list[SnapshotState] = []
         self.stopping = False
-        committer = Committer("raw", self.journal, self.repository, self.calls, lambda s: self.told.append(s.state))  # type: ignore[arg-type]
-        self.joint = Joint(committer, self.repository, self.calls, timeout, remote=False, stopping=lambda: self.stopping)
+        self.catalog = Catalog()
+        self.root = Destination(
+            Config(root=Path("/root"), socket=Path("/s"), codec="raw"), self.repository, self.journal, self.catalog,  # type: ignore[arg-type]
+            self.calls, Counter(), lambda s: self.told.append(s.state),
+        )  # fmt: skip
+        self.joint = Joint(self.root, self.calls, timeout, remote=False, stopping=lambda: self.stopping)
         self.share = Membership(claim=claim, ranks=list(ranks))
-        self.job = Job("gpt", attempt=2, world_size=4, node=self.share)
+        self.job = self.catalog.job("gpt")
+        self.job.attempt, self.job.world_size, self.job.node = 2, 4, self.share
         self.snapshot = Snapshot("gpt", *KEY, TAG, 4, persist=True, state=SnapshotState.WRITTEN, node=self.share)
 
     def write(self, ranks: list[int] | None = None) -> list[tuple[PartEntry, Any, SnapshotRequest]]:
@@ -302,7 +309,7 @@ async def test_a_receipt_in_the_directory_of_another_try_is_damage(make: Make) -
 async def test_a_long_reason_is_cut_to_what_can_be_read(make: Make) -> None:
     node = make(0, 1)
     node.write()
-    await node.joint._decide(node.job, node.snapshot, rc.AbandonTry("snapshot-failed", "x" * 200_000))
+    await node.joint._decide(node.snapshot, rc.AbandonTry("snapshot-failed", "x" * 200_000))
     assert isinstance(node.outcome, rc.Abandonment)
     assert len(node.outcome.reason) == rc.MAX_REASON
 
@@ -412,9 +419,9 @@ async def test_the_next_attempt_waits_for_the_first_receipt_of_a_step_that_is_be
 async def test_a_try_that_another_node_has_refused_is_abandoned_by_one_that_has_delivered(make: Make) -> None:
     first, second = make(0, 1), make(2, 3)
     await first.deliver()
-    assert not await first.joint.abandon_refused(first.job, first.snapshot)
+    assert not await first.joint.abandon_refused(first.snapshot)
     assert await second.joint.refuse(second.job, second.snapshot, StorageError("no room"))
-    assert await first.joint.abandon_refused(first.job, first.snapshot)
+    assert await first.joint.abandon_refused(first.snapshot)
     assert isinstance(first.repository.outcome("gpt", TAG), rc.Abandonment)
 
 

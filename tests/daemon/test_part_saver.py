@@ -14,7 +14,6 @@ import pytest
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Job
-from ckptd.daemon.part_saver import PartSaver
 from ckptd.daemon.pipeline import SealedSlot
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.reuse import ChunkCheck
@@ -135,9 +134,9 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(world: World, m
         made.append(job)
         return True
 
-    monkeypatch.setattr(world.saver.part_saver, "_config", dataclasses.replace(world.saver.part_saver._config, make_room=True))
+    monkeypatch.setattr(world.saver.root_parts, "_config", dataclasses.replace(world.saver.root_parts._config, make_room=True))
     monkeypatch.setattr(world.pipeline, "write_part", write_part)
-    monkeypatch.setattr(world.saver.part_saver, "_make_room", make_room)
+    monkeypatch.setattr(world.saver.root_parts, "_make_room", make_room)
     world.run()
     world.check_failed("Input/output error")
     assert (made, faults) == ([world.job, world.job], [errno.EIO])
@@ -151,12 +150,6 @@ def test_a_full_stage_is_tried_again_after_each_local_copy_that_could_go(world: 
         gone.append(job.name)
         return True
 
-    world.saver.part_saver.evict = evict
+    world.saver.root_parts.evict = evict
     world.run()
     assert (gone, world.told) == (["gpt", "gpt"], [SnapshotState.DURABLE])
-
-
-def test_a_job_keeps_its_governor(world: World) -> None:
-    writer: PartSaver = world.saver.part_saver
-    assert writer.governor("gpt") is writer.governor("gpt")
-    assert writer.governor("gpt") is not writer.governor("bert")

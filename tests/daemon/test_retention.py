@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.daemon import retention
-from ckptd.daemon.catalog import StoredCheckpoint
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.names import tag_directory
 from ckptd.shared.retention import LatestN, PreserveAll
 from tests.shared.samples import steady

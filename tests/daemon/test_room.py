@@ -9,10 +9,11 @@ from unittest import mock
 
 import pytest
 
-from ckptd.daemon.catalog import Job, StoredCheckpoint
+from ckptd.daemon.catalog import Job
 from ckptd.daemon.config import Config
 from ckptd.daemon.room import Room
 from ckptd.daemon.storage_calls import StorageCalls
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.storage.locate import open_root
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import os
 import re
@@ -23,7 +22,6 @@ from ckptd.daemon.snapshot import RankSeal
 from ckptd.shared import names
 from ckptd.shared.errors import Fenced, StorageError
 from ckptd.shared.lifecycle import SnapshotState
-from ckptd.shared.membership import Membership
 from ckptd.shared.reuse import ChunkCheck
 from ckptd.shared.segment import SlotState, read_check, write_check, write_header
 from tests.shared.samples import seal, write_checkpoint
@@ -330,12 +328,6 @@ def test_settle_waits_until_no_save_is_under_way(world: World) -> None:
     assert world.told == [SnapshotState.DURABLE]
 
 
-def test_a_step_of_several_nodes_is_not_saved_to_a_stage(tmp_path: Path) -> None:
-    """Trainers may have begun a job of several nodes before the daemon was started again with a stage."""
-    world = World(tmp_path)
-    world.saver._config = dataclasses.replace(world.saver._config, stage=tmp_path / "stage")
-    world.snapshot.node = Membership(claim="0" * 32, ranks=[0])
-    world.run()
-    assert "start the daemons of such a job without --stage" in world.snapshot.reason
-    assert not world.committed()
-    world.close()
+def test_a_job_keeps_its_governor(world: World) -> None:
+    assert world.saver.governor("gpt") is world.saver.governor("gpt")
+    assert world.saver.governor("gpt") is not world.saver.governor("bert")

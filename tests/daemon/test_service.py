@@ -44,7 +44,7 @@ class Saver:
             snapshot.state, snapshot.code = SnapshotState.FAILED, end
         self.job.moved.set()
 
-    async def abandon_refused(self, job: Any, snapshot: Held) -> bool:
+    async def abandon_refused(self, snapshot: Held) -> bool:
         refused, self.refused = self.refused, False
         if refused:
             self._waiting.set()
@@ -63,7 +63,7 @@ class Held:
 async def deliver(ends: dict[int, list[str]], *snapshots: Held, refused: bool = False) -> list[int]:
     """Have the daemon deliver these snapshots of a job in attempt 2. Return the steps whose saves were started, in order."""
     job = SimpleNamespace(attempt=2, moved=asyncio.Event(), newest=None, is_dead=lambda s: False, is_durable=lambda *key: False)
-    job.newest_checkpoint = lambda: job.newest
+    job.newest_durable = lambda: job.newest
     saver = Saver(job, ends, refused)
     service = Service(SimpleNamespace(saver=saver))  # type: ignore[arg-type]
     await asyncio.wait_for(service._deliver(job, snapshots), 20)  # type: ignore[arg-type]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.daemon.catalog import Job, StoredCheckpoint
+from ckptd.daemon.catalog import Job
 from ckptd.daemon.stage_decisions import needless, next_job, next_upload, spare, uploads, waiting
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import messages as m
 
 

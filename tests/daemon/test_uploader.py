@@ -20,10 +20,9 @@ from ckptd.agent import Agent, Checkpoint, StorageReader, StorageWriter
 from ckptd.daemon.cli import main
 from ckptd.daemon.report import status_text
 from ckptd.daemon.uploader import FIRST_PAUSE, LONGEST_PAUSE
-from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
-from ckptd.shared.errors import InvalidRequest, SnapshotFailed, StorageError, VersionMismatch
+from ckptd.shared.errors import SnapshotFailed, StorageError, VersionMismatch
 from ckptd.shared.location import Location, Url
 from ckptd.shared.storage.locate import open_root
 from tests.shared.samples import write_checkpoint
@@ -267,25 +266,6 @@ def test_forget_deletes_both_copies(place: Home, stage: Path) -> None:
         done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000001", "--socket", str(place.socket)])
         assert "is pinned" in done.output
         assert tags(place.root) == [1]
-
-
-def test_several_nodes_are_refused(place: Home) -> None:
-    from ckptd.shared.membership import Membership
-
-    with with_stage(place):
-        channel = Channel(place.socket, 10.0)
-        for attempt in (0, 1):
-            node = Membership(claim="0" * 32, ranks=[0] if attempt == 0 else [1])
-            rank = node.ranks[0]
-            channel.send(m.Begin(id=channel.new_id(), job="gpt", rank=rank, world_size=2, attempt=attempt, node=node))
-            reply = channel.receive()[0]
-            assert isinstance(reply, m.Error)
-            assert reply.code == InvalidRequest.code
-            assert (
-                "has a stage: its parts would be durable on that node only; start the daemons of such a job without --stage"
-                in reply.message
-            )
-        channel.close()
 
 
 def test_a_client_that_knows_no_stage_is_refused(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from ckptd.daemon import records as r
 from ckptd.daemon import tasks
 from ckptd.daemon.admission import Admission
-from ckptd.daemon.catalog import Catalog, Job, StoredCheckpoint
+from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.custody import Custody
 from ckptd.daemon.engine import Engine
 from ckptd.daemon.orphans import Orphans
@@ -28,6 +28,7 @@ from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.seal_intake import SealIntake
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, SharedMemoryFull
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.messages import Progress

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptd.daemon import holdings
-from ckptd.daemon.catalog import Job, StoredCheckpoint
+from ckptd.daemon.catalog import Job
 from ckptd.daemon.decisions import Fail
 from ckptd.daemon.ranks import Owner
 from ckptd.daemon.snapshot import RankSeal, Snapshot
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import board, receipt
 from ckptd.shared.board import Answer, Holding
 from ckptd.shared.errors import CkptdError

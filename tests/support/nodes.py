@@ -28,7 +28,7 @@ def beat_fast() -> None:
 
 
 class Node:
-    """A node, whose daemon is not running yet."""
+    """A node, whose daemon is not running yet. `stage`: the stage of its daemon, if it is to have one."""
 
     def __init__(self, name: str, root: Location, environ: Mapping[str, str]) -> None:
         self.name = name
@@ -36,11 +36,13 @@ class Node:
         self.home.root = root  # type: ignore[assignment]
         self.home.environ = dict(environ)
         self.shm = Path(tempfile.mkdtemp(prefix=f"ckptd-test-{name}-", dir="/dev/shm"))
+        self.stage: Path | None = None
         self.daemon: Daemon | None = None
 
     def start(self, *arguments: str, failpoints: str = "", first: Callable[[], None] | None = None, wait: bool = True) -> Daemon:
         """Start the daemon of this node. `first` is called in its process, before anything else."""
-        here = ("--shm-dir", str(self.shm), "--state-dir", str(self.home.path / "state"), "--socket", str(self.home.socket))
+        here = ["--shm-dir", str(self.shm), "--state-dir", str(self.home.path / "state"), "--socket", str(self.home.socket)]
+        here += [] if self.stage is None else ["--stage", str(self.stage)]
         self.daemon = Daemon(self.home, *here, *arguments, failpoints=failpoints, forked=partial(become, self.name, first))
         return self.daemon.wait_ready() if wait else self.daemon
 
@@ -53,8 +55,12 @@ class Node:
     def lose(self) -> None:
         """Lose the node: its daemon, its shared memory and its disk. It may be started again, as an empty node of the same name."""
         self.kill()
-        for path in (*self.shm.iterdir(), self.home.path / "state"):
+        for path in (*self.shm.iterdir(), self.home.path / "state", self.home.path / "stage"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def put_stage(self) -> None:
+        """Put a local disk in front of the root, from the next start on."""
+        self.stage = self.home.path / "stage"
 
     def remove(self) -> None:
         self.kill()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Job
-from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
+from ckptd.daemon.destination import Destination
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.saver import Saver
@@ -85,13 +85,14 @@ class World:
         self.slots = Slots(fs, place / "shm", "segments", 1 << 30)
         self.catalog, self.told, self.counters = Catalog(), list[SnapshotState](), Counter[str]()
         config = Config(root=place / "root", socket=place / "s", codec="raw", keep_last=1)
-        committer = Committer(
-            "raw", self.journal, self.storage, self.calls, lambda snapshot: self.told.append(snapshot.state)  # type: ignore[arg-type]
-        )  # fmt: skip
+
+        def tell(snapshot: Snapshot) -> None:
+            self.told.append(snapshot.state)
+
+        root = Destination(config, self.storage, self.journal, self.catalog, self.calls, self.counters, tell)  # type: ignore[arg-type]
         self.saver = Saver(
-            config, self.catalog, self.slots, self.journal, self.storage, self.pipeline, self.calls,  # type: ignore[arg-type]
-            counters=self.counters, committer=committer, claimed=self._claimed,
-            tell=lambda snapshot: self.told.append(snapshot.state), settled=lambda job: None,
+            config, self.catalog, self.slots, root, root, self.pipeline, self.calls,
+            counters=self.counters, claimed=self._claimed, tell=tell, settled=lambda job: None,
         )  # fmt: skip
         self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED)
         self.held: list[Slot] = []
