@@ -70,9 +70,9 @@ class Pending:
         """The state of the snapshot: "staged", "sealed", "durable", "uploaded", "failed" or "skipped".
 
         "staged": this rank's slot is not complete yet. "sealed": this rank's slot is complete, in memory. "durable": the checkpoint is
-        committed to storage, with the parts of all ranks. If the daemon has a stage, "durable" means that it is committed on the local disk
-        of this node, and "uploaded" that it is also committed in the root; without a stage, a durable checkpoint is in the root. "failed"
-        and "skipped": `error` has the reason.
+        committed to storage, with the parts of all ranks. If the daemon has a stage, and the job is on one node only, "durable" means that
+        it is committed on the local disk of this node. "uploaded": the daemon has a stage, and the checkpoint is committed in the root.
+        Without a stage, a durable checkpoint is in the root. "failed" and "skipped": `error` has the reason.
         """
         return "uploaded" if self._uploaded else _SHOWN[self._state]
 

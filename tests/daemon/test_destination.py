@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon import uploader
+from ckptd.daemon.catalog import Catalog
+from ckptd.daemon.config import Config
+from ckptd.daemon.destination import Destination
+from ckptd.daemon.recovery import scan_job
+from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.storage.locate import open_root
-from tests.agent.test_several_nodes import HERE, JOB, begin, close, recover, sockets, state_of, take
+from tests.agent.test_several_nodes import JOB, begin, close, recover, sockets, take
+from tests.crash.node_trainer import state_of
+from tests.shared.samples import write_checkpoint
+from tests.support import trainers
 from tests.support.daemons import until
 from tests.support.nodes import Node, Nodes
-from tests.support.ranks import Ranks
+from tests.support.ranks import HERE, Ranks
+from tests.support.saving import Journal
 
 KEEP = ("--keep-last", "2")
 
@@ -52,10 +65,41 @@ def stage_of(node: Node) -> Path:
     return node.stage
 
 
+def root_of(place: Nodes) -> Path:
+    assert isinstance(place.root, Path)
+    return place.root
+
+
+def status(node: Node) -> dict[str, Any]:
+    assert node.daemon is not None
+    return node.daemon.status()
+
+
 def upload(step: int) -> str:
     """Take a step, and return its state once it is in the root."""
     pending = HERE["agent"].snapshot(state_of(step), step=step)
     return str(pending.wait("uploaded", timeout=60).state)
+
+
+def test_a_destination_deletes_only_what_it_has_itself(tmp_path: Path) -> None:
+    """The two destinations of a daemon have the same jobs, and each has checkpoints of its own."""
+    calls, config = StorageCalls(60.0), Config(root=tmp_path / "root", socket=tmp_path / "s", keep_last=1)
+    made = []
+    for name, known in (("stage", [1, 2]), ("root", [3, 4, 5])):
+        for step in known:
+            write_checkpoint(tmp_path / name, JOB, step=step)
+        journal: Any = Journal()
+        one = Destination(config, open_root(tmp_path / name), journal, Catalog(), calls, Counter(), lambda snapshot: None)
+        asyncio.run(scan_job(one.repository, one.catalog.job(JOB), calls))
+        one.catalog.job(JOB).policies = tuple(config.retention)  # as if they had been applied before
+        made.append(one)
+    stage, root = made
+    asyncio.run(root.retain(JOB))
+    assert (steps(tmp_path / "stage"), steps(tmp_path / "root")) == ([1, 2], [5])
+    assert asyncio.run(stage.make_room(root.catalog.job(JOB), 1))
+    assert not asyncio.run(root.make_room(root.catalog.job(JOB), 1))
+    assert (steps(tmp_path / "stage"), steps(tmp_path / "root")) == ([2], [5])
+    calls.close()
 
 
 def test_a_job_of_several_nodes_is_saved_straight_to_the_root(two: Nodes) -> None:
@@ -64,10 +108,10 @@ def test_a_job_of_several_nodes_is_saved_straight_to_the_root(two: Nodes) -> Non
         ranks.call(begin, where)
         for step in range(1, 5):
             assert ranks.call(upload, step) == ["uploaded"] * 4
-        until(lambda: steps(two.root) == [3, 4], "retention in the root")
-        status = two[0].daemon.status()
-        assert (status["stage"]["waiting"], status["counters"]["uploaded"], status["counters"]["retired"]) == (0, 0, 2)
-        assert status["jobs"][0]["last_durable"]["step"] == status["jobs"][0]["last_uploaded"]["step"] == 4
+        until(lambda: steps(root_of(two)) == [3, 4], "retention in the root")
+        now = status(two[0])
+        assert (now["stage"]["waiting"], now["counters"]["uploaded"], now["counters"]["retired"]) == (0, 0, 2)
+        assert now["jobs"][0]["last_durable"]["step"] == now["jobs"][0]["last_uploaded"]["step"] == 4
         ranks.call(close)
     assert [steps(stage_of(node)) for node in two] == [[], []]
     with Ranks(3) as ranks:
@@ -86,7 +130,7 @@ def test_it_may_move_to_one_node_and_back(two: Nodes) -> None:
     with Ranks(2) as ranks:
         assert ranks.call(recover, sockets(two, 0, 1)) == [(6, names.tag_directory(6, None, 2))] * 2
         assert ranks.call(take, 7) == [""] * 2
-    assert steps(two.root) == [6, 7]
+    assert steps(root_of(two)) == [6, 7]
 
 
 def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -> None:
@@ -94,15 +138,15 @@ def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 1, 1))
         assert ranks.call(upload, 5) == ["uploaded"] * 2
-        two.root.rename(two.path / "away")
+        root_of(two).rename(two.path / "away")
         assert ranks.call(take, 6) == [""] * 2
-        until(lambda: two[1].daemon.status()["stage"]["problem"], "problem")
+        until(lambda: status(two[1])["stage"]["problem"], "problem")
         ranks.call(close)
-    (two.path / "away").rename(two.root)
-    assert steps(two.root) == [5]
+    (two.path / "away").rename(root_of(two))
+    assert steps(root_of(two)) == [5]
     with Ranks(2) as ranks:
         assert ranks.call(recover, sockets(two, 0, 1)) == [(6, names.tag_directory(6, None, 1))] * 2
-    assert steps(two.root) == [5, 6]
+    assert steps(root_of(two)) == [5, 6]
 
 
 @pytest.mark.parametrize("point", ["persist.intended", "persist.journaled", "receipt.starting", "receipt.durable", "outcome.known"])
@@ -118,7 +162,7 @@ def test_a_daemon_that_dies_during_a_save_goes_on_with_it(two: Nodes, point: str
         assert daemon.died() != 0
         two[1].start(*KEEP)
         assert ranks.results() == [""] * 2
-    assert steps(two.root) == [5, 6]
+    assert steps(root_of(two)) == [5, 6]
     repository = open_root(two.root)
     for tag in repository.tags(JOB):
         kept = set(repository.read_manifest(JOB, tag).files)
@@ -126,14 +170,30 @@ def test_a_daemon_that_dies_during_a_save_goes_on_with_it(two: Nodes, point: str
         assert {part for part in parts if part} == {names.part_of(file) for file in kept if names.part_of(file)}
 
 
+def test_an_upload_leaves_a_save_of_several_nodes_that_is_under_way_alone(two: Nodes) -> None:
+    two[0].kill()
+    two[0].start(*KEEP, failpoints="persist.syncing=sleep(2)@2")
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert ranks.call(take, 5) == [""] * 2
+        ranks.begin(take, 6)
+        until(lambda: [job["saving"] for job in status(two[0])["jobs"]] != [[]], "save of step 6")
+        other = Agent("other", socket=two[0].home.socket)
+        assert other.snapshot(trainers.expected(1), step=1).wait("uploaded", timeout=60).state == "uploaded"
+        other.close()
+        assert ranks.results() == [""] * 2
+    Checkpoint.open(root_of(two) / JOB).verify()
+    assert steps(root_of(two)) == [5, 6]
+
+
 def test_trainers_that_die_leave_their_newest_common_step_in_the_root(two: Nodes) -> None:
     with Ranks(2) as ranks:
         ranks.call(begin, sockets(two, 0, 1))
         assert ranks.call(partial(take, persist=False), 5) == [""] * 2
-        until(lambda: all(node.daemon.status()["jobs"][0]["last_sealed"] for node in two), "seals")
+        until(lambda: all(status(node)["jobs"][0]["last_sealed"] for node in two), "seals")
         for rank in range(2):
             ranks.kill(rank)
-    until(lambda: steps(two.root) == [5], "save")
+    until(lambda: steps(root_of(two)) == [5], "save")
     assert [steps(stage_of(node)) for node in two] == [[], []]
 
 

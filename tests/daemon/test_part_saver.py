@@ -14,8 +14,11 @@ import pytest
 
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Job
+from ckptd.daemon.part_saver import PartSaver
 from ckptd.daemon.pipeline import SealedSlot
+from ckptd.daemon.save_progress import SaveProgress
 from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.membership import Membership
 from ckptd.shared.reuse import ChunkCheck
 from tests.support.saving import World
 
@@ -140,6 +143,30 @@ def test_an_io_error_after_room_was_made_is_tried_once_more_only(world: World, m
     world.run()
     world.check_failed("Input/output error")
     assert (made, faults) == ([world.job, world.job], [errno.EIO])
+
+
+def test_a_node_without_rank_0_deletes_nothing_on_a_full_disk(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon of rank 0 alone decides about the checkpoints of several nodes."""
+    parts: PartSaver = world.saver.root_parts
+    made = list[Job]()
+
+    async def make_room(job: Job, needed: int) -> bool:
+        made.append(job)
+        return False
+
+    monkeypatch.setattr(parts, "_config", dataclasses.replace(parts._config, make_room=True))
+    monkeypatch.setattr(parts, "_make_room", make_room)
+    for ranks in ([0], [1]):
+        world.fs.faults["create"] = 1, errno.ENOSPC
+        world.snapshot.node = Membership(claim="0" * 32, ranks=ranks)
+        world.snapshot.progress = SaveProgress(1, 0.0)
+
+        async def save() -> None:
+            with pytest.raises(OSError, match="No space left"):
+                await parts.save(world.snapshot, asyncio.ensure_future(asyncio.sleep(0)))
+
+        asyncio.run(save())
+        assert len(made) == 1  # of rank 0's node only
 
 
 def test_a_full_stage_is_tried_again_after_each_local_copy_that_could_go(world: World) -> None:
