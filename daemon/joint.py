@@ -259,7 +259,7 @@ class Joint:
         late: True if a missing one may end the try, so that the listing must be fresh.
         """
         if late:
-            await self._calls.run(partial(self._repository.touch, job, tag))
+            await self._calls.run(partial(self._repository.list_anew, job, tag))
         return await self._calls.run(partial(self._repository.receipts, job, tag, known))
 
     def _why_undecided(self, snapshot: Snapshot, receipts: list[rc.Receipt], seconds: float) -> str:
@@ -350,7 +350,8 @@ class Joint:
                 log.info("checkpoint %s/%s: committed from the receipts of its nodes", job.name, tag)
                 return
             if isinstance(found, rc.Abandonment):
-                job.abandoned[tag] = found
+                if found.code != rc.DELETED:
+                    job.abandoned[tag] = found
                 # The abandonment stays for one more attempt, so that a daemon of the old one that comes late learns of it.
                 keep = [names.MANIFEST] if attempt == job.attempt - 1 else []
                 try:

@@ -7,6 +7,7 @@ which files this daemon may finish or delete, and no other file is deleted.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import partial
 
 from ckptd.daemon import records as r
@@ -32,13 +33,18 @@ from ckptd.shared.storage.repository import Repository
 log = logging.getLogger("ckptd.recovery")
 
 
-async def scan_job(repository: Repository, job: Job, calls: StorageCalls) -> None:
+async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, anew: bool = False) -> None:
     """Update the catalog from the manifests of a job.
+
+    anew: True if a checkpoint that another node has just committed must not be missed, as in a recovery.
 
     Raises StorageError if the job cannot be listed, if a manifest cannot be read because the machine has run out of memory, descriptors or
     the like, or if the storage does not answer. Recovering an older checkpoint in these cases would lose history.
     """
     before = set(job.checkpoints)
+    if anew:
+        with suppress(OSError):  # the storage may be full, or not writable: then the listing may be old
+            await calls.read(f"list {repository.where(job.name)}", partial(repository.list_anew, job.name))
     try:
         tags = await calls.read(f"list {repository.where(job.name)}", lambda: repository.tags(job.name))
     except OSError as error:
@@ -118,7 +124,7 @@ async def recover(
     for job in catalog.jobs.values():
         if job.node is None:  # otherwise the claim was durable before this node joined
             await claims.adopt(job)
-    await _finish_retiring(repository, journal, catalog, saver)
+    await _finish_retiring(repository, journal, catalog)
     for place in list(journal.state.staged):
         await finish_save(saver.front, saver, catalog, calls, place)
     failpoint("start.swept")
@@ -127,26 +133,35 @@ async def recover(
         await saver.front.deleter.repair_newest(job)
 
 
-async def _finish_retiring(repository: Repository, journal: Journal, catalog: Catalog, saver: Saver) -> None:
+async def _finish_retiring(repository: Repository, journal: Journal, catalog: Catalog) -> None:
     for place, files in list(journal.state.retiring.items()):
-        job, tag = place.split("/")
+        name, tag = place.split("/")
         try:
-            with repository.exclude(job, tag):
-                if tag in repository.pins(job) and repository.has_manifest(job, tag):  # pinned after the daemon died
-                    await journal.append(r.Retired(job=job, tag=tag))
-                    continue
-                repository.delete_receipts(job, tag)
-                repository.delete_files(job, tag, [names.MANIFEST])
-            repository.delete_files(job, tag, files)
-            repository.delete_tag(job, tag)
-            await journal.append(r.Retired(job=job, tag=tag))
-        except Busy:
-            await journal.append(r.Retired(job=job, tag=tag))
-            continue
+            if _uncommit(repository, catalog.job(name), tag):
+                repository.delete_files(name, tag, files)
+                repository.delete_tag(name, tag)
+                catalog.job(name).checkpoints.pop(tag, None)
+            await journal.append(r.Retired(job=name, tag=tag))
         except OSError as error:
             log.warning("%s: %s", place, StorageError.of("delete it", error))
-            continue
-        catalog.job(job).checkpoints.pop(tag, None)
+
+
+def _uncommit(repository: Repository, job: Job, tag: str) -> bool:
+    """Remove the manifest of a checkpoint that was being deleted. Return False if it stays, because it is pinned or being read."""
+    parsed = names.parse_tag_directory(tag)
+    try:
+        with repository.exclude(job.name, tag):
+            if repository.is_committed(job.name, tag):
+                if tag in repository.pins(job.name):  # since the daemon died
+                    return False
+                repository.delete_receipts(job.name, tag)
+                if parsed is not None and parsed[2] < job.attempt:
+                    repository.bury(job.name, tag, parsed[2], parsed[1] or 0)
+                else:
+                    repository.delete_files(job.name, tag, [names.MANIFEST])
+    except Busy:  # a reader who finds that the manifest is gone gives up
+        return not repository.is_committed(job.name, tag)
+    return True
 
 
 async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, calls: StorageCalls, place: str) -> None:

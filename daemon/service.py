@@ -52,7 +52,7 @@ class Service:
         job = parts.catalog.job(job_name)
         in_memory = parts.engine.memory_candidates(job_name)
         try:
-            await recovery.scan_job(parts.repository, job, parts.calls)
+            await recovery.scan_job(parts.repository, job, parts.calls, anew=True)
             if job.node is None or job.node.leads:
                 await self._deliver(job, [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt])
             in_root = await self._in_root(job, delivered)

@@ -216,7 +216,7 @@ class Uploader:
             await self._calls.read(f"find the root {self._root.place}", self._root.check)
         except OSError as error:
             raise StorageError.of(f"find the root {self._root.place}", error) from None
-        await scan_job(self._root.repository, there, self._calls)
+        await scan_job(self._root.repository, there, self._calls, anew=True)
         self._join(job, there)
         return there
 

@@ -88,6 +88,8 @@ class Abandonment(msgspec.Struct, frozen=True, kw_only=True):
         return _decoded(data, _ABANDONMENT_DECODER, "abandonment", "ckptd-abandonment")
 
 
+DELETED = "deleted"
+"""The code of an abandonment that has taken the place of the manifest of a deleted checkpoint."""
 _HEAD = b'{\n"format": "ckptd-abandonment",\n'
 HEAD = len(_HEAD)
 """The number of bytes by which an abandonment is known."""

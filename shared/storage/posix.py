@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from ckptd.shared import names
+from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import Busy, IntegrityError, StorageError
 from ckptd.shared.fs import NO_ROOM, FileSystem, PosixFileSystem, make_directories, publish
 from ckptd.shared.storage import locks, old_journal, posix_root
@@ -135,6 +136,9 @@ class PosixStorage:
             sink.discard()
             raise
         return sink
+
+    def list_anew(self, prefix: str, file: str) -> None:
+        self.create(f"{prefix}/{file}.{names.new_nonce().hex()}{names.TMP_SUFFIX}", ALIGN, b"").discard()
 
     def link(self, name: str, new: str, size: int) -> bool:
         """Make a hard link. An error other than a full disk counts as a file system that has none."""

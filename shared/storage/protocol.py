@@ -97,6 +97,13 @@ class Storage(Protocol):
         Raises NotADirectoryError if something else, such as a file or a link, has the name of the prefix.
         """
 
+    def list_anew(self, prefix: str, file: str) -> None:
+        """Have the next `children` of a prefix see everything that was published before, also by other machines.
+
+        A network file system may list a directory from its cache, but not after this machine has changed it. file: a name for an object
+        that may be created and deleted for this. Afterwards the prefix exists, where prefixes do.
+        """
+
     def exists(self, name: str) -> bool:
         """Return True if there is an object of this name, intact or damaged."""
 

@@ -13,12 +13,11 @@ from functools import partial
 from types import MappingProxyType
 
 from ckptd.shared import names
-from ckptd.shared.binary import ALIGN
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest, unknown_deleter_features
 from ckptd.shared.part import PartReader
-from ckptd.shared.receipt import HEAD, MAX_RECEIPT, Abandonment, Receipt, encode, is_abandonment
+from ckptd.shared.receipt import DELETED, HEAD, MAX_RECEIPT, Abandonment, Receipt, encode, is_abandonment
 from ckptd.shared.reuse import Linker, StoredFile
 from ckptd.shared.storage.protocol import Creator, Source, Storage, read_whole
 
@@ -185,12 +184,12 @@ class Repository:
             raise IntegrityError(f"{name}: the receipt there is that of {receipt.who} for {receipt.job}/{receipt.tag}")
         return receipt
 
-    def touch(self, job: str, tag: str) -> None:
-        """Create and delete an object in the directory of a checkpoint.
-
-        Afterwards the directory exists, and a network file system lists it without its cache.
-        """
-        self.storage.create(self._name(job, tag, f"{names.MANIFEST}.{names.new_nonce().hex()}{names.TMP_SUFFIX}"), ALIGN, b"").discard()
+    def list_anew(self, job: str, tag: str | None = None) -> None:
+        """Have the next listing of a checkpoint's files, or of a job's checkpoints, be no older than now. The directory then exists."""
+        if tag is None:
+            self.storage.list_anew(self._name(job), names.NEWEST)
+        else:
+            self.storage.list_anew(self._name(job, tag), names.MANIFEST)
 
     def publish_receipt(self, receipt: Receipt) -> None:
         """Publish a receipt. Raises FileExistsError if the node has one in this try already."""
@@ -199,7 +198,7 @@ class Repository:
         try:
             publish(points="receipt")
         except FileNotFoundError:  # no node has written a part yet
-            self.touch(receipt.job, receipt.tag)
+            self.list_anew(receipt.job, receipt.tag)
             publish()
 
     def delete_receipts(self, job: str, tag: str) -> bool:
@@ -208,6 +207,14 @@ class Repository:
         if found:
             self.storage.delete(self._name(job, tag), found)
         return bool(found)
+
+    def bury(self, job: str, tag: str, attempt: int, step: int) -> None:
+        """Put an abandonment in the place of a manifest, so that no daemon can publish the manifest again.
+
+        A daemon that has read the receipts may publish it at any later time. The abandonment is deleted like that of any other try.
+        """
+        found = Abandonment(job=job, attempt=attempt, step=step, tag=tag, code=DELETED, reason="the checkpoint was deleted")
+        self.storage.publish(self._name(job, tag, names.MANIFEST), encode(found), replace=True, by=names.new_nonce().hex())
 
     def sweep_tag(self, job: str, tag: str, keep: Collection[str] = ()) -> None:
         """Delete all files that ckptd has made in the directory of a checkpoint, except those in `keep`, and then the directory."""

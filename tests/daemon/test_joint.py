@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +35,7 @@ from ckptd.shared.storage.posix import PosixStorage
 from ckptd.shared.storage.protocol import Storage
 from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import TAG, sample_plan, write_parts
+from tests.support import store_model
 from tests.support.saving import Journal
 
 CLAIM = "0123456789abcdef" * 2
@@ -389,6 +391,37 @@ async def test_the_next_attempt_abandons_what_is_not_complete_at_once_if_all_nod
     assert late.repository.tags("gpt") == []
 
 
+async def test_a_deleted_checkpoint_of_an_older_attempt_is_not_committed_again(make: Make) -> None:
+    """The daemon of the older attempt has read the receipts, and is slow."""
+    slow = make(0, 1)
+    for node in (slow, make(2, 3)):
+        await node.deliver()
+    receipts = slow.repository.receipts("gpt", TAG)
+    late = await newer(make, 0)
+    assert await late.root.deleter.retire(late.job, late.job.checkpoints[TAG]) == ""
+    assert late.repository.files("gpt", TAG) == [names.MANIFEST]
+    assert not late.repository.is_committed("gpt", TAG)
+    verdict = rc.decide(receipts, 4, late=False)
+    assert isinstance(verdict, rc.CommitTry)
+    with mock.patch.object(Joint, "_first_part", return_value=(PLAN, SnapshotRequest())):  # it has read the part of rank 0, too
+        await slow.joint._decide(slow.snapshot, verdict)
+    assert not late.repository.is_committed("gpt", TAG)
+    again = await newer(make, 0)
+    assert again.job.abandoned == {}  # recover() does not call it incomplete
+    again.job.attempt, again.job.uncommitted = 4, {TAG}
+    await again.joint.settle_past(again.job, 0)
+    assert again.repository.tags("gpt") == []
+
+
+async def test_a_deleted_checkpoint_of_this_attempt_leaves_nothing(make: Make) -> None:
+    first, second = make(0, 1), make(2, 3)
+    for node in (first, second):
+        await node.deliver()
+    await first.settle()
+    assert await first.root.deleter.retire(first.job, first.job.checkpoints[TAG]) == ""
+    assert first.repository.tags("gpt") == []
+
+
 async def test_the_next_attempt_waits_for_nodes_that_are_not_its_own(make: Make) -> None:
     await make(0, 1).deliver()
     deciding = asyncio.create_task(newer(make, 0, delivered=1))
@@ -470,3 +503,22 @@ async def test_ranks_of_a_node_that_sealed_different_plans_deliver_nothing(make:
     with pytest.raises(Exception, match="its ranks sealed different plans"):
         await node.joint.deliver(node.job, node.snapshot, [documents[0], (documents[1][0], other, SnapshotRequest())])
     assert node.repository.receipts("gpt", TAG) == []
+
+
+# -- every order of requests
+
+
+def test_no_order_of_requests_breaks_a_promise() -> None:
+    """Each day has other seeds."""
+    first, states = 1000 * datetime.now(UTC).toordinal(), 0
+    for seed in range(first, first + 250):
+        visited, problem = store_model.live(seed)
+        assert problem == "", f"seed {seed}"
+        states += visited
+    assert states > 20_000
+
+
+@pytest.mark.parametrize("rule", store_model.RULES)
+def test_a_rule_that_is_switched_off_breaks_one(rule: str) -> None:
+    with store_model.without(rule):
+        assert any(store_model.live(seed)[1] for seed in range(3000))

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from ckptd.daemon import records as r
-from ckptd.daemon.catalog import Job
+from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
@@ -25,9 +25,11 @@ from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.service import Service
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
-from ckptd.shared.errors import NewerFormat, StorageError
+from ckptd.shared.errors import Busy, NewerFormat, StorageError
 from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.manifest import Manifest
+from ckptd.shared.membership import Membership
+from ckptd.shared.receipt import Abandonment
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import NONCE, write_checkpoint
@@ -242,6 +244,51 @@ async def test_a_deletion_is_cancelled_if_the_checkpoint_is_pinned_or_read_since
     assert (list(parts.catalog.job("gpt").checkpoints), root.left().retiring) == ([TAG], {})
     if held is not None:
         held.close()
+
+
+async def test_a_deletion_that_had_begun_is_finished_though_a_reader_has_come_too_late(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has a lease, and finds that the manifest is gone. The parts would be left behind for ever."""
+    manifest = write_checkpoint(root.path)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+    root.storage.delete_files("gpt", TAG, [names.MANIFEST])
+
+    def busy(self: Repository, job: str, tag: str) -> None:
+        raise Busy("it is being read")
+
+    monkeypatch.setattr(Repository, "exclude", busy)
+    await root.start()
+    assert (root.storage.tags("gpt"), root.left().retiring) == ([], {})
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_a_deletion_that_is_finished_leaves_an_abandonment_where_an_older_attempt_might_commit(root: Root, committed: bool) -> None:
+    manifest = write_checkpoint(root.path)
+    await root.journal(
+        r.Begun(job="gpt", attempt=3, world_size=2, node=Membership(claim="0" * 32, ranks=[0])),
+        r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]),
+    )
+    if not committed:
+        root.storage.bury("gpt", TAG, 2, 1000)
+    parts = await root.start()
+    assert root.storage.files("gpt", TAG) == [names.MANIFEST]
+    assert isinstance(root.storage.outcome("gpt", TAG), Abandonment)
+    assert (parts.catalog.job("gpt").checkpoints, root.left().retiring) == ({}, {})
+
+
+async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_system(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(root.path)
+    calls, job, listed = StorageCalls(60.0), Catalog().job("gpt"), list[str]()
+
+    def list_anew(self: Repository, job: str, tag: str | None = None) -> None:
+        listed.append(job)
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Repository, "list_anew", list_anew)
+    await scan_job(root.storage, job, calls)
+    assert listed == []
+    await scan_job(root.storage, job, calls, anew=True)
+    assert (listed, list(job.checkpoints)) == (["gpt"], [TAG])
+    calls.close()
 
 
 async def test_a_deletion_that_had_begun_is_finished_though_it_is_pinned(root: Root) -> None:

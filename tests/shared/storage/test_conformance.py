@@ -196,6 +196,14 @@ def test_children_are_objects_and_prefixes_in_order(storage: Storage) -> None:
     assert [entry.name for entry in storage.children("b/one")] == ["x", "y", "z"]
 
 
+def test_listing_anew_leaves_nothing_but_the_directory(storage: Storage) -> None:
+    create(storage, "gpt/tag/b").finish()
+    storage.list_anew("gpt/tag", "b")
+    assert [entry.name for entry in storage.children("gpt/tag")] == ["b"]
+    storage.list_anew("bert", "newest")
+    assert storage.children("bert") == []
+
+
 def test_delete_deletes_only_named_objects_and_remove_only_an_empty_prefix(storage: Storage) -> None:
     for name in ("tag/a", "tag/b", "tagged/a"):
         create(storage, name, b"").finish()

@@ -1,0 +1,699 @@
+"""A model of the requests that daemons and readers make to a storage that several nodes share, carried out in every possible order.
+
+The code of the product runs: the commits of `daemon/joint.py`, the restart of `daemon/recovery.py`, the deletions of `daemon/deleter.py`,
+and the leases, claims and receipts of `shared/storage`. Only the storage is a model. It carries out one request after another, and chance
+decides whose request is next, who dies before or after a request, whose listing is stale, and how far the clock has moved. So each seed is
+one order of events. `live` lives one life of a job with two nodes, and `check` says afterwards which promise was broken.
+
+In each life two daemons save a step, and the daemon of rank 0 then deletes the checkpoint before it. Any of them may die, and starts again.
+Two runs claim the next attempt, and the daemon of the one that gets it decides the past. Readers open checkpoints, and read them later.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+from unittest import mock
+
+import msgspec
+from obstore.store import MemoryStore
+
+from ckptd.daemon import joint as joint_module
+from ckptd.daemon import records as r
+from ckptd.daemon import recovery
+from ckptd.daemon.catalog import Catalog
+from ckptd.daemon.committer import Committer
+from ckptd.daemon.config import Config
+from ckptd.daemon.destination import Destination
+from ckptd.daemon.joint import Abandoned, Joint, Undecided
+from ckptd.daemon.snapshot import Snapshot
+from ckptd.shared import names
+from ckptd.shared.errors import Busy, CkptdError, NotFound
+from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.manifest import Manifest, PartEntry
+from ckptd.shared.membership import Membership
+from ckptd.shared.snapshot_request import SnapshotRequest
+from ckptd.shared.storage import locks, object_leases
+from ckptd.shared.storage.bucket import Bucket, ObjectMeta
+from ckptd.shared.storage.object_leases import Held, Leases
+from ckptd.shared.storage.object_store import ObjectStorage
+from ckptd.shared.storage.repository import Repository
+from tests.shared.samples import encode_part, packed_slot, sample_plan, values_after
+from tests.support.saving import Journal
+
+T = TypeVar("T")
+
+JOB, ATTEMPT = "gpt", 2
+OLD, NEW = 999, 1000
+"""The step that is committed when a life begins, and the step that is saved in it."""
+CLAIM = "0123456789abcdef" * 2
+PLAN = sample_plan(6)
+_TIMEOUT = 0.5  # seconds for which the daemon of rank 0 waits for the others: some 15 looks at storage
+_TRIES = 3
+_MOST_REQUESTS = 5000  # of one life, before it counts as stuck
+
+
+class Killed(BaseException):
+    """Ends the thread of a process that has been killed."""
+
+
+class Broken(Exception):
+    """A promise that was broken, in words."""
+
+
+@dataclass(eq=False)
+class Actor:
+    """A process. `node`: its node, whose listings it sees. `dies`: the number of the request at which it dies, or 0.
+
+    `died` is called after its death. `due`: the time until which it sleeps. `turn` is released when it may run.
+    """
+
+    name: str
+    node: int
+    run: Callable[[Actor], None]
+    dies: int = 0
+    requests: int = 0
+    died: Callable[[], object] = lambda: None
+    dead: bool = False
+    done: bool = False
+    due: float = 0.0
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def host(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+class World(Bucket):
+    """The storage, the clock, and the processes, of which one runs at a time.
+
+    stale: True if listings may be old, as on a network file system: a node sees a directory as it was when it listed it last, unless it has
+    changed something in it since.
+    """
+
+    def __init__(self, chance: random.Random, *, kills: bool) -> None:
+        super().__init__(MemoryStore(), "memory://root")
+        self.chance, self.stale, self.kills = chance, False, kills
+        self.objects: dict[str, tuple[bytes, int]] = {}
+        self.now, self.version = 0.0, 0
+        self.actors: list[Actor] = []
+        self.held: dict[Held, Actor] = {}  # the leases and marks of living processes
+        self.broken: list[str] = []
+        self.states: set[int] = set()
+        self.trace: Callable[[Actor], None] | None = None
+        self.on_change: Callable[[str, bytes | None], None] = lambda name, data: None
+        self._listed: dict[tuple[int, str], list[str]] = {}
+        self._here = threading.local()
+        self._back = threading.Lock()
+        self._back.acquire()
+
+    # -- processes
+
+    def add(self, name: str, node: int, run: Callable[[Actor], None], *, mortal: bool = False) -> Actor:
+        dies = self.chance.randint(1, 40) if mortal and self.kills and self.chance.random() < 0.5 else 0
+        actor = Actor(name, node, run, dies)
+        actor.turn.acquire()
+        self.actors.append(actor)
+        threading.Thread(target=self._live, args=(actor,), daemon=True).start()
+        return actor
+
+    def _live(self, actor: Actor) -> None:
+        actor.turn.acquire()
+        self._here.actor = actor
+        try:
+            actor.run(actor)
+        except Killed:
+            self.held = {held: owner for held, owner in self.held.items() if owner is not actor}
+        except Broken as error:
+            self.broken.append(f"{actor.name}: {error}")
+        except BaseException as error:
+            self.broken.append(f"{actor.name} ended with {error!r}")
+        actor.done = True
+        self._back.release()
+
+    def run(self) -> None:
+        """Let the processes run until all have ended."""
+        total = 0
+        while (living := [actor for actor in self.actors if not actor.done]) and not self.broken:
+            actor = self.chance.choice(living)
+            self._pass_time(actor.due)
+            actor.turn.release()
+            self._back.acquire()
+            if actor.done and actor.dead:
+                actor.died()
+            total += 1
+            if self.trace is not None:
+                self.trace(actor)
+            if total > _MOST_REQUESTS:
+                self.broken.append(f"{[actor.name for actor in living]} never end")
+        for actor in self.actors:  # after a broken promise
+            while not actor.done:
+                actor.dead = True
+                actor.turn.release()
+                self._back.acquire()
+
+    def _pass_time(self, until: float) -> None:
+        if until > self.now:
+            self.now = until
+            for held in self.held:
+                held._count += 1
+                self._set(held.name, f"{self.held[held].host} 1 {held._count}".encode())  # a living process writes its lease again in time
+
+    def sleep(self, seconds: float) -> None:
+        self._wait(self.now + seconds)
+
+    def _wait(self, due: float = 0.0) -> None:
+        """Let the other processes go on, until it is this one's turn and the clock has reached `due`."""
+        actor = self._actor
+        if actor is None:  # no process runs yet, or any more
+            self._pass_time(due)
+            return
+        actor.due = due
+        self._back.release()
+        actor.turn.acquire()
+        if actor.dead:
+            raise Killed
+
+    def _request(self, call: Callable[[], T]) -> T:
+        actor = self._actor
+        self._wait()
+        if actor is not None:
+            actor.requests += 1
+            if actor.requests == actor.dies:
+                if self.chance.random() < 0.5:
+                    call()
+                actor.dead = True
+                raise Killed
+        self.states.add(hash((frozenset(self.objects.items()), tuple((a.requests, a.dead) for a in self.actors))))
+        return call()
+
+    @property
+    def _actor(self) -> Actor | None:
+        """The process that runs in this thread, or None if no process has begun, or all have ended."""
+        return getattr(self._here, "actor", None)
+
+    @property
+    def _node(self) -> int:
+        return -1 if self._actor is None else self._actor.node
+
+    # -- objects
+
+    def _set(self, name: str, data: bytes | None) -> None:
+        if data is None:
+            self.objects.pop(name, None)
+        else:
+            self.version += 1
+            self.objects[name] = data, self.version
+
+    def _change(self, name: str, data: bytes | None) -> None:
+        if data is not None or name in self.objects:
+            self.on_change(name, data)
+        self._set(name, data)
+        self._listed.pop((self._node, name.rpartition("/")[0]), None)
+
+    def list_anew(self, prefix: str) -> None:
+        self._request(lambda: self._listed.pop((self._node, prefix), None))
+
+    def _find(self, name: str) -> bytes:
+        if name not in self.objects:
+            raise FileNotFoundError(2, "No such file or directory", name)
+        return self.objects[name][0]
+
+    def put(self, name: str, data: bytes, *, create: bool) -> None:
+        def put() -> None:
+            if create and name in self.objects:
+                raise FileExistsError(17, "File exists", name)
+            self._change(name, data)
+
+        self._request(put)
+
+    def open(self, name: str, most: int) -> tuple[ObjectMeta, bytes]:
+        data = self._request(lambda: self._find(name))
+        return ObjectMeta(name, len(data), ""), data[:most]
+
+    def get(self, name: str, limit: int) -> bytes:
+        return self._request(lambda: self._find(name))
+
+    def read(self, name: str, offset: int, length: int) -> memoryview:
+        return memoryview(self._request(lambda: self._find(name)))[offset : offset + length]
+
+    def head(self, name: str) -> ObjectMeta:
+        return self._request(lambda: ObjectMeta(name, len(self._find(name)), str(self.objects[name][1])))
+
+    def children(self, prefix: str) -> tuple[list[str], list[ObjectMeta]]:
+        def listed() -> list[str]:
+            found = [name for name in self.objects if name.startswith(f"{prefix}/" if prefix else "")]
+            if not self.stale or prefix.startswith(names.CONTROL):
+                return found
+            place = self._node, prefix
+            if place in self._listed and self.chance.random() < 0.7:
+                return self._listed[place]
+            self._listed[place] = found
+            return found
+
+        below = self._request(listed)
+        skip = len(prefix) + 1 if prefix else 0
+        prefixes = {name[: name.index("/", skip) + 1] for name in below if "/" in name[skip:]}
+        objects = [name for name in below if "/" not in name[skip:]]
+        return sorted(prefixes), [ObjectMeta(name, 1, str(self.objects.get(name, (b"", 0))[1])) for name in objects]
+
+    def below(self, prefix: str) -> list[str]:
+        return self._request(lambda: [name for name in self.objects if name.startswith(f"{prefix}/")])
+
+    def delete(self, names: list[str]) -> None:
+        def delete(name: str) -> None:
+            self._change(name, None)
+
+        for name in names:  # a process may die between two of them
+            self._request(functools.partial(delete, name))
+
+
+class Files(ObjectStorage):
+    """The storage of one process, which lists a directory anew once it has created a file there."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, "digest")
+        self._world = world
+        self.__dict__["creates_once"] = True  # a cached property takes one lock for all processes of the model
+        self._leases = Leases(world, names.CONTROL, lambda: world.now)
+
+    def list_anew(self, prefix: str, file: str) -> None:
+        self._world.list_anew(prefix)
+
+
+class Calls:
+    """Storage calls that are made at once, by the process that needs them."""
+
+    async def run(self, call: Callable[[], T]) -> T:
+        return call()
+
+    async def read(self, action: str, call: Callable[[], T]) -> T:
+        return call()
+
+    @asynccontextmanager
+    async def deadline(self, action: str) -> Any:
+        yield
+
+    @asynccontextmanager
+    async def entered(self, manager: AbstractContextManager[T]) -> Any:
+        with manager as value:
+            yield value
+
+
+def done(call: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits for the event loop, and return its result."""
+    try:
+        call.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise AssertionError("the coroutine waits for something")
+
+
+@functools.cache
+def _part(rank: int) -> tuple[PartEntry, bytes]:
+    """Return the part of a rank: its entry in the manifest, and its file."""
+    values, tag, request = values_after(PLAN), names.tag_directory(NEW, None, ATTEMPT), SnapshotRequest(node=_share(rank))
+    data, index = encode_part(
+        packed_slot(PLAN, values), PLAN, values, attempt=ATTEMPT, step=NEW, rank=rank, world_size=2, tag=tag, request=request
+    )  # fmt: skip
+    digest, raw = hashlib.sha256(index.encode()).hexdigest(), sum(chunk.raw_length for chunk in index.chunks)
+    return PartEntry(rank=rank, file="", bytes=len(data), raw_bytes=raw, items=len(PLAN.items), index_sha256=digest), data
+
+
+def _share(rank: int) -> Membership:
+    return Membership(claim=CLAIM, ranks=[rank])
+
+
+class Daemon:
+    """A process of the daemon of the node that has a rank. `journal` is all that earlier processes have left to it."""
+
+    def __init__(self, world: World, journal: Journal, rank: int, *, attempt: int = ATTEMPT) -> None:
+        self.world, self.rank = world, rank
+        self.repository, self.catalog = Repository(Files(world)), Catalog()
+        config = Config(root=Path("/root"), socket=Path("/s"), codec="raw")
+        self.calls = cast(Any, Calls())
+        on_disk: Any = journal
+        self.root = Destination(config, self.repository, on_disk, self.catalog, self.calls, Counter(), lambda snapshot: None)
+        self.joint = Joint(self.root, self.calls, _TIMEOUT, remote=False, stopping=lambda: False)
+        self.job = self.catalog.job(JOB)
+        self.job.attempt, self.job.world_size, self.job.node = attempt, 2, _share(rank)
+        self.followed: list[Snapshot] = []
+
+    def snapshot(self, step: int) -> Snapshot:
+        tag = names.tag_directory(step, None, ATTEMPT)
+        return Snapshot(JOB, ATTEMPT, step, tag, 2, persist=True, state=SnapshotState.WRITTEN, node=_share(self.rank))
+
+    def scan(self, *, anew: bool = False) -> None:
+        done(recovery.scan_job(self.repository, self.job, self.calls, anew=anew))
+
+    def start(self) -> None:
+        """Finish what an earlier process of this daemon has begun."""
+        self.repository.storage._leases.end_marks(names.host())  # type: ignore[attr-defined]  # as `serve` does
+        self.scan()
+        saver: Any = SimpleNamespace(joint=self.joint, follow=lambda job, snapshot: self.followed.append(snapshot))
+        done(recovery._finish_retiring(self.repository, self.root.journal, self.catalog))
+        for place in list(self.root.journal.state.staged):
+            done(recovery.finish_save(self.root, saver, self.catalog, self.calls, place))
+
+    def save(self, step: int) -> bool:
+        """Save a step that this node holds. Return True once it is durable, and False if this daemon does not know what became of it."""
+        for snapshot in self.followed:
+            self._settle(snapshot)
+        for _ in range(_TRIES):
+            snapshot = self.snapshot(step)
+            found = done(self.joint.open_try(self.job, snapshot))
+            if isinstance(found, Manifest):
+                return True
+            if found is None:
+                try:
+                    done(self.joint.deliver(self.job, snapshot, self._write(snapshot)))
+                except Abandoned:
+                    continue
+            outcome = self._settle(snapshot)
+            if outcome is not None:
+                return outcome
+        return False
+
+    def _settle(self, snapshot: Snapshot) -> bool | None:
+        """Return True if a try is committed, False if its outcome is not known, and None if it is abandoned."""
+        try:
+            done(self.joint.settle(self.job, snapshot))
+        except Abandoned as error:
+            done(self.root.committer.drop(JOB, snapshot.directory, ATTEMPT, snapshot.step, str(error)))
+            return None
+        except Undecided:
+            return False
+        return True
+
+    def _write(self, snapshot: Snapshot) -> list[Any]:
+        entry, data = _part(self.rank)
+        file = names.part_file(self.rank, self.world.chance.randbytes(16))
+        common: dict[str, Any] = {"job": JOB, "attempt": ATTEMPT, "step": snapshot.step, "rank": self.rank, "tag": snapshot.directory}
+        done(self.root.journal.append(r.Staging(**common, file=file)))
+        self.world.put(f"{JOB}/{snapshot.directory}/{file}", data, create=True)
+        done(self.root.journal.append(r.PartDurable(**common, file=file, bytes=entry.bytes, index_sha256=entry.index_sha256)))
+        return [(msgspec.structs.replace(entry, file=file), PLAN, SnapshotRequest(node=_share(self.rank)))]
+
+    def retire(self, step: int) -> str:
+        """Delete a checkpoint. Return the reason if it stays."""
+        self.scan()
+        found = [one for one in self.job.checkpoints.values() if one.step == step]
+        for old in found:
+            if why := done(self.root.deleter.retire(self.job, old)):
+                return why
+        return ""
+
+
+class Life:
+    """One life of the job. `back`: True if the nodes of the old attempt are those of the new one, which therefore waits for them."""
+
+    def __init__(self, seed: int) -> None:
+        chance = self.chance = random.Random(seed)
+        self.back = chance.random() < 0.5
+        self.world = World(chance, kills=chance.random() < 0.8)
+        self.world.on_change = self._changed
+        self.journals = [Journal(), Journal()]
+        self.daemons: dict[int, Daemon] = {}
+        self.acknowledged = False
+        self.winners = 0
+        self.forgotten: set[int] = set()
+        self._outcomes: dict[str, bytes] = {}
+        self._ended: set[str] = set()
+        self._committed: set[int | None] = set()
+
+    def live(self) -> None:
+        with _in(self.world):
+            self._begin()
+            for rank in range(2):
+                self._start(rank)
+            for number in range(2):
+                self.world.add(f"run {number}", number if self.back else number + 2, self._newcomer)
+            for number in range(2):
+                self.world.add(f"reader {number}", number + 4, self._reader, mortal=True)
+            self.world.run()
+            if not self.world.broken:
+                self._end()
+
+    def _begin(self) -> None:
+        """Commit the old step, and claim the attempt."""
+        first, second = (Daemon(self.world, journal, rank) for rank, journal in enumerate(self.journals))
+        assert first.repository.claim(JOB, ATTEMPT)
+        delivered = second.snapshot(OLD)
+        done(second.joint.deliver(second.job, delivered, second._write(delivered)))
+        assert first.save(OLD)
+        assert second._settle(delivered)
+        self.world.states.clear()
+        self.world.stale = self.chance.random() < 0.5
+
+    # -- processes
+
+    def _start(self, rank: int) -> None:
+        actor = self.world.add(f"daemon {rank}", rank, functools.partial(self._daemon, rank), mortal=True)
+        actor.died = functools.partial(self._start, rank)
+
+    def _daemon(self, rank: int, actor: Actor) -> None:
+        daemon = self.daemons[rank] = Daemon(self.world, self.journals[rank], rank)
+        daemon.start()
+        if not daemon.save(NEW):
+            return
+        self.acknowledged = True
+        if rank == 0:
+            self.forgotten.add(OLD)
+            for _ in range(3):
+                if not daemon.retire(OLD):
+                    return
+                self.world.sleep(1.0)
+
+    def _newcomer(self, actor: Actor) -> None:
+        """Claim the next attempt, and decide the past: the daemon of rank 0 of the new attempt."""
+        self._idle()
+        daemon = Daemon(self.world, Journal(), 0, attempt=ATTEMPT + 1)
+        if not daemon.repository.claim(JOB, ATTEMPT + 1):
+            return
+        self.winners += 1
+        if self.back:
+            for old in self.daemons.values():
+                old.job.attempt = ATTEMPT + 1
+            while not all(self._has_delivered(rank) for rank in range(2)):
+                self.world.sleep(0.1)
+        known, complete = self.acknowledged, self._is_delivered()
+        daemon.scan(anew=True)
+        done(daemon.joint.settle_past(daemon.job, ATTEMPT if self.back else 0))
+        newest = daemon.job.newest_checkpoint()
+        found = -1 if newest is None or newest.step is None else newest.step
+        if (known or complete) and found != NEW:
+            raise Broken(f"step {found} comes back, and step {NEW} was {'durable' if known else 'delivered by all nodes'}")
+        if found == NEW and self.chance.random() < 0.7:
+            self.forgotten.add(NEW)
+            for _ in range(3):
+                if not daemon.retire(NEW):
+                    return
+                self.world.sleep(1.0)
+
+    def _idle(self) -> None:
+        """Let the other processes make some requests first."""
+        for _ in range(self.chance.randint(0, 40)):
+            self.world.sleep(0.0)
+
+    def _has_delivered(self, rank: int) -> bool:
+        """Return True if a node has delivered its part in some try, or if its daemon has done what it can."""
+        prefix, receipt = f"{JOB}/step-{NEW:08d}", names.receipt_file(rank)
+        ended = any(actor.name == f"daemon {rank}" and actor.done and not actor.dead for actor in self.world.actors)
+        return ended or any(name.startswith(prefix) and name.endswith(receipt) for name in self.world.objects)
+
+    def _is_delivered(self) -> bool:
+        """Return True if all nodes have delivered a try that is not abandoned."""
+        for number in range(1, 9):
+            prefix = f"{JOB}/{names.try_directory(names.tag_directory(NEW, None, ATTEMPT), number)}"
+            outcome = self.world.objects.get(f"{prefix}/{names.MANIFEST}", (b"", 0))[0]
+            if not outcome:
+                return all(f"{prefix}/{names.receipt_file(rank)}" in self.world.objects for rank in range(2))
+        return False
+
+    def _reader(self, actor: Actor) -> None:
+        """Open a checkpoint, and read its parts some time later."""
+        self._idle()
+        repository = Repository(Files(self.world))
+        tag = names.tag_directory(self.chance.choice((OLD, NEW)), None, ATTEMPT)
+        for _ in range(5):
+            self.world.sleep(self.chance.uniform(0, 0.5))
+            try:
+                lease = repository.lease(JOB, tag)
+            except (NotFound, Busy):
+                continue
+            try:
+                manifest = repository.read_manifest(JOB, tag)
+            except NotFound:  # it is an abandonment
+                lease.close()
+                continue
+            try:
+                for part in manifest.parts:
+                    self.world.sleep(self.chance.choice((0.0, 1.0, 40.0)))
+                    repository.open_part(JOB, tag, part.file, part.index_sha256).close()
+            except CkptdError as error:
+                raise Broken(f"a checkpoint that is being read is gone: {error}") from None
+            lease.close()
+            return
+
+    # -- promises
+
+    def _changed(self, name: str, data: bytes | None) -> None:
+        """Check a change of an object that is about to be made."""
+        directory, _, file = name.rpartition("/")
+        if file == names.MANIFEST and data is not None:
+            if name in self._ended and self._parts(name, data):
+                self.world.broken.append(f"{name} was deleted, and is published again")
+            if self._is_deleted(name, data):
+                self._ended.add(name)
+            elif self._outcomes.get(name, data) != data:
+                self.world.broken.append(f"{name} has two outcomes")
+            self._outcomes[name] = data
+            if self._parts(name, data):
+                self._committed.add(names.parse_tag_directory(directory.rpartition("/")[2])[1])  # type: ignore[index]
+            for part in self._parts(name, data):
+                if part not in self.world.objects:
+                    self.world.broken.append(f"{name} is published, and {part} is not there")
+        elif file == names.MANIFEST:
+            self._ended.add(name)
+            self._outcomes.pop(name, None)
+        elif data is None and names.parse_part_file(file):
+            outcome = f"{directory}/{names.MANIFEST}"
+            if outcome in self.world.objects and name in self._parts(outcome, self.world.objects[outcome][0]):
+                self.world.broken.append(f"{name} is deleted, and belongs to a committed checkpoint")
+
+    def _is_deleted(self, name: str, data: bytes) -> bool:
+        """Return True if an abandonment takes the place of a manifest, whose deleter has its mark there."""
+        mark = f"{names.CONTROL}/{names.RETIRING}/{name}/"
+        return b'"code": "deleted"' in data and any(other.startswith(mark) for other in self.world.objects)
+
+    @staticmethod
+    def _parts(name: str, outcome: bytes) -> list[str]:
+        try:
+            return [f"{name.rpartition('/')[0]}/{part.file}" for part in Manifest.decode(outcome).parts]
+        except CkptdError:
+            return []  # an abandonment
+
+    def _end(self) -> None:
+        """Check what is left once all processes have ended, and that it can be deleted."""
+        world, daemon = self.world, Daemon(self.world, Journal(), 0, attempt=ATTEMPT + 1)
+        world.stale = False
+        if self.winners > 1:
+            world.broken.append("two runs have the same attempt")
+        if self.acknowledged and NEW not in self._committed:
+            world.broken.append(f"step {NEW} is called durable, and was never committed")
+        daemon.scan()
+        there = {one.step for one in daemon.job.checkpoints.values()}
+        if lost := self._committed - there - self.forgotten:
+            world.broken.append(f"steps {lost} are gone")
+        for _ in range(2):  # first the marks of dead deleters are found dead, and then the leases of dead readers
+            for step in sorted(there, key=lambda step: step or 0):
+                daemon.retire(step or 0)
+            world._pass_time(world.now + object_leases.SECONDS + 1)
+        for step in sorted(there, key=lambda step: step or 0):
+            if why := daemon.retire(step or 0):
+                world.broken.append(f"step {step} can never be deleted: {why}")
+        for name in world.objects:
+            if names.part_of(name.rpartition("/")[2]) and not self._is_undecided(name):
+                world.broken.append(f"{name} is left behind")
+
+    def _is_undecided(self, name: str) -> bool:
+        return f"{name.rpartition('/')[0]}/{names.MANIFEST}" not in self._outcomes
+
+
+@contextmanager
+def _in(world: World) -> Iterator[None]:
+    """Context manager. Let the code of the product use the clock of a world, and have living processes renew their leases."""
+
+    async def sleep(seconds: float) -> None:
+        world.sleep(seconds)
+
+    put, close = Held.put, Held.close
+
+    def put_and_renew(self: Held) -> None:
+        put(self)
+        if (actor := world._actor) is not None:
+            world.held[self] = actor
+
+    def end_and_close(self: Held) -> None:
+        world.held.pop(self, None)
+        close(self)
+
+    def host() -> str:
+        return "test" if world._actor is None else world._actor.host
+
+    loop = SimpleNamespace(time=lambda: world.now)
+    with (
+        mock.patch.object(names, "host", host),
+        mock.patch.object(names, "new_nonce", functools.partial(world.chance.randbytes, 16)),
+        mock.patch.object(joint_module, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop)),
+        mock.patch.object(joint_module, "LATE_SECONDS", 0.3),
+        mock.patch.object(object_leases, "time", SimpleNamespace(monotonic=lambda: world.now, sleep=world.sleep)),
+        mock.patch.object(locks, "SECONDS", 0.3),
+        mock.patch.object(Held, "put", put_and_renew),
+        mock.patch.object(Held, "keep"),
+        mock.patch.object(Held, "close", end_and_close),
+    ):
+        yield
+
+
+def live(seed: int) -> tuple[int, str]:
+    """Live one life. Return the number of its states, and the first promise that was broken, or ""."""
+    life = Life(seed)
+    life.live()
+    return len(life.world.states), life.world.broken[0] if life.world.broken else ""
+
+
+@contextmanager
+def without(rule: str) -> Iterator[None]:
+    """Context manager. Switch off one of the `RULES` in the code of the product."""
+    with ExitStack() as changed:
+        for place, name, new in RULES[rule]:
+            changed.enter_context(mock.patch.object(place, name, new))
+        yield
+
+
+def _put_always(self: World, name: str, data: bytes, *, create: bool) -> None:
+    self._request(lambda: self._change(name, data))
+
+
+def _none_of(kind: str) -> Callable[..., list[ObjectMeta]]:
+    find = Leases._alive
+
+    def alive(self: Leases, asked: str, name: str, but: str = "") -> list[ObjectMeta]:
+        return [] if asked == kind else find(self, asked, name, but)
+
+    return alive
+
+
+async def _drop_whatever(self: Committer, job: str, tag: str, attempt: int, step: int, reason: str) -> None:
+    self._repository.delete_unfinished(job, tag, list(self._journal.state.staged.get(f"{job}/{tag}", {})))
+
+
+def _no_mark_is_dead(self: Leases, found: ObjectMeta) -> bool:
+    return True
+
+
+def _leave_nothing(self: Repository, job: str, tag: str, attempt: int, step: int) -> None:
+    self.delete_files(job, tag, [names.MANIFEST])
+
+
+RULES: dict[str, list[tuple[Any, str, Any]]] = {
+    "an outcome and a claim are created for one caller only": [(World, "put", _put_always)],
+    "a deleter looks for leases": [(Leases, "_alive", _none_of(names.LEASES))],
+    "a reader looks for the mark of a deleter": [(Leases, "_alive", _none_of(names.RETIRING))],
+    "a lease or a mark that is not renewed is dead": [(Leases, "_is_young", _no_mark_is_dead)],
+    "receipts are deleted before the manifest": [(Repository, "delete_receipts", lambda self, job, tag: True)],
+    "a directory is listed anew before something is missed": [(Files, "list_anew", lambda self, prefix, file: None)],
+    "parts that a receipt may name stay until their try is abandoned": [(Committer, "drop", _drop_whatever)],
+    "a deleted checkpoint leaves an abandonment, where an older daemon could publish it": [(Repository, "bury", _leave_nothing)],
+}
+"""The rules of the product that the model needs, by name, each with what takes it out."""
