@@ -1,8 +1,8 @@
 """A storage that several processes share, and its clock. The processes are threads of which one runs, and chance decides which is next.
 
 `SharedStorage` does what a store with conditional puts does. Its listings may be `stale`, as those of a network file system. `Files` is the
-storage as one process sees it, and `Calls` makes its calls. `in_storage` lets the code of the product use the clock. The processes are those
-of `store_model.py`.
+storage as one process sees it, and `Calls` makes its calls. `in_storage` lets the code of the product use the clock. `store_model.py` has
+the processes.
 """
 
 from __future__ import annotations
