@@ -25,13 +25,13 @@ log = logging.getLogger("ckptd.agent")
 
 _FIRST_LOOK, _LAST_LOOK = 0.005, 0.2
 """Seconds between looks at the board while a step of this node is open."""
-_MOST_USUAL = 0.02
+_MOST_USUAL = 0.05
 """The most seconds before the first look at a step. The save of the step waits for this look."""
 _IDLE_LOOK = 1.0
 """Seconds between looks of rank 0 while no step of its own node is open, if its last look has shown that a node waits for another one."""
 _QUIET_LOOK = 3.0
 """Seconds between these looks if no node waits for another one. The next step of its own node makes rank 0 look at once."""
-_SOONER = 0.98
+_SOONER = 0.99
 """The factor by which the first look comes sooner at the next step, if the answer was there at the first look."""
 
 
