@@ -11,7 +11,7 @@ from ckptd.shared import names
 from ckptd.shared.errors import CkptdError, IntegrityError, NotFound, StorageError
 from ckptd.shared.location import Location, located
 from ckptd.shared.manifest import Manifest
-from ckptd.shared.receipt import Abandonment, Receipt
+from ckptd.shared.receipt import DELETED, Abandonment, Receipt
 from ckptd.shared.storage.locate import existing_root, tags_of
 from ckptd.shared.storage.repository import Repository
 from ckptd.shared.units import ranges_text
@@ -56,10 +56,11 @@ class _Try:
 
     @classmethod
     def read(cls, repository: Repository, job: str, tag: str) -> _Try | None:
-        """Return the save in a directory, or None if the directory is empty. Raises OSError."""
+        """Return the save in a directory, or None if the directory is empty, or that of a deleted checkpoint. Raises OSError."""
         try:
             outcome = repository.outcome(job, tag)
-            return None if outcome is None and not repository.files(job, tag) else cls(tag, outcome)
+            deleted = isinstance(outcome, Abandonment) and outcome.code == DELETED
+            return None if deleted or (outcome is None and not repository.files(job, tag)) else cls(tag, outcome)
         except IntegrityError as error:
             return cls(tag, error)
         except OSError as error:

@@ -53,6 +53,7 @@ class Board:
         self._quiet = False  # as rank 0 has found at its last look
         self._usual = _FIRST_LOOK  # seconds from the write of a step to the first look
         self._pause = _FIRST_LOOK  # seconds before the next look
+        self._waited = 0.0  # seconds from the last write to the next look
         self._looks = 0  # since the last write
         self._next: float | None = None  # the time of the next look
         self._ended = False
@@ -113,7 +114,7 @@ class Board:
         else:
             self._store.set(self._holds[self._rank], msgspec.msgpack.encode(holding))  # type: ignore[arg-type]
         before = self._next
-        self._written, self._looks, self._pause = holding, 0, self._usual
+        self._written, self._looks, self._pause, self._waited = holding, 0, self._usual, self._usual
         self._plan(news=True)
         if before is not None:  # steps that come fast must not put off the look at those before
             self._next = before if self._next is None else min(before, self._next)
@@ -133,10 +134,11 @@ class Board:
         self._looks += 1
         if found is None or found == self._heard:
             self._pause = _FIRST_LOOK if self._looks == 1 else min(2 * self._pause, _LAST_LOOK)
+            self._waited += self._pause
         else:
             if self._rank == 0:
                 self._store.set(self._answer, msgspec.msgpack.encode(found))  # type: ignore[arg-type]
-            self._usual = self._usual * _SOONER if self._looks == 1 else self._usual + _FIRST_LOOK
+            self._usual = self._usual * _SOONER if self._looks == 1 else self._waited
             self._usual = min(max(self._usual, _FIRST_LOOK), _MOST_USUAL)
             self._heard = found
             self._tell(found)

@@ -91,6 +91,12 @@ def test_an_abandoned_try_says_why_and_the_next_one_follows(root: Path) -> None:
     ]
 
 
+def test_a_deleted_checkpoint_is_not_shown(root: Path) -> None:
+    """A newer attempt has deleted it, and has left an abandonment for the daemons of the older one."""
+    open_root(root).bury("gpt", deliver(root, 5, 0, 1), 1, 5)
+    assert rows(root) == [NEWEST]
+
+
 def test_damage_is_shown(root: Path) -> None:
     tag = deliver(root, 5, 0, 1)
     (root / "gpt" / tag / names.MANIFEST).write_bytes(b"{}")

@@ -146,7 +146,7 @@ def test_the_first_look_comes_when_the_answer_was_there_before() -> None:
         assert board._heard.common == common
         assert board._next is None
     pauses.append(board._usual)
-    assert pauses == pytest.approx([0.005, 0.01, 0.0099, 0.009801, 0.014801])
+    assert pauses == pytest.approx([0.005, 0.02, 0.0198, 0.019602, 0.024602])
 
 
 def test_news_that_come_fast_do_not_put_off_the_look_at_the_steps_before(store: TCPStore) -> None:
