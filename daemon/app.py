@@ -142,6 +142,8 @@ class Serving:
         if may_save():
             await parts.orphans.drain()  # clients are served meanwhile: a request to begin is told that the daemon stops
         accepting.cancel()
+        if parts.uploader is not None:
+            parts.uploader.stop()
         await self._server.close()
         watching.cancel()
         await asyncio.gather(accepting, watching, return_exceptions=True)

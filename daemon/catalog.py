@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.daemon.ranks import Ranks
@@ -227,8 +227,9 @@ class Job:
         """Return the checkpoints on storage. With a stage, these are those of the stage and those in the root."""
         return [*self.live_checkpoints(), *(c for c in self.in_root.values() if c.tag not in self.checkpoints)]
 
-    def newest_durable(self) -> StoredCheckpoint | None:
-        return max(self.durable_checkpoints(), key=lambda c: c.order, default=None)
+    def newest_durable(self, but: Collection[str] = ()) -> StoredCheckpoint | None:
+        """Return the newest of the durable checkpoints whose tags are not in `but`."""
+        return max((c for c in self.durable_checkpoints() if c.tag not in but), key=lambda c: c.order, default=None)
 
     def room_for(self, free: int | None) -> int | None:
         """Return how many more checkpoints fit into `free` bytes if each needs as much as the newest, or None if either is unknown."""

@@ -49,14 +49,15 @@ from ckptd.shared.storage.repository import Repository
 class Parts:
     """The parts of one daemon. `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks after dead trainers.
 
-    `identity` is that of the root. `repository` is the root, or the stage if there is one: then `uploader` uploads to the root.
+    `identity` is that of the root. `repository` is the root, or the stage if there is one: then `uploader` uploads to the root, and
+    the second of `pipelines` writes to it.
     """
 
     config: Config
     repository: Repository
     identity: str
     calls: StorageCalls
-    pipeline: Pipeline
+    pipelines: list[Pipeline]
     slots: Slots
     catalog: Catalog
     journal: Journal
@@ -85,14 +86,18 @@ async def opened(
         root = open_root(config.root, fs)
         repository = root if config.stage is None else open_root(config.stage, fs)
         held.callback(repository.storage.serve(names.host()).close)
-        calls = StorageCalls(config.storage_timeout)
+        calls = root_calls = StorageCalls(config.storage_timeout)
         held.callback(calls.close)
-        behind = _root_behind(config, root, repository, calls)
+        if config.stage is not None:
+            root_calls = StorageCalls(config.storage_timeout)
+            held.callback(root_calls.close)
+        behind = _root_behind(config, root, repository, root_calls)
         if behind is not None:
             held.callback(behind.close)
         failpoint("start.locked")
         pipeline = Pipeline(config.threads, config.memory_budget, config.chunk_size, config.worker_cpus)
         held.callback(pipeline.close)
+        pipelines = [pipeline]
         journal_thread = ThreadPoolExecutor(1, thread_name_prefix="ckptd-journal")
         held.callback(journal_thread.shutdown, wait=False)
         overflow = state_directory(config.state_dir, config.root) / "segments" if config.overflow else None
@@ -126,7 +131,7 @@ async def opened(
                 await uploader.reach(job)
 
             async def finish_save(place: str) -> None:
-                await recovery.finish_save(last, saver, catalog, calls, place)
+                await recovery.finish_save(last, saver, catalog, root_calls, place)
 
             def settled(job: Job) -> None:
                 steps.release_replaced(job)
@@ -135,25 +140,27 @@ async def opened(
                     uploader.wake()
                 changed()
 
-            claims = Claims(Attempts(root, calls, None if behind is None else repository), on_loss=lose_claim)
+            claims = Claims(Attempts(root, root_calls, None if behind is None else repository), on_loss=lose_claim)
             steps = Steps(catalog, slots, save, config.rank_timeout)
-            front = last = Destination(config, repository, journal, catalog, calls, steps.counters, steps.tell)
+            front = last = Destination(config, repository, journal, catalog, calls, pipeline, steps.counters, steps.tell)
             if of_root is not None:
-                last = Destination(config, root, of_root, Catalog(), calls, steps.counters, steps.tell, reach_root)
+                pipelines.append(Pipeline(config.threads, config.memory_budget, config.chunk_size, config.worker_cpus))
+                held.callback(pipelines[-1].close)
+                last = Destination(config, root, of_root, Catalog(), root_calls, pipelines[-1], steps.counters, steps.tell, reach_root)
             saver = Saver(
-                config, catalog, slots, front, last, pipeline, calls,
+                config, catalog, slots, front, last,
                 counters=steps.counters, claimed=claims.claimed, tell=steps.tell, settled=settled,
             )  # fmt: skip
             uploader = None
             if behind is not None:
-                uploader = Uploader(behind, front, last, calls, finish_save=finish_save, changed=changed)
+                uploader = Uploader(behind, front, last, finish_save=finish_save, changed=changed)
                 saver.front_parts.evict = uploader.make_room
             seals = SealIntake(catalog, steps, journal, read_seal)
             admission = Admission(slots, config.chunk_size, pipeline.run)
             plan_timeout = config.stall_budget + PLAN_GRACE_SECONDS
             beats = HeartbeatStore(root.storage)
             heartbeats = Heartbeats(beats, claims.is_claimed)
-            guard = RunGuard(beats, calls, heartbeats)
+            guard = RunGuard(beats, root_calls, heartbeats)
             engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, guard, plan_timeout)
             orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
             if of_root is not None:
@@ -164,7 +171,7 @@ async def opened(
                 uploader.start()
             heartbeats.resume(catalog.jobs.values())
             try:
-                yield Parts(config, repository, identity, calls, pipeline, slots, catalog, journal, engine, saver, orphans, uploader)
+                yield Parts(config, repository, identity, calls, pipelines, slots, catalog, journal, engine, saver, orphans, uploader)
             finally:
                 await heartbeats.close()
                 if uploader is not None and of_root is not None:

@@ -178,9 +178,8 @@ class Deleter:
 
         local: True if this is only the local copy of a checkpoint in the root, which does not count as a deleted checkpoint.
 
-        The order matters: journal the intent, delete the receipts of the nodes, if there are any, then the manifest, then the parts, then
-        the directory, and journal the end. If a daemon of an older attempt could still be about to publish the manifest, an abandonment
-        takes its place. Raises OSError, StorageError.
+        The order matters: journal the intent, delete the receipts of the nodes and the manifest (`Repository.uncommit`), then the parts,
+        then the directory, and journal the end. Raises OSError, StorageError.
         """
         if job.guard:
             return job.guard
@@ -200,12 +199,7 @@ class Deleter:
                 failpoint("retire.intended")
                 if await run(lambda: repository.read_newest(job.name)) == old.tag:
                     await self._leave_newest(job)
-                of_nodes = await run(lambda: repository.delete_receipts(job.name, old.tag))
-                buried = of_nodes and old.attempt < job.attempt
-                if buried:
-                    await run(lambda: repository.bury(job.name, old.tag, old.attempt, old.step or 0))
-                else:
-                    await run(lambda: repository.delete_files(job.name, old.tag, [names.MANIFEST]))
+                of_nodes, buried = await run(lambda: repository.uncommit(job.name, old.tag))
         except Busy as error:
             return str(error)
         failpoint("retire.uncommitted")

@@ -15,6 +15,7 @@ from ckptd.daemon.committer import Committer
 from ckptd.daemon.config import Config
 from ckptd.daemon.deleter import Deleter
 from ckptd.daemon.journal import Journal
+from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.room import Room
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
@@ -26,10 +27,10 @@ async def _is_open(job: Job) -> None:
 
 
 class Destination:
-    """A repository with its journal and what is known to be in it.
+    """A repository with its journal, what is known to be in it, and the threads that write to it.
 
-    `catalog` has the jobs with the checkpoints in this repository. `locks` has a lock for each job, which is held during each save and
-    each deletion.
+    The threads are its own, so that a storage that hangs holds up no save to another one. `catalog` has the jobs with the checkpoints in
+    this repository. `locks` has a lock for each job, which is held during each save and each deletion.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Destination:
         journal: Journal,
         catalog: Catalog,
         calls: StorageCalls,
+        pipeline: Pipeline,
         counters: Counter[str],
         tell: Callable[[Snapshot], None],
         ready: Callable[[Job], Awaitable[None]] = _is_open,
     ) -> None:
         """tell: sends the ranks the outcome of a save. ready: returns once a job may be saved here. Raises StorageError, OSError."""
         self.repository, self.journal, self.catalog, self.ready = repository, journal, catalog, ready
+        self.calls, self.pipeline = calls, pipeline
         self.locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self.committer = Committer(config.codec, journal, repository, catalog, calls, tell)
         self.deleter = Deleter(config.retention, journal, repository, calls, self.locks, counters)

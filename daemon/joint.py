@@ -18,7 +18,6 @@ from ckptd.daemon.catalog import Job
 from ckptd.daemon.committer import Document
 from ckptd.daemon.destination import Destination
 from ckptd.daemon.snapshot import Snapshot
-from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
 from ckptd.shared import receipt as rc
@@ -60,17 +59,9 @@ class Joint:
     if the storage is far away, so that it is asked less often. stopping: returns True once the daemon is to end.
     """
 
-    def __init__(
-        self,
-        destination: Destination,
-        calls: StorageCalls,
-        timeout: float,
-        *,
-        remote: bool,
-        stopping: Callable[[], bool],
-    ) -> None:
+    def __init__(self, destination: Destination, timeout: float, *, remote: bool, stopping: Callable[[], bool]) -> None:
         self._catalog, self._committer, self._repository = destination.catalog, destination.committer, destination.repository
-        self._calls, self._timeout = calls, timeout
+        self._ready, self._calls, self._timeout = destination.ready, destination.calls, timeout
         self._last_look = _LAST_REMOTE_LOOK if remote else _LAST_LOOK
         self._stopping = stopping
 
@@ -168,6 +159,7 @@ class Joint:
         until = loop.time() + self._timeout
         while not self._stopping() and loop.time() < until and snapshot.attempt == job.attempt:
             try:
+                await self._ready(job)  # another root may be there, or none
                 found = await self._calls.run(lambda: self._repository.outcome(snapshot.job, snapshot.directory))
                 if found is not None:
                     return isinstance(found, rc.Abandonment)
@@ -312,10 +304,9 @@ class Joint:
     async def settle_past(self, job: Job, delivered: int) -> None:
         """Decide the tries of earlier attempts that are undecided, and delete what abandoned ones have left.
 
-        Call this on the daemon of rank 0 of the newest attempt only, once its nodes have delivered what they hold, and after a scan of the
-        job in the root. delivered: an attempt all of whose nodes are among these nodes. Receipts of other attempts may still come from
-        other nodes, and are waited for, also those of a step that is newer than all checkpoints and of which there are only parts. Raises
-        StorageError.
+        Call this on the daemon of rank 0 of the newest attempt only, once its nodes have delivered what they hold, and the job in the root
+        is scanned. delivered: an attempt all of whose nodes are among these. Receipts of others may still come, and are waited for, also
+        those of a step that is newer than all checkpoints and of which there are only parts. Raises StorageError.
         """
         there = self._catalog.job(job.name)
         until, newest = asyncio.get_running_loop().time() + LATE_SECONDS, there.newest_checkpoint()
@@ -324,16 +315,22 @@ class Joint:
             parsed = names.parse_tag_directory(tag)
             if parsed is None or parsed[2] >= job.attempt:
                 continue
-            try:
-                awaited = (parsed[2], parsed[1] or -1) > saved and await self._has_parts(job, tag)
-                await self._settle_one(job, tag, parsed[2], 0.0 if parsed[2] == delivered else until, awaited=awaited)
-            except OSError as error:
-                problem = StorageError.of(f"decide {job.name}/{tag}", error)
-                if problem.is_no_damage:
-                    raise problem from None
-                log.warning("%s; it stays as it is", problem)
-            except IntegrityError as error:
-                log.warning("%s/%s cannot be decided, and stays as it is: %s", job.name, tag, error)
+            for left in (2, 1, 0):
+                try:
+                    awaited = (parsed[2], parsed[1] or -1) > saved and await self._has_parts(job, tag)
+                    await self._settle_one(job, tag, parsed[2], 0.0 if parsed[2] == delivered else until, awaited=awaited)
+                    break
+                except OSError as error:
+                    problem = StorageError.of(f"decide {job.name}/{tag}", error)
+                    if left:  # a single failure must not cost a step that all nodes have delivered
+                        await asyncio.sleep(self._last_look)
+                    elif problem.is_no_damage:
+                        raise problem from None
+                    else:
+                        log.warning("%s; it stays as it is", problem)
+                except IntegrityError as error:
+                    log.warning("%s/%s cannot be decided, and stays as it is: %s", job.name, tag, error)
+                    break
 
     async def _has_parts(self, job: Job, tag: str) -> bool:
         return any(names.part_of(file) for file in await self._calls.run(partial(self._repository.files, job.name, tag)))

@@ -19,7 +19,7 @@ from ckptd.daemon.committer import Document
 from ckptd.daemon.config import Config
 from ckptd.daemon.destination import Destination
 from ckptd.daemon.governor import Governor
-from ckptd.daemon.pipeline import Pipeline, SealedSlot
+from ckptd.daemon.pipeline import SealedSlot
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.snapshot import RankSeal, Snapshot
 from ckptd.daemon.tasks import all_of
@@ -50,7 +50,6 @@ class PartSaver:
         catalog: Catalog,
         slots: Slots,
         destination: Destination,
-        pipeline: Pipeline,
         *,
         counters: Counter[str],
         governor: Callable[[str], Governor],
@@ -61,7 +60,7 @@ class PartSaver:
         make_room: deletes one older checkpoint of the job for a part of that many bytes. Returns False if there is none.
         """
         self._config, self._catalog, self._slots = config, catalog, slots
-        self._journal, self._repository, self._pipeline = destination.journal, destination.repository, pipeline
+        self._journal, self._repository, self._pipeline = destination.journal, destination.repository, destination.pipeline
         self._encoder = codec.encoder(config.codec)
         self._counters, self._governor, self._make_room = counters, governor, make_room
         self.evict = _nothing_to_evict  # deletes a local copy on a full stage

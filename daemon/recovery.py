@@ -44,7 +44,8 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, ane
     before = set(job.checkpoints)
     if anew:
         with suppress(OSError):  # the storage may be full, or not writable: then the listing may be old
-            await calls.read(f"list {repository.where(job.name)}", partial(repository.list_anew, job.name))
+            async with calls.deadline(f"list {repository.where(job.name)}"):
+                await calls.run(partial(repository.list_anew, job.name))
     try:
         tags = await calls.read(f"list {repository.where(job.name)}", lambda: repository.tags(job.name))
     except OSError as error:
@@ -126,7 +127,10 @@ async def recover(
             await claims.adopt(job)
     await _finish_retiring(repository, journal, catalog)
     for place in list(journal.state.staged):
-        await finish_save(saver.front, saver, catalog, calls, place)
+        try:
+            await finish_save(saver.front, saver, catalog, calls, place)
+        except (OSError, StorageError) as error:
+            log.warning("%s could not be finished or undone, and is left for the next start: %s", place, error)
     failpoint("start.swept")
     await orphans.settle_adopted(adopted)
     for job in catalog.jobs.values():
@@ -148,17 +152,11 @@ async def _finish_retiring(repository: Repository, journal: Journal, catalog: Ca
 
 def _uncommit(repository: Repository, job: Job, tag: str) -> bool:
     """Remove the manifest of a checkpoint that was being deleted. Return False if it stays, because it is pinned or being read."""
-    parsed = names.parse_tag_directory(tag)
     try:
         with repository.exclude(job.name, tag):
-            if repository.is_committed(job.name, tag):
-                if tag in repository.pins(job.name):  # since the daemon died
-                    return False
-                repository.delete_receipts(job.name, tag)
-                if parsed is not None and parsed[2] < job.attempt:
-                    repository.bury(job.name, tag, parsed[2], parsed[1] or 0)
-                else:
-                    repository.delete_files(job.name, tag, [names.MANIFEST])
+            if repository.is_committed(job.name, tag) and tag in repository.pins(job.name):  # since the daemon died
+                return False
+            repository.uncommit(job.name, tag)
     except Busy:  # a reader who finds that the manifest is gone gives up
         return not repository.is_committed(job.name, tag)
     return True
@@ -167,24 +165,20 @@ def _uncommit(repository: Repository, job: Job, tag: str) -> bool:
 async def finish_save(destination: Destination, saver: Saver, catalog: Catalog, calls: StorageCalls, place: str) -> None:
     """Finish a save that was under way: commit it if it lacks only the manifest, and delete its files otherwise.
 
-    destination: where the checkpoint was to be committed. place: its job and tag, as `job/tag`. Raises JournalBroken.
+    destination: where the checkpoint was to be committed. place: its job and tag, as `job/tag`. Raises JournalBroken, StorageError,
+    OSError.
     """
     name, tag = place.split("/")
     there, journal = destination.catalog.job(name), destination.journal
-    files = journal.state.staged[place]
+    files = journal.state.staged.get(place, {})
     parts = sorted((part for part in files.values() if part is not None), key=lambda part: part.rank)
     attempt, step = (parts[0].attempt, parts[0].step) if parts else (0, 0)
-    try:
-        if (known := there.checkpoints.get(tag)) is not None:
-            needless = [file for file in files if file not in known.files]
-            await calls.run(partial(destination.repository.delete_unfinished, name, tag, needless))
-            await journal.append(r.Committed(job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
-        elif not parts or tag in there.damaged or not await _roll_forward(destination, saver, catalog.job(name), calls, parts):
-            await destination.committer.drop(name, tag, attempt, step, "the daemon ended before it was committed")
-    except JournalBroken:
-        raise
-    except (OSError, StorageError) as error:
-        log.warning("%s could not be finished or undone, and is left for the next start: %s", place, error)
+    if (known := there.checkpoints.get(tag)) is not None:
+        needless = [file for file in files if file not in known.files]
+        await calls.run(partial(destination.repository.delete_unfinished, name, tag, needless))
+        await journal.append(r.Committed(job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
+    elif not parts or tag in there.damaged or not await _roll_forward(destination, saver, catalog.job(name), calls, parts):
+        await destination.committer.drop(name, tag, attempt, step, "the daemon ended before it was committed")
 
 
 async def _roll_forward(destination: Destination, saver: Saver, job: Job, calls: StorageCalls, durable: list[r.PartDurable]) -> bool:

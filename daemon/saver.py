@@ -24,12 +24,10 @@ from ckptd.daemon.governor import Governor
 from ckptd.daemon.joint import Abandoned, Joint, Undecided
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.part_saver import PartSaver
-from ckptd.daemon.pipeline import Pipeline
 from ckptd.daemon.save_progress import SaveProgress
 from ckptd.daemon.slot_check import SlotCheck
 from ckptd.daemon.slots import Slots
 from ckptd.daemon.snapshot import Snapshot
-from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.tasks import watched
 from ckptd.shared.errors import CkptdError, IntegrityError, InternalError, StorageError
 from ckptd.shared.lifecycle import Event, SnapshotState
@@ -58,8 +56,6 @@ class Saver:
         slots: Slots,
         front: Destination,
         root: Destination,
-        pipeline: Pipeline,
-        calls: StorageCalls,
         *,
         counters: Counter[str],
         claimed: Callable[[Job, int], Awaitable[None]],
@@ -73,19 +69,19 @@ class Saver:
         self._config, self._catalog, self._slots = config, catalog, slots
         self._claimed, self._tell, self._settled = claimed, tell, settled
         self.front, self.root = front, root
-        self.joint = Joint(root, calls, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping)
-        self.check = SlotCheck(catalog, slots, pipeline, link_unchanged=config.link_unchanged).check
+        self.joint = Joint(root, config.node_timeout, remote=isinstance(config.root, Url), stopping=lambda: self.stopping)
+        self.check = SlotCheck(catalog, slots, front.pipeline, link_unchanged=config.link_unchanged).check
         self.stopping = False  # once this is True, saves no longer wait for other nodes to seal a step
         self._tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self._refusals: dict[Snapshot, asyncio.Task[None]] = {}
         self.counters = counters
         self.persist_seconds = 0.0
         self._governors: dict[str, Governor] = {}
-        self._writers = pipeline.writers
+        self._writers = front.pipeline.writers
 
         def part_saver(destination: Destination, make_room: Callable[[Job, int], Awaitable[bool]]) -> PartSaver:
             return PartSaver(
-                config, catalog, slots, destination, pipeline, counters=counters, governor=self.governor, make_room=make_room
+                config, catalog, slots, destination, counters=counters, governor=self.governor, make_room=make_room
             )  # fmt: skip
 
         self.root_parts = part_saver(root, root.make_room)
@@ -209,7 +205,7 @@ class Saver:
             await self.front.committer.commit(snapshot, documents)
         else:
             await self.joint.deliver(job, snapshot, documents)
-        job.stored = {entry.rank: stored for (entry, _, _), stored in saved}
+        job.stored = self._destination(snapshot).catalog.job(job.name).stored = {entry.rank: stored for (entry, _, _), stored in saved}
         seconds = time.monotonic() - begun
         self.persist_seconds += seconds
         self.counters["persisted"] += 1

@@ -58,11 +58,12 @@ class Service:
             in_root = await self._in_root(job, delivered)
             stored = [] if parts.uploader is not None and job.node is not None else job.live_checkpoints()  # other nodes see no stage
         except StorageError as error:
-            newest = job.newest_in_memory()
+            offered = max((s.key for s in in_memory), default=None)
             if (
                 error.errno != errno.ETIMEDOUT
-                or newest is None
-                or any((c.attempt, c.step or 0) > newest.key for c in job.live_checkpoints())
+                or job.node is not None
+                or offered is None
+                or any((c.attempt, c.step or 0) > offered for c in job.durable_checkpoints())
             ):
                 raise
             log.warning(
@@ -97,7 +98,8 @@ class Service:
         uploader, joint = self._parts.uploader, self._parts.saver.joint
         try:
             if uploader is not None:
-                await uploader.scan(job.name)
+                there = await uploader.scan(job.name, anew=True)
+                there.uncommitted -= job.checkpoints.keys()  # their uploads are under way
             if job.node is None or job.node.leads:
                 await joint.settle_past(job, delivered)
         except StorageError as error:
@@ -220,8 +222,8 @@ class Service:
             "counters": {
                 **{name: parts.saver.counters[name] for name in COUNTERS},
                 "persist_seconds": round(parts.saver.persist_seconds, 3),
-                "persist_raw_bytes": parts.pipeline.bytes_read,
-                "persist_stored_bytes": parts.pipeline.bytes_written,
+                "persist_raw_bytes": sum(pipeline.bytes_read for pipeline in parts.pipelines),
+                "persist_stored_bytes": sum(pipeline.bytes_written for pipeline in parts.pipelines),
                 "journal_torn_tails": parts.journal.torn,
                 "journal_corrupt": parts.journal.corrupt,
             },

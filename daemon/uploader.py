@@ -22,7 +22,6 @@ from ckptd.daemon.destination import Destination
 from ckptd.daemon.journal import JournalBroken
 from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.stage_root import StageRoot
-from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.daemon.tasks import watched
 from ckptd.shared.errors import AlreadyExists, CkptdError, IntegrityError, NotFound, StorageError
@@ -51,7 +50,6 @@ class Uploader:
         behind: StageRoot,
         stage: Destination,
         root: Destination,
-        calls: StorageCalls,
         *,
         finish_save: Callable[[str], Awaitable[None]],
         changed: Callable[[], None],
@@ -62,7 +60,7 @@ class Uploader:
         """
         self._root, self._stage, self._catalog, self._local = behind, stage.repository, stage.catalog, stage.deleter
         self._journal, self._locks, self._deleter, self._committer = root.journal, root.locks, root.deleter, root.committer
-        self._calls, self._finish_save, self._changed = calls, finish_save, changed
+        self._calls, self._finish_save, self._changed = root.calls, finish_save, changed
         self.jobs = root.catalog
         self.counters = self._local.counters
         self._begun: set[str] = set()  # job/tag of each upload that has begun, and may have left files
@@ -88,9 +86,13 @@ class Uploader:
         self._wake.set()
         self._tell()
 
-    async def close(self) -> None:
-        """End the upload that is under way, which the next daemon continues."""
+    def stop(self) -> None:
+        """Begin no upload any more, and end the one that is under way, which the next daemon continues."""
         self._stopping = True
+
+    async def close(self) -> None:
+        """Stop, and wait for the end."""
+        self.stop()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -199,24 +201,32 @@ class Uploader:
         self._join(job, self.jobs.job(job.name))
 
     async def upload_newest(self, job: Job) -> None:
-        """Upload the newest checkpoint of a job at once, if it waits, so that all nodes can read it. Raises StorageError."""
-        try:
-            async with self._working:
-                await self._open()
-                newest = job.newest_durable()
-                if newest is not None and newest in self.waiting(job):
-                    await self._upload_or_refuse(job, newest)
-        except OSError as error:
-            raise StorageError.of(f"upload the newest checkpoint of job {job.name!r}", error) from None
+        """Upload the newest checkpoint of a job at once, if it waits, so that all nodes can read it. If it is damaged, upload an older one.
 
-    async def scan(self, name: str) -> Job:
-        """Read which checkpoints of a job are in the root, and return the job as it is there. Raises StorageError, InvalidConfig."""
+        An upload that is under way is waited for. Raises StorageError if the root cannot be used now.
+        """
+        action = f"upload the newest checkpoint of job {job.name!r}"
+        try:
+            async with self._calls.deadline(action):
+                await self.reach(job)
+            while (newest := job.newest_durable(self._refused[job.name])) is not None and newest in self.waiting(job):
+                async with self._working:
+                    if newest in self.waiting(job):
+                        await self._upload_or_refuse(job, newest)
+        except OSError as error:
+            raise StorageError.of(action, error) from None
+
+    async def scan(self, name: str, *, anew: bool = False) -> Job:
+        """Read which checkpoints of a job are in the root, and return the job as it is there. `anew` is as in `scan_job`.
+
+        Raises StorageError, InvalidConfig.
+        """
         there, job = self.jobs.job(name), self._catalog.job(name)
         try:
             await self._calls.read(f"find the root {self._root.place}", self._root.check)
         except OSError as error:
             raise StorageError.of(f"find the root {self._root.place}", error) from None
-        await scan_job(self._root.repository, there, self._calls, anew=True)
+        await scan_job(self._root.repository, there, self._calls, anew=anew)
         self._join(job, there)
         return there
 

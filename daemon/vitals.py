@@ -44,7 +44,7 @@ class Vitals:
 
     async def watch(self) -> None:
         """Measure, and tell systemd that all is well while the loop runs."""
-        saver, pipeline = self._parts.saver, self._parts.pipeline
+        saver, pipelines = self._parts.saver, self._parts.pipelines
         period = notify.watchdog_seconds() or _PERIOD_SECONDS
         chunks, stuck_since = -1, time.monotonic()
         while True:
@@ -53,8 +53,9 @@ class Vitals:
             await asyncio.sleep(period)
             now = time.monotonic()
             self.lag = max(0.0, now - before - period)
-            if not saver.busy or pipeline.chunks_done != chunks:
-                chunks, stuck_since = pipeline.chunks_done, now
+            done = sum(pipeline.chunks_done for pipeline in pipelines)
+            if not saver.busy or done != chunks:
+                chunks, stuck_since = done, now
             if now - stuck_since > _STUCK_SECONDS:  # memory is served in spite of a mount that hangs, so the daemon goes on
                 log.warning("no chunk has been written for %.0f s", now - stuck_since)
             notify.notify("WATCHDOG=1")

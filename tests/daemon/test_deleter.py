@@ -19,7 +19,10 @@ from ckptd.daemon.recovery import scan_job
 from ckptd.shared import names
 from ckptd.shared.errors import StorageError
 from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.membership import Membership
+from ckptd.shared.receipt import Receipt
 from ckptd.shared.retention import LatestN
+from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import write_checkpoint
 from tests.support.saving import World
 
@@ -278,3 +281,57 @@ def test_a_damaged_checkpoint_of_many_files_is_forgotten_by_its_parts(tmp_path: 
     assert intent.files == [part.file]
     assert (world.storage.tags("gpt"), world.job.damaged) == ([], {})
     world.close()
+
+
+# -- checkpoints of several nodes
+
+
+def delivered(world: World, attempt: int = 1) -> str:
+    """Write a committed checkpoint that has a receipt, and claim the next attempt. Return its tag."""
+    tag = write_checkpoint(world.root, step=1, attempt=attempt).tag
+    receipt = Receipt(
+        job="gpt", attempt=attempt, step=1, tag=tag, node=Membership(claim="0" * 32, ranks=[0]), host="node0", world_size=2,
+        global_plan="0" * 64, parts=[], code="storage", reason="no room",
+    )  # fmt: skip
+    world.storage.publish_receipt(receipt)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    assert world.storage.claim("gpt", attempt + 1)
+    return tag
+
+
+def retire(world: World, tag: str) -> str:
+    return asyncio.run(world.saver.root.deleter.retire(world.job, world.job.checkpoints[tag]))
+
+
+def test_a_deletion_that_failed_once_leaves_the_abandonment_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tag, delete_files = delivered(world), Repository.delete_files
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Repository, "delete_files", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        retire(world, tag)
+    monkeypatch.setattr(Repository, "delete_files", delete_files)
+    assert retire(world, tag) == ""
+    assert world.storage.files("gpt", tag) == [names.MANIFEST]
+    assert not world.storage.is_committed("gpt", tag)
+
+
+def test_a_full_disk_keeps_no_checkpoint_from_being_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tag = delivered(world)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Repository, "bury", fail)
+    assert retire(world, tag) == ""
+    assert world.storage.tags("gpt") == []
+
+
+def test_a_checkpoint_of_one_node_leaves_nothing(world: World) -> None:
+    tag = write_checkpoint(world.root, step=1, attempt=1).tag
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    assert world.storage.claim("gpt", 2)
+    assert retire(world, tag) == ""
+    assert world.storage.tags("gpt") == []

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,9 +21,12 @@ from ckptd.daemon.destination import Destination
 from ckptd.daemon.recovery import scan_job
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
+from ckptd.shared.receipt import DELETED, Abandonment
 from ckptd.shared.storage.locate import open_root
 from tests.agent.test_several_nodes import JOB, begin, close, recover, sockets, take
+from tests.crash.hung import make_calls_wait
 from tests.crash.node_trainer import state_of
+from tests.crash.nodes import STORAGE_CALLS
 from tests.shared.samples import write_checkpoint
 from tests.support import trainers
 from tests.support.daemons import until
@@ -89,7 +93,7 @@ def test_a_destination_deletes_only_what_it_has_itself(tmp_path: Path) -> None:
         for step in known:
             write_checkpoint(tmp_path / name, JOB, step=step)
         journal: Any = Journal()
-        one = Destination(config, open_root(tmp_path / name), journal, Catalog(), calls, Counter(), lambda snapshot: None)
+        one = Destination(config, open_root(tmp_path / name), journal, Catalog(), calls, mock.Mock(), Counter(), lambda snapshot: None)
         asyncio.run(scan_job(one.repository, one.catalog.job(JOB), calls))
         one.catalog.job(JOB).policies = tuple(config.retention)  # as if they had been applied before
         made.append(one)
@@ -147,6 +151,82 @@ def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -
     with Ranks(2) as ranks:
         assert ranks.call(recover, sockets(two, 0, 1)) == [(6, names.tag_directory(6, None, 1))] * 2
     assert steps(root_of(two)) == [5, 6]
+
+
+def test_a_damaged_checkpoint_on_a_stage_gives_way_to_the_one_before(two: Nodes) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 1, 1))
+        assert ranks.call(upload, 5) == ["uploaded"] * 2
+        root_of(two).rename(two.path / "away")
+        for step in (6, 7):
+            assert ranks.call(take, step) == [""] * 2
+        ranks.call(close)
+    part = next((stage_of(two[1]) / JOB / names.tag_directory(7, None, 1)).glob("rank-*.ckpt"))
+    data = bytearray(part.read_bytes())
+    data[4096] ^= 1
+    part.write_bytes(data)
+    (two.path / "away").rename(root_of(two))
+    with Ranks(2) as ranks:
+        assert ranks.call(recover, sockets(two, 0, 1)) == [(6, names.tag_directory(6, None, 1))] * 2
+
+
+def test_an_upload_of_another_job_holds_up_no_recovery(two: Nodes) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert ranks.call(take, 5) == [""] * 2
+    two[0].kill()
+    two[0].start(*KEEP, failpoints="upload.copied=hang")
+    other = Agent("other", socket=two[0].home.socket)
+    other.snapshot(trainers.expected(1), step=1).wait("durable", timeout=60)
+    until(lambda: status(two[0])["stage"]["uploading"], "upload")
+    with Ranks(2) as ranks:
+        assert ranks.call(recover, sockets(two, 0, 1), timeout=60.0) == [(5, names.tag_directory(5, None, 1))] * 2
+    other.close()
+
+
+def test_a_root_that_hangs_holds_up_no_save_to_the_stage(two: Nodes) -> None:
+    hung = two.path / "hung"
+    two[0].kill()
+    two[0].start(*KEEP, first=partial(make_calls_wait, hung, root_of(two), STORAGE_CALLS))
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert ranks.call(take, 5) == [""] * 2
+        other = Agent("other", socket=two[0].home.socket)
+        hung.touch()
+        ranks.begin(take, 6)
+        for step in range(1, 4):
+            assert other.snapshot(trainers.expected(step), step=step).wait("durable", timeout=60).state == "durable"
+        hung.unlink()
+        assert ranks.results() == [""] * 2
+        other.close()
+
+
+def test_a_root_that_is_gone_gets_no_files(two: Nodes) -> None:
+    """Another directory has its place, as under a mount point that is empty."""
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert ranks.call(take, 5) == [""] * 2
+        root_of(two).rename(two.path / "away")
+        root_of(two).mkdir()
+        ranks.begin(take, 6)
+        until(lambda: all("is it mounted" in node.home.log_text() for node in two), "failure")
+        assert list(root_of(two).rglob("*")) == []
+        root_of(two).rmdir()
+        (two.path / "away").rename(root_of(two))
+        assert all("is it mounted" in reason for reason in ranks.results())
+        assert ranks.call(take, 7) == [""] * 2
+
+
+def test_a_deleted_checkpoint_of_an_older_attempt_leaves_an_abandonment_behind_a_stage(two: Nodes) -> None:
+    for attempt in (1, 2):
+        with Ranks(2) as ranks:
+            ranks.call(recover, sockets(two, 0, 1))
+            for step in (2 * attempt, 2 * attempt + 1):
+                assert ranks.call(take, step) == [""] * 2
+    until(lambda: steps(root_of(two)) == [4, 5], "retention")
+    outcome = open_root(root_of(two)).outcome(JOB, names.tag_directory(2, None, 1))
+    assert isinstance(outcome, Abandonment)
+    assert outcome.code == DELETED
 
 
 @pytest.mark.parametrize("point", ["persist.intended", "persist.journaled", "receipt.starting", "receipt.durable", "outcome.known"])

@@ -53,9 +53,9 @@ class Node:
         self.catalog = Catalog()
         self.root = Destination(
             Config(root=Path("/root"), socket=Path("/s"), codec="raw"), self.repository, self.journal, self.catalog,  # type: ignore[arg-type]
-            self.calls, Counter(), lambda s: self.told.append(s.state),
+            self.calls, mock.Mock(), Counter(), lambda s: self.told.append(s.state),
         )  # fmt: skip
-        self.joint = Joint(self.root, self.calls, timeout, remote=False, stopping=lambda: self.stopping)
+        self.joint = Joint(self.root, timeout, remote=False, stopping=lambda: self.stopping)
         self.share = Membership(claim=claim, ranks=list(ranks))
         self.job = self.catalog.job("gpt")
         self.job.attempt, self.job.world_size, self.job.node = 2, 4, self.share

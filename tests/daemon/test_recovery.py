@@ -29,7 +29,7 @@ from ckptd.shared.errors import Busy, NewerFormat, StorageError
 from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.membership import Membership
-from ckptd.shared.receipt import Abandonment
+from ckptd.shared.receipt import Abandonment, Receipt
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import NONCE, write_checkpoint
@@ -267,6 +267,12 @@ async def test_a_deletion_that_is_finished_leaves_an_abandonment_where_an_older_
         r.Begun(job="gpt", attempt=3, world_size=2, node=Membership(claim="0" * 32, ranks=[0])),
         r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]),
     )
+    receipt = Receipt(
+        job="gpt", attempt=2, step=1000, tag=TAG, node=Membership(claim="0" * 32, ranks=[0]), host="node0", world_size=2,
+        global_plan="0" * 64, parts=[], code="storage", reason="no room",
+    )  # fmt: skip
+    root.storage.publish_receipt(receipt)
+    assert root.storage.claim("gpt", 3)
     if not committed:
         root.storage.bury("gpt", TAG, 2, 1000)
     parts = await root.start()

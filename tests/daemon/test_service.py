@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ckptd.daemon import recovery
+from ckptd.daemon.catalog import Catalog
 from ckptd.daemon.service import Service
+from ckptd.daemon.snapshot import Key, Snapshot
+from ckptd.daemon.stored_checkpoint import StoredCheckpoint
+from ckptd.shared.errors import StorageError
 from ckptd.shared.lifecycle import SnapshotState
+from ckptd.shared.membership import Membership
 
 
 class Saver:
@@ -100,3 +107,40 @@ async def test_what_is_durable_or_no_longer_in_memory_is_left_alone() -> None:
     durable, gone = Held(5), Held(6)
     durable.state, gone.in_memory = SnapshotState.DURABLE, False
     assert await deliver({}, durable, gone) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "in_memory", "stored", "raises"),
+    [
+        (Membership(claim="0" * 32, ranks=[0]), (2, 5), None, True),
+        (None, None, None, True),
+        (None, (2, 5), (2, 6), True),
+        (None, (2, 5), (2, 5), False),
+        (None, (2, 5), None, False),
+    ],
+)
+async def test_memory_is_offered_alone_only_if_nothing_newer_can_be_on_storage(
+    monkeypatch: pytest.MonkeyPatch, node: Membership | None, in_memory: Key | None, stored: Key | None, raises: bool
+) -> None:
+    """The storage does not answer. Snapshots of several nodes are not offered from memory, and an older step must not come back."""
+    catalog = Catalog()
+    job = catalog.job("gpt")
+    job.attempt, job.node = 3, node
+    if stored is not None:
+        job.in_root["x.a0002"] = StoredCheckpoint("gpt", "x.a0002", *stored, 1, 1, (), user_tag=True)
+    snapshot = Snapshot("gpt", *(in_memory or (2, 5)), "step", 1, persist=True, state=SnapshotState.SEALED, node=node)
+    offered = [snapshot] if in_memory and node is None else []
+
+    async def scan_job(*_: Any, **__: Any) -> None:
+        raise StorageError("the storage has not answered", errno.ETIMEDOUT)
+
+    monkeypatch.setattr(recovery, "scan_job", scan_job)
+    parts = SimpleNamespace(
+        catalog=catalog, engine=SimpleNamespace(memory_candidates=lambda name: offered), repository=None, calls=None, uploader=None
+    )
+    service = Service(parts)  # type: ignore[arg-type]
+    if raises:
+        with pytest.raises(StorageError, match="has not answered"):
+            await service.find("gpt", None)
+    else:
+        assert [(c.attempt, c.step, c.source) for c in (await service.find("gpt", None)).candidates] == [(2, 5, "memory")]

@@ -29,7 +29,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     (tmp_path / "root").mkdir()
     with ThreadPoolExecutor(1) as pool:
         yield SimpleNamespace(
-            saver=SimpleNamespace(busy=False), pipeline=SimpleNamespace(chunks_done=0), calls=SimpleNamespace(pool=pool),
+            saver=SimpleNamespace(busy=False), pipelines=[SimpleNamespace(chunks_done=0)], calls=SimpleNamespace(pool=pool),
             config=SimpleNamespace(storage_timeout=0.0), repository=open_root(tmp_path / "root"),
         )  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_a_save_that_stands_still_is_logged(
     parts.saver.busy = busy
 
     def write() -> None:
-        parts.pipeline.chunks_done += writes
+        parts.pipelines[0].chunks_done += writes
 
     watched(Vitals(parts, time.monotonic()), lambda: len(told) > 60, write)
     assert ("no chunk has been written for" in caplog.text) == warns

@@ -89,9 +89,9 @@ class World:
         def tell(snapshot: Snapshot) -> None:
             self.told.append(snapshot.state)
 
-        root = Destination(config, self.storage, self.journal, self.catalog, self.calls, self.counters, tell)  # type: ignore[arg-type]
+        root = Destination(config, self.storage, self.journal, self.catalog, self.calls, self.pipeline, self.counters, tell)  # type: ignore[arg-type]
         self.saver = Saver(
-            config, self.catalog, self.slots, root, root, self.pipeline, self.calls,
+            config, self.catalog, self.slots, root, root,
             counters=self.counters, claimed=self._claimed, tell=tell, settled=lambda job: None,
         )  # fmt: skip
         self.snapshot = Snapshot("gpt", 1, 5, "step-00000005.a0001", world_size, persist=True, state=SnapshotState.SEALED)

@@ -7,6 +7,7 @@ the processes.
 
 from __future__ import annotations
 
+import errno
 import functools
 import random
 import threading
@@ -21,6 +22,7 @@ from obstore.store import MemoryStore
 
 from ckptd.daemon import joint
 from ckptd.shared import names
+from ckptd.shared.errors import StorageError
 from ckptd.shared.storage import locks, object_leases
 from ckptd.shared.storage.bucket import Bucket, ObjectMeta
 from ckptd.shared.storage.object_leases import Held, Leases
@@ -42,7 +44,7 @@ class Broken(Exception):
 
 @dataclass(eq=False)
 class Actor:
-    """A process. `node`: its node, whose listings it sees. `dies`: the number of the request at which it dies, or 0.
+    """A process. `node`: its node, whose listings it sees. `dies`: the number of the request at which it dies or that fails, or 0.
 
     `died` is called after its death. `due`: the time until which it sleeps. `turn` is released when it may run.
     """
@@ -102,11 +104,14 @@ class SharedStorage(Bucket):
         try:
             actor.run(actor)
         except Killed:
-            self.held = {held: owner for held, owner in self.held.items() if owner is not actor}
+            pass
+        except (OSError, StorageError):  # of a request that has failed: what it was for is tried again
+            actor.dead = True
         except Broken as error:
             self.broken.append(f"{actor.name}: {error}")
         except BaseException as error:
             self.broken.append(f"{actor.name} ended with {error!r}")
+        self.held = {held: owner for held, owner in self.held.items() if owner is not actor}
         actor.done = True
         self._back.release()
 
@@ -161,6 +166,8 @@ class SharedStorage(Bucket):
             if actor.requests == actor.dies:
                 if self.chance.random() < 0.5:
                     call()
+                if self.chance.random() < 0.3:
+                    raise OSError(errno.EIO, "no answer")
                 actor.dead = True
                 raise Killed
         self.states.add(hash((frozenset(self.objects.items()), tuple((a.requests, a.dead) for a in self.actors))))
