@@ -28,6 +28,28 @@ from ckptd.shared.storage.repository import Repository
 log = logging.getLogger("ckptd.deleter")
 
 
+def uncommit(repository: Repository, job: str, tag: str) -> tuple[bool, bool]:
+    """Delete the receipts and the manifest of a checkpoint. Return whether it was of several nodes, and whether an abandonment is left.
+
+    If a newer attempt has begun, a daemon of the older one may have read the receipts, and may publish the manifest at any later time. Then
+    an abandonment takes its place, unless there is no room for it. The call may be repeated after an OSError.
+    """
+    receipts = any(names.parse_receipt_file(file) is not None for file in repository.files(job, tag))
+    buried = repository.has_manifest(job, tag) and not repository.is_committed(job, tag)
+    parsed = names.parse_tag_directory(tag)
+    if receipts and not buried and parsed is not None and parsed[2] < repository.newest_attempt(job):
+        try:
+            repository.bury(job, tag, parsed[2], parsed[1] or 0)
+            buried = True
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+    repository.delete_receipts(job, tag)
+    if not buried:
+        repository.delete_files(job, tag, [names.MANIFEST])
+    return receipts or buried, buried
+
+
 class Deleter:
     """The deleter of one daemon. Every save and every deletion in a job holds the lock of that job, which is in `locks`.
 
@@ -178,7 +200,7 @@ class Deleter:
 
         local: True if this is only the local copy of a checkpoint in the root, which does not count as a deleted checkpoint.
 
-        The order matters: journal the intent, delete the receipts of the nodes and the manifest (`Repository.uncommit`), then the parts,
+        The order matters: journal the intent, delete the receipts of the nodes and the manifest (`uncommit`), then the parts,
         then the directory, and journal the end. Raises OSError, StorageError.
         """
         if job.guard:
@@ -199,7 +221,7 @@ class Deleter:
                 failpoint("retire.intended")
                 if await run(lambda: repository.read_newest(job.name)) == old.tag:
                     await self._leave_newest(job)
-                of_nodes, buried = await run(lambda: repository.uncommit(job.name, old.tag))
+                of_nodes, buried = await run(lambda: uncommit(repository, job.name, old.tag))
         except Busy as error:
             return str(error)
         failpoint("retire.uncommitted")

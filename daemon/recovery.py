@@ -14,6 +14,7 @@ from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.claims import Claims
 from ckptd.daemon.committer import Document
+from ckptd.daemon.deleter import uncommit
 from ckptd.daemon.destination import Destination
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
@@ -141,7 +142,7 @@ async def _finish_retiring(repository: Repository, journal: Journal, catalog: Ca
     for place, files in list(journal.state.retiring.items()):
         name, tag = place.split("/")
         try:
-            if _uncommit(repository, catalog.job(name), tag):
+            if _uncommit_unless_held(repository, catalog.job(name), tag):
                 repository.delete_files(name, tag, files)
                 repository.delete_tag(name, tag)
                 catalog.job(name).checkpoints.pop(tag, None)
@@ -150,13 +151,13 @@ async def _finish_retiring(repository: Repository, journal: Journal, catalog: Ca
             log.warning("%s: %s", place, StorageError.of("delete it", error))
 
 
-def _uncommit(repository: Repository, job: Job, tag: str) -> bool:
+def _uncommit_unless_held(repository: Repository, job: Job, tag: str) -> bool:
     """Remove the manifest of a checkpoint that was being deleted. Return False if it stays, because it is pinned or being read."""
     try:
         with repository.exclude(job.name, tag):
             if repository.is_committed(job.name, tag) and tag in repository.pins(job.name):  # since the daemon died
                 return False
-            repository.uncommit(job.name, tag)
+            uncommit(repository, job.name, tag)
     except Busy:  # a reader who finds that the manifest is gone gives up
         return not repository.is_committed(job.name, tag)
     return True

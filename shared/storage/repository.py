@@ -15,7 +15,6 @@ from types import MappingProxyType
 from ckptd.shared import names
 from ckptd.shared.errors import IntegrityError, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
-from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.manifest import MAX_MANIFEST, Manifest, unknown_deleter_features
 from ckptd.shared.part import PartReader
 from ckptd.shared.receipt import DELETED, HEAD, MAX_RECEIPT, Abandonment, Receipt, encode, is_abandonment
@@ -208,27 +207,6 @@ class Repository:
         if found:
             self.storage.delete(self._name(job, tag), found)
         return bool(found)
-
-    def uncommit(self, job: str, tag: str) -> tuple[bool, bool]:
-        """Delete the receipts and the manifest of a checkpoint. Return whether it was of several nodes, and whether an abandonment is left.
-
-        If a newer attempt has begun, a daemon of the older one may have read the receipts, and may publish the manifest at any later time.
-        Then an abandonment takes its place, unless there is no room for it. The call may be repeated after an OSError.
-        """
-        receipts = any(names.parse_receipt_file(file) is not None for file in self.files(job, tag))
-        buried = self.has_manifest(job, tag) and not self.is_committed(job, tag)
-        parsed = names.parse_tag_directory(tag)
-        if receipts and not buried and parsed is not None and parsed[2] < self.newest_attempt(job):
-            try:
-                self.bury(job, tag, parsed[2], parsed[1] or 0)
-                buried = True
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-        self.delete_receipts(job, tag)
-        if not buried:
-            self.delete_files(job, tag, [names.MANIFEST])
-        return receipts or buried, buried
 
     def bury(self, job: str, tag: str, attempt: int, step: int) -> None:
         """Put an abandonment in the place of a manifest, so that no daemon can publish the manifest again.
