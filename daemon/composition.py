@@ -131,7 +131,7 @@ async def opened(
                 await uploader.reach(job)
 
             async def finish_save(place: str) -> None:
-                await recovery.finish_save(last, saver, catalog, root_calls, place)
+                await recovery.finish_save(final, saver, catalog, root_calls, place)
 
             def settled(job: Job) -> None:
                 steps.release_replaced(job)
@@ -142,18 +142,18 @@ async def opened(
 
             claims = Claims(Attempts(root, root_calls, None if behind is None else repository), on_loss=lose_claim)
             steps = Steps(catalog, slots, save, config.rank_timeout)
-            front = last = Destination(config, repository, journal, catalog, calls, pipeline, steps.counters, steps.tell)
+            front = final = Destination(config, repository, journal, catalog, calls, pipeline, steps.counters, steps.tell)
             if of_root is not None:
                 pipelines.append(Pipeline(config.threads, config.memory_budget, config.chunk_size, config.worker_cpus))
                 held.callback(pipelines[-1].close)
-                last = Destination(config, root, of_root, Catalog(), root_calls, pipelines[-1], steps.counters, steps.tell, reach_root)
+                final = Destination(config, root, of_root, Catalog(), root_calls, pipelines[-1], steps.counters, steps.tell, reach_root)
             saver = Saver(
-                config, catalog, slots, front, last,
+                config, catalog, slots, front, final,
                 counters=steps.counters, claimed=claims.claimed, tell=steps.tell, settled=settled,
             )  # fmt: skip
             uploader = None
             if behind is not None:
-                uploader = Uploader(behind, front, last, finish_save=finish_save, changed=changed)
+                uploader = Uploader(behind, front, final, finish_save=finish_save, changed=changed)
                 saver.front_parts.evict = uploader.make_room
             seals = SealIntake(catalog, steps, journal, read_seal)
             admission = Admission(slots, config.chunk_size, pipeline.run)
