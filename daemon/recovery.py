@@ -6,8 +6,8 @@ which files this daemon may finish or delete, and no other file is deleted.
 
 from __future__ import annotations
 
+import errno
 import logging
-from contextlib import suppress
 from functools import partial
 
 from ckptd.daemon import records as r
@@ -26,12 +26,16 @@ from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
 from ckptd.shared.errors import Busy, IntegrityError, NewerFormat, NotFound, StorageError
 from ckptd.shared.failpoints import failpoint
+from ckptd.shared.fs import NO_ROOM
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.manifest import PartEntry
 from ckptd.shared.snapshot_request import SnapshotRequest
 from ckptd.shared.storage.repository import Repository
 
 log = logging.getLogger("ckptd.recovery")
+
+_NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
+"""Errors after which a network file system may list a directory from its cache: the storage is full, or may only be read."""
 
 
 async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, anew: bool = False) -> None:
@@ -44,9 +48,12 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, ane
     """
     before = set(job.checkpoints)
     if anew:
-        with suppress(OSError):  # the storage may be full, or not writable: then the listing may be old
+        try:
             async with calls.deadline(f"list {repository.where(job.name)}"):
                 await calls.run(partial(repository.list_anew, job.name))
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise StorageError.of(f"list {repository.where(job.name)}", error) from None
     try:
         tags = await calls.read(f"list {repository.where(job.name)}", lambda: repository.tags(job.name))
     except OSError as error:

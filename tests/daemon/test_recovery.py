@@ -284,16 +284,19 @@ async def test_a_deletion_that_is_finished_leaves_an_abandonment_where_an_older_
 async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_system(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(root.path)
     calls, job, listed = StorageCalls(60.0), Catalog().job("gpt"), list[str]()
+    problem = [errno.EROFS, errno.EIO]
 
     def list_anew(self: Repository, job: str, tag: str | None = None) -> None:
         listed.append(job)
-        raise OSError(errno.EROFS, "Read-only file system")
+        raise OSError(number := problem.pop(0), os.strerror(number))
 
     monkeypatch.setattr(Repository, "list_anew", list_anew)
     await scan_job(root.storage, job, calls)
     assert listed == []
     await scan_job(root.storage, job, calls, anew=True)
     assert (listed, list(job.checkpoints)) == (["gpt"], [TAG])
+    with pytest.raises(StorageError, match="Input/output error"):
+        await scan_job(root.storage, job, calls, anew=True)
     calls.close()
 
 
