@@ -34,8 +34,12 @@ def uncommit(repository: Repository, job: str, tag: str) -> tuple[bool, bool]:
     If a newer attempt has begun, a daemon of the older one may have read the receipts, and may publish the manifest at any later time. Then
     an abandonment takes its place, unless there is no room for it. The call may be repeated after an OSError.
     """
-    receipts = any(names.parse_receipt_file(file) is not None for file in repository.files(job, tag))
-    buried = repository.has_manifest(job, tag) and not repository.is_committed(job, tag)
+    files = repository.files(job, tag)
+    receipts = any(names.parse_receipt_file(file) is not None for file in files)
+    try:
+        buried = names.MANIFEST in files and not repository.is_committed(job, tag)
+    except OSError:  # the manifest cannot be read, and is deleted
+        buried = False
     parsed = names.parse_tag_directory(tag)
     if receipts and not buried and parsed is not None and parsed[2] < repository.newest_attempt(job):
         try:
@@ -44,7 +48,8 @@ def uncommit(repository: Repository, job: str, tag: str) -> tuple[bool, bool]:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-    repository.delete_receipts(job, tag)
+    if receipts:
+        repository.delete_receipts(job, tag)
     if not buried:
         repository.delete_files(job, tag, [names.MANIFEST])
     return receipts or buried, buried

@@ -310,6 +310,7 @@ class Joint:
         """
         there = self._catalog.job(job.name)
         until, newest = asyncio.get_running_loop().time() + LATE_SECONDS, there.newest_checkpoint()
+        patience = until + LATE_SECONDS  # until when a failure of the storage is tried again
         saved = (0, -1) if newest is None else newest.order[:2]
         for tag in sorted(there.uncommitted):
             parsed = names.parse_tag_directory(tag)
@@ -322,7 +323,7 @@ class Joint:
                     break
                 except OSError as error:
                     problem = StorageError.of(f"decide {job.name}/{tag}", error)
-                    if left:  # a single failure must not cost a step that all nodes have delivered
+                    if left and asyncio.get_running_loop().time() < patience:  # one failure must not cost a step that all have delivered
                         await asyncio.sleep(self._last_look)
                     elif problem.is_no_damage:
                         raise problem from None
@@ -333,7 +334,8 @@ class Joint:
                     break
 
     async def _has_parts(self, job: Job, tag: str) -> bool:
-        return any(names.part_of(file) for file in await self._calls.run(partial(self._repository.files, job.name, tag)))
+        files = await self._calls.read(f"list {job.name}/{tag}", partial(self._repository.files, job.name, tag))
+        return any(map(names.part_of, files))
 
     async def _settle_one(self, job: Job, tag: str, attempt: int, until: float, *, awaited: bool) -> None:
         """Decide one try. Receipts are waited for `until` a time of the event loop, and the first one only if it is `awaited`."""

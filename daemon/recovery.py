@@ -41,7 +41,8 @@ _NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, anew: bool = False) -> None:
     """Update the catalog from the manifests of a job.
 
-    anew: True if a checkpoint that another node has just committed must not be missed, as in a recovery.
+    anew: True if a checkpoint that another node has just committed must not be missed, as in a recovery. On several nodes, it is an error
+    if this cannot be had, unless the storage may only be read.
 
     Raises StorageError if the job cannot be listed, if a manifest cannot be read because the machine has run out of memory, descriptors or
     the like, or if the storage does not answer. Recovering an older checkpoint in these cases would lose history.
@@ -52,7 +53,7 @@ async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, ane
             async with calls.deadline(f"list {repository.where(job.name)}"):
                 await calls.run(partial(repository.list_anew, job.name))
         except OSError as error:
-            if error.errno not in _NOT_WRITABLE:
+            if job.node is not None and error.errno not in _NOT_WRITABLE:
                 raise StorageError.of(f"list {repository.where(job.name)}", error) from None
     try:
         tags = await calls.read(f"list {repository.where(job.name)}", lambda: repository.tags(job.name))
@@ -137,6 +138,8 @@ async def recover(
     for place in list(journal.state.staged):
         try:
             await finish_save(saver.front, saver, catalog, calls, place)
+        except JournalBroken:
+            raise
         except (OSError, StorageError) as error:
             log.warning("%s could not be finished or undone, and is left for the next start: %s", place, error)
     failpoint("start.swept")

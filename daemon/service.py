@@ -85,6 +85,8 @@ class Service:
                 raise NewerFormat(why)
         incomplete = [f"{job_name}/{one.tag}: {one.reason}"[:MAX_TEXT] for one in job.abandoned_beyond(best)] if step is None else []
         damaged = [f"{tag}: {why}"[:MAX_TEXT] for place in places for tag, why in sorted(place.damaged.items())]
+        if parts.uploader is not None and job.node is not None:
+            damaged += [f"{tag}: {why}"[:MAX_TEXT] for tag, why in sorted(parts.uploader.refused[job.name].items())]
         return m.Found(
             re=0, candidates=found[:MAX_CANDIDATES], damaged=damaged[:MAX_DAMAGED_FOUND], incomplete=incomplete[:MAX_DAMAGED_FOUND]
         )

@@ -42,7 +42,8 @@ class _Stopped(Exception):
 class Uploader:
     """The uploader of one daemon with a stage. Call `start` once the stage is recovered, `wake` after each change, and `close` at the end.
 
-    jobs: the jobs in the root, whose `checkpoints` are those in the root. problem: the reason why nothing is uploaded at the moment, or "".
+    jobs: the jobs in the root, whose `checkpoints` are those in the root. refused: those that cannot be uploaded, with the reason, by job
+    and tag. problem: the reason why nothing is uploaded at the moment, or "".
     """
 
     def __init__(
@@ -54,16 +55,14 @@ class Uploader:
         finish_save: Callable[[str], Awaitable[None]],
         changed: Callable[[], None],
     ) -> None:
-        """finish_save: finishes a save to the root that an earlier daemon has begun, given its job and tag as `job/tag`.
-
-        `changed` is called when nothing waits any more.
-        """
+        """finish_save: finishes a save that an earlier daemon has begun, by its `job/tag`. changed: called when nothing waits any more."""
         self._root, self._stage, self._catalog, self._local = behind, stage.repository, stage.catalog, stage.deleter
         self._journal, self._locks, self._deleter, self._committer = root.journal, root.locks, root.deleter, root.committer
         self._calls, self._finish_save, self._changed = root.calls, finish_save, changed
         self.jobs = root.catalog
         self.counters = self._local.counters
         self._begun: set[str] = set()  # job/tag of each upload that has begun, and may have left files
+        self._left: set[str] = set()  # job/tag of each save of earlier daemons that is not finished or undone yet
         self._opening, self._working = asyncio.Lock(), asyncio.Lock()
         self._known = False  # True once the root has been scanned
         self._wake = asyncio.Event()
@@ -71,7 +70,7 @@ class Uploader:
         self._stopping = False
         self._last = ""  # the job of the last upload
         self._attempts: dict[str, int] = {}  # the newest attempt of each job when its checkpoints in the root were last read
-        self._refused: dict[str, dict[str, str]] = defaultdict(dict)  # checkpoints that cannot be uploaded, with the reason, by job
+        self.refused: dict[str, dict[str, str]] = defaultdict(dict)
         self._done = self._total = 0  # bytes of the upload that is under way
         self._uploading: tuple[str, str] | None = None
         self.problem = ""
@@ -91,7 +90,6 @@ class Uploader:
         self._stopping = True
 
     async def close(self) -> None:
-        """Stop, and wait for the end."""
         self.stop()
         if self._task is not None:
             self._task.cancel()
@@ -104,7 +102,7 @@ class Uploader:
 
     def waiting(self, job: Job) -> list[StoredCheckpoint]:
         """Return the checkpoints of a job that wait for their upload, oldest first."""
-        return d.waiting(job, self._refused[job.name])
+        return d.waiting(job, self.refused[job.name])
 
     async def _run(self) -> None:
         pause = FIRST_PAUSE
@@ -168,48 +166,58 @@ class Uploader:
         except (IntegrityError, AlreadyExists) as error:
             log.error("%s/%s cannot be uploaded, and stays on the stage: %s", job.name, one.tag, error)
             self.counters["failed_uploads"] += 1
-            self._refused[job.name][one.tag] = str(error)
+            self.refused[job.name][one.tag] = str(error)
         finally:
             self._uploading = None
             self._tell()
 
     async def _open(self) -> None:
-        """Unless that is done, lock the root, read which checkpoints it has, and finish the saves there that earlier daemons have begun.
-
-        No save may begin in the root before, because it could have the directory of one that is then undone.
-        """
+        """Unless that is done, lock the root, read which checkpoints it has, and finish the saves there that earlier daemons have begun."""
         async with self._opening:
             if not self._known:
-                await self._calls.run(self._root.open)
-                for name in await self._calls.run(self._root.repository.jobs):
+                await self._calls.read(f"open the root {self._root.place}", self._root.open)
+                for name in await self._calls.read(f"list the root {self._root.place}", self._root.repository.jobs):
                     await self.scan(name)
-                for place in list(self._journal.state.staged):
+                for place in self._journal.state.staged:
                     name, tag = place.split("/")
-                    if tag in self._catalog.job(name).checkpoints:
-                        self._begun.add(place)  # an upload, which is continued
-                    else:
-                        await self._finish_save(place)
+                    (self._begun if tag in self._catalog.job(name).checkpoints else self._left).add(place)  # uploads are continued
+                for place in sorted(self._left):
+                    try:
+                        await self._finish(place)
+                    except JournalBroken:
+                        raise
+                    except (OSError, StorageError) as error:
+                        log.warning("%s could not be finished or undone: %s; the next save of the job tries again", place, error)
                 self._known = True
                 self._tell()
+
+    async def _finish(self, place: str) -> None:
+        await self._finish_save(place)
+        self._left.discard(place)
 
     # -- for jobs of several nodes
 
     async def reach(self, job: Job) -> None:
-        """Return once a job may be saved to the root. Raises StorageError, Busy, InvalidConfig, OSError if it cannot be used now."""
+        """Return once a job may be saved to the root. Raises StorageError, Busy, InvalidConfig, OSError if it cannot be used now.
+
+        The saves that earlier daemons have begun are finished first: a save could have the directory of one that is then undone.
+        """
         await self._open()
-        await self._calls.run(self._root.check)
+        await self._calls.read(f"find the root {self._root.place}", self._root.check)
+        async with self._opening:
+            for place in [place for place in self._left if place.startswith(f"{job.name}/")]:
+                await self._finish(place)
         self._join(job, self.jobs.job(job.name))
 
     async def upload_newest(self, job: Job) -> None:
-        """Upload the newest checkpoint of a job at once, if it waits, so that all nodes can read it. If it is damaged, upload an older one.
+        """Upload the newest checkpoint of a job, if it waits, so that all nodes can read it. If it is damaged, upload an older one.
 
         An upload that is under way is waited for. Raises StorageError if the root cannot be used now.
         """
         action = f"upload the newest checkpoint of job {job.name!r}"
         try:
-            async with self._calls.deadline(action):
-                await self.reach(job)
-            while (newest := job.newest_durable(self._refused[job.name])) is not None and newest in self.waiting(job):
+            await self.reach(job)
+            while (newest := job.newest_durable(self.refused[job.name])) is not None and newest in self.waiting(job):
                 async with self._working:
                     if newest in self.waiting(job):
                         await self._upload_or_refuse(job, newest)
@@ -222,6 +230,7 @@ class Uploader:
         Raises StorageError, InvalidConfig.
         """
         there, job = self.jobs.job(name), self._catalog.job(name)
+        there.node = job.node
         try:
             await self._calls.read(f"find the root {self._root.place}", self._root.check)
         except OSError as error:
@@ -324,7 +333,7 @@ class Uploader:
             if tag in there.checkpoints:
                 known = there.checkpoints[tag]
                 await self._journal.append(r.Committed(job=name, attempt=known.attempt, step=known.step, tag=tag, seq=known.seq))
-            elif tag not in job.checkpoints or tag in self._refused[name]:
+            elif tag not in job.checkpoints or tag in self.refused[name]:
                 await self._committer.drop(name, tag, 0, 0, "its upload was not finished, and the stage no longer has it")
 
     # -- room on the stage
@@ -350,7 +359,7 @@ class Uploader:
             for owner in (*job.ranks.owners.values(), *job.ranks.former):
                 if owner.notify is None:
                     continue
-                message = d.uploads(job, owner.attempt, self._refused[job.name])
+                message = d.uploads(job, owner.attempt, self.refused[job.name])
                 if message != owner.uploads:
                     owner.uploads = message
                     owner.notify(message)
@@ -367,7 +376,7 @@ class Uploader:
             return f"checkpoint {job.name}/{tag} is pinned"
         if known[0] and (why := await self._local.forget(job, tag)):
             return why
-        self._refused[job.name].pop(tag, None)
+        self.refused[job.name].pop(tag, None)
         why = await self._deleter.forget(there, tag) if known[1] or not known[0] else ""
         self.wake()
         return why
@@ -376,7 +385,7 @@ class Uploader:
         """Return the part of `ckptd status --json` that is about uploads. Sizes are bytes, times are seconds."""
         wait = [c for job in self._catalog.jobs.values() for c in self.waiting(job)]
         ages = [time.time() - c.created for c in wait if c.created == c.created]
-        refused = {f"{job}/{tag}": why for job, found in self._refused.items() for tag, why in found.items()}
+        refused = {f"{job}/{tag}": why for job, found in self.refused.items() for tag, why in found.items()}
         uploading = self._uploading
         return {
             "root_known": self._known,

@@ -335,3 +335,17 @@ def test_a_checkpoint_of_one_node_leaves_nothing(world: World) -> None:
     assert world.storage.claim("gpt", 2)
     assert retire(world, tag) == ""
     assert world.storage.tags("gpt") == []
+
+
+def test_a_manifest_that_cannot_be_read_can_be_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    tag = write_checkpoint(world.root, step=1, attempt=1).tag
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Repository, "is_committed", fail)
+    monkeypatch.setattr(Repository, "read_manifest", fail)
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    assert list(world.job.damaged) == [tag]
+    assert asyncio.run(world.saver.root.deleter.forget(world.job, tag)) == ""
+    assert world.storage.tags("gpt") == []

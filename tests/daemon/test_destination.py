@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
 from ckptd.shared.receipt import DELETED, Abandonment
 from ckptd.shared.storage.locate import open_root
+from ckptd.shared.storage.repository import Repository
 from tests.agent.test_several_nodes import JOB, begin, close, recover, sockets, take
 from tests.crash.hung import make_calls_wait
 from tests.crash.node_trainer import state_of
@@ -168,7 +170,49 @@ def test_a_damaged_checkpoint_on_a_stage_gives_way_to_the_one_before(two: Nodes)
     part.write_bytes(data)
     (two.path / "away").rename(root_of(two))
     with Ranks(2) as ranks:
-        assert ranks.call(recover, sockets(two, 0, 1)) == [(6, names.tag_directory(6, None, 1))] * 2
+        assert ranks.call(recover, sockets(two, 1, 1)) == [(6, names.tag_directory(6, None, 1))] * 2  # on one node, with its stage
+    with Ranks(2) as ranks:
+        assert ranks.call(passed_over, sockets(two, 1, 0)) == [(6, 1)] * 2
+
+
+def passed_over(where: list[Path]) -> tuple[int, int]:
+    """Recover. Return the step, and the number of newer checkpoints that are damaged."""
+    begin(where)
+    found = HERE["agent"].recover(state_of(-1), on_reshape=lambda key, values: values[-1])
+    return found.step, len(found.passed_over)
+
+
+def test_a_save_that_cannot_be_undone_holds_up_its_job_only(two: Nodes) -> None:
+    """An earlier daemon has left a save to the root, and its files cannot be deleted now."""
+    two[0].kill()
+    two[0].start(*KEEP, failpoints="persist.intended=kill@2")
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert ranks.call(take, 5) == [""] * 2
+        ranks.begin(take, 6)
+        daemon = two[0].daemon
+        assert daemon is not None
+        assert daemon.died() != 0
+        for rank in range(2):
+            ranks.kill(rank)
+    two[0].start(*KEEP, first=delete_nothing_unfinished)
+    other = Agent("other", socket=two[0].home.socket)
+    assert other.snapshot(trainers.expected(1), step=1).wait("uploaded", timeout=60).state == "uploaded"
+    other.close()
+    assert "could not be finished or undone" in two[0].home.log_text()
+    two[0].kill()
+    two[0].start(*KEEP)
+    with Ranks(2) as ranks:
+        found = ranks.call(recover, sockets(two, 0, 1))
+        assert {one[0] for one in found} <= {5, 6}
+        assert ranks.call(take, 7) == [""] * 2
+
+
+def delete_nothing_unfinished() -> None:
+    def fail(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    Repository.delete_unfinished = fail  # type: ignore[method-assign,assignment]
 
 
 def test_an_upload_of_another_job_holds_up_no_recovery(two: Nodes) -> None:

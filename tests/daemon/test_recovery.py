@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from ckptd.daemon import records as r
+from ckptd.daemon import recovery
 from ckptd.daemon.catalog import Catalog, Job
 from ckptd.daemon.composition import Parts
 from ckptd.daemon.config import Config
@@ -284,7 +285,7 @@ async def test_a_deletion_that_is_finished_leaves_an_abandonment_where_an_older_
 async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_system(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(root.path)
     calls, job, listed = StorageCalls(60.0), Catalog().job("gpt"), list[str]()
-    problem = [errno.EROFS, errno.EIO]
+    problem = [errno.EIO, errno.EROFS, errno.EIO]
 
     def list_anew(self: Repository, job: str, tag: str | None = None) -> None:
         listed.append(job)
@@ -295,6 +296,8 @@ async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_syst
     assert listed == []
     await scan_job(root.storage, job, calls, anew=True)
     assert (listed, list(job.checkpoints)) == (["gpt"], [TAG])
+    job.node = Membership(claim="0" * 32, ranks=[0])
+    await scan_job(root.storage, job, calls, anew=True)
     with pytest.raises(StorageError, match="Input/output error"):
         await scan_job(root.storage, job, calls, anew=True)
     calls.close()
@@ -414,6 +417,18 @@ async def test_a_journal_that_breaks_during_a_start_ends_it_and_the_next_start_c
     await root.start()
     assert root.storage.tags("gpt") == ([] if what == "retiring" else [TAG])
     assert (root.left().staged, root.left().retiring) == ({}, {})
+
+
+async def test_a_daemon_whose_journal_breaks_does_not_start(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = await uncommitted(root)
+    assert manifest
+
+    async def finish_save(*_: Any) -> None:
+        raise JournalBroken("cannot write the journal: Input/output error")
+
+    monkeypatch.setattr(recovery, "finish_save", finish_save)
+    with pytest.raises(JournalBroken):
+        await root.start()
 
 
 async def test_a_root_of_many_jobs_is_scanned(root: Root) -> None:

@@ -413,7 +413,7 @@ RULES: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "a deleter looks for leases": (6, [(Leases, "_alive", _none_of(names.LEASES))]),
     "a reader looks for the mark of a deleter": (10, [(Leases, "_alive", _none_of(names.RETIRING))]),
     "a lease or a mark that is not renewed is dead": (12, [(Leases, "_is_young", _no_mark_is_dead)]),
-    "receipts are deleted before the manifest": (96, [(Repository, "delete_receipts", lambda self, job, tag: True)]),
+    "receipts are deleted before the manifest": (3905, [(Repository, "delete_receipts", lambda self, job, tag: True)]),
     "a directory is listed anew before something is missed": (7, [(Files, "list_anew", lambda self, prefix, file: None)]),
     "parts that a receipt may name stay until their try is abandoned": (45, [(Committer, "drop", _drop_whatever)]),
     "a deleted checkpoint leaves an abandonment, where an older daemon could publish it": (9, [(Repository, "bury", _leave_nothing)]),
@@ -421,7 +421,7 @@ RULES: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
 """The rules of the product that the model needs, by name. Each has the seed of a life that was broken without it, and what takes it out."""
 
 
-def is_needed(rule: str, lives: int = 3000) -> bool:
+def is_needed(rule: str, lives: int = 10_000) -> bool:
     """Return True if a life is broken without a rule. The life of its seed is tried first."""
     with without(rule):
         return any(live(seed)[1] for seed in (RULES[rule][0], *range(lives)))
