@@ -32,7 +32,7 @@ def uncommit(repository: Repository, job: str, tag: str) -> tuple[bool, bool]:
     """Delete the receipts and the manifest of a checkpoint. Return whether it was of several nodes, and whether an abandonment is left.
 
     If a newer attempt has begun, a daemon of the older one may have read the receipts, and may publish the manifest at any later time. Then
-    an abandonment takes its place, unless there is no room for it. The call may be repeated after an OSError.
+    an abandonment replaces it, unless there is no room for one. The call may be repeated after an OSError.
     """
     files = repository.files(job, tag)
     receipts = any(names.parse_receipt_file(file) is not None for file in files)

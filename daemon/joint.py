@@ -251,7 +251,7 @@ class Joint:
         late: True if a missing one may end the try, so that the listing must be fresh.
         """
         if late:
-            await self._calls.run(partial(self._repository.list_anew, job, tag))
+            await self._calls.run(partial(self._repository.refresh_listing, job, tag))
         return await self._calls.run(partial(self._repository.receipts, job, tag, known))
 
     def _why_undecided(self, snapshot: Snapshot, receipts: list[rc.Receipt], seconds: float) -> str:
@@ -306,7 +306,7 @@ class Joint:
 
         Call this on the daemon of rank 0 of the newest attempt only, once its nodes have delivered what they hold, and the job in the root
         is scanned. delivered: an attempt all of whose nodes are among these. Receipts of others may still come, and are waited for, also
-        those of a step that is newer than all checkpoints and of which there are only parts. Raises StorageError.
+        those of a step that is newer than all checkpoints and has only parts. Raises StorageError.
         """
         there = self._catalog.job(job.name)
         until, newest = asyncio.get_running_loop().time() + LATE_SECONDS, there.newest_checkpoint()

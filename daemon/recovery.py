@@ -38,20 +38,20 @@ _NOT_WRITABLE = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
 """Errors after which a network file system may list a directory from its cache: the storage is full, or may only be read."""
 
 
-async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, anew: bool = False) -> None:
+async def scan_job(repository: Repository, job: Job, calls: StorageCalls, *, fresh: bool = False) -> None:
     """Update the catalog from the manifests of a job.
 
-    anew: True if a checkpoint that another node has just committed must not be missed, as in a recovery. On several nodes, it is an error
+    fresh: True if a checkpoint that another node has just committed must not be missed, as in a recovery. On several nodes, it is an error
     if this cannot be had, unless the storage may only be read.
 
     Raises StorageError if the job cannot be listed, if a manifest cannot be read because the machine has run out of memory, descriptors or
     the like, or if the storage does not answer. Recovering an older checkpoint in these cases would lose history.
     """
     before = set(job.checkpoints)
-    if anew:
+    if fresh:
         try:
             async with calls.deadline(f"list {repository.where(job.name)}"):
-                await calls.run(partial(repository.list_anew, job.name))
+                await calls.run(partial(repository.refresh_listing, job.name))
         except OSError as error:
             if job.node is not None and error.errno not in _NOT_WRITABLE:
                 raise StorageError.of(f"list {repository.where(job.name)}", error) from None

@@ -52,7 +52,7 @@ class Service:
         job = parts.catalog.job(job_name)
         in_memory = parts.engine.memory_candidates(job_name)
         try:
-            await recovery.scan_job(parts.repository, job, parts.calls, anew=True)
+            await recovery.scan_job(parts.repository, job, parts.calls, fresh=True)
             if job.node is None or job.node.leads:
                 await self._deliver(job, [s for s in job.snapshots if s.node is not None and s.attempt < job.attempt])
             in_root = await self._in_root(job, delivered)
@@ -100,7 +100,7 @@ class Service:
         uploader, joint = self._parts.uploader, self._parts.saver.joint
         try:
             if uploader is not None:
-                there = await uploader.scan(job.name, anew=True)
+                there = await uploader.scan(job.name, fresh=True)
                 there.uncommitted -= job.checkpoints.keys()  # their uploads are under way
             if job.node is None or job.node.leads:
                 await joint.settle_past(job, delivered)

@@ -224,8 +224,8 @@ class Uploader:
         except OSError as error:
             raise StorageError.of(action, error) from None
 
-    async def scan(self, name: str, *, anew: bool = False) -> Job:
-        """Read which checkpoints of a job are in the root, and return the job as it is there. `anew` is as in `scan_job`.
+    async def scan(self, name: str, *, fresh: bool = False) -> Job:
+        """Read which checkpoints of a job are in the root, and return the job as it is there. `fresh` is as in `scan_job`.
 
         Raises StorageError, InvalidConfig.
         """
@@ -235,7 +235,7 @@ class Uploader:
             await self._calls.read(f"find the root {self._root.place}", self._root.check)
         except OSError as error:
             raise StorageError.of(f"find the root {self._root.place}", error) from None
-        await scan_job(self._root.repository, there, self._calls, anew=anew)
+        await scan_job(self._root.repository, there, self._calls, fresh=fresh)
         self._join(job, there)
         return there
 

@@ -80,7 +80,7 @@ class ObjectStorage:
         found |= {Entry(name, False) for entry in objects if (name := entry.name.rpartition("/")[2])}
         return sorted(found)
 
-    def list_anew(self, prefix: str, file: str) -> None:
+    def refresh_listing(self, prefix: str, file: str) -> None:
         pass  # a store lists what is there
 
     def exists(self, name: str) -> bool:

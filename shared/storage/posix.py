@@ -137,7 +137,7 @@ class PosixStorage:
             raise
         return sink
 
-    def list_anew(self, prefix: str, file: str) -> None:
+    def refresh_listing(self, prefix: str, file: str) -> None:
         self.create(f"{prefix}/{file}.{names.new_nonce().hex()}{names.TMP_SUFFIX}", ALIGN, b"").discard()
 
     def link(self, name: str, new: str, size: int) -> bool:

@@ -97,8 +97,8 @@ class Storage(Protocol):
         Raises NotADirectoryError if something else, such as a file or a link, has the name of the prefix.
         """
 
-    def list_anew(self, prefix: str, file: str) -> None:
-        """Have the next `children` of a prefix see everything that was published before, also by other machines.
+    def refresh_listing(self, prefix: str, file: str) -> None:
+        """Make sure that the next `children` of a prefix returns everything that was published before, also by other machines.
 
         A network file system may list a directory from its cache, but not after this machine has changed it. file: a name for an object
         that may be created and deleted for this. Afterwards the prefix exists, where prefixes do.

@@ -184,12 +184,12 @@ class Repository:
             raise IntegrityError(f"{name}: the receipt there is that of {receipt.who} for {receipt.job}/{receipt.tag}")
         return receipt
 
-    def list_anew(self, job: str, tag: str | None = None) -> None:
-        """Have the next listing of a checkpoint's files, or of a job's checkpoints, be no older than now. The directory then exists."""
+    def refresh_listing(self, job: str, tag: str | None = None) -> None:
+        """Make sure that the next listing of a checkpoint's files, or of a job's checkpoints, is up to date. The directory then exists."""
         if tag is None:
-            self.storage.list_anew(self._name(job), names.NEWEST)
+            self.storage.refresh_listing(self._name(job), names.NEWEST)
         else:
-            self.storage.list_anew(self._name(job, tag), names.MANIFEST)
+            self.storage.refresh_listing(self._name(job, tag), names.MANIFEST)
 
     def publish_receipt(self, receipt: Receipt) -> None:
         """Publish a receipt. Raises FileExistsError if the node has one in this try already."""
@@ -198,7 +198,7 @@ class Repository:
         try:
             publish(points="receipt")
         except FileNotFoundError:  # no node has written a part yet
-            self.list_anew(receipt.job, receipt.tag)
+            self.refresh_listing(receipt.job, receipt.tag)
             publish()
 
     def delete_receipts(self, job: str, tag: str) -> bool:
@@ -209,7 +209,7 @@ class Repository:
         return bool(found)
 
     def bury(self, job: str, tag: str, attempt: int, step: int) -> None:
-        """Put an abandonment in the place of a manifest, so that no daemon can publish the manifest again.
+        """Replace a manifest by an abandonment, so that no daemon can publish the manifest again.
 
         The abandonment is deleted like that of any other try.
         """

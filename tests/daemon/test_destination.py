@@ -32,7 +32,7 @@ from tests.crash.nodes import STORAGE_CALLS
 from tests.shared.samples import write_checkpoint
 from tests.support import trainers
 from tests.support.daemons import until
-from tests.support.nodes import Node, Nodes
+from tests.support.nodes import Node, Nodes, nodes
 from tests.support.ranks import HERE, Ranks
 from tests.support.saving import Journal
 
@@ -46,17 +46,8 @@ def wait_long_after_a_failed_upload() -> None:
 @pytest.fixture
 def two() -> Iterator[Nodes]:
     """Two nodes that share a root, each with a stage of its own. An upload that fails is not tried again by itself."""
-    made = Nodes(2)
-    try:
-        for node in made:
-            node.put_stage()
-            node.start(*KEEP, first=wait_long_after_a_failed_upload)
+    with nodes(2, *KEEP, staged=True, first=wait_long_after_a_failed_upload) as made:
         yield made
-    except BaseException:
-        print(made.logs())
-        raise
-    finally:
-        made.remove()
 
 
 def steps(root: Path) -> list[int]:
@@ -85,6 +76,18 @@ def upload(step: int) -> str:
     """Take a step, and return its state once it is in the root."""
     pending = HERE["agent"].snapshot(state_of(step), step=step)
     return str(pending.wait("uploaded", timeout=60).state)
+
+
+def leave_on_stage(two: Nodes, *later: int) -> None:
+    """Save step 5 on node 1 and upload it. Then move the root to `away`, and save the later steps, which stay on the stage."""
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 1, 1))
+        assert ranks.call(upload, 5) == ["uploaded"] * 2
+        root_of(two).rename(two.path / "away")
+        for step in later:
+            assert ranks.call(take, step) == [""] * 2
+        until(lambda: status(two[1])["stage"]["problem"], "problem")
+        ranks.call(close)
 
 
 def test_a_destination_deletes_only_what_it_has_itself(tmp_path: Path) -> None:
@@ -142,13 +145,7 @@ def test_it_may_move_to_one_node_and_back(two: Nodes) -> None:
 
 def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -> None:
     """The node does not have rank 0, and its daemon does not upload the checkpoint by itself yet."""
-    with Ranks(2) as ranks:
-        ranks.call(begin, sockets(two, 1, 1))
-        assert ranks.call(upload, 5) == ["uploaded"] * 2
-        root_of(two).rename(two.path / "away")
-        assert ranks.call(take, 6) == [""] * 2
-        until(lambda: status(two[1])["stage"]["problem"], "problem")
-        ranks.call(close)
+    leave_on_stage(two, 6)
     (two.path / "away").rename(root_of(two))
     assert steps(root_of(two)) == [5]
     with Ranks(2) as ranks:
@@ -157,13 +154,7 @@ def test_several_nodes_recover_what_only_the_stage_of_one_node_has(two: Nodes) -
 
 
 def test_a_damaged_checkpoint_on_a_stage_gives_way_to_the_one_before(two: Nodes) -> None:
-    with Ranks(2) as ranks:
-        ranks.call(begin, sockets(two, 1, 1))
-        assert ranks.call(upload, 5) == ["uploaded"] * 2
-        root_of(two).rename(two.path / "away")
-        for step in (6, 7):
-            assert ranks.call(take, step) == [""] * 2
-        ranks.call(close)
+    leave_on_stage(two, 6, 7)
     part = next((stage_of(two[1]) / JOB / names.tag_directory(7, None, 1)).glob("rank-*.ckpt"))
     data = bytearray(part.read_bytes())
     data[4096] ^= 1

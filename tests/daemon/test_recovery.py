@@ -287,19 +287,19 @@ async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_syst
     calls, job, listed = StorageCalls(60.0), Catalog().job("gpt"), list[str]()
     problem = [errno.EIO, errno.EROFS, errno.EIO]
 
-    def list_anew(self: Repository, job: str, tag: str | None = None) -> None:
+    def refresh_listing(self: Repository, job: str, tag: str | None = None) -> None:
         listed.append(job)
         raise OSError(number := problem.pop(0), os.strerror(number))
 
-    monkeypatch.setattr(Repository, "list_anew", list_anew)
+    monkeypatch.setattr(Repository, "refresh_listing", refresh_listing)
     await scan_job(root.storage, job, calls)
     assert listed == []
-    await scan_job(root.storage, job, calls, anew=True)
+    await scan_job(root.storage, job, calls, fresh=True)
     assert (listed, list(job.checkpoints)) == (["gpt"], [TAG])
     job.node = Membership(claim="0" * 32, ranks=[0])
-    await scan_job(root.storage, job, calls, anew=True)
+    await scan_job(root.storage, job, calls, fresh=True)
     with pytest.raises(StorageError, match="Input/output error"):
-        await scan_job(root.storage, job, calls, anew=True)
+        await scan_job(root.storage, job, calls, fresh=True)
     calls.close()
 
 

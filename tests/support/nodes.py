@@ -93,12 +93,24 @@ class Nodes(Sequence[Node]):
 
 
 @contextmanager
-def nodes(count: int, *arguments: str, root: Location | None = None, environ: Mapping[str, str] | None = None) -> Iterator[Nodes]:
-    """Context manager. Start so many nodes. If the body fails, the error's report has the ends of their logs."""
+def nodes(
+    count: int,
+    *arguments: str,
+    root: Location | None = None,
+    environ: Mapping[str, str] | None = None,
+    staged: bool = False,
+    first: Callable[[], None] | None = None,
+) -> Iterator[Nodes]:
+    """Context manager. Start so many nodes. If the body fails, the error's report has the ends of their logs.
+
+    staged: True if each daemon has a stage. first: called in the process of each daemon, before anything else.
+    """
     made = Nodes(count, root, environ)
     try:
         for node in made:
-            node.start(*arguments)
+            if staged:
+                node.put_stage()
+            node.start(*arguments, first=first)
         yield made
     except BaseException:
         print(made.logs())

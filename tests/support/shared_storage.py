@@ -1,4 +1,4 @@
-"""A storage that several processes share, and its clock. The processes are threads of which one runs, and chance decides which is next.
+"""A storage that several processes share, and its clock. The processes are threads. One runs at a time, and chance picks it.
 
 `SharedStorage` does what a store with conditional puts does. Its listings may be `stale`, as those of a network file system. `Files` is the
 storage as one process sees it, and `Calls` makes its calls. `in_storage` lets the code of the product use the clock. `store_model.py` has
@@ -66,7 +66,7 @@ class Actor:
 
 
 class SharedStorage(Bucket):
-    """The storage, the clock, and the processes, of which one runs at a time.
+    """The storage, the clock, and the processes. One process runs at a time.
 
     stale: True if listings may be old, as on a network file system: a node sees a directory as it was when it listed it last, unless it has
     changed something in it since.
@@ -81,7 +81,6 @@ class SharedStorage(Bucket):
         self.held: dict[Held, Actor] = {}  # the leases and marks of living processes
         self.broken: list[str] = []
         self.states: set[int] = set()
-        self.trace: Callable[[Actor], None] | None = None
         self.on_change: Callable[[str, bytes | None], None] = lambda name, data: None
         self._listed: dict[tuple[int, str], list[str]] = {}
         self._here = threading.local()
@@ -126,8 +125,6 @@ class SharedStorage(Bucket):
             if actor.done and actor.dead:
                 actor.died()
             total += 1
-            if self.trace is not None:
-                self.trace(actor)
             if total > MOST_REQUESTS:
                 self.broken.append(f"{[actor.name for actor in living]} never end")
         for actor in self.actors:  # after a broken promise
@@ -202,7 +199,7 @@ class SharedStorage(Bucket):
         self._set(name, data)
         self._listed.pop((self._node, name.rpartition("/")[0]), None)
 
-    def list_anew(self, prefix: str) -> None:
+    def refresh_listing(self, prefix: str) -> None:
         self.request(lambda: self._listed.pop((self._node, prefix), None))
 
     def _find(self, name: str) -> bytes:
@@ -260,7 +257,7 @@ class SharedStorage(Bucket):
 
 
 class Files(ObjectStorage):
-    """The storage of one process, which lists a directory anew once it has created a file there."""
+    """The storage of one process, which sees a fresh listing of a directory once it has created a file there."""
 
     def __init__(self, world: SharedStorage) -> None:
         super().__init__(world, "digest")
@@ -268,8 +265,8 @@ class Files(ObjectStorage):
         self.__dict__["creates_once"] = True  # a cached property takes one lock for all processes of the model
         self._leases = Leases(world, names.CONTROL, lambda: world.now)
 
-    def list_anew(self, prefix: str, file: str) -> None:
-        self._world.list_anew(prefix)
+    def refresh_listing(self, prefix: str, file: str) -> None:
+        self._world.refresh_listing(prefix)
 
 
 class Calls:

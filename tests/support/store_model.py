@@ -91,8 +91,8 @@ class Daemon:
         tag = names.tag_directory(step, None, ATTEMPT)
         return Snapshot(JOB, ATTEMPT, step, tag, 2, persist=True, state=SnapshotState.WRITTEN, node=_share(self.rank))
 
-    def scan(self, *, anew: bool = False) -> None:
-        done(recovery.scan_job(self.repository, self.job, self.calls, anew=anew))
+    def scan(self, *, fresh: bool = False) -> None:
+        done(recovery.scan_job(self.repository, self.job, self.calls, fresh=fresh))
 
     def start(self) -> None:
         """Finish what an earlier process of this daemon has begun."""
@@ -153,7 +153,7 @@ class Daemon:
 
 
 class Life:
-    """One life of the job. `back`: True if the nodes of the old attempt are those of the new one, which therefore waits for them."""
+    """A life of the job. `back`: True if the new attempt runs on the nodes of the old one, and therefore waits for them."""
 
     def __init__(self, seed: int) -> None:
         chance = self.chance = random.Random(seed)
@@ -236,7 +236,7 @@ class Life:
             while not all(self._has_delivered(rank) for rank in range(2)):
                 self.world.sleep(0.1)
         known, delivered = self.acknowledged or NEW in self._committed, self._delivered()
-        daemon.scan(anew=True)
+        daemon.scan(fresh=True)
         done(daemon.joint.settle_past(daemon.job, ATTEMPT if self.back else 0))
         newest = daemon.job.newest_checkpoint()
         found = -1 if newest is None or newest.step is None else newest.step
@@ -414,7 +414,7 @@ RULES: dict[str, tuple[int, list[tuple[Any, str, Any]]]] = {
     "a reader looks for the mark of a deleter": (10, [(Leases, "_alive", _none_of(names.RETIRING))]),
     "a lease or a mark that is not renewed is dead": (12, [(Leases, "_is_young", _no_mark_is_dead)]),
     "receipts are deleted before the manifest": (3905, [(Repository, "delete_receipts", lambda self, job, tag: True)]),
-    "a directory is listed anew before something is missed": (7, [(Files, "list_anew", lambda self, prefix, file: None)]),
+    "a listing is fresh before something is called missing": (7, [(Files, "refresh_listing", lambda self, prefix, file: None)]),
     "parts that a receipt may name stay until their try is abandoned": (45, [(Committer, "drop", _drop_whatever)]),
     "a deleted checkpoint leaves an abandonment, where an older daemon could publish it": (9, [(Repository, "bury", _leave_nothing)]),
 }

@@ -198,9 +198,9 @@ def test_children_are_objects_and_prefixes_in_order(storage: Storage) -> None:
 
 def test_listing_anew_leaves_nothing_but_the_directory(storage: Storage) -> None:
     create(storage, "gpt/tag/b").finish()
-    storage.list_anew("gpt/tag", "b")
+    storage.refresh_listing("gpt/tag", "b")
     assert [entry.name for entry in storage.children("gpt/tag")] == ["b"]
-    storage.list_anew("bert", "newest")
+    storage.refresh_listing("bert", "newest")
     assert storage.children("bert") == []
 
 
