@@ -165,7 +165,7 @@ def _uncommit_unless_held(repository: Repository, job: Job, tag: str) -> bool:
     """Remove the manifest of a checkpoint that was being deleted. Return False if it stays, because it is pinned or being read."""
     try:
         with repository.exclude(job.name, tag):
-            if repository.is_committed(job.name, tag) and tag in repository.pins(job.name):  # since the daemon died
+            if tag in repository.pins(job.name) and repository.is_committed(job.name, tag):  # since the daemon died
                 return False
             uncommit(repository, job.name, tag)
     except Busy:  # a reader who finds that the manifest is gone gives up

@@ -303,6 +303,18 @@ async def test_a_recovery_lists_the_job_without_the_cache_of_a_network_file_syst
     calls.close()
 
 
+async def test_a_deletion_is_finished_though_the_manifest_cannot_be_read(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = write_checkpoint(root.path)
+    await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
+
+    def fail(self: Repository, job: str, tag: str) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Repository, "is_committed", fail)
+    await root.start()
+    assert (root.storage.tags("gpt"), root.left().retiring) == ([], {})
+
+
 async def test_a_deletion_that_had_begun_is_finished_though_it_is_pinned(root: Root) -> None:
     manifest = write_checkpoint(root.path)
     await root.journal(r.Retiring(job="gpt", tag=TAG, files=[manifest.parts[0].file]))
