@@ -405,6 +405,23 @@ def test_no_file_is_long_and_each_says_what_it_owns(path: Path) -> None:
     assert ast.get_docstring(tree(path))
 
 
+# -- memory
+
+_FACTORIES = re.compile(
+    r"torch\.(nested\.nested_tensor|sparse_\w+_tensor|empty|empty_strided|zeros|ones|full|tensor|as_tensor|scalar_tensor|arange|eye|rand\w*)"
+)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if "agent" in path.relative_to(ROOT).parts], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_every_allocation_names_its_device_and_dtype(path: Path) -> None:
+    # A caller may have set another default device, on which the memory that this process writes would not exist.
+    for name, call in _calls(path):
+        given = {keyword.arg for keyword in call.keywords}
+        assert not _FACTORIES.fullmatch(name) or None in given or {"device", "dtype"} <= given, f"line {call.lineno}"
+
+
 # -- pickle
 
 

@@ -19,7 +19,7 @@ class Training:
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(max(1, round(nbytes / _BYTES)))]
         self._model = torch.nn.Sequential(*layers).to(device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._data = torch.randn(BATCH, WIDTH, device=device)
+        self._data = torch.randn(BATCH, WIDTH, dtype=torch.float32, device=device)
         self.step()  # makes the moments
         moments = self._optimizer.state
         self.tensors: dict[str, torch.Tensor] = {}

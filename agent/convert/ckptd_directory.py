@@ -145,7 +145,7 @@ class PlannedPart:
 
     def _together(self, item: Item, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the bytes of a hidden item, which are those of its members at their places."""
-        whole = torch.zeros(item.length, dtype=torch.uint8)
+        whole = torch.zeros(item.length, dtype=torch.uint8, device="cpu")
         for alias, tensor in zip(self._inside[item.fqn], tensors, strict=True):
             width, elements = tensor.dtype.itemsize, copyable(tensor)
             place = whole[: item.length // width * width].view(elements.dtype)
@@ -171,7 +171,7 @@ def _with_addresses(tree: Any, leaves: dict[int, Leaf]) -> Any:
     addresses = _reserved(max(end, 1))
 
     def with_address(leaf: Leaf) -> torch.Tensor:
-        made = torch.empty(0, dtype=leaf.dtype)
+        made = torch.empty(0, dtype=leaf.dtype, device="cpu")
         offset = starts[_storage(leaf)] // leaf.dtype.itemsize + leaf.offset // leaf.saved.itemsize
         made.set_(addresses, offset, leaf.shape, leaf.stride)
         leaves[id(made)] = leaf

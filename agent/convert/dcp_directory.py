@@ -173,10 +173,10 @@ def _tensor(directory: Path, leaf: Leaf, entry: MetadataEntry) -> torch.Tensor:
         shard = shard.resolve_conj().resolve_neg()
         if piece.sizes == entry.size:
             return shard
-        whole = torch.empty(leaf.shape, dtype=leaf.saved) if whole is None else whole
+        whole = torch.empty(leaf.shape, dtype=leaf.saved, device="cpu") if whole is None else whole
         part = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True))
         copyable(whole)[part].copy_(copyable(shard))
-    return torch.empty(leaf.shape, dtype=leaf.saved) if whole is None else whole
+    return torch.empty(leaf.shape, dtype=leaf.saved, device="cpu") if whole is None else whole
 
 
 def _loaded(directory: Path, name: str, piece: Piece) -> Any:

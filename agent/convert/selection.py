@@ -98,7 +98,7 @@ class Selection:
 
 def _can_hold_floats(dtype: torch.dtype) -> bool:
     try:
-        return dtype.is_floating_point and torch.ones(1).to(dtype).to(torch.float32).item() == 1.0
+        return dtype.is_floating_point and torch.ones(1, dtype=torch.float32, device="cpu").to(dtype).to(torch.float32).item() == 1.0
     except RuntimeError:  # torch has no conversion between this dtype and others
         return False
 

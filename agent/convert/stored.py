@@ -45,11 +45,11 @@ def read_stored(leaves: Iterable[Leaf], places: Mapping[str, StoredBytes]) -> di
                 files[place.path] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
             start = min(leaf.offset for leaf in members) // _WIDEST * _WIDEST
             length = max(0, max(map(length_of, members)) - start)
-            raw = torch.empty(length, dtype=torch.uint8)
+            raw = torch.empty(length, dtype=torch.uint8, device="cpu")
             if read_exactly(files[place.path], memory(raw, length), place.offset + start) != length:
                 raise IntegrityError(f"{place.path} is cut short: {members[0].name} lies beyond its end")
             for leaf in members:
-                view = torch.empty(0, dtype=leaf.saved)
+                view = torch.empty(0, dtype=leaf.saved, device="cpu")
                 offset = 0 if 0 in leaf.shape else (leaf.offset - start) // leaf.saved.itemsize
                 found[leaf.name] = view.set_(raw.untyped_storage(), offset, leaf.shape, leaf.stride)
     finally:
@@ -73,7 +73,7 @@ def as_stored(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Ten
         return copyable(tensor).contiguous()
     if tensor.stride() == stride and is_dense(tensor.shape, stride):
         return tensor
-    made = torch.empty_strided(tensor.shape, stride, dtype=copyable(tensor).dtype)
+    made = torch.empty_strided(tensor.shape, stride, device="cpu", dtype=copyable(tensor).dtype)
     made.copy_(copyable(tensor))
     return made
 

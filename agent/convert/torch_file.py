@@ -53,7 +53,7 @@ def write_file(path: Path, tree: Any, contents: Contents, progress: Progress) ->
         if isinstance(leaf, Leaf):
             groups.setdefault(_group(leaf), []).append(leaf)
     with FakeTensorMode():
-        storages = {group: torch.empty(_length(leaves), dtype=leaves[0].dtype) for group, leaves in groups.items()}
+        storages = {group: torch.empty(_length(leaves), dtype=leaves[0].dtype, device="cpu") for group, leaves in groups.items()}
         shown = replaced(tree, Leaf, lambda leaf: _view(storages[_group(leaf)], leaf))
     with skip_data(materialize_fake_tensors=True):
         try:
@@ -97,7 +97,7 @@ def _storage(leaves: list[Leaf], tensors: list[torch.Tensor]) -> torch.Tensor:
     first, length = tensors[0], _length(leaves)
     if len(tensors) == 1 and first.numel() == length and first.stride() == leaves[0].stride and is_dense(first.shape, first.stride()):
         return first.as_strided((length,), (1,))  # without a copy
-    storage = torch.zeros(length, dtype=leaves[0].dtype)
+    storage = torch.zeros(length, dtype=leaves[0].dtype, device="cpu")
     for leaf, tensor in zip(leaves, tensors, strict=True):
         fill(_view(storage, leaf), tensor)
     return storage

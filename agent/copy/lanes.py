@@ -80,7 +80,7 @@ class StreamLane:
         for mirrors, originals in by_dtype.values():
             torch._foreach_copy_(mirrors, originals)
         whole = targets[0].untyped_storage()
-        flat = torch.empty(0, dtype=torch.uint8).set_(whole, first - whole.data_ptr(), (length,), (1,))
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(whole, first - whole.data_ptr(), (length,), (1,))
         flat.copy_(buffer, non_blocking=True)
 
     def mark(self) -> Mark:

@@ -251,7 +251,7 @@ class MappedSlot:
                 unlock_pages(self._locked_at)
                 self._locked_at = 0
         self._views = _NO_VIEWS
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.close_descriptors()
 
     def close_descriptors(self) -> None:

@@ -263,7 +263,7 @@ def digest(tensor: torch.Tensor) -> bytes:
     total = 0
     for at in range(0, flat.numel(), _DIGESTED):
         words = flat[at : at + _DIGESTED].to(torch.int64)
-        places = torch.arange(at, at + len(words), device=flat.device) * 2 + 1
+        places = torch.arange(at, at + len(words), dtype=torch.int64, device=flat.device) * 2 + 1
         total += int(((words + 1) * places * places).sum())
     return (total % (1 << 64)).to_bytes(8, "little")
 

@@ -100,7 +100,9 @@ class Resolved:
                 "if you trust everyone who can write to the checkpoint"
             )
         length = len(data.getbuffer())
-        blob = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8)
+        blob = (
+            torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8) if length else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         row = Row(fqn, BLOB, (length,), (0,), (length,), None, "cpu", False)
         self.blobs[row.key] = blob
         return row

@@ -28,7 +28,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return tensor._local_tensor
     if isinstance(tensor, ShardedTensor):
-        return tensor.local_shards()[0].tensor if tensor.local_shards() else torch.empty(0, dtype=tensor.dtype)
+        return tensor.local_shards()[0].tensor if tensor.local_shards() else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return tensor
 
 

@@ -117,7 +117,7 @@ def _convert(wanted: Iterable[tuple[torch.Tensor, Shard]], threads: int | None) 
             total += _copy_converted(batch, threads)
             nbytes = 0
             batch.clear()
-        batch.append((tensor, shard, torch.empty(shard.item.length, dtype=torch.uint8)))
+        batch.append((tensor, shard, torch.empty(shard.item.length, dtype=torch.uint8, device="cpu")))
         nbytes += shard.item.length
     return total + _copy_converted(batch, threads)
 
@@ -200,7 +200,7 @@ class _Batch:
         key = (id(shard.source), shard.item.offset)
         if key in self._raw and len(self._raw[key]) == shard.item.length:
             return self._raw[key], False
-        raw = self._raw[key] = torch.empty(shard.item.length, dtype=torch.uint8)
+        raw = self._raw[key] = torch.empty(shard.item.length, dtype=torch.uint8, device="cpu")
         self._reads.add(shard, memory(raw, shard.item.length))
         return raw, True
 
@@ -266,7 +266,7 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
 
     def base(name: str, shard: Shard) -> torch.Tensor:
         if name not in raws:
-            raws[name] = torch.empty(shard.item.length, dtype=torch.uint8)
+            raws[name] = torch.empty(shard.item.length, dtype=torch.uint8, device="cpu")
             reads.add(shard, memory(raws[name], shard.item.length))
         return raws[name]
 
@@ -281,7 +281,7 @@ def materialize(saved: Saved, names: Sequence[str], *, threads: int | None = Non
             made[name] = view_item(base(name, saved.shards[name][0]), saved.shards[name][0])
         else:
             sharded.append(name)
-            made[name] = torch.empty(described.size, dtype=dtype)
+            made[name] = torch.empty(described.size, dtype=dtype, device="cpu")
     reads.run(threads)
     if sharded:
         load(saved, {name: made[name] for name in sharded}, threads=threads)
@@ -305,7 +305,7 @@ def view_alias(raw: torch.Tensor, alias: Alias) -> torch.Tensor:
     extent = 0 if 0 in alias.size else 1 + sum((n - 1) * s for n, s in zip(alias.size, alias.stride, strict=True))
     if alias.offset + extent * dtype.itemsize > raw.untyped_storage().nbytes():
         raise IntegrityError(f"alias {alias.fqn!r} reaches beyond its base {alias.base!r}")
-    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), offset, alias.size, alias.stride)
+    return torch.empty(0, dtype=dtype, device=raw.device).set_(raw.untyped_storage(), offset, alias.size, alias.stride)
 
 
 def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:

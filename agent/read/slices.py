@@ -110,7 +110,7 @@ def _read(block: _Block, box: list[range]) -> tuple[list[Target], torch.Tensor]:
         outer.append(order.pop(0))
     length, width = span(), block.dtype.itemsize
     corners = list(itertools.product(*(range(sizes[n]) for n in outer)))
-    raw = torch.empty(len(corners) * length * width, dtype=torch.uint8)
+    raw = torch.empty(len(corners) * length * width, dtype=torch.uint8, device="cpu")
     view = memory(raw, raw.numel())
     targets = []
     for number, corner in enumerate(corners):

@@ -87,7 +87,11 @@ class Opened:
             metadata.storage_meta = StorageMeta(save_id=first.get("save_id") or None)
             return metadata
         documents = documents or [self.document(rank) for rank in range(len(self.sources))]
-        state = filled(bare(merge([document["state"] for document in documents])), lambda name: torch.empty(0), records=False)
+        state = filled(
+            bare(merge([document["state"] for document in documents])),
+            lambda name: torch.empty(0, dtype=torch.float32, device="cpu"),
+            records=False,
+        )
         flat, metadata.planner_data = flatten_state_dict(state) if isinstance(state, dict) else ({}, {})
         for name, value in flat.items():
             if not isinstance(value, torch.Tensor):

@@ -53,12 +53,12 @@ def _sparse_fields(tensor: torch.Tensor) -> Fields:
 
 
 def _make_sparse(fields: Fields, cls: str = "") -> torch.Tensor:
-    size, layout = fields["size"], _LAYOUTS[fields["layout"]]
+    size, layout, values = fields["size"], _LAYOUTS[fields["layout"]], fields["values"]
+    made: dict[str, Any] = {"size": size, "dtype": values.dtype, "device": values.device, "check_invariants": True}
     if layout is torch.sparse_coo:  # with checked invariants: indices from a file could lie outside the tensor
-        coalesced = fields["coalesced"] or None
-        return torch.sparse_coo_tensor(fields["indices"], fields["values"], size, is_coalesced=coalesced, check_invariants=True)
+        return torch.sparse_coo_tensor(fields["indices"], values, is_coalesced=fields["coalesced"] or None, **made)
     compressed, plain = (fields[name] for name in _SPARSE[layout][:2])
-    return torch.sparse_compressed_tensor(compressed, plain, fields["values"], size, layout=layout, check_invariants=True)
+    return torch.sparse_compressed_tensor(compressed, plain, values, layout=layout, **made)
 
 
 def _into_sparse(place: torch.Tensor, fields: Fields) -> torch.Tensor:
@@ -81,7 +81,9 @@ def _nested_fields(tensor: torch.Tensor) -> Fields:
 
 
 def _make_nested(fields: Fields, cls: str = "") -> torch.Tensor:
-    return torch.nested.nested_tensor(fields["parts"], layout=torch.jagged if fields["jagged"] else torch.strided)
+    parts = fields["parts"]
+    like: dict[str, Any] = {"dtype": parts[0].dtype, "device": parts[0].device} if parts else {"device": "cpu"}
+    return torch.nested.nested_tensor(parts, layout=torch.jagged if fields["jagged"] else torch.strided, **like)
 
 
 def _into_nested(place: torch.Tensor, fields: Fields) -> torch.Tensor:
