@@ -146,8 +146,9 @@ class Job:
     `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose manifest could not be read, with the reason. `newer`:
     tags whose manifest a newer ckptd has written, with the error. `guards`: tags that have a feature for deleters that this version does
     not know, with that feature. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a
-    checkpoint. `policies`: those of the last retention, None before this daemon's first commit in the job. `announced`: a sentence about
-    the deletion that the next commit will bring, or "". `last_failure`: the last step that failed since this daemon started, or None.
+    checkpoint. `policies`: those of the last retention, None before this daemon's first commit in the job, and while one of them
+    cannot choose. `announced`: a sentence about the deletion that the next commit will bring, or about the reason why retention deletes
+    nothing, or "". `last_failure`: the last step that failed since this daemon started, or None.
     `stored`: the parts of the last save, by rank, if this daemon has written them. `in_root`: with a stage, the checkpoints in the root, as
     far as they are known; `checkpoints` are then those of the stage.
     """
