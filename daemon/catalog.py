@@ -327,7 +327,11 @@ class Job:
         return snapshot.state is SnapshotState.SEALED and not snapshot.persist
 
     def owed(self) -> list[Snapshot]:
-        """Return the snapshots to save when the trainer is gone: the newest in memory, unless that is durable or being saved.
+        """Return the snapshots to save when the trainer is gone: those of `unsaved` that are not being saved."""
+        return [s for s in self.unsaved() if s.state in (SnapshotState.SEALED, SnapshotState.FAILED)]
+
+    def unsaved(self) -> list[Snapshot]:
+        """Return the snapshots that are needed and are in memory only: the newest in memory, unless that is durable.
 
         Of several nodes, another node may not have sealed the newest step. Each node then saves all steps that it holds and that are newer
         than the newest durable one, except those that it has delivered and those that are known to be dead.
@@ -344,7 +348,7 @@ class Job:
                 for s in sorted(self.snapshots, key=lambda s: s.key)
                 if s.in_memory and s.key > floor and not (s.delivered or self.is_dead(s))
             ]
-        return [s for s in found if s.state in (SnapshotState.SEALED, SnapshotState.FAILED) and not self.is_durable(*s.key)]
+        return [s for s in found if s.state is not SnapshotState.DURABLE and not self.is_durable(*s.key)]
 
     def may_save(self, snapshot: Snapshot) -> bool:
         """Return True if a sealed snapshot of several nodes may be written: all nodes hold it, or its trainers are not all here any more.

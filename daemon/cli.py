@@ -14,13 +14,13 @@ from typing import Any
 
 import click
 
-from ckptd.daemon import neighbours, report
+from ckptd.daemon import neighbours, report, unsaved
 from ckptd.daemon.copying import copy
 from ckptd.daemon.job_report import job_report, job_text
 from ckptd.daemon.run_command import default_socket, run
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
-from ckptd.shared.command import PLACE, ask_before_deleting, json_option, speaks
+from ckptd.shared.command import MEMORY_ONLY, PLACE, ask_before_deleting, json_option, speaks
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.locate import find_job_or_checkpoint
@@ -125,11 +125,20 @@ def stop(root: Location | None, socket: Path | None, timeout: float, as_json: bo
     """Stop the daemon that serves ROOT, or else the one at --socket, or else that of CKPTD_ROOT.
 
     It first saves the newest snapshots in memory. A running trainer then waits for the next daemon, or starts it if it is private.
+    The exit code is 15 if a snapshot could not be saved, because the disk is full for example, and is in memory only.
     """
     found = neighbours.named(root, socket)
     neighbours.stop(found, timeout)
     served = found.status["root"] if found.status else "no root that it told"
-    click.echo(json.dumps({"pid": found.pid, "stopped": True}) if as_json else f"stopped pid {found.pid}, which served {served}")
+    left = unsaved.left_behind(found.status) if found.status else []
+    if as_json:
+        click.echo(json.dumps({"pid": found.pid, "stopped": True, "unsaved": [each.row() for each in left]}))
+    else:
+        click.echo(f"stopped pid {found.pid}, which served {served}")
+        if left:
+            click.echo(f"ckptd: {unsaved.text(left, served)}", err=True)
+    if left:
+        sys.exit(MEMORY_ONLY)
 
 
 @main.command(short_help="List or delete what dead daemons have left.")

@@ -28,6 +28,9 @@ EXIT_CODES: dict[type[e.CkptdError], int] = {
     e.DaemonUnreachable: 14,
 }
 
+MEMORY_ONLY = 15
+"""The exit code of `stop` and `run` if the daemon could not save a snapshot, which is in memory only."""
+
 
 def _action(error: OSError) -> str:
     return f"use {error.filename}" if error.filename else "do that"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptd.daemon import retention
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.names import tag_directory
-from ckptd.shared.retention import BestN, EveryNSteps, LatestN, PreserveAll
+from ckptd.shared.retention import BestN, EveryNSteps, LatestN, Policy, PreserveAll
 from tests.shared.samples import steady
 
 
@@ -89,7 +89,8 @@ WHY = (
 
 
 def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing() -> None:
-    for policies in ([WRONG], [WRONG, LatestN(1)], [LatestN(1), EveryNSteps(4), WRONG]):
+    several: list[list[Policy]] = [[WRONG], [WRONG, LatestN(1)], [LatestN(1), EveryNSteps(4), WRONG]]
+    for policies in several:
         assert retention.to_retire(SAVED, policies) == []
         assert retention.obstacle(SAVED, policies) == WHY
         own = [*SAVED[:-1], dataclasses.replace(SAVED[-1], retention=tuple(policies))]
