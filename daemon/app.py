@@ -21,7 +21,7 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.listener import listen
 from ckptd.daemon.server import Server
 from ckptd.daemon.service import Service
-from ckptd.daemon.unsaved import Unsaved
+from ckptd.daemon.unsaved import UnsavedSnapshot
 from ckptd.daemon.vitals import Vitals, rss_bytes
 from ckptd.shared import __version__, settings
 from ckptd.shared import messages as m
@@ -46,7 +46,7 @@ class App:
         self._fatal: BaseException | None = None
         self._serving: Serving | None = None
         self._started = time.monotonic()
-        self.unsaved: list[Unsaved] = []
+        self.unsaved: list[UnsavedSnapshot] = []
 
     @property
     def ready(self) -> bool:
@@ -161,7 +161,7 @@ class Serving:
         watching.cancel()
         await asyncio.gather(accepting, watching, return_exceptions=True)
 
-    def unsaved(self) -> list[Unsaved]:
+    def unsaved(self) -> list[UnsavedSnapshot]:
         """Return the snapshots that are in memory only now."""
         return unsaved.in_memory_only(self._parts.catalog, self._parts.slots)
 

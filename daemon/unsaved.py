@@ -27,7 +27,7 @@ STORAGE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Unsaved:
+class UnsavedSnapshot:
     """A snapshot that is complete in memory, on this node, and not on storage.
 
     `directories`: where its segments lie. `reason`: why it could not be saved, or "" if that is not known.
@@ -40,7 +40,7 @@ class Unsaved:
     reason: str = ""
 
     def __str__(self) -> str:
-        why = f" ({self.reason})" if self.reason else ""
+        why = f": {self.reason}" if self.reason else ""
         return f"step {self.step} of job {self.job} (attempt {self.attempt}) is in memory only, in {', '.join(self.directories)}{why}"
 
     def row(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Unsaved:
         return {**asdict(self), "directories": list(self.directories)}
 
 
-def text(unsaved: Sequence[Unsaved], root: object) -> str:
+def text(unsaved: Sequence[UnsavedSnapshot], root: object) -> str:
     """Return one line about these snapshots of a daemon that has ended: what is where, how long it stays, and how it is saved."""
     them = "it" if len(unsaved) == 1 else "them"
     return (
@@ -58,14 +58,14 @@ def text(unsaved: Sequence[Unsaved], root: object) -> str:
     )
 
 
-def in_memory_only(catalog: Catalog, slots: Slots) -> list[Unsaved]:
+def in_memory_only(catalog: Catalog, slots: Slots) -> list[UnsavedSnapshot]:
     """Return what is in memory only, as the daemon knows it: of each job the newest snapshot, or all that several nodes may need."""
     found = []
     for job in sorted(catalog.jobs.values(), key=lambda job: job.name):
         for snapshot in job.unsaved():
             segments = [slots.slots[seal.segment] for seal in snapshot.seals.values() if seal.segment in slots.slots]
             places = tuple(sorted({str(slot.directory.path) for slot in segments}))
-            found.append(Unsaved(job.name, snapshot.attempt, snapshot.step, places, snapshot.reason))
+            found.append(UnsavedSnapshot(job.name, snapshot.attempt, snapshot.step, places, snapshot.reason))
     return found
 
 
@@ -75,17 +75,18 @@ def waiting_text(status: dict[str, Any]) -> str:
     for job in status["jobs"]:
         sealed, durable = job["last_sealed"], job["last_durable"] or {}
         if sealed and (sealed["attempt"], sealed["step"]) != (durable.get("attempt"), durable.get("step")):
-            told.append(str(Unsaved(job["job"], sealed["attempt"], sealed["step"], tuple(_directories(status)))))
+            told.append(str(UnsavedSnapshot(job["job"], sealed["attempt"], sealed["step"], tuple(_directories(status)))))
     return "; ".join(told)
 
 
-def left_behind(status: dict[str, Any]) -> list[Unsaved]:
+def left_behind(status: dict[str, Any]) -> list[UnsavedSnapshot]:
     """Return what a daemon that has ended has left in memory only. `status` is its last status.
 
     A snapshot counts as not saved if storage does not tell within STORAGE_SECONDS. The reason then says so.
     """
     jobs = {job["job"]: job for job in status["jobs"]}
-    found: list[Unsaved] = []
+    log = f" {status['log_file']}" if status.get("log_file") else ""
+    found: list[UnsavedSnapshot] = []
     for name, sealed in sorted(_sealed(_directories(status)).items()):
         job = jobs.get(name, {})
         whole = {key: headers for key, headers in sealed.items() if _is_complete(headers.values(), job.get("ranks_here"))}
@@ -96,8 +97,8 @@ def left_behind(status: dict[str, Any]) -> list[Unsaved]:
         for key in keys:
             if key not in saved and key >= max(saved, default=key):
                 error = job.get("last_error") or {}
-                reason = problem or (error["reason"] if error.get("step") == key[1] else "")
-                found.append(Unsaved(name, *key, tuple(sorted({place for place, _ in whole[key]})), reason))
+                reason = problem or (error["reason"] if error.get("step") == key[1] else f"the daemon's log{log} says why")
+                found.append(UnsavedSnapshot(name, *key, tuple(sorted({place for place, _ in whole[key]})), reason))
     return found
 
 

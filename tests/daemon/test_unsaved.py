@@ -14,7 +14,7 @@ import torch
 
 from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon import unsaved
-from ckptd.daemon.unsaved import Unsaved
+from ckptd.daemon.unsaved import UnsavedSnapshot
 from ckptd.shared.errors import NotFound
 from ckptd.shared.segment import SegmentHeader, SlotState, write_header
 from tests.daemon.test_cli import ckptd
@@ -65,7 +65,7 @@ def test_stop_as_json_lists_what_is_in_memory_only(place: Home) -> None:
     with running(place, failpoints=FULL) as daemon:
         agent = sealed(place, 8)
         run = ckptd("stop", place.root, "--json")
-        row = {"job": "gpt", "attempt": 1, "step": 8, "directories": [str(place.segments)], "reason": ""}
+        row = {"job": "gpt", "attempt": 1, "step": 8, "directories": [str(place.segments)], "reason": "the daemon's log says why"}
         assert (run.returncode, json.loads(run.stdout)) == (15, {"pid": daemon.process.pid, "stopped": True, "unsaved": [row]})
         agent._link.let_go()
 
@@ -120,6 +120,8 @@ def test_the_line_at_the_signal_names_what_is_being_saved(place: Home) -> None:
 
 # -- what a daemon has left
 
+WHY = "the daemon's log says why"
+
 
 def status(place: Home, directory: Path, **job: Any) -> dict[str, Any]:
     memory = {"directory": str(directory), "disk_directory": str(directory / "disk")}
@@ -136,7 +138,7 @@ def segment(directory: Path, name: str, step: int, rank: int = 0, world_size: in
         write_header(file.fileno(), header)
 
 
-def left(found: list[Unsaved]) -> list[tuple[int, tuple[str, ...], str]]:
+def left(found: list[UnsavedSnapshot]) -> list[tuple[int, tuple[str, ...], str]]:
     return [(each.step, each.directories, each.reason) for each in found]
 
 
@@ -144,7 +146,7 @@ def test_only_the_newest_snapshot_that_all_ranks_have_sealed_counts(place: Home,
     segment(tmp_path, "a", 7, 0, 2)
     segment(tmp_path, "b", 7, 1, 2)
     segment(tmp_path / "disk", "c", 8, 0, 2)
-    assert left(unsaved.left_behind(status(place, tmp_path))) == [(7, (str(tmp_path),), "")]
+    assert left(unsaved.left_behind(status(place, tmp_path))) == [(7, (str(tmp_path),), WHY)]
     segment(tmp_path, "d", 8, 1, 2)
     error = {"step": 8, "reason": "the disk is full"}
     found = unsaved.left_behind(status(place, tmp_path, last_error=error))
@@ -155,7 +157,7 @@ def test_only_the_newest_snapshot_that_all_ranks_have_sealed_counts(place: Home,
 def test_of_several_nodes_every_step_of_this_node_counts(place: Home, tmp_path: Path) -> None:
     for name, step in (("a", 7), ("b", 8)):
         segment(tmp_path, name, step, 2, 4)
-    assert left(unsaved.left_behind(status(place, tmp_path, ranks_here=[2]))) == [(7, (str(tmp_path),), ""), (8, (str(tmp_path),), "")]
+    assert left(unsaved.left_behind(status(place, tmp_path, ranks_here=[2]))) == [(7, (str(tmp_path),), WHY), (8, (str(tmp_path),), WHY)]
     assert unsaved.left_behind(status(place, tmp_path, ranks_here=[2, 3])) == []
     assert [
         step for step, _, _ in left(unsaved.left_behind(status(place, tmp_path, ranks_here=[2], last_durable={"attempt": 1, "step": 7})))
@@ -194,10 +196,10 @@ def test_a_storage_that_cannot_be_read_is_named(place: Home, tmp_path: Path, mon
 
 
 def test_several_snapshots_are_one_line(place: Home) -> None:
-    found = [Unsaved("a", 1, 8, ("/dev/shm/x",), "the disk is full"), Unsaved("b", 2, 9, ("/dev/shm/x", "/var/y"))]
+    found = [UnsavedSnapshot("a", 1, 8, ("/dev/shm/x",), "the disk is full"), UnsavedSnapshot("b", 2, 9, ("/dev/shm/x", "/var/y"))]
     said = unsaved.text(found, "/ckpts")
     assert said.startswith(
-        "NOT SAVED: step 8 of job a (attempt 1) is in memory only, in /dev/shm/x (the disk is full); "
+        "NOT SAVED: step 8 of job a (attempt 1) is in memory only, in /dev/shm/x: the disk is full; "
         "step 9 of job b (attempt 2) is in memory only, in /dev/shm/x, /var/y. "
     )
     assert "\n" not in said
