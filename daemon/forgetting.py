@@ -24,7 +24,7 @@ from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
-from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, IntegrityError, InvalidConfig, InvalidRequest, from_wire
+from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, IntegrityError, InvalidConfig, InvalidRequest, NewerFormat, from_wire
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.location import Location, located
 from ckptd.shared.manifest import Manifest
@@ -41,14 +41,15 @@ _SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Deletion:
-    """The checkpoints of one job that `ckptd forget` is to delete, of the `total` checkpoints that the job has.
+    """The checkpoints of one job that `ckptd forget` is to delete.
 
-    `rows` has one row for each of them. `error` in a row is the reason why the checkpoint stays, or None.
+    `intact`: the tags of all checkpoints of the job whose manifests are not damaged. `rows` has one row for each checkpoint that is to be
+    deleted. `error` in a row is the reason why the checkpoint stays, or None.
     """
 
     root: Location
     job: str
-    total: int
+    intact: frozenset[str]
     rows: list[dict[str, Any]]
 
     @property
@@ -58,14 +59,18 @@ class Deletion:
 
     @property
     def is_large(self) -> bool:
-        """True if more than half of the checkpoints of the job would be deleted, which a person must confirm."""
-        return 2 * len(self.doomed) > self.total
+        """True if more than half of the intact checkpoints of the job would be deleted, which a person must confirm."""
+        return 2 * self._loss > len(self.intact)
 
     @property
     def extent(self) -> str:
-        """How many checkpoints would be deleted, of how many, in words."""
-        share = "the only checkpoint" if self.total == 1 else f"{len(self.doomed)} of the {self.total} checkpoints"
+        """How many intact checkpoints would be deleted, of how many, in words."""
+        share = "the only checkpoint" if len(self.intact) == 1 else f"{self._loss} of the {len(self.intact)} checkpoints"
         return f"{share} of job {self.job}"
+
+    @property
+    def _loss(self) -> int:
+        return sum(row["tag"] in self.intact for row in self.doomed)
 
     def run(self, socket: Path | None) -> None:
         """Delete the checkpoints, and record in each row whether its checkpoint is gone.
@@ -98,7 +103,8 @@ def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
         row: dict[str, Any] = {"job": job, "tag": name, "bytes": nbytes, "deleted": False, "error": None}
         row["error"] = f"checkpoint {job}/{name} is pinned" if name in pinned else _reader(repository, job, name)
         rows.append(row)
-    return Deletion(located(repository.where()), job, len(found), rows)
+    intact = frozenset(name for name, manifest in found.items() if isinstance(manifest, (Manifest, NewerFormat)))
+    return Deletion(located(repository.where()), job, intact, rows)
 
 
 def _place(path: Location) -> tuple[Repository, str, str | None]:

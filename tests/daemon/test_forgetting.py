@@ -415,6 +415,16 @@ def test_checkpoints_that_stay_do_not_count_as_deleted(place: Home, socket: list
     assert (run.returncode, steps(place)) == (11, [2, 5, 6])
 
 
+def test_damaged_checkpoints_do_not_hide_that_most_of_the_intact_ones_would_be_deleted(place: Home, socket: list[Any]) -> None:
+    for step in (1, 2, 3):
+        (place.root / "gpt" / tag(step) / "manifest.json").write_bytes(b"{}")
+    run = ckptd("forget", place.root / "gpt", "--keep", "LatestN(1)", *socket)
+    assert (run.returncode, "this would delete 2 of the 3 checkpoints of job gpt" in run.stderr) == (2, True)
+    for step in (1, 2, 3):  # nothing is lost with a damaged one
+        assert ckptd("forget", place.root / "gpt" / tag(step), *socket).returncode == 0
+    assert steps(place) == [4, 5, 6]
+
+
 @pytest.mark.parametrize(("answer", "left", "code"), [("y", [6], 0), ("", [1, 2, 3, 4, 5, 6], 1), ("n", [1, 2, 3, 4, 5, 6], 1)])
 def test_on_a_terminal_the_command_lists_and_asks(place: Home, answer: str, left: list[int], code: int) -> None:
     """This case runs on a pseudo-terminal, as a user does it."""

@@ -85,6 +85,17 @@ def test_nothing_is_said_of_what_is_saved(place: Home, tag: str | None) -> None:
     assert "NOT SAVED" not in place.log_text()
 
 
+def test_what_is_on_the_stage_is_saved(place: Home) -> None:
+    """The root is not needed for that."""
+    with running(place, "--stage", str(place.path / "stage"), failpoints="upload.intended=error(EIO)") as daemon:
+        agent = sealed(place, 8)
+        run = ckptd("stop", place.root, "--json")
+        assert (run.returncode, json.loads(run.stdout)["unsaved"]) == (0, [])
+        assert daemon.died() == 0
+        agent._link.let_go()
+    assert not (place.root / "gpt" / "step-00000008.a0001").exists()
+
+
 def test_stop_of_a_daemon_that_is_killed_meanwhile_says_what_is_in_memory_only(place: Home) -> None:
     with running(place, failpoints="persist.writing=kill") as daemon:
         agent = sealed(place, 8)
