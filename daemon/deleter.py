@@ -106,7 +106,9 @@ class Deleter:
             return
         live = job.live_checkpoints()
         policies = policies_of(live, self._policies)
-        if why := obstacle(live, self._policies, pinned):
+        if why := obstacle(
+            job.durable_checkpoints(), self._policies, pinned
+        ):  # of a stage, the root may have the only ones with the metric
             before, job.announced, job.policies = job.announced, f"nothing is deleted, because {why}", None
             if job.announced != before:
                 log.warning("job %s: %s", job.name, job.announced)

@@ -91,6 +91,21 @@ def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing_and_says_
     assert world.job.announced == ""
 
 
+def test_a_metric_that_only_checkpoints_in_the_root_have_is_known_on_the_stage(world: World) -> None:
+    manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3)]
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    for manifest in manifests:
+        known = dataclasses.replace(world.job.checkpoints[manifest.tag], metrics={}, retention=(BestN("loss", 1),))
+        world.job.checkpoints[manifest.tag] = known
+    older = dataclasses.replace(known, tag="step-00000000.a0001", step=0, metrics={"loss": 1.0})
+    world.job.in_root = {older.tag: older}
+    asyncio.run(world.saver.root.deleter.retain(world.job))
+    assert (len(world.storage.tags("gpt")), world.job.announced) == (3, "")
+    world.job.in_root = {}
+    asyncio.run(world.saver.root.deleter.retain(world.job))
+    assert "no checkpoint has the metric 'loss' (they have no metrics at all)" in world.job.announced
+
+
 def test_room_is_not_made_if_it_would_not_be_enough(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
