@@ -15,9 +15,12 @@ import torch
 from ckptd.agent import Agent, Checkpoint
 from ckptd.daemon import unsaved
 from ckptd.daemon.unsaved import UnsavedSnapshot
+from ckptd.shared import names
 from ckptd.shared.errors import NotFound
 from ckptd.shared.segment import SegmentHeader, SlotState, write_header
+from ckptd.shared.storage.locate import open_root
 from tests.daemon.test_cli import ckptd
+from tests.shared.samples import write_checkpoint
 from tests.support.daemons import Home, running, until
 
 FULL = "persist.writing=error(ENOSPC)"
@@ -173,6 +176,28 @@ def test_of_several_nodes_every_step_of_this_node_counts(place: Home, tmp_path: 
     assert [
         step for step, _, _ in left(unsaved.left_behind(status(place, tmp_path, ranks_here=[2], last_durable={"attempt": 1, "step": 7})))
     ] == [8]
+
+
+def test_a_step_that_this_node_has_delivered_is_left_to_the_next_daemon(place: Home, tmp_path: Path) -> None:
+    """Its parts are on storage, and the receipt says so. An abandonment takes that back."""
+    segment(tmp_path, "a", 7, 2, 4)
+    told = status(place, tmp_path, ranks_here=[2])
+    repository = open_root(place.root)
+    repository.storage.serve(names.host()).close()
+    (place.root / "gpt" / "step-00000007.a0001").mkdir(parents=True)
+    assert [each.step for each in unsaved.left_behind(told)] == [7]
+    (place.root / "gpt" / "step-00000007.a0001" / names.receipt_file(2)).write_bytes(b"a receipt")
+    assert unsaved.left_behind(told) == []
+    repository.bury("gpt", "step-00000007.a0001", 1, 7)
+    assert [each.step for each in unsaved.left_behind(told)] == [7]
+
+
+def test_a_damaged_manifest_does_not_count_as_saved(place: Home, tmp_path: Path) -> None:
+    segment(tmp_path, "a", 5)
+    made = write_checkpoint(place.root, step=5, attempt=1, job="gpt")
+    assert unsaved.left_behind(status(place, tmp_path)) == []
+    (place.root / "gpt" / made.tag / names.MANIFEST).write_bytes(b"{}")
+    assert [each.step for each in unsaved.left_behind(status(place, tmp_path))] == [5]
 
 
 def test_a_segment_of_an_earlier_boot_is_lost_already(place: Home, tmp_path: Path) -> None:
