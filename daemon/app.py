@@ -15,12 +15,13 @@ import socket
 import time
 from collections.abc import Callable
 
-from ckptd.daemon import limits, notify, tasks
+from ckptd.daemon import limits, notify, tasks, unsaved
 from ckptd.daemon.composition import Parts, opened
 from ckptd.daemon.config import Config
 from ckptd.daemon.listener import listen
 from ckptd.daemon.server import Server
 from ckptd.daemon.service import Service
+from ckptd.daemon.unsaved import UnsavedSnapshot
 from ckptd.daemon.vitals import Vitals, rss_bytes
 from ckptd.shared import __version__, settings
 from ckptd.shared import messages as m
@@ -32,7 +33,10 @@ log = logging.getLogger("ckptd")
 
 
 class App:
-    """One daemon. `await run()` is its life. Raises CkptdError if it cannot begin, or if an error ends it."""
+    """One daemon. `await run()` is its life. Raises CkptdError if it cannot begin, or if an error ends it.
+
+    `unsaved`: once `run` has ended, the snapshots that could not be saved and are in memory only. The last line of the log names them.
+    """
 
     def __init__(self, config: Config, ready_fd: int = -1, fs: FileSystem | None = None) -> None:
         """ready_fd: a descriptor that READY and a newline are written to once the daemon serves clients, or -1."""
@@ -42,6 +46,7 @@ class App:
         self._fatal: BaseException | None = None
         self._serving: Serving | None = None
         self._started = time.monotonic()
+        self.unsaved: list[UnsavedSnapshot] = []
 
     @property
     def ready(self) -> bool:
@@ -54,10 +59,13 @@ class App:
             try:
                 self._serving = Serving(parts, self._stop, self._started, self._ready_fd, self._lost_root)
                 await self._serving.run(listener, lambda: self._fatal is None)
+                self.unsaved = self._serving.unsaved()
             finally:
                 listener.close()
                 if ours:
                     self._config.socket.unlink(missing_ok=True)
+        if self.unsaved:
+            log.error("%s", unsaved.text(self.unsaved, self._config.root))
         if self._fatal is not None:
             raise self._fatal
 
@@ -67,9 +75,14 @@ class App:
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
+        left = [] if self._serving is None else self._serving.unsaved()
         if self._stop.is_set():
+            log.error(
+                "a second signal ends this daemon at once. %s", unsaved.text(left, self._config.root) if left else "Everything is saved"
+            )
             os._exit(130)
-        log.info("stopping: saving the newest snapshots that are not durable yet")
+        what = f" ({'; '.join(map(str, left))})" if left else ""
+        log.info("stopping: saving the newest snapshots that are not durable yet%s", what)
         self._stop.set()
 
     def _end(self, error: BaseException) -> None:
@@ -147,6 +160,10 @@ class Serving:
         await self._server.close()
         watching.cancel()
         await asyncio.gather(accepting, watching, return_exceptions=True)
+
+    def unsaved(self) -> list[UnsavedSnapshot]:
+        """Return the snapshots that are in memory only now."""
+        return unsaved.in_memory_only(self._parts.catalog, self._parts.slots)
 
     def _clients_changed(self) -> None:
         if self._parts.uploader is not None:

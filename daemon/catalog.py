@@ -146,8 +146,9 @@ class Job:
     `uncommitted`: tags without a manifest at the last scan. `damaged`: tags whose manifest could not be read, with the reason. `newer`:
     tags whose manifest a newer ckptd has written, with the error. `guards`: tags that have a feature for deleters that this version does
     not know, with that feature. `retiring`: tags that are being deleted. `seq`: the highest `seq` of a
-    checkpoint. `policies`: those of the last retention, None before this daemon's first commit in the job. `announced`: a sentence about
-    the deletion that the next commit will bring, or "". `last_failure`: the last step that failed since this daemon started, or None.
+    checkpoint. `policies`: those of the last retention, None before this daemon's first commit in the job, and while one of them
+    cannot choose. `announced`: a sentence about the deletion that the next commit will bring, or about the reason why retention deletes
+    nothing, or "". `last_failure`: the last step that failed since this daemon started, or None.
     `stored`: the parts of the last save, by rank, if this daemon has written them. `in_root`: with a stage, the checkpoints in the root, as
     far as they are known; `checkpoints` are then those of the stage.
     """
@@ -326,7 +327,11 @@ class Job:
         return snapshot.state is SnapshotState.SEALED and not snapshot.persist
 
     def owed(self) -> list[Snapshot]:
-        """Return the snapshots to save when the trainer is gone: the newest in memory, unless that is durable or being saved.
+        """Return the snapshots to save when the trainer is gone: those of `unsaved` that are not being saved."""
+        return [s for s in self.unsaved() if s.state in (SnapshotState.SEALED, SnapshotState.FAILED)]
+
+    def unsaved(self) -> list[Snapshot]:
+        """Return the snapshots that are needed and are in memory only: the newest in memory, unless that is durable.
 
         Of several nodes, another node may not have sealed the newest step. Each node then saves all steps that it holds and that are newer
         than the newest durable one, except those that it has delivered and those that are known to be dead.
@@ -343,7 +348,7 @@ class Job:
                 for s in sorted(self.snapshots, key=lambda s: s.key)
                 if s.in_memory and s.key > floor and not (s.delivered or self.is_dead(s))
             ]
-        return [s for s in found if s.state in (SnapshotState.SEALED, SnapshotState.FAILED) and not self.is_durable(*s.key)]
+        return [s for s in found if s.state is not SnapshotState.DURABLE and not self.is_durable(*s.key)]
 
     def may_save(self, snapshot: Snapshot) -> bool:
         """Return True if a sealed snapshot of several nodes may be written: all nodes hold it, or its trainers are not all here any more.

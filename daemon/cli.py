@@ -14,16 +14,17 @@ from typing import Any
 
 import click
 
-from ckptd.daemon import neighbours, report
+from ckptd.daemon import neighbours, report, unsaved
 from ckptd.daemon.copying import copy
 from ckptd.daemon.job_report import job_report, job_text
 from ckptd.daemon.run_command import default_socket, run
 from ckptd.shared import __version__
 from ckptd.shared import errors as e
-from ckptd.shared.command import PLACE, json_option, speaks
+from ckptd.shared.command import MEMORY_ONLY, PLACE, ask_before_deleting, json_option, speaks
 from ckptd.shared.location import Location
 from ckptd.shared.retention import parse
 from ckptd.shared.storage.locate import find_job_or_checkpoint
+from ckptd.shared.units import count_text
 
 _socket = click.option("--socket", type=click.Path(path_type=Path), envvar="CKPTD_SOCKET", help="The daemon's Unix socket.")
 
@@ -124,31 +125,50 @@ def stop(root: Location | None, socket: Path | None, timeout: float, as_json: bo
     """Stop the daemon that serves ROOT, or else the one at --socket, or else that of CKPTD_ROOT.
 
     It first saves the newest snapshots in memory. A running trainer then waits for the next daemon, or starts it if it is private.
+    The exit code is 15 if a snapshot could not be saved, because the disk is full for example, and is in memory only.
     """
     found = neighbours.named(root, socket)
     neighbours.stop(found, timeout)
     served = found.status["root"] if found.status else "no root that it told"
-    click.echo(json.dumps({"pid": found.pid, "stopped": True}) if as_json else f"stopped pid {found.pid}, which served {served}")
+    left = unsaved.left_behind(found.status) if found.status else []
+    if as_json:
+        click.echo(json.dumps({"pid": found.pid, "stopped": True, "unsaved": [each.row() for each in left]}))
+    else:
+        click.echo(f"stopped pid {found.pid}, which served {served}")
+        if left:
+            click.echo(f"ckptd: {unsaved.text(left, served)}", err=True)
+    if left:
+        sys.exit(MEMORY_ONLY)
 
 
 @main.command(short_help="List or delete what dead daemons have left.")
 @click.option("--delete", is_flag=True, help="Delete what is listed, with the snapshots that are sealed in it.")
+@click.option("--yes", is_flag=True, help="Do not ask before snapshots are deleted.")
 @click.option("--shm-dir", type=click.Path(path_type=Path), default="/dev/shm", envvar="CKPTD_SHM_DIR", help="Default: /dev/shm.")
 @json_option
 @speaks
-def gc(delete: bool, shm_dir: Path, as_json: bool) -> None:
+def gc(delete: bool, yes: bool, shm_dir: Path, as_json: bool) -> None:
     """List what dead daemons have left in shared memory, and their sockets, with owner and size. What is in use is left out.
 
-    The next daemon of a root saves the snapshots that are sealed there. Delete them only if no daemon will serve that root again.
+    The next daemon of a root saves the snapshots that are sealed there. Delete them only if no daemon will serve that root again. Before
+    snapshots are deleted, the command asks on a terminal. Anywhere else, and with --json, it needs --yes.
     """
     from ckptd.daemon import leftovers
 
+    everything = list(leftovers.find(shm_dir))
+    holds = [(found, held) for found in everything for held in found.holds]
+    if delete and holds and not yes:
+        ask_before_deleting(
+            f"{count_text(len(holds), 'sealed snapshot')}, which the next daemon would save if storage does not have them yet",
+            [f"{held} in {found.path}" for found, held in holds],
+            "or start a daemon for their roots", never=as_json,
+        )  # fmt: skip
     rows = [
         {
             "path": str(found.path), "owner": found.owner, "bytes": found.nbytes, "holds": list(found.holds),
             "deleted": delete and found.nbytes is not None and leftovers.delete(found),
         }
-        for found in list(leftovers.find(shm_dir))
+        for found in everything
     ]  # fmt: skip
     click.echo(json.dumps(rows, indent=1) if as_json else report.leftovers_text(rows, delete=delete))
 
@@ -242,16 +262,20 @@ def verify(path: Location, as_json: bool) -> None:
 @click.argument("path", type=PLACE)
 @click.option("--keep", multiple=True, metavar="POLICY", help="For a job: what to keep, like LatestN(5) or BestN('loss',3). Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be deleted.")
+@click.option("--yes", is_flag=True, help="Do not ask before more than half of a job's checkpoints are deleted.")
 @_socket
 @json_option
 @speaks
-def forget(path: Location, keep: tuple[str, ...], dry_run: bool, socket: Path | None, as_json: bool) -> None:
+def forget(path: Location, keep: tuple[str, ...], dry_run: bool, yes: bool, socket: Path | None, as_json: bool) -> None:
     """Delete a checkpoint (DIR/JOB/TAG), or all of a job (DIR/JOB) that no --keep policy keeps.
 
     Policies: LatestN(n), LatestDuration(seconds), EveryNSteps(n), EveryNSeconds(seconds), BestN('metric', n, 'min' or 'max'),
     CustomSteps([...]), PreserveAll(). They never delete the newest, one with a user tag, or a step of an earlier attempt that the
-    newest attempt has not reached. A checkpoint that is pinned or being read is never deleted. The exit code is 11 if a checkpoint that was
-    to be deleted is still there.
+    newest attempt has not reached. A checkpoint that is pinned or being read is never deleted. A policy over a metric that no checkpoint
+    of the job has is an error, and nothing is deleted.
+
+    If more than half of the job's checkpoints would be deleted, the command lists them and asks first, on a terminal. Anywhere else, and
+    with --json, it needs --yes. The exit code is 11 if a checkpoint that was to be deleted is still there.
     """
     from ckptd.daemon import forgetting
 
@@ -259,7 +283,13 @@ def forget(path: Location, keep: tuple[str, ...], dry_run: bool, socket: Path | 
         policies = [parse(text) for text in keep]
     except ValueError as error:
         raise e.InvalidConfig(f"--keep: {error}") from None
-    rows = list(forgetting.forget(path, policies, socket, dry_run=dry_run))
+    deletion = forgetting.planned(path, policies)
+    rows = deletion.rows
+    if not dry_run:
+        if deletion.is_large and not yes:
+            listed = [report.forgotten_text(row, dry_run=True) for row in deletion.doomed]
+            ask_before_deleting(deletion.extent, listed, "or --dry-run to list them", never=as_json)
+        deletion.run(socket)
     if as_json:
         click.echo(json.dumps(rows, indent=1))
     else:

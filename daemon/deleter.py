@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from ckptd.daemon import records as r
 from ckptd.daemon.catalog import Job
 from ckptd.daemon.journal import Journal, JournalBroken
-from ckptd.daemon.retention import policies_of, to_retire
+from ckptd.daemon.retention import obstacle, policies_of, to_retire
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import names
@@ -86,8 +86,10 @@ class Deleter:
         """Update `newest`, then delete the checkpoints that retention does not keep.
 
         If the policies differ from those of the last retention, and would delete more than one checkpoint at once, nothing is deleted yet:
-        the log and `Job.announced` say which checkpoints the next commit deletes. If a newer ckptd has written to the job, nothing is
-        deleted. A failure is logged and counted, and the next commit tries again. Raises JournalBroken.
+        the log and `Job.announced` say which checkpoints the next commit deletes. The same holds for policies that could not choose
+        until now, because no checkpoint had their metric. As long as that is so, nothing is deleted; the log says so once, and
+        `Job.announced` all the time. If a newer ckptd has written to the job, nothing is deleted. A failure is logged and counted, and the
+        next commit tries again. Raises JournalBroken.
         """
         if not await self.point_newest(job):
             return
@@ -104,6 +106,13 @@ class Deleter:
             return
         live = job.live_checkpoints()
         policies = policies_of(live, self._policies)
+        if why := obstacle(
+            job.durable_checkpoints(), self._policies, pinned
+        ):  # of a stage, the root may have the only ones with the metric
+            before, job.announced, job.policies = job.announced, f"nothing is deleted, because {why}", None
+            if job.announced != before:
+                log.warning("job %s: %s", job.name, job.announced)
+            return
         doomed = to_retire(live, self._policies, pinned)
         changed, job.policies = job.policies != policies, policies
         job.announced = ""

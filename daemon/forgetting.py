@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from ckptd.daemon import config as settings
 from ckptd.daemon import neighbours, report
 from ckptd.daemon.composition import opened
 from ckptd.daemon.config import Config
-from ckptd.daemon.retention import to_retire
+from ckptd.daemon.retention import obstacle, to_retire
 from ckptd.daemon.service import Service
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
-from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, InvalidRequest, from_wire
+from ckptd.shared.errors import Busy, DaemonUnreachable, Forbidden, IntegrityError, InvalidConfig, InvalidRequest, NewerFormat, from_wire
 from ckptd.shared.fs import PosixFileSystem
 from ckptd.shared.location import Location, located
 from ckptd.shared.manifest import Manifest
@@ -38,12 +39,56 @@ _AT_ONCE = 100
 _SECONDS = 600.0
 
 
-def forget(path: Location, policies: Sequence[Policy], socket: Path | None, *, dry_run: bool) -> Iterator[dict[str, Any]]:
-    """Delete the checkpoint DIR/JOB/TAG, or those checkpoints of DIR/JOB that `policies` do not keep. Yield one row for each.
+@dataclass(frozen=True)
+class Deletion:
+    """The checkpoints of one job that `ckptd forget` is to delete.
 
-    `error` in a row is the reason why the checkpoint stays, or None. With `dry_run` nothing is deleted. Raises InvalidRequest, NotFound,
-    StorageError; Busy if a daemon serves the root and its socket cannot be found; DaemonUnreachable or Forbidden if `socket` is named and
-    cannot be used.
+    `intact`: the tags of all checkpoints of the job whose manifests are not damaged. `rows` has one row for each checkpoint that is to be
+    deleted. `error` in a row is the reason why the checkpoint stays, or None.
+    """
+
+    root: Location
+    job: str
+    intact: frozenset[str]
+    rows: list[dict[str, Any]]
+
+    @property
+    def doomed(self) -> list[dict[str, Any]]:
+        """The rows of the checkpoints that can be deleted: they are neither pinned nor being read."""
+        return [row for row in self.rows if row["error"] is None]
+
+    @property
+    def is_large(self) -> bool:
+        """True if more than half of the intact checkpoints of the job would be deleted, which a person must confirm."""
+        return 2 * self._loss > len(self.intact)
+
+    @property
+    def extent(self) -> str:
+        """How many intact checkpoints would be deleted, of how many, in words."""
+        share = "the only checkpoint" if len(self.intact) == 1 else f"{self._loss} of the {len(self.intact)} checkpoints"
+        return f"{share} of job {self.job}"
+
+    @property
+    def _loss(self) -> int:
+        return sum(row["tag"] in self.intact for row in self.doomed)
+
+    def run(self, socket: Path | None) -> None:
+        """Delete the checkpoints, and record in each row whether its checkpoint is gone.
+
+        Raises StorageError; Busy if a daemon serves the root and its socket cannot be found; DaemonUnreachable, Forbidden or
+        InvalidRequest if `socket` is named and cannot be used.
+        """
+        refused = _delete(self.root, self.job, [row["tag"] for row in self.doomed], socket) if self.doomed else {}
+        for row in self.rows:
+            row["error"] = refused.get(row["tag"], row["error"])
+            row["deleted"] = row["error"] is None
+
+
+def planned(path: Location, policies: Sequence[Policy]) -> Deletion:
+    """Return the deletion of the checkpoint DIR/JOB/TAG, or of those checkpoints of DIR/JOB that `policies` do not keep.
+
+    Nothing is deleted yet. Raises InvalidRequest, NotFound, StorageError; InvalidConfig if a policy cannot choose, because no checkpoint
+    has its metric.
     """
     repository, job, tag = _place(path)
     if (tag is None) == (not policies):
@@ -53,18 +98,13 @@ def forget(path: Location, policies: Sequence[Policy], socket: Path | None, *, d
             else f"{path} is one checkpoint, and --keep needs a job: leave --keep out, or name {path.parent}"
         )
     pinned, rows = repository.pins(job), []
-    for name, nbytes in _chosen(repository, job, tag, policies):
+    found = dict(report.manifests(repository, job))
+    for name, nbytes in _chosen(job, found, tag, policies):
         row: dict[str, Any] = {"job": job, "tag": name, "bytes": nbytes, "deleted": False, "error": None}
         row["error"] = f"checkpoint {job}/{name} is pinned" if name in pinned else _reader(repository, job, name)
         rows.append(row)
-    free = [row for row in rows if row["error"] is None]
-    refused: dict[str, str] = {}
-    if free and not dry_run:
-        refused = _delete(located(repository.where()), job, [row["tag"] for row in free], socket)
-    for row in rows:
-        row["error"] = refused.get(row["tag"], row["error"])
-        row["deleted"] = not dry_run and row["error"] is None
-        yield row
+    intact = frozenset(name for name, manifest in found.items() if isinstance(manifest, (Manifest, NewerFormat)))
+    return Deletion(located(repository.where()), job, intact, rows)
 
 
 def _place(path: Location) -> tuple[Repository, str, str | None]:
@@ -74,9 +114,10 @@ def _place(path: Location) -> tuple[Repository, str, str | None]:
     return repository, job, tag
 
 
-def _chosen(repository: Repository, job: str, tag: str | None, policies: Sequence[Policy]) -> Iterator[tuple[str, int]]:
-    """Yield each tag to delete, with the bytes of its checkpoint, or 0 if its manifest cannot be read."""
-    found = dict(report.manifests(repository, job))
+def _chosen(
+    job: str, found: dict[str, Manifest | IntegrityError], tag: str | None, policies: Sequence[Policy]
+) -> Iterator[tuple[str, int]]:
+    """Yield each tag to delete of those that were found, with the bytes of its checkpoint, or 0 if its manifest cannot be read."""
     if tag is not None:
         manifest = found.get(tag)
         yield tag, manifest.nbytes if isinstance(manifest, Manifest) else 0
@@ -86,6 +127,8 @@ def _chosen(repository: Repository, job: str, tag: str | None, policies: Sequenc
         for name, manifest in found.items()
         if isinstance(manifest, Manifest) and (parsed := names.parse_tag_directory(name)) is not None
     ]
+    if why := obstacle(checkpoints, policies, insisted=True):
+        raise InvalidConfig(f"nothing was deleted of job {job!r}, because {why}")
     for checkpoint in to_retire(checkpoints, policies, insisted=True):
         yield checkpoint.tag, checkpoint.nbytes
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from ckptd.daemon import unsaved
 from ckptd.shared import messages as m
 from ckptd.shared import names
 from ckptd.shared.channel import Channel
@@ -111,7 +112,18 @@ def stop(neighbour: Neighbour, seconds: float) -> None:
     finally:
         os.close(process)
     if not ended:
-        raise Busy(f"pid {neighbour.pid} is still saving after {seconds:g} s, and will end when it has saved: wait for it, or see its log")
+        raise Busy(
+            f"pid {neighbour.pid} is still saving after {seconds:g} s, and will end when it has saved{_waiting(neighbour)}: "
+            "wait for it, or see its log"
+        )
+
+
+def _waiting(neighbour: Neighbour) -> str:
+    try:
+        told = unsaved.waiting_text(daemon_status(Path(neighbour.socket)))
+    except CkptdError:
+        return ""
+    return f"; until then, {told}" if told else ""
 
 
 # -- one daemon, by its socket

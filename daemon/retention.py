@@ -3,6 +3,8 @@
 Retention deletes the checkpoints that no policy keeps, with three exceptions: the newest checkpoint, checkpoints with a user's own tag, and
 checkpoints of an older attempt whose step the newest attempt has not reached yet. A user who has started over may still want to go back to
 the last kind.
+
+Retention deletes nothing while a policy cannot choose, because no checkpoint of the job has its metric.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
-from ckptd.shared.retention import Policy, keeps
+from ckptd.shared.retention import Policy, keeps, unrankable
 
 
 def to_retire(
@@ -30,6 +32,23 @@ def to_retire(
         return checkpoint.attempt == newest.attempt or (checkpoint.step or 0) <= (newest.step or 0)
 
     return [c for place, c in enumerate(ordered[:-1]) if place not in kept and c.tag not in pinned and passed(c)]
+
+
+def obstacle(
+    checkpoints: list[StoredCheckpoint], policies: Sequence[Policy], pinned: Collection[str] = (), *, insisted: bool = False
+) -> str:
+    """Return the reason why a policy cannot choose, so that retention deletes nothing, or "". The arguments are those of `to_retire`.
+
+    The reason is that no checkpoint has the metric of a BestN. It does not matter, and "" is returned, while the other policies alone would
+    delete nothing either; with `insisted` it always matters, because a person has just written the policy.
+    """
+    ordered = _without_user_tags(checkpoints)
+    in_force = policies if insisted else policies_of(checkpoints, policies)
+    found = unrankable(in_force, ordered)
+    others = [policy for policy in in_force if policy not in found]
+    if not found or not (insisted or to_retire(checkpoints, others, pinned, insisted=True)):
+        return ""
+    return "; ".join(f"BestN({policy.metric!r}, {policy.n}) cannot choose: {why}" for policy, why in found.items())
 
 
 def policies_of(checkpoints: list[StoredCheckpoint], policies: Sequence[Policy]) -> tuple[Policy, ...]:

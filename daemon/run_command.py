@@ -14,7 +14,7 @@ import click
 
 from ckptd.shared import errors as e
 from ckptd.shared import names
-from ckptd.shared.command import exit_code, speaks
+from ckptd.shared.command import MEMORY_ONLY, exit_code, speaks
 
 
 @click.command(short_help="Run the daemon of this node.")
@@ -48,7 +48,8 @@ from ckptd.shared.command import exit_code, speaks
 def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     """Run the daemon of this node, in the foreground.
 
-    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. Every setting can also be given in the
+    It ends on SIGTERM or Ctrl-C, after saving the newest snapshot that is not on storage yet. The exit code is 15 if that was not
+    possible: the last line of the log then says what is in memory only. Every setting can also be given in the
     config file (`keep_last = 5`) or in the environment (`CKPTD_KEEP_LAST=5`). Flags override the environment, which overrides the file.
     """
     from ckptd.daemon import config as settings
@@ -67,12 +68,15 @@ def run(file: Path | None, ready_fd: int, **flags: Any) -> None:
     from ckptd.daemon.app import App
 
     limits.check(limits.DescriptorPlan(config.slots, config.open_files), limits.raise_limit())
+    app = App(config, ready_fd)
     try:
-        _event_loop_runner()(lambda: App(config, ready_fd).run())
+        _event_loop_runner()(app.run)
     except e.CkptdError as error:
-        _end_past_hung_threads(error)
+        _end_past_hung_threads(exit_code(error), str(error))
         raise
-    _end_past_hung_threads()
+    code = MEMORY_ONLY if app.unsaved else 0
+    _end_past_hung_threads(code)
+    sys.exit(code)
 
 
 def _log_handler(file: Path | None) -> logging.Handler:
@@ -83,8 +87,8 @@ def _log_handler(file: Path | None) -> logging.Handler:
     return RotatingLog(file)
 
 
-def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
-    """End the process here if threads still wait for a disk that hangs. The exit code is that of `error`, or 0.
+def _end_past_hung_threads(code: int, error: str = "") -> None:
+    """End the process here with this exit code if threads still wait for a disk that hangs. `error` is printed before.
 
     Otherwise Python would wait for these threads, and no new daemon could start.
     """
@@ -92,11 +96,11 @@ def _end_past_hung_threads(error: e.CkptdError | None = None) -> None:
 
     if names_of_them := hung_threads():
         logging.getLogger("ckptd.run").warning("the disk still blocks %s: exiting without waiting for them", ", ".join(names_of_them))
-        if error is not None:
+        if error:
             click.echo(f"ckptd: {error}", err=True)
         logging.shutdown()
         sys.stderr.flush()
-        os._exit(0 if error is None else exit_code(error))
+        os._exit(code)
 
 
 def _give_way() -> None:

@@ -220,6 +220,7 @@ class Service:
                 "quota_bytes": parts.slots.quota,
                 "segments": len(parts.slots.slots),
                 "directory": str(parts.slots.path),
+                "disk_directory": parts.slots.disk_directory,
             },
             "counters": {
                 **{name: parts.saver.counters[name] for name in COUNTERS},

@@ -127,6 +127,11 @@ class Slots:
     def path(self) -> Path:
         return self._memory.path
 
+    @property
+    def disk_directory(self) -> str | None:
+        """The directory of the segments on the disk, or None if there are none."""
+        return str(self._disk.path) if self._disk is not None else None
+
     def remark(self, slots: Sequence[Slot]) -> str:
         """Return a sentence for the owner of new slots that are on the disk, or "" if none of them is."""
         if not any(slot.directory.on_disk for slot in slots):

@@ -1,13 +1,14 @@
 """Turns the errors of a command into one sentence and an exit code. Every command of the command line uses it.
 
-Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 130 cancelled.
+Exit codes: 0 ok, 1 failed, 2 usage, 10 no such checkpoint, 11 busy, 13 integrity, 14 daemon unreachable, 15 snapshots are in memory only,
+130 cancelled.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -26,6 +27,9 @@ EXIT_CODES: dict[type[e.CkptdError], int] = {
     e.IntegrityError: 13,
     e.DaemonUnreachable: 14,
 }
+
+MEMORY_ONLY = 15
+"""The exit code of `stop` and `run` if the daemon could not save a snapshot, which is in memory only."""
 
 
 def _action(error: OSError) -> str:
@@ -70,6 +74,26 @@ def speaks(command: Callable[..., None]) -> Callable[..., None]:
             sys.exit(code)
 
     return wrapped
+
+
+def on_terminal() -> bool:
+    """Return True if a person can see the standard error of this command and answer on its standard input."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def ask_before_deleting(what: str, listed: Sequence[str], instead: str, *, never: bool) -> None:
+    """Ask on the terminal whether to delete `what`, which `listed` lists line by line. Return if the answer is yes.
+
+    If the answer is no, which is the default, end the command with exit code 1. If there is no terminal, or `never` is True, raise
+    InvalidConfig with the option that is needed, and with what the user can do `instead`.
+    """
+    if never or not on_terminal():
+        raise e.InvalidConfig(f"nothing was deleted, because this would delete {what}: pass --yes to delete that all the same, {instead}")
+    for line in listed:
+        click.echo(line, err=True)
+    if not click.confirm(f"Delete {what}?", default=False, err=True):
+        click.echo("nothing was deleted", err=True)
+        sys.exit(1)
 
 
 @contextmanager

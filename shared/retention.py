@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ckptd.shared.units import some_text
+
 MOST_POLICIES, MAX_TEXT = 64, 4096
 
 
@@ -124,6 +126,9 @@ class BestN(_Policy, frozen=True):
     n: the number of checkpoints to keep.
     mode: "min" if the least value is the best, "max" if the greatest is.
     keep_checkpoints_without_metrics: True to keep all checkpoints without this metric, too.
+
+    If no checkpoint has a value that can be ranked, the policy keeps all of them: the name of the metric is probably wrong. If fewer than
+    `n` have one, the newest checkpoints without the metric are kept in place of the missing ones.
     """
 
     metric: str
@@ -140,10 +145,28 @@ class BestN(_Policy, frozen=True):
 
     def keeps(self, ordered: Sequence[Retainable]) -> set[int]:
         sign = 1 if self.mode == "min" else -1
-        ranked = [(sign * c.metrics[self.metric], -place) for place, c in enumerate(ordered) if self.metric in c.metrics]
-        best = {-place for value, place in sorted(r for r in ranked if not math.isnan(r[0]))[: self.n]}
-        without = {place for place, c in enumerate(ordered) if self.metric not in c.metrics}
-        return best | without if self.keep_checkpoints_without_metrics else best
+        ranked = sorted((sign * c.metrics[self.metric], -place) for place, c in enumerate(ordered) if self._ranks(c))
+        if not ranked:
+            return set(range(len(ordered)))
+        best = {-place for _, place in ranked[: self.n]}
+        without = [place for place, c in enumerate(ordered) if self.metric not in c.metrics]
+        missing = len(without) if self.keep_checkpoints_without_metrics else self.n - len(best)
+        return best | set(without[max(0, len(without) - missing) :])
+
+    def problem(self, ordered: Sequence[Retainable]) -> str:
+        """Return the reason why none of these checkpoints can be ranked, with the metrics that they have, or "" if one can be."""
+        if not ordered or any(map(self._ranks, ordered)):
+            return ""
+        known = sorted({name for c in ordered for name in c.metrics})
+        if self.metric in known:
+            return f"every value of the metric {self.metric!r} is NaN"
+        near = difflib.get_close_matches(self.metric, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        have = f"their metrics are {some_text([repr(name) for name in known])}" if known else "they have no metrics at all"
+        return f"no checkpoint has the metric {self.metric!r} ({have}){hint}"
+
+    def _ranks(self, checkpoint: Retainable) -> bool:
+        return self.metric in checkpoint.metrics and not math.isnan(checkpoint.metrics[self.metric])
 
 
 class CustomSteps(_Policy, frozen=True):
@@ -172,6 +195,11 @@ POLICIES = {cls.__name__: cls for cls in (PreserveAll, LatestN, LatestDuration, 
 def keeps(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> set[int]:
     """Return the indices in `ordered` of the checkpoints that at least one of the policies keeps. `ordered` begins with the oldest."""
     return set[int]().union(*(policy.keeps(ordered) for policy in policies))
+
+
+def unrankable(policies: Iterable[Policy], ordered: Sequence[Retainable]) -> dict[BestN, str]:
+    """Return the policies that can rank none of these checkpoints, each with the reason."""
+    return {policy: why for policy in policies if isinstance(policy, BestN) and (why := policy.problem(ordered))}
 
 
 def parse(text: str) -> Policy:

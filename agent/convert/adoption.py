@@ -155,7 +155,7 @@ def _hand_over(link: RankLink, planned: PlannedPart, tensors: Iterator[torch.Ten
     try:
         link.wait_durable(handover.pending)
     except CkptdError as error:
-        said = f"{error}; the state is in memory, and the daemon saves it when it can: look at `ckptd status`, or drop it with `ckptd stop`"
+        said = f"{error}; the state is in memory, and the daemon saves it when it can: look at `ckptd status`"
         raise type(error)(said) from None
     return tag_directory(step, tag, link.attempt)
 

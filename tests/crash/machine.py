@@ -243,7 +243,9 @@ class Job(RuleBasedStateMachine):
         for tag in self._tags()[which : which + 1]:
             socket = self.place.socket if self.daemon else None
             try:
-                (row,) = forgetting.forget(self.place.root / trainers.JOB / tag, [], socket, dry_run=False)
+                deletion = forgetting.planned(self.place.root / trainers.JOB / tag, [])
+                deletion.run(socket)
+                (row,) = deletion.rows
             except NotFound:
                 return  # the daemon has retired the checkpoint since it was listed
             excused = ("there is no checkpoint", "in the memory of a running trainer")  # the first: retention has deleted it meanwhile

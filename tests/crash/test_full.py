@@ -111,7 +111,9 @@ def recover(full: Full) -> tuple[Agent, str, int | None]:
 
 def forget(full: Full, tags: list[str], socket: Path | None) -> None:
     for tag in tags:
-        (row,) = forgetting.forget(full.place.root / trainers.JOB / tag, [], socket, dry_run=False)
+        deletion = forgetting.planned(full.place.root / trainers.JOB / tag, [])
+        deletion.run(socket)
+        (row,) = deletion.rows
         assert (row["deleted"], row["error"]) == (True, None)
         assert tag not in full.tags()
 

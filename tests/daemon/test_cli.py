@@ -148,7 +148,7 @@ def test_a_checkpoint_of_several_files_is_shown_and_verified(place: Home) -> Non
             assert torch.equal(checkpoint.tensor("w"), state["w"])
         next(tag.glob("rank-*.0007.ckpt")).unlink()
         assert ".0007.ckpt is missing" in ckptd("verify", place.root / "gpt").stdout
-        assert ckptd("forget", tag, "--socket", place.socket).returncode == 0
+        assert ckptd("forget", tag, "--yes", "--socket", place.socket).returncode == 0
         assert not tag.exists()
 
 

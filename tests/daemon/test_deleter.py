@@ -21,7 +21,7 @@ from ckptd.shared.errors import StorageError
 from ckptd.shared.lifecycle import SnapshotState
 from ckptd.shared.membership import Membership
 from ckptd.shared.receipt import Receipt
-from ckptd.shared.retention import LatestN
+from ckptd.shared.retention import BestN, LatestN
 from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import write_checkpoint
 from tests.support.saving import World
@@ -59,6 +59,51 @@ def test_a_changed_policy_deletes_a_single_checkpoint_at_the_first_commit(world:
     asyncio.run(scan_job(world.storage, world.job, world.calls))
     world.run()
     assert (world.storage.tags("gpt"), world.job.announced) == ([world.snapshot.tag], "")
+
+
+def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing_and_says_so_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once a checkpoint has the metric, the deletion is announced at one commit, and follows at the next."""
+    manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3, 4)]
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    for step, manifest in enumerate(manifests):
+        known = world.job.checkpoints[manifest.tag]
+        world.job.checkpoints[manifest.tag] = dataclasses.replace(
+            known, metrics={"val_loss": float(step)}, retention=(BestN("valloss", 1),)
+        )
+    deleter = world.saver.root.deleter
+    said = (
+        "nothing is deleted, because BestN('valloss', 1) cannot choose: no checkpoint has the metric 'valloss' "
+        "(their metrics are 'val_loss'); did you mean 'val_loss'?"
+    )
+    for _ in range(3):
+        asyncio.run(deleter.retain(world.job))
+        assert (len(world.storage.tags("gpt")), world.job.announced) == (4, said)
+    assert caplog.text.count(said) == 1
+    for step, manifest in enumerate(manifests):
+        world.job.checkpoints[manifest.tag] = dataclasses.replace(world.job.checkpoints[manifest.tag], metrics={"valloss": float(step)})
+    asyncio.run(deleter.retain(world.job))
+    assert len(world.storage.tags("gpt")) == 4
+    assert "2 checkpoints" in world.job.announced
+    asyncio.run(deleter.retain(world.job))
+    assert world.storage.tags("gpt") == [manifests[0].tag, manifests[3].tag]
+    assert world.job.announced == ""
+
+
+def test_a_metric_that_only_checkpoints_in_the_root_have_is_known_on_the_stage(world: World) -> None:
+    manifests = [write_checkpoint(world.root, step=step, attempt=1) for step in (1, 2, 3)]
+    asyncio.run(scan_job(world.storage, world.job, world.calls))
+    for manifest in manifests:
+        known = dataclasses.replace(world.job.checkpoints[manifest.tag], metrics={}, retention=(BestN("loss", 1),))
+        world.job.checkpoints[manifest.tag] = known
+    older = dataclasses.replace(known, tag="step-00000000.a0001", step=0, metrics={"loss": 1.0})
+    world.job.in_root = {older.tag: older}
+    asyncio.run(world.saver.root.deleter.retain(world.job))
+    assert (len(world.storage.tags("gpt")), world.job.announced) == (3, "")
+    world.job.in_root = {}
+    asyncio.run(world.saver.root.deleter.retain(world.job))
+    assert "no checkpoint has the metric 'loss' (they have no metrics at all)" in world.job.announced
 
 
 def test_room_is_not_made_if_it_would_not_be_enough(

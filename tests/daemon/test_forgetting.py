@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,7 +117,7 @@ def test_the_newest_is_forgotten_and_newest_names_the_one_before(place: Home, so
     for step in (6, 5, 4, 3, 2):
         assert ckptd("forget", place.root / "gpt" / tag(step), *socket).returncode == 0
         assert storage(place).read_newest("gpt") == tag(step - 1)
-    assert ckptd("forget", place.root / "gpt" / tag(1), *socket).returncode == 0
+    assert ckptd("forget", place.root / "gpt" / tag(1), "--yes", *socket).returncode == 0
     assert sorted(os.listdir(place.root / "gpt")) == []
     with pytest.raises(NotFound):
         Checkpoint.open(place.root / "gpt")
@@ -233,7 +235,7 @@ def test_a_named_socket_of_another_root_is_refused(place: Home, tmp_path: Path) 
         (tmp_path / "gpt").mkdir()
         train(place, [1])
         os.rename(place.root / "gpt" / tag(1), tmp_path / "gpt" / tag(1))
-        run = ckptd("forget", tmp_path / "gpt" / tag(1), "--socket", daemon.home.socket)
+        run = ckptd("forget", tmp_path / "gpt" / tag(1), "--yes", "--socket", daemon.home.socket)
         assert run.returncode == 1
         assert f"serves {place.root}, not {tmp_path}" in run.stderr
 
@@ -329,7 +331,7 @@ def test_a_step_that_one_dead_rank_alone_had_sealed_can_be_forgotten(place: Home
                 slot.unlink()
         for rank in range(2):
             ranks.kill(rank)
-    assert ckptd("forget", place.root / "gpt" / tag(1)).returncode == 0
+    assert ckptd("forget", place.root / "gpt" / tag(1), "--yes").returncode == 0
     assert steps(place) == []
 
 
@@ -364,7 +366,7 @@ def test_the_pin_of_a_damaged_checkpoint_can_be_removed(place: Home) -> None:
 
 def test_forget_looks_through_the_shared_memory_that_the_environment_names(place: Home, tmp_path: Path) -> None:
     """`CKPTD_SHM_DIR` may name another directory than the default."""
-    assert "cannot make" in ckptd("forget", saved_once(place), environment={"CKPTD_SHM_DIR": str(tmp_path / "gone")}).stderr
+    assert "cannot make" in ckptd("forget", saved_once(place), "--yes", environment={"CKPTD_SHM_DIR": str(tmp_path / "gone")}).stderr
     assert steps(place) == [1]
 
 
@@ -374,7 +376,92 @@ def saved_once(place: Home) -> Path:
     return place.root / "gpt" / tag(1)
 
 
+# -- a small mistake deletes nothing
+
+
+@pytest.mark.parametrize("more", [[], ["--keep", "LatestN(1)"], ["--dry-run"], ["--yes"]], ids=["alone", "two", "dry run", "yes"])
+def test_a_policy_over_a_metric_that_no_checkpoint_has_is_an_error(place: Home, socket: list[Any], more: list[str]) -> None:
+    run = ckptd("forget", place.root / "gpt", "--keep", "BestN('los', 2)", *more, *socket)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        "ckptd: nothing was deleted of job 'gpt', because BestN('los', 2) cannot choose: "
+        "no checkpoint has the metric 'los' (their metrics are 'loss'); did you mean 'loss'?\n"
+    )
+    assert steps(place) == [1, 2, 3, 4, 5, 6]
+
+
+def test_most_checkpoints_of_a_job_are_deleted_only_if_somebody_has_confirmed_it(place: Home, socket: list[Any]) -> None:
+    job = place.root / "gpt"
+    run = ckptd("forget", job, "--keep", "LatestN(2)", *socket)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        "ckptd: nothing was deleted, because this would delete 4 of the 6 checkpoints of job gpt: "
+        "pass --yes to delete that all the same, or --dry-run to list them\n"
+    )
+    run = ckptd("forget", job, "--keep", "LatestN(2)", "--json", *socket)
+    assert (run.returncode, json.loads(run.stdout)["exit"]) == (2, 2)
+    assert steps(place) == [1, 2, 3, 4, 5, 6]
+    assert len(rows(ckptd("forget", job, "--keep", "LatestN(2)", "--dry-run", "--json", *socket))) == 4
+    assert ckptd("forget", job, "--keep", "LatestN(3)", *socket).returncode == 0  # half of them
+    assert steps(place) == [4, 5, 6]
+    assert rows(ckptd("forget", job, "--keep", "LatestN(1)", "--yes", "--json", *socket)) == [(tag(4), True, None), (tag(5), True, None)]
+    assert "this would delete the only checkpoint of job gpt: pass --yes" in ckptd("forget", job / tag(6), *socket).stderr
+    assert steps(place) == [6]
+
+
+def test_checkpoints_that_stay_do_not_count_as_deleted(place: Home, socket: list[Any]) -> None:
+    assert ckptd("pin", place.root / "gpt" / tag(2)).returncode == 0
+    run = ckptd("forget", place.root / "gpt", "--keep", "LatestN(2)", *socket)
+    assert (run.returncode, steps(place)) == (11, [2, 5, 6])
+
+
+def test_damaged_checkpoints_do_not_hide_that_most_of_the_intact_ones_would_be_deleted(place: Home, socket: list[Any]) -> None:
+    for step in (1, 2, 3):
+        (place.root / "gpt" / tag(step) / "manifest.json").write_bytes(b"{}")
+    run = ckptd("forget", place.root / "gpt", "--keep", "LatestN(1)", *socket)
+    assert (run.returncode, "this would delete 2 of the 3 checkpoints of job gpt" in run.stderr) == (2, True)
+    for step in (1, 2, 3):  # nothing is lost with a damaged one
+        assert ckptd("forget", place.root / "gpt" / tag(step), *socket).returncode == 0
+    assert steps(place) == [4, 5, 6]
+
+
+@pytest.mark.parametrize(("answer", "left", "code"), [("y", [6], 0), ("", [1, 2, 3, 4, 5, 6], 1), ("n", [1, 2, 3, 4, 5, 6], 1)])
+def test_on_a_terminal_the_command_lists_and_asks(place: Home, answer: str, left: list[int], code: int) -> None:
+    """This case runs on a pseudo-terminal, as a user does it."""
+    with running(place, forked=True):
+        train(place, range(1, 7))
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ckptd.daemon", "forget", str(place.root / "gpt"), "--keep", "LatestN(1)"]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("CKPTD_", "XDG_RUNTIME"))}
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, env=clean) as run:
+        os.close(theirs)
+        said = b""
+        while not said.endswith(b"[y/N]: "):
+            said += os.read(ours, 1000)
+        os.write(ours, answer.encode() + b"\n")
+        assert run.stdout is not None
+        deleted = run.stdout.read().decode()
+    os.close(ours)
+    for step in range(1, 6):
+        assert f"gpt/{tag(step)}: would be deleted (".encode() in said
+    assert b"Delete 5 of the 6 checkpoints of job gpt? [y/N]: " in said
+    assert (run.returncode, deleted.count(": deleted ("), steps(place)) == (code, 6 - len(left), left)
+
+
 # -- the job's own policy
+
+
+def test_a_policy_of_a_job_over_a_metric_that_no_checkpoint_has_deletes_nothing(place: Home) -> None:
+    with running(place, "--keep-last", "1", forked=True) as daemon:
+        train(place, range(1, 9), retention=[BestN("los", 2), LatestN(1)])
+        until(lambda: daemon.status()["jobs"][0]["announced"] != "", "retention")
+        said = daemon.status()["jobs"][0]["announced"]
+        assert said.startswith(
+            "nothing is deleted, because BestN('los', 2) cannot choose: no checkpoint has the metric 'los' (their metrics"
+        )
+        assert "RETENTION      gpt: nothing is deleted, because BestN('los', 2)" in ckptd("status", "--socket", place.socket).stdout
+    assert steps(place) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert place.log_text().count("cannot choose") == 1
 
 
 def test_a_job_is_kept_by_its_own_policies(place: Home) -> None:

@@ -53,7 +53,13 @@ def test_what_a_killed_pair_has_left_is_listed_and_deleted_on_request(killed: tu
     assert "gpt step 5" in listed.stdout
     assert "can be freed with --delete" in listed.stdout
     assert found.path.exists()
-    rows = json.loads(ckptd("gc", "--shm-dir", shm, "--delete", "--json").stdout)
+    for options in ([], ["--json"]):
+        refused = ckptd("gc", "--shm-dir", shm, "--delete", *options)
+        assert refused.returncode == 2
+        assert "nothing was deleted, because this would delete 1 sealed snapshot" in refused.stdout + refused.stderr
+        assert "pass --yes to delete" in refused.stdout + refused.stderr
+    assert found.path.exists()
+    rows = json.loads(ckptd("gc", "--shm-dir", shm, "--delete", "--yes", "--json").stdout)
     assert [row["deleted"] for row in rows if row["path"] == str(found.path)] == [True]
     assert not found.path.exists()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.daemon import retention
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
 from ckptd.shared.names import tag_directory
-from ckptd.shared.retention import LatestN, PreserveAll
+from ckptd.shared.retention import BestN, EveryNSteps, LatestN, Policy, PreserveAll
 from tests.shared.samples import steady
 
 
@@ -69,6 +71,47 @@ def test_attempts_count_before_steps() -> None:
 def test_checkpoints_without_steps_are_ordered_by_number() -> None:
     checkpoints = [make(1, None, seq=seq) for seq in (3, 1, 2)]
     assert [c.seq for c in to_retire(checkpoints, 1)] == [1, 2]
+
+
+# -- a policy that cannot choose
+
+
+def measured(step: int, **metrics: float) -> StoredCheckpoint:
+    return dataclasses.replace(make(1, step), metrics=metrics)
+
+
+SAVED = [measured(step, val_loss=float(step), train=1.0) for step in range(1, 9)]
+WRONG = BestN("valloss", 2)
+WHY = (
+    "BestN('valloss', 2) cannot choose: no checkpoint has the metric 'valloss' (their metrics are 'train', 'val_loss')"
+    "; did you mean 'val_loss'?"
+)
+
+
+def test_a_policy_over_a_metric_that_no_checkpoint_has_deletes_nothing() -> None:
+    several: list[list[Policy]] = [[WRONG], [WRONG, LatestN(1)], [LatestN(1), EveryNSteps(4), WRONG]]
+    for policies in several:
+        assert retention.to_retire(SAVED, policies) == []
+        assert retention.obstacle(SAVED, policies) == WHY
+        own = [*SAVED[:-1], dataclasses.replace(SAVED[-1], retention=tuple(policies))]
+        assert (retention.to_retire(own, [LatestN(1)]), retention.obstacle(own, [LatestN(1)])) == ([], WHY)
+        assert keys(retention.to_retire(own, [LatestN(7)], insisted=True)) == [(1, 1)]
+    assert retention.obstacle(SAVED, [BestN("val_loss", 2)]) == ""
+
+
+def test_a_policy_that_cannot_choose_is_no_obstacle_while_nothing_would_be_deleted_anyway() -> None:
+    """A young job has not measured anything yet. A person at the command line is told of a wrong name in any case."""
+    assert retention.obstacle(SAVED, [WRONG, LatestN(8)]) == ""
+    assert retention.obstacle(SAVED[:1], [WRONG]) == ""
+    assert retention.obstacle(SAVED[:2], [WRONG], pinned=[SAVED[0].tag]) == ""
+    assert retention.obstacle(SAVED, [WRONG, LatestN(8)], insisted=True) == WHY
+    assert retention.obstacle([], [WRONG], insisted=True) == ""
+
+
+def test_a_metric_that_only_a_user_tag_has_does_not_count() -> None:
+    """Policies choose only among the other checkpoints."""
+    mine = dataclasses.replace(make(1, 9, "best"), metrics={"valloss": 1.0})
+    assert retention.obstacle([*SAVED, mine], [WRONG]) == WHY
 
 
 @steady

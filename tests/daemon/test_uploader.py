@@ -263,7 +263,7 @@ def test_forget_deletes_both_copies(place: Home, stage: Path) -> None:
     assert (tags(stage), tags(place.root)) == ([], [1])
     open_root(place.root).pin("job", "step-00000001.a0001")
     with with_stage(place):
-        done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000001", "--socket", str(place.socket)])
+        done = CliRunner().invoke(main, ["forget", f"{place.root}/job/step-00000001", "--yes", "--socket", str(place.socket)])
         assert "is pinned" in done.output
         assert tags(place.root) == [1]
 

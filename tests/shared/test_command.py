@@ -8,8 +8,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from ckptd.shared import command
 from ckptd.shared import errors as e
-from ckptd.shared.command import exit_code, json_option, speaks
+from ckptd.shared.command import ask_before_deleting, exit_code, json_option, speaks
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,34 @@ def test_ctrl_c_has_the_exit_code_of_shells() -> None:
         raise KeyboardInterrupt
 
     assert CliRunner().invoke(verb, []).exit_code == 130
+
+
+def test_without_a_terminal_a_large_deletion_is_refused() -> None:
+    @click.command()
+    @json_option
+    @speaks
+    def verb(as_json: bool) -> None:
+        ask_before_deleting("everything", ["a", "b"], "or nothing", never=as_json)
+        click.echo("deleted")
+
+    for options in ([], ["--json"]):
+        found = CliRunner().invoke(verb, options, input="y\n")
+        assert found.exit_code == 2
+        assert (
+            "nothing was deleted, because this would delete everything: pass --yes to delete that all the same, or nothing" in found.output
+        )
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("\n", 1), ("n\n", 1), ("", 1)])
+def test_on_a_terminal_the_answer_decides(monkeypatch: pytest.MonkeyPatch, answer: str, code: int) -> None:
+    monkeypatch.setattr(command, "on_terminal", lambda: True)
+
+    @click.command()
+    @speaks
+    def verb() -> None:
+        ask_before_deleting("everything", ["a", "b"], "or nothing", never=False)
+        click.echo("deleted")
+
+    found = CliRunner().invoke(verb, [], input=answer)
+    assert (found.exit_code, found.stdout) == (code, "" if code else "deleted\n")
+    assert found.stderr.startswith("a\nb\nDelete everything? [y/N]: ")

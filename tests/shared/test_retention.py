@@ -84,7 +84,46 @@ def test_best_n_keeps_the_best_and_of_equals_the_newer() -> None:
     assert steps(r.BestN("loss", 2), made) == [1, 3]
     assert steps(r.BestN("loss", 2, mode="max"), made) == [0, 4]
     assert steps(r.BestN("other", 2), made) == [3, 4]
-    assert steps(r.BestN("unheard of", 2), made) == []
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_best_n_keeps_everything_if_nothing_can_be_ranked(keep: bool) -> None:
+    """The name of the metric is probably wrong, and then the best ones are not known."""
+    made = losses(3.0, 1.0, 2.0)
+    assert steps(r.BestN("unheard of", 2, "min", keep), made) == [0, 1, 2]
+    assert steps(r.BestN("loss", 1, "min", keep), losses(math.nan, None, math.nan)) == [0, 1, 2]
+    assert r.BestN("loss", 1).keeps([]) == set()
+
+
+def test_the_newest_checkpoints_without_the_metric_stand_in_for_missing_ones() -> None:
+    made = losses(3.0, None, None, math.nan, None, 1.0, None)
+    assert steps(r.BestN("loss", 1), made) == [5]
+    assert steps(r.BestN("loss", 2), made) == [0, 5]
+    assert steps(r.BestN("loss", 3), made) == [0, 5, 6]
+    assert steps(r.BestN("loss", 4), made) == [0, 4, 5, 6]
+    assert steps(r.BestN("loss", 99), made) == [0, 1, 2, 4, 5, 6]
+
+
+@steady
+@given(st.lists(st.one_of(st.none(), st.just(math.nan), st.integers(0, 3).map(float)), max_size=12), st.integers(1, 4))
+def test_best_n_deletes_nothing_more_when_it_is_applied_again(values: list[float | None], n: int) -> None:
+    policy, made = r.BestN("loss", n), losses(*values)
+    left = [made[place] for place in sorted(policy.keeps(made))]
+    assert len(policy.keeps(left)) == len(left)
+    numbers = [value for value in values if value is None or not math.isnan(value)]
+    assert len(left) >= min(n, len(numbers))
+
+
+def test_a_policy_that_can_rank_nothing_says_which_metrics_there_are() -> None:
+    made = losses(3.0, 1.0)
+    wrong, right = r.BestN("los", 2), r.BestN("loss", 2)
+    assert r.unrankable([r.LatestN(1), wrong, right], made) == {
+        wrong: "no checkpoint has the metric 'los' (their metrics are 'loss', 'other'); did you mean 'loss'?"
+    }
+    assert r.BestN("zzz", 1).problem(made) == "no checkpoint has the metric 'zzz' (their metrics are 'loss', 'other')"
+    assert r.BestN("zzz", 1).problem(TEN) == "no checkpoint has the metric 'zzz' (they have no metrics at all)"
+    assert r.BestN("loss", 1).problem(losses(None, math.nan)) == "every value of the metric 'loss' is NaN"
+    assert r.unrankable([wrong], []) == {}
 
 
 def test_nan_and_infinity_are_never_the_best() -> None:
