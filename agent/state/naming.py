@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ckptd.agent.state.records import KINDS, WITH_FIELDS, kind_of
 from ckptd.agent.state.tree import PerRank
 from ckptd.agent.state.values import TENSORS
-from ckptd.agent.state.wrappers import canonical_names, flattens, former_name, unwrapped
+from ckptd.agent.state.wrappers import Ways, canonical_names, flattens, former_name, unwrapped
 
 T = TypeVar("T")
 Key = str | int
@@ -75,16 +75,25 @@ def find(state: Any, path: str, kind: type[T] | tuple[type[T], ...], *, tensors:
                 yield from find(value, f"{path}.{number}" if path else str(number), kind, tensors=tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a parameter in a state: its raw and canonical name in the module with this number.
+_BARE = -1
+"""Stands for the number of a module where a parameter is in no module, but under a key of the state."""
 
-    For a tensor that is in no module, `module` is None, and both names are its key in the state.
-    """
 
-    module: int | None
-    raw: str
-    name: str
+class Held(NamedTuple):
+    """The parameters of a module: `number` has the number of each by its id, and `raw` and `names` have their names by these numbers."""
+
+    number: dict[int, int]
+    raw: list[str]
+    names: list[str]
+
+    @classmethod
+    def by(cls, module: torch.nn.Module) -> Held:
+        number, raw = dict[int, int](), list[str]()
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in number:
+                number[id(parameter)] = len(raw)
+                raw.append(name)
+        return cls(number, raw, canonical_names(module, raw))
 
 
 class Names:
@@ -103,8 +112,8 @@ class Names:
                 self.modules.append((path, found))
             else:
                 self.optimizers.append(found)
-        self._held: list[dict[int, Place]] | None = None
-        self._bare: dict[int, Place] | None = None
+        self._held: list[Held] | None = None
+        self._bare: dict[int, str] | None = None
         self._keys: dict[int, tuple[torch.optim.Optimizer, list[Key]]] = {}
         self._flattened: dict[int, tuple[torch.optim.Optimizer, torch.nn.Module | None]] = {}
 
@@ -145,62 +154,64 @@ class Names:
         """
         today = dict(zip(map(id, parameters_of(optimizer)), self.of(optimizer), strict=True))
         found: dict[str, set[Key]] = {}
-        for (path, module), held in zip(self.modules, self._tables(), strict=True):
+        for (path, module), held in zip(self.modules, self.held(), strict=True):
             outer = "module." * _depth(module)
-            for parameter, place in held.items():
-                for name in (place.name, former_name(place.raw.removeprefix(outer))) if parameter in today else ():
+            for parameter in held.number.keys() & today.keys():
+                number = held.number[parameter]
+                for name in (held.names[number], former_name(held.raw[number].removeprefix(outer))):
                     for known in (name, f"{path}.{name}"):
                         found.setdefault(known, set()).add(today[parameter])
         return {name: next(iter(keys)) for name, keys in found.items() if len(keys) == 1}
 
-    def places(self, parameters: Sequence[torch.Tensor]) -> dict[int, Place]:
-        """Return the place from which each parameter has its name, by id.
+    def places(self, parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Return the number of the module from which each parameter has its name, by the id of the parameter.
 
         The module that holds most of the parameters comes first, then the module that holds most of the rest, and so on. Bare tensors
         come last.
         """
-        left, found = set(map(id, parameters)), dict[int, Place]()
+        left, found = set(map(id, parameters)), dict[int, int]()
         if not left:
             return found
-        tables = self._tables()
+        tables = [held.number for held in self.held()]
         queue = [(-len(table.keys() & left), number) for number, table in enumerate(tables)]
         heapify(queue)
         while left and queue:  # the counts only fall, so a count that is still right when it is the highest is the highest of all
             known, number = heappop(queue)
-            held = tables[number].keys() & left
-            if held and -len(held) == known:
-                found |= {parameter: tables[number][parameter] for parameter in held}
-                left -= held
-            elif held:
-                heappush(queue, (-len(held), number))
+            here = tables[number].keys() & left
+            if here and -len(here) == known:
+                found |= dict.fromkeys(here, number)
+                left -= here
+            elif here:
+                heappush(queue, (-len(here), number))
         if left:
             if self._bare is None:
                 self._bare = {}
                 for path, tensor in find(self._state, "", torch.Tensor, tensors=True):
-                    self._bare.setdefault(id(tensor), Place(None, path, path))
-            found |= {parameter: self._bare[parameter] for parameter in left if parameter in self._bare}
+                    self._bare.setdefault(id(tensor), path)
+            found |= dict.fromkeys(self._bare.keys() & left, _BARE)
         return found
 
-    def _named(self, places: dict[int, Place]) -> dict[int, str]:
+    def raw(self, parameter: int, place: int) -> str:
+        """Return the name of a parameter, given by its id, as the module in its place has it."""
+        if place == _BARE:
+            assert self._bare is not None
+            return self._bare[parameter]
+        held = self.held()[place]
+        return held.raw[held.number[parameter]]
+
+    def _named(self, places: dict[int, int]) -> dict[int, str]:
         """Return the names of parameters in their places. Where places of two modules give one name, it gets their keys as prefixes."""
-        count = Counter(place.name for place in places.values())
-        names = {
-            parameter: place.name if place.module is None or count[place.name] == 1 else f"{self.modules[place.module][0]}.{place.name}"
-            for parameter, place in places.items()
-        }
+        held = self.held() if places else []
+        short = {p: self.raw(p, n) if n == _BARE else held[n].names[held[n].number[p]] for p, n in places.items()}
+        count = Counter(short.values())
+        names = {p: name if places[p] == _BARE or count[name] == 1 else f"{self.modules[places[p]][0]}.{name}" for p, name in short.items()}
         count = Counter(names.values())
         return {parameter: name for parameter, name in names.items() if count[name] == 1}
 
-    def _tables(self) -> list[dict[int, Place]]:
-        """Return, for each module of the state, the places of its parameters, by id."""
+    def held(self) -> list[Held]:
+        """Return the parameters of each module of the state."""
         if self._held is None:
-            self._held = []
-            for number, (_, module) in enumerate(self.modules):
-                named = [(raw, parameter) for raw, parameter in module.named_parameters()]
-                names = canonical_names(module, [raw for raw, _ in named])
-                self._held.append({})
-                for name, (raw, parameter) in zip(names, named, strict=True):
-                    self._held[-1].setdefault(id(parameter), Place(number, raw, name))
+            self._held = [Held.by(module) for _, module in self.modules]
         return self._held
 
 
@@ -242,17 +253,17 @@ class KeptNames:
     """The names of the parameters in a state, kept from one capture to the next.
 
     `keys` has the names for each optimizer, and `flattened` the number of the module in which FSDP1 has flattened its parameters, or None.
-    `steps` lead from the modules of the state to the submodules that hold parameters: each step is the number of a module, and the name of
-    its child, which gets the next number. `places` has, for each parameter of the optimizers, the number of its module and its name there,
-    or None and its key. It is None if the names are to be looked up at every capture, because a parameter has no name.
+    `ways` lead from the modules of the state to the submodules that hold parameters, and `kinds` has the class of each module on them.
+    `places` has, for each parameter of the optimizers, the number of its module on these ways, and its name there. It is None if the names
+    are to be looked up at every capture, because a parameter has no name.
     """
 
     keys: list[list[Key]] = field(default_factory=list)
     flattened: list[int | None] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
-    steps: list[tuple[int, str]] = field(default_factory=list)
+    ways: Ways = field(default_factory=lambda: Ways(0))
     kinds: list[type] = field(default_factory=list)
-    places: list[tuple[int | None, str]] | None = None
+    places: list[tuple[int, str]] | None = None
 
     def of(self, state: Any) -> Names:
         """Return the names of the parameters in `state`."""
@@ -272,49 +283,33 @@ class KeptNames:
         return names
 
     def _hold(self, state: Any, names: Names, parameters: list[list[torch.Tensor]]) -> bool:
-        if (
-            self.places is None
-            or [path for path, _ in names.modules] != self.paths
-            or list(map(len, parameters)) != list(map(len, self.keys))
-        ):
+        if self.places is None or [path for path, _ in names.modules] != self.paths:
             return False
-        bare = {} if all(number is not None for number, _ in self.places) else dict(find(state, "", torch.Tensor, tensors=True))
+        if list(map(len, parameters)) != list(map(len, self.keys)):
+            return False
+        bare = dict(find(state, "", torch.Tensor, tensors=True)) if any(number == _BARE for number, _ in self.places) else {}
         try:
-            holders = self._holders([module for _, module in names.modules])
-            found = [bare[name] if number is None else holders[number]._parameters[name] for number, name in self.places]
+            holders = self.ways.walk(module for _, module in names.modules)
+            found = [bare[name] if number == _BARE else holders[number]._parameters[name] for number, name in self.places]
         except (LookupError, AttributeError):
             return False
         own = [parameter for each in parameters for parameter in each]
         return list(map(id, found)) == list(map(id, own)) and list(map(type, holders)) == self.kinds
 
-    def _holders(self, modules: list[torch.nn.Module]) -> list[Any]:
-        holders: list[Any] = list(modules)
-        for number, name in self.steps:
-            holders.append(holders[number]._modules[name])
-        return holders
-
     def _keep_places(self, names: Names, modules: list[torch.nn.Module], parameters: list[list[torch.Tensor]]) -> None:
-        self.steps, self.places = [], None
-        numbers: dict[tuple[int, str], int] = {}
-        places: list[tuple[int | None, str]] = []
+        self.ways, self.places = Ways(len(modules)), None
+        places: list[tuple[int, str]] = []
         for each in parameters:
-            of = names.places(each)
+            place_of = names.places(each)
             for parameter in each:
-                if id(parameter) not in of:
+                place = place_of.get(id(parameter))
+                if place is None:
                     return
-                place = of[id(parameter)]
-                number = place.module
-                *path, name = [place.raw] if number is None else place.raw.split(".")
-                for child in path:
-                    assert number is not None
-                    step = (number, child)
-                    if step not in numbers:
-                        numbers[step] = len(modules) + len(self.steps)
-                        self.steps.append(step)
-                    number = numbers[step]
-                places.append((number, name))
+                raw = names.raw(id(parameter), place)
+                way, _, name = raw.rpartition(".") if place != _BARE else ("", "", raw)
+                places.append((self.ways.add(place, way.split(".")) if way else place, name))
         try:
-            self.kinds = list(map(type, self._holders(modules)))
+            self.kinds = list(map(type, self.ways.walk(modules)))
         except (LookupError, AttributeError):  # the names of this module are not those of its attributes
             return
         self.places = places

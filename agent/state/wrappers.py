@@ -33,12 +33,52 @@ _FORMERLY_LEFT_OUT = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_
 _flattening: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
+class Ways:
+    """The ways from some modules to submodules, all of which are walked at once.
+
+    Each step is the number of a module and the name of its child, which gets the next number. The first numbers are those of the `roots`
+    modules where the ways begin.
+    """
+
+    __slots__ = ("_numbers", "_roots", "_steps")
+
+    def __init__(self, roots: int) -> None:
+        self._roots = roots
+        self._steps: list[tuple[int, str]] = []
+        self._numbers: dict[tuple[int, str], int] = {}
+
+    def add(self, root: int, names: Iterable[str]) -> int:
+        """Add the way over these names. Return the number of the submodule at its end."""
+        number = root
+        for name in names:
+            step = (number, name)
+            if step not in self._numbers:
+                self._numbers[step] = self._roots + len(self._steps)
+                self._steps.append(step)
+            number = self._numbers[step]
+        return number
+
+    def walk(self, roots: Iterable[torch.nn.Module]) -> list[Any]:
+        """Return the modules by number. Raises LookupError or AttributeError if a way does not exist."""
+        found: list[Any] = list(roots)
+        for number, name in self._steps:
+            found.append(found[number]._modules[name])
+        return found
+
+
 class _Known(NamedTuple):
-    """The canonical names of one state dict: its keys, their prefixes that could name wrappers, without the wrappers, and the names."""
+    """The canonical names of one state dict: its keys, the names, and the ways through wrappers, with the class of each module on them."""
 
     keys: list[str]
-    prefixes: dict[str, str]
     names: list[str]
+    ways: Ways
+    kinds: list[type]
+
+    def holds(self, module: torch.nn.Module, raw: list[str]) -> bool:
+        try:
+            return self.keys == raw and list(map(type, self.ways.walk([module]))) == self.kinds
+        except (LookupError, AttributeError):
+            return False
 
 
 _known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -84,10 +124,11 @@ def canonical_keys(module: torch.nn.Module, tree: dict[str, Any]) -> dict[str, A
     if not _may_have_wrappers(raw):
         return dict(tree)
     known = _known.get(module)
-    prefixes = known.prefixes if known is not None and known.keys == raw else None
-    found = _prefixes(module, raw) if prefixes is None else {prefix: _shortened(module, prefix) for prefix in prefixes}
-    if known is None or prefixes != found:
-        known = _known[module] = _Known(raw, found, _names(raw, found))
+    if known is None or not known.holds(module, raw):
+        ways, prefixes = Ways(1), _prefixes(module, raw)
+        for _, way in prefixes.values():
+            ways.add(0, way)
+        known = _known[module] = _Known(raw, _names(raw, prefixes), ways, list(map(type, ways.walk([module]))))
     return dict(zip(known.names, tree.values(), strict=True))
 
 
@@ -122,33 +163,38 @@ def _may_have_wrappers(raw: list[str]) -> bool:
     return any(part in joined for part in _PARTS)
 
 
-def _prefixes(module: torch.nn.Module, raw: list[str]) -> dict[str, str]:
-    """Return the prefixes that end with the attribute of a wrapper, with what remains of them without wrappers."""
-    found = {match[0] for match in map(_TO_THE_LAST.match, raw) if match}
+_Prefixes = dict[str, tuple[str, list[str]]]
+
+
+def _prefixes(module: torch.nn.Module, raw: list[str]) -> _Prefixes:
+    """Return the prefixes that end with the attribute of a wrapper, each without its wrappers, and with its way through the module."""
+    found = {match[0]: None for match in map(_TO_THE_LAST.match, raw) if match}
     return {prefix: _shortened(module, prefix) for prefix in found}
 
 
-def _names(raw: list[str], prefixes: dict[str, str]) -> list[str]:
-    if all(prefix == short for prefix, short in prefixes.items()):
+def _names(raw: list[str], prefixes: _Prefixes) -> list[str]:
+    if all(prefix == short for prefix, (short, _) in prefixes.items()):
         return raw
-    names = [prefixes[found[0]] + name[found.end() :] if (found := _TO_THE_LAST.match(name)) else name for name in raw]
+    names = [prefixes[found[0]][0] + name[found.end() :] if (found := _TO_THE_LAST.match(name)) else name for name in raw]
     return names if len(set(names)) == len(set(raw)) else raw  # a hook may have added a key that is like the short name of another
 
 
-def _shortened(module: torch.nn.Module, prefix: str) -> str:
-    """Return a prefix, which ends with a dot, without the wrappers on its way through the module."""
-    parts, kept, position = prefix.split(".")[:-1], list[str](), 0
+def _shortened(module: torch.nn.Module, prefix: str) -> tuple[str, list[str]]:
+    """Return a prefix, which ends with a dot, without the wrappers on its way through the module, and this way."""
+    parts, kept, way, position = prefix.split(".")[:-1], list[str](), list[str](), 0
     while position < len(parts):
         part, attribute = parts[position], wrapped_at(module)
         if attribute and part not in module._modules:  # this wrapper removes itself from the keys
-            module = module._modules[attribute]  # type: ignore[assignment]
-            continue
-        if part not in module._modules:
+            part = attribute
+        elif part not in module._modules:
             kept += parts[position:]
             break
-        kept += [] if part == attribute else [part]
-        module, position = module._modules[part], position + 1  # type: ignore[assignment]
-    return "".join(f"{part}." for part in kept)
+        else:
+            kept += [] if part == attribute else [part]
+            position += 1
+        module = module._modules[part]  # type: ignore[assignment]
+        way.append(part)
+    return "".join(f"{part}." for part in kept), way
 
 
 # -- wrappers

@@ -181,13 +181,13 @@ class Kept:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names, self.looked_up = KeptNames(), 0
-        look_up = Names._tables
+        look_up = Names.held
 
         def count(names: Names) -> Any:
             self.looked_up += names._held is None
             return look_up(names)
 
-        monkeypatch.setattr(Names, "_tables", count)
+        monkeypatch.setattr(Names, "held", count)
 
     def of(self, state: Any) -> list[Any]:
         names = self.names.of(state)
