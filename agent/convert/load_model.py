@@ -15,7 +15,7 @@ from ckptd.agent.convert.contents import Contents, Leaf, children, model_of, rep
 from ckptd.agent.convert.formats import opened
 from ckptd.agent.convert.selection import Selection, part_of
 from ckptd.agent.read.loader import copy_any
-from ckptd.agent.state.naming import canonical, flattens, unwrapped
+from ckptd.agent.state.wrappers import canonical_keys, current_names, flattens, raw_names, unwrapped
 from ckptd.shared.errors import InvalidRequest, StorageError, StructureMismatch
 from ckptd.shared.location import located
 from ckptd.shared.units import some_text
@@ -85,6 +85,8 @@ def load_contents(
     module = unwrapped(model)
     own, extra = tensors_of(module), _extra_states(module)
     leaves, theirs = _divided(selection, contents)
+    current = current_names(raw_names(module, [*_raw_tensors(module), *_raw_extra_states(module)]), [*leaves, *theirs])
+    leaves, theirs = {current[name]: leaf for name, leaf in leaves.items()}, {current[name]: value for name, value in theirs.items()}
     missing = [*_missing(own, leaves), *(name for name in extra if name not in theirs)]
     found = LoadedModel(missing, [name for name in (*leaves, *theirs) if name not in own and name not in extra], [])
     _compare(own, leaves, found if strict else None)
@@ -109,9 +111,13 @@ def on_meta(module: torch.nn.Module) -> list[str]:
 
 def _extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the modules that have a state of their own kind (`get_extra_state`), by the key that it has in a state dict."""
+    return canonical_keys(module, _raw_extra_states(module))
+
+
+def _raw_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     base = torch.nn.Module.get_extra_state
     named = module.named_modules(remove_duplicate=False)
-    return {canonical(f"{name}.{_EXTRA}" if name else _EXTRA): part for name, part in named if type(part).get_extra_state is not base}
+    return {f"{name}.{_EXTRA}" if name else _EXTRA: part for name, part in named if type(part).get_extra_state is not base}
 
 
 def _divided(selection: Selection, contents: Contents) -> tuple[dict[str, Leaf], dict[str, Any]]:
@@ -126,12 +132,16 @@ def _divided(selection: Selection, contents: Contents) -> tuple[dict[str, Leaf],
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and the persistent buffers of a module by name, tied ones under all their names."""
-    found = dict[str, torch.Tensor]()
+    return canonical_keys(module, _raw_tensors(module))
+
+
+def _raw_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         persistent = {name: tensor for name, tensor in part._buffers.items() if name not in part._non_persistent_buffers_set}
         for name, tensor in (part._parameters | persistent).items():
             if tensor is not None:
-                found[canonical(f"{prefix}.{name}" if prefix else name)] = tensor
+                found[f"{prefix}.{name}" if prefix else name] = tensor
     return found
 
 

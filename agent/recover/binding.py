@@ -27,11 +27,12 @@ from ckptd.agent.recover.reshape import put_into
 from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
-from ckptd.agent.state.naming import Names, canonical, flattens, parameter_names, unwrapped
+from ckptd.agent.state.naming import Names
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import kind_of
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved
 from ckptd.agent.state.values import Packer
+from ckptd.agent.state.wrappers import current_names, flattens, raw_names, unwrapped
 from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
@@ -46,7 +47,7 @@ class Binding:
 
     def __init__(self, state: Any, tree: Any, saved: Saved, options: Options, foreign: Foreign | None = None) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
-        self._optimizers = Optimizers(leaves, parameter_names(state), self._bind)
+        self._optimizers = Optimizers(leaves, Names(state), self._bind)
         self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")
         self.unused, leaves.differences.unused = leaves.differences.unused, []  # other ranks may have a place for these keys
@@ -247,10 +248,11 @@ class Binding:
             return self._leaves.other_kind(path, saved, "a module")
         module, flat = unwrapped(place), flattens(place)
         own = get_model_state_dict(place) if flat else module.state_dict()
-        raw_names = {canonical(name): name for name in own}
-        tree = {canonical(name): value for name, value in tree.items()}
-        self._leaves.compare(list(tree), list(raw_names), path)
-        values = {raw: self._bind(own[raw], tree[name], f"{path}.{name}") for name, raw in raw_names.items() if name in tree}
+        raw_of = raw_names(module, own)
+        current = current_names(raw_of, tree)
+        tree = {current[name]: value for name, value in tree.items()}
+        self._leaves.compare(list(tree), list(raw_of), path)
+        values = {raw: self._bind(own[raw], tree[name], f"{path}.{name}") for name, raw in raw_of.items() if name in tree}
 
         def put(resolve: Resolve) -> Any:
             for raw, value in values.items():

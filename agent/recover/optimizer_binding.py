@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
@@ -17,7 +16,8 @@ from ckptd.agent.recover.optimizer_check import (
     settings_differences,
     state_difference,
 )
-from ckptd.agent.state.naming import Names, parameter_keys
+from ckptd.agent.state.capture import flattened_state, load_flattened_state
+from ckptd.agent.state.naming import Names, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
 from ckptd.agent.state.tree import ObjectNode, TensorRef, filled
 
@@ -36,12 +36,10 @@ class Optimizers:
         if leaves.options.strict and isinstance(saved, ObjectNode) and (other := class_difference(place, saved.cls, path)):
             leaves.differences.others += other
             return keep
+        tree = with_current_names(tree, place, self._names)
         if (root := self._names.flattened_by(place)) is not None:
             return self._flattened_optimizer(place, root, tree, path)
-        parameters = [parameter for group in place.param_groups for parameter in group["params"]]
-        keys = parameter_keys(place, self._names)
-        if all(type(name) is int for group in tree["param_groups"] for name in group["params"]):
-            keys = list(range(len(parameters)))
+        parameters, keys = parameters_of(place), self._names.of(place)
         own, position = [], 0
         for group in place.param_groups:
             own.append(keys[position : position + len(group["params"])])
@@ -57,6 +55,7 @@ class Optimizers:
         for key, entry in tree["state"].items():
             if key in parameter_of:
                 values[key] = self._optimizer_entry(place, parameter_of[key], entry, f"{path}.state.{key}")
+        others = self._of_no_parameter(place, tree, f"{path}.state")
         group_values = [
             self._group_values(group, found, f"{path}.param_groups.{number}")
             for number, (group, found) in enumerate(zip(place.param_groups, settings, strict=True))
@@ -74,6 +73,7 @@ class Optimizers:
                 mine = place.state.get(parameter_of[key], {})
                 made_entries = {name: value(resolve) for name, value in entries.items()}
                 state[parameter_of[key]] = {name: mine[name] if made is KEEP else made for name, made in made_entries.items()}
+            state.update({key: value(resolve) for key, value in others.items()})
             place.state.clear()
             place.state.update(state)
             tell(place)
@@ -100,31 +100,52 @@ class Optimizers:
             found.append(plain[0] if plain else {})
         return found
 
+    def _of_no_parameter(self, place: torch.optim.Optimizer, tree: dict[str, Any], path: str) -> dict[Any, Value]:
+        """Bind the entries of the state that belong to no parameter. They replace those that the optimizer has, as torch does it."""
+        named = {name for group in tree["param_groups"] for name in group["params"]}
+        device = next((parameter.device for parameter in parameters_of(place)), None)
+        return {
+            key: (lambda _, own=place.state[key]: own)  # type: ignore[misc]
+            if key in place.state and self._leaves.is_kept(f"{path}.{key}")
+            else self._leaves.make(entry, f"{path}.{key}", device)
+            for key, entry in tree["state"].items()
+            if key not in named
+        }
+
     def _flattened_optimizer(self, place: torch.optim.Optimizer, root: torch.nn.Module, tree: dict[str, Any], path: str) -> Value:
         """Bind an optimizer over FSDP1's flat parameters. DCP converts its state."""
         leaves = self._leaves
         leaves.make(tree["param_groups"], f"{path}.param_groups")  # settings may be tensors, like a learning rate
-        if not tree["state"]:
-            return leaves.into(
-                lambda groups: without_state(place, self._without_kept(groups, path)), tree["param_groups"], f"{path}.param_groups"
-            )
+        others = self._of_no_parameter(place, tree, f"{path}.state")
+        of_parameters = {key: value for key, value in tree["state"].items() if key not in others}
+        if not of_parameters:
+            groups_of = leaves.make(tree["param_groups"], f"{path}.param_groups")
+
+            def put_without_state(resolve: Resolve) -> Any:
+                without_state(place, self._without_kept(groups_of(resolve), path))
+                place.state.update({key: value(resolve) for key, value in others.items()})
+                return KEEP
+
+            return put_without_state
         if not place.state:
             leaves.undo.append(place.state.clear)  # DCP makes the optimizer take a fake step, which creates its state
-        own = get_optimizer_state_dict(root, place)
-        groups: list[dict[str, Any]] = own["param_groups"]  # type: ignore[assignment]
+        own = flattened_state(place, root)
+        groups: list[dict[str, Any]] = own["param_groups"]
+        own["state"] = {key: value for key, value in own["state"].items() if any(key in group["params"] for group in groups)}
         settings = self._settings(tree["param_groups"], [list(group["params"]) for group in groups], path)
         if leaves.options.strict:
             leaves.differences.others += settings_differences(groups, settings, path)
         restored = self._without_kept(settings, path)
         for number, (group, found) in enumerate(zip(groups, restored, strict=True)):
             leaves.changed += changed_settings(group, found, f"{path}.param_groups.{number}")
-        state = self._bind(own["state"], tree["state"], f"{path}.state")
+        state = self._bind(own["state"], of_parameters, f"{path}.state")
 
         def put(resolve: Resolve) -> Any:
             state(resolve)
             for group, found in zip(groups, restored, strict=True):
                 group.update(filled(found, resolve))
-            set_optimizer_state_dict(root, place, own)
+            own["state"].update({key: value(resolve) for key, value in others.items()})
+            load_flattened_state(place, root, own)
             return KEEP
 
         return put

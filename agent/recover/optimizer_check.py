@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ckptd.agent.state.optimizers import class_of
+from ckptd.agent.state.optimizers import class_of, without_wrappers
 from ckptd.agent.state.tree import TensorRef
 
 _DECIDE_STATE = ("amsgrad", "centered", "momentum")
@@ -21,9 +21,11 @@ def class_difference(place: Any, saved: str, path: str) -> list[str]:
     `saved` is the full name of the saved object's class, or "" if it is not known. Any object but an optimizer and a scheduler may have
     another class, since its own load_state_dict decides what it accepts.
     """
-    own = class_of(place)
-    kind = "optimizer" if isinstance(place, torch.optim.Optimizer) else "scheduler"
-    if not saved or _short(saved) == _short(own) or not isinstance(place, (torch.optim.Optimizer, LRScheduler)):
+    inner, own = without_wrappers(place), class_of(place)
+    kind = "optimizer" if isinstance(inner, torch.optim.Optimizer) else "scheduler"
+    if not saved or _short(saved) == _short(own) or not isinstance(inner, (torch.optim.Optimizer, LRScheduler)):
+        return []
+    if _short(saved) in (type(place).__name__, "AcceleratedScheduler"):  # earlier versions saved the class of a scheduler's wrapper
         return []
     return [f"{path or 'the state'}: the checkpoint has the {kind} {_short(saved)} ({saved}), the state {_short(own)} ({own})"]
 

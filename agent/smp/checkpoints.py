@@ -16,8 +16,8 @@ from ckptd.agent.convert.load_model import give_memory, on_meta, tensors_of
 from ckptd.agent.pending import Pending
 from ckptd.agent.smp.full import SUFFIX, State, resume_full
 from ckptd.agent.smp.runs import check_absent, check_plain, known_run, manifests, on_rank_0, run_in, source_rank, tag_of
-from ckptd.agent.state.naming import unwrapped
 from ckptd.agent.state.tree import PerRank, per_rank
+from ckptd.agent.state.wrappers import unwrapped
 from ckptd.shared.errors import InvalidRequest, NotFound
 from ckptd.shared.location import local
 from ckptd.shared.names import check_name

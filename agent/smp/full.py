@@ -15,7 +15,7 @@ from ckptd.agent.convert.formats import one_sentence
 from ckptd.agent.convert.load_model import load_contents
 from ckptd.agent.convert.selection import Selection
 from ckptd.agent.smp.runs import source_rank
-from ckptd.agent.state.naming import parameter_names
+from ckptd.agent.state.naming import Names, with_current_names
 from ckptd.shared.errors import InvalidRequest, NotFound, StructureMismatch
 from ckptd.shared.names import check_name
 from ckptd.shared.units import some_text
@@ -66,20 +66,22 @@ def _state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, saved: S
     Raises StructureMismatch if the optimizer has a parameter that no saved group has, or one that is in no module. With `strict` off, such
     parameters keep their state and settings.
     """
-    names = parameter_names(model).of
+    names = Names(model)
+    keys, saved = names.of(optimizer), with_current_names(saved, optimizer, names)
     groups = {name: group for group in saved["param_groups"] for name in group["params"]}
     made, number, lacking = optimizer.state_dict(), 0, list[str]()
     for mine, group in zip(made["param_groups"], optimizer.param_groups, strict=True):
         for parameter in group["params"]:
-            name = names.get(id(parameter), "a parameter that is not in the model")
+            name = keys[number]
             if name not in groups:
-                lacking.append(name)
+                lacking.append(name if isinstance(name, str) else "a parameter that is not in the model")
             else:
                 mine.update({key: value for key, value in groups[name].items() if key != "params"})
                 made["state"].pop(number, None)
                 if name in saved["state"]:
                     made["state"][number] = {key: _placed(value, parameter) for key, value in saved["state"][name].items()}
             number += 1
+    made["state"].update({key: value for key, value in saved["state"].items() if key not in groups})  # they belong to no parameter
     if lacking and strict:
         raise StructureMismatch(f"the checkpoint has no state of the optimizer for {some_text(lacking)}: pass strict=False to keep theirs")
     return made

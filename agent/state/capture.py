@@ -1,8 +1,8 @@
 """Captures a training state: its tensors by fully qualified name, and its plain values as one encoded document.
 
 A module, an optimizer or another object with a state_dict is captured through `state_dict()`. Capturing changes nothing: no optimizer is
-made to take a step. Parameters keep the names that they have in their module, whatever wraps it (DistributedDataParallel, torch.compile).
-The state of an optimizer is stored under these names.
+made to take a step. Parameters keep the names that they have in their module, whatever wraps it or its submodules. The state of an
+optimizer is stored under these names.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import ctypes
 import random
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state.naming import KeptNames, Names, canonical_keys, find, flattens, is_stateful, modules_of, parameter_keys, unwrapped
+from ckptd.agent.state.naming import KeptNames, Names, find, is_stateful
 from ckptd.agent.state.optimizers import class_of
-from ckptd.agent.state.values import NESTED, Known, LenientPacker, Packer
+from ckptd.agent.state.refusals import check_values
+from ckptd.agent.state.values import NESTED, TENSORS, Known, LenientPacker, Packer
+from ckptd.agent.state.wrappers import canonical_keys, flattens, unwrapped
 from ckptd.shared.bounds import check_msgpack
 from ckptd.shared.errors import CkptdError, IntegrityError, UnsavableValue
 
@@ -76,8 +80,8 @@ def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved:
 
 
 def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | None) -> Captured:
-    trees = {id(module): module_state(module) for module in modules_of(state)}
-    names = habits.names.of(state, list(trees.values()))
+    names = habits.names.of(state)
+    trees = {id(module): module_state(module) for _, module in names.modules}
 
     def expand(value: Any, path: str) -> tuple[str, Any] | None:
         if id(value) in trees:
@@ -92,7 +96,11 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
             ) from error
 
     packer = Packer(expand, rank, habits.dicts) if unsaved is None else LenientPacker(expand, rank, unsaved)
-    return Captured(packer.encode(state), packer.tensors)
+    captured = Captured(packer.encode(state), packer.tensors)
+    if not TENSORS.issuperset(map(type, captured.tensors.values())):
+        for name, tensor in captured.tensors.items():
+            check_values(name, tensor)
+    return captured
 
 
 def values_document(captured: Captured, *, rng: bool) -> bytes:
@@ -123,7 +131,8 @@ def module_state(module: torch.nn.Module) -> dict[str, Any]:
     """
     if flattens(module):
         return get_model_state_dict(module)
-    return canonical_keys(unwrapped(module).state_dict())
+    module = unwrapped(module)
+    return canonical_keys(module, module.state_dict())
 
 
 def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
@@ -131,23 +140,95 @@ def flattened_optimizer_state(optimizer: torch.optim.Optimizer, root: torch.nn.M
 
     An optimizer without state is captured as empty, because DCP's `get_optimizer_state_dict` would make it take a step.
     """
-    if optimizer.state:
-        return get_optimizer_state_dict(root, optimizer)
-    return {"state": {}, "param_groups": [{**group, "params": []} for group in optimizer.param_groups]}
+    if any(isinstance(key, torch.Tensor) for key in optimizer.state):
+        return flattened_state(optimizer, root)
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return {"state": dict(optimizer.state), "param_groups": _without_param_names(groups)}
+
+
+def flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> dict[str, Any]:
+    """Return what DCP's `get_optimizer_state_dict` does, with the groups and the entries that belong to no parameter."""
+    with _only_parameters(optimizer) as (empty, others):
+        found: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
+    groups = list(found["param_groups"])
+    for number, group in empty.items():
+        groups.insert(number, {**group, "params": []})
+    _check_apart(others, groups)
+    return {**found, "state": {**found["state"], **others}, "param_groups": _without_param_names(groups)}
+
+
+def load_flattened_state(optimizer: torch.optim.Optimizer, root: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Load what `flattened_state` has returned, with DCP's `set_optimizer_state_dict`."""
+    named = {name for group in state["param_groups"] for name in group["params"]}
+    of_parameters = {
+        **state,
+        "state": {key: value for key, value in state["state"].items() if key in named},
+        "param_groups": [group for group in state["param_groups"] if group["params"]],
+    }
+    with _only_parameters(optimizer) as (empty, others):
+        set_optimizer_state_dict(root, optimizer, of_parameters)
+        others.clear()
+        others.update({key: value for key, value in state["state"].items() if key not in named})
+        for number, group in empty.items():
+            group.update({key: value for key, value in state["param_groups"][number].items() if key != "params"})
+
+
+@contextmanager
+def _only_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[int, dict[str, Any]], dict[Any, Any]]]:
+    """Take the groups without parameters and the state of no parameter out of an optimizer, because DCP fails on them.
+
+    Yields the groups by their number, and the state. Both are put back at the end, as they then are.
+    """
+    groups = optimizer.param_groups
+    empty = {number: group for number, group in enumerate(groups) if not group["params"]}
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    groups[:] = [group for group in groups if group["params"]]
+    for key in others:
+        del optimizer.state[key]
+    try:
+        yield empty, others
+    finally:
+        for number, group in empty.items():
+            optimizer.param_groups.insert(number, group)
+        optimizer.state.update(others)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
     """Return `optimizer.state_dict()` with names in place of its integers, in DCP's form: {"state": {fqn: ...}, "param_groups": [...]}.
 
-    If any parameter belongs to no module of the state, all parameters keep their integers, because names and integers must not mix.
+    A parameter without a name has a number, counted among such parameters of the optimizer. The state of no parameter keeps its key.
     """
     state = optimizer.state_dict()
-    of_number = parameter_keys(optimizer, names)
-    return {
-        **state,
-        "state": {of_number[number]: value for number, value in state["state"].items()},
-        "param_groups": [{**group, "params": [of_number[number] for number in group["params"]]} for group in state["param_groups"]],
-    }
+    keys = names.of(optimizer)
+
+    def name_of(number: Any) -> Any:
+        return keys[number] if type(number) is int and 0 <= number < len(keys) else number
+
+    groups = [{**group, "params": list(map(name_of, group["params"]))} for group in state["param_groups"]]
+    found = {name_of(number): value for number, value in state["state"].items()}
+    if len(found) < len(state["state"]) or len(state["state"]) < len(optimizer.state):
+        others: list[Any] = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+        taken = next((key for key in others if key in keys or (type(key) is int and 0 <= key < len(keys))), None)
+        if taken is not None:
+            raise _taken(taken)
+    return {**state, "state": found, "param_groups": _without_param_names(groups)}
+
+
+def _without_param_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups without the names that torch keeps in them. They are no settings, and a recovery leaves the caller's."""
+    return [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+
+
+def _check_apart(others: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+    for taken in others.keys() & {name for group in groups for name in group["params"]}:
+        raise _taken(taken)
+
+
+def _taken(key: Any) -> UnsavableValue:
+    return UnsavableValue(
+        f"the state of an optimizer has an entry of no parameter under the key {key!r}, which is also the name or the number of one of its "
+        "parameters: keep the entry under another key"
+    )
 
 
 def optimizer_bytes_to_come(state: Any, world_size: int = 1) -> int:

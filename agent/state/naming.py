@@ -1,115 +1,51 @@
-"""Names each parameter as its module does, whatever wraps the module (DistributedDataParallel, FSDP1, torch.compile).
+"""Names the parameters of each optimizer as the modules that hold them do.
+
+The names of an optimizer's parameters depend only on the modules whose parameters it holds. Other modules in the state, such as an average
+of the model, do not change them.
 
 Walking ten thousand parameters takes longer than copying them. Names are therefore kept from one capture to the next, and only checked: a
-name still holds if the parameter has the same memory address as the tensor of that name in the module's own state dict.
+name still holds if the module has the same parameter in the same place.
 """
 
 from __future__ import annotations
 
-import re
-import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, TypeVar
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from ckptd.agent.state.records import KINDS, WITH_FIELDS, kind_of
 from ckptd.agent.state.tree import PerRank
 from ckptd.agent.state.values import TENSORS
+from ckptd.agent.state.wrappers import Ways, canonical_names, flattens, former_name, unwrapped
 
 T = TypeVar("T")
+Key = str | int
+"""The name of a parameter, or the number of a parameter without a name."""
 
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPED)})\.")
-_flattening: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's own module inside DataParallel or DistributedDataParallel."""
-    while isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        module = module.module
-    return module
-
-
-def canonical_keys(tree: dict[str, Any]) -> dict[str, Any]:
-    joined = "\n".join(tree)
-    if not any(wrapper in joined for wrapper in _WRAPPED):
-        return dict(tree)
-    return {canonical(name): value for name, value in tree.items()}
-
-
-@lru_cache(maxsize=1 << 18)
-def canonical(name: str) -> str:
-    """Return a parameter's name without the parts that torch.compile, activation checkpointing and FSDP1 insert into it."""
-    return _WRAPPERS.sub("", name)
-
-
-def flattens(module: torch.nn.Module) -> bool:
-    """Return True if FullyShardedDataParallel (FSDP1) has flattened parameters of the module.
-
-    FSDP1 needs a process group, so the answer is False until one is initialised. After that, each module is searched only once.
-    """
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return False
-    if module not in _flattening:
-        _flattening[module] = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
-    return _flattening[module]
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The names of parameters.
-
-    `of` maps id(parameter) to the name. `flattened` maps id(parameter) to the module in which FSDP1 has flattened it, if it has.
-    """
-
-    of: dict[int, str] = field(default_factory=dict)
-    flattened: dict[int, torch.nn.Module] = field(default_factory=dict)
-
-    def flattened_by(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """Return the module in which FSDP1 has flattened parameters of the optimizer, or None if it has flattened none of them."""
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return next((self.flattened[id(parameter)] for parameter in parameters if id(parameter) in self.flattened), None)
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def buffer_names(state: Any) -> list[str]:
     """Return the keys of the buffers of all modules in a state."""
-    return [
-        f"{path}.{canonical(name)}" if path else canonical(name)
-        for path, module in find(state, "", torch.nn.Module)
-        for name, _ in unwrapped(module).named_buffers(remove_duplicate=False)
-    ]
-
-
-def parameter_names(state: Any) -> Names:
-    """Return the names of the parameters of all modules in a state.
-
-    If different parameters in two modules have the same name, each gets the key of its module as a prefix.
-    """
-    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}
-    flattened: dict[int, torch.nn.Module] = {}
+    found = list[str]()
     for path, module in find(state, "", torch.nn.Module):
-        if flattens(module):
-            flattened |= {id(parameter): module for parameter in module.parameters()}
-        for name, parameter in unwrapped(module).named_parameters():
-            entries = found.setdefault(canonical(name), [])
-            if all(known is not parameter for _, known in entries):
-                entries.append((path, parameter))
-    names: dict[int, str] = {}
-    for name, entries in found.items():
-        for path, parameter in entries:
-            names.setdefault(id(parameter), name if len(entries) == 1 else f"{path}.{name}")
-    return Names(names, flattened)
+        module = unwrapped(module)
+        names = canonical_names(module, [name for name, _ in module.named_buffers(remove_duplicate=False)])
+        found += [f"{path}.{name}" if path else name for name in names]
+    return found
 
 
 def modules_of(state: Any) -> list[torch.nn.Module]:
     return [module for _, module in find(state, "", torch.nn.Module)]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer in the order of all groups, which is how `state_dict()` numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_stateful(value: Any) -> bool:
@@ -118,79 +54,262 @@ def is_stateful(value: Any) -> bool:
     return not isinstance(value, type) and all(map(callable, methods))
 
 
-def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Yield (key, object) for each object of `kind` in the dicts, lists, tuples, records and `per_rank` values of a state."""
+def find(state: Any, path: str, kind: type[T] | tuple[type[T], ...], *, tensors: bool = False) -> Iterator[tuple[str, T]]:
+    """Yield (key, object) for each object of `kind` in the dicts, lists, tuples, records and `per_rank` values of a state.
+
+    Tensors are passed over unless `tensors` is true.
+    """
     if isinstance(state, PerRank):
         state = state.value
     if isinstance(state, kind):
         yield path, state
     elif isinstance(state, dict):
-        for key, value in state.items() if not TENSORS.issuperset(map(type, state.values())) else ():
-            if not isinstance(value, torch.Tensor):
-                yield from find(value, f"{path}.{key}" if path else str(key), kind)
+        for key, value in state.items() if tensors or not TENSORS.issuperset(map(type, state.values())) else ():
+            if type(value) not in _PLAIN and (tensors or not isinstance(value, torch.Tensor)):
+                yield from find(value, f"{path}.{key}" if path else str(key), kind, tensors=tensors)
     elif (record := kind_of(state)) in WITH_FIELDS and not is_stateful(state):
-        yield from find(KINDS[record].fields(state), path, kind)
+        yield from find(KINDS[record].fields(state), path, kind, tensors=tensors)
     elif isinstance(state, (list, tuple)):
         for number, value in enumerate(state):
-            if not isinstance(value, torch.Tensor):
-                yield from find(value, f"{path}.{number}" if path else str(number), kind)
+            if type(value) not in _PLAIN and (tensors or not isinstance(value, torch.Tensor)):
+                yield from find(value, f"{path}.{number}" if path else str(number), kind, tensors=tensors)
 
 
-def parameter_keys(optimizer: torch.optim.Optimizer, names: Names) -> list[Any]:
-    """Return the name of each parameter of an optimizer, in the order of all groups, which is how `state_dict()` numbers the parameters.
+_BARE = -1
+"""Stands for the number of a module where a parameter is in no module, but under a key of the state."""
 
-    Return the numbers themselves if any parameter has no name.
+
+class Held(NamedTuple):
+    """The parameters of a module: `number` has the number of each by its id, and `raw` and `names` have their names by these numbers."""
+
+    number: dict[int, int]
+    raw: list[str]
+    names: list[str]
+
+    @classmethod
+    def by(cls, module: torch.nn.Module) -> Held:
+        number, raw = dict[int, int](), list[str]()
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in number:
+                number[id(parameter)] = len(raw)
+                raw.append(name)
+        return cls(number, raw, canonical_names(module, raw))
+
+
+class Names:
+    """The names of the parameters in a state, for each optimizer.
+
+    modules, optimizers: those in the state, with their keys.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names.of for parameter in parameters):
-        return list(range(len(parameters)))
-    return [names.of[id(parameter)] for parameter in parameters]
+
+    def __init__(self, state: Any = None) -> None:
+        self._state = state
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        kinds: tuple[type[torch.nn.Module | torch.optim.Optimizer], ...] = (torch.nn.Module, torch.optim.Optimizer)
+        for path, found in find(state, "", kinds):
+            if isinstance(found, torch.nn.Module):
+                self.modules.append((path, found))
+            else:
+                self.optimizers.append(found)
+        self._held: list[Held] | None = None
+        self._bare: dict[int, str] | None = None
+        self._keys: dict[int, tuple[torch.optim.Optimizer, list[Key]]] = {}
+        self._flattened: dict[int, tuple[torch.optim.Optimizer, torch.nn.Module | None]] = {}
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[Key]:
+        """Return the name of each parameter of an optimizer, in the order of `parameters_of`.
+
+        A parameter that is in no module and under no key of the state gets its number among those of the optimizer.
+        """
+        if id(optimizer) not in self._keys:
+            parameters = parameters_of(optimizer)
+            named = self._named(self.places(parameters))
+            unnamed = dict.fromkeys(id(parameter) for parameter in parameters if id(parameter) not in named)
+            numbers = {parameter: number for number, parameter in enumerate(unnamed)}
+            self.keep(optimizer, [named[id(p)] if id(p) in named else numbers[id(p)] for p in parameters])
+        return self._keys[id(optimizer)][1]
+
+    def flattened_by(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        """Return the module in which FSDP1 has flattened parameters of the optimizer, or None if it has flattened none of them."""
+        if id(optimizer) not in self._flattened:
+            own = set(map(id, parameters_of(optimizer))) if any(flattens(module) for _, module in self.modules) else set()
+            holders = (m for _, m in reversed(self.modules) if own and flattens(m) and not own.isdisjoint(map(id, m.parameters())))
+            self.keep_flattened(optimizer, next(holders, None))
+        return self._flattened[id(optimizer)][1]
+
+    def keep(self, optimizer: torch.optim.Optimizer, keys: list[Key]) -> None:
+        """Set the names of an optimizer's parameters."""
+        self._keys[id(optimizer)] = optimizer, keys  # the optimizer with them, because an id may be that of a later object
+
+    def keep_flattened(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> None:
+        """Set the module in which FSDP1 has flattened parameters of the optimizer."""
+        self._flattened[id(optimizer)] = optimizer, module
+
+    def former(self, optimizer: torch.optim.Optimizer) -> dict[str, Key]:
+        """Return the names that checkpoints of earlier versions may have for the parameters of an optimizer, with those of today.
+
+        The old names had the key of the module as prefix if any other module of the state had a parameter of the same name, and lacked
+        only some wrappers. A name that could mean several parameters is left out.
+        """
+        today = dict(zip(map(id, parameters_of(optimizer)), self.of(optimizer), strict=True))
+        found: dict[str, set[Key]] = {}
+        for (path, module), held in zip(self.modules, self.held(), strict=True):
+            outer = "module." * _depth(module)
+            for parameter in held.number.keys() & today.keys():
+                number = held.number[parameter]
+                for name in (held.names[number], former_name(held.raw[number].removeprefix(outer))):
+                    for known in (name, f"{path}.{name}"):
+                        found.setdefault(known, set()).add(today[parameter])
+        return {name: next(iter(keys)) for name, keys in found.items() if len(keys) == 1}
+
+    def places(self, parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Return the number of the module from which each parameter has its name, by the id of the parameter.
+
+        The module that holds most of the parameters comes first, then the module that holds most of the rest, and so on. Bare tensors
+        come last.
+        """
+        left, found = set(map(id, parameters)), dict[int, int]()
+        if not left:
+            return found
+        tables = [held.number for held in self.held()]
+        queue = [(-len(table.keys() & left), number) for number, table in enumerate(tables)]
+        heapify(queue)
+        while left and queue:  # the counts only fall, so a count that is still right when it is the highest is the highest of all
+            known, number = heappop(queue)
+            here = tables[number].keys() & left
+            if here and -len(here) == known:
+                found |= dict.fromkeys(here, number)
+                left -= here
+            elif here:
+                heappush(queue, (-len(here), number))
+        if left:
+            if self._bare is None:
+                self._bare = {}
+                for path, tensor in find(self._state, "", torch.Tensor, tensors=True):
+                    self._bare.setdefault(id(tensor), path)
+            found |= dict.fromkeys(self._bare.keys() & left, _BARE)
+        return found
+
+    def raw(self, parameter: int, place: int) -> str:
+        """Return the name of a parameter, given by its id, as the module in its place has it."""
+        if place == _BARE:
+            assert self._bare is not None
+            return self._bare[parameter]
+        held = self.held()[place]
+        return held.raw[held.number[parameter]]
+
+    def _named(self, places: dict[int, int]) -> dict[int, str]:
+        """Return the names of parameters in their places. Where places of two modules give one name, it gets their keys as prefixes."""
+        held = self.held() if places else []
+        short = {p: self.raw(p, n) if n == _BARE else held[n].names[held[n].number[p]] for p, n in places.items()}
+        count = Counter(short.values())
+        names = {p: name if places[p] == _BARE or count[name] == 1 else f"{self.modules[places[p]][0]}.{name}" for p, name in short.items()}
+        count = Counter(names.values())
+        return {parameter: name for parameter, name in names.items() if count[name] == 1}
+
+    def held(self) -> list[Held]:
+        """Return the parameters of each module of the state."""
+        if self._held is None:
+            self._held = [Held.by(module) for _, module in self.modules]
+        return self._held
+
+
+def _depth(module: torch.nn.Module) -> int:
+    """Return how many DataParallel and DistributedDataParallel lie around the user's own module."""
+    depth, own = 0, unwrapped(module)
+    while module is not own:
+        module, depth = module.module, depth + 1  # type: ignore[assignment]
+    return depth
+
+
+def with_current_names(tree: dict[str, Any], optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
+    """Return the saved state of an optimizer under the names that its parameters have now, and without `param_names`.
+
+    `param_names`, which torch keeps in a group, are names of the program that saved them, and no setting. Checkpoints of earlier versions
+    have other names, or number all parameters: then the number is the position, as for torch.
+    """
+    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in tree["param_groups"]]
+    if names.flattened_by(optimizer) is not None:
+        return {**tree, "param_groups": groups} if groups != tree["param_groups"] else tree
+    saved, keys = [name for group in groups for name in group["params"]], names.of(optimizer)
+    unknown = set(saved).difference(keys)
+    current: dict[Any, Key] = {}
+    if saved and all(type(name) is int for name in saved):
+        if len(saved) == len(keys):
+            current = {number: keys[number] for number in saved if number < len(keys)}
+    elif unknown:
+        taken = set(keys).intersection(saved)
+        current = {name: key for name, key in names.former(optimizer).items() if name in unknown and key not in taken}
+        count = Counter(current.values())
+        current = {name: key for name, key in current.items() if count[key] == 1}
+    for group in groups:
+        group["params"] = [current.get(name, name) for name in group["params"]]
+    return {**tree, "param_groups": groups, "state": {current.get(key, key): value for key, value in tree["state"].items()}}
 
 
 @dataclass(slots=True)
 class KeptNames:
     """The names of the parameters in a state, kept from one capture to the next.
 
-    `ids` are the ids of all optimizers' parameters. `places` has, for each of them, the number of the module whose state dict contains it,
-    and its name there. If a parameter is in no state dict, `places` is None and the names are looked up at every capture.
+    `keys` has the names for each optimizer, and `flattened` the number of the module in which FSDP1 has flattened its parameters, or None.
+    `ways` lead from the modules of the state to the submodules that hold parameters, and `kinds` has the class of each module on them.
+    `places` has, for each parameter of the optimizers, the number of its module on these ways, and its name there. It is None if the names
+    are to be looked up at every capture, because a parameter has no name.
     """
 
-    names: Names = field(default_factory=Names)
-    ids: list[int] = field(default_factory=list)
+    keys: list[list[Key]] = field(default_factory=list)
+    flattened: list[int | None] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    ways: Ways = field(default_factory=lambda: Ways(0))
+    kinds: list[type] = field(default_factory=list)
     places: list[tuple[int, str]] | None = None
 
-    def of(self, state: Any, trees: list[dict[str, Any]]) -> Names:
-        """Return the names of the parameters in `state`. `trees` are the state dicts of its modules, in the order of `modules_of`."""
-        parameters = [
-            p for _, optimizer in find(state, "", torch.optim.Optimizer) for group in optimizer.param_groups for p in group["params"]
-        ]
-        if not self._hold(parameters, trees):
-            self.names = parameter_names(state)
-            self.ids = list(map(id, parameters))
-            self.places = self._places(parameters, trees)
-        return self.names
+    def of(self, state: Any) -> Names:
+        """Return the names of the parameters in `state`."""
+        names = Names(state)
+        modules = [module for _, module in names.modules]
+        parameters = [parameters_of(optimizer) for optimizer in names.optimizers]
+        if self._hold(state, names, parameters):
+            for optimizer, keys, number in zip(names.optimizers, self.keys, self.flattened, strict=True):
+                names.keep(optimizer, keys)
+                names.keep_flattened(optimizer, None if number is None else modules[number])
+        else:
+            self.keys = list(map(names.of, names.optimizers))
+            roots = list(map(names.flattened_by, names.optimizers))
+            self.flattened = [next((n for n, module in enumerate(modules) if module is root), None) for root in roots]
+            self.paths = [path for path, _ in names.modules]
+            self._keep_places(names, modules, parameters)
+        return names
 
-    def _hold(self, parameters: list[torch.Tensor], trees: list[dict[str, Any]]) -> bool:
-        if self.places is None or self.ids != list(map(id, parameters)):
+    def _hold(self, state: Any, names: Names, parameters: list[list[torch.Tensor]]) -> bool:
+        if self.places is None or [path for path, _ in names.modules] != self.paths:
             return False
-        try:
-            found = [trees[number][name] for number, name in self.places]
-            where = address if DTensor in set(map(type, found)) else torch.Tensor.data_ptr
-            return list(map(where, parameters)) == list(map(where, found))
-        except (LookupError, AttributeError, RuntimeError):
+        if list(map(len, parameters)) != list(map(len, self.keys)):
             return False
-
-    def _places(self, parameters: list[torch.Tensor], trees: list[dict[str, Any]]) -> list[tuple[int, str]] | None:
-        at: dict[int, tuple[int, str]] = {}
-        for number, tree in enumerate(trees):
-            for name, value in tree.items():
-                if isinstance(value, torch.Tensor) and not isinstance(value, (torch.nn.Buffer, ShardedTensor)):
-                    at.setdefault(address(value), (number, name))
+        bare = dict(find(state, "", torch.Tensor, tensors=True)) if any(number == _BARE for number, _ in self.places) else {}
         try:
-            return [at[address(parameter)] for parameter in parameters]
-        except LookupError:
-            return None
+            holders = self.ways.walk(module for _, module in names.modules)
+            found = [bare[name] if number == _BARE else holders[number]._parameters[name] for number, name in self.places]
+        except (LookupError, AttributeError):
+            return False
+        own = [parameter for each in parameters for parameter in each]
+        return list(map(id, found)) == list(map(id, own)) and list(map(type, holders)) == self.kinds
 
-
-def address(tensor: torch.Tensor) -> int:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+    def _keep_places(self, names: Names, modules: list[torch.nn.Module], parameters: list[list[torch.Tensor]]) -> None:
+        self.ways, self.places = Ways(len(modules)), None
+        places: list[tuple[int, str]] = []
+        for each in parameters:
+            place_of = names.places(each)
+            for parameter in each:
+                place = place_of.get(id(parameter))
+                if place is None:
+                    return
+                raw = names.raw(id(parameter), place)
+                way, _, name = raw.rpartition(".") if place != _BARE else ("", "", raw)
+                places.append((self.ways.add(place, way.split(".")) if way else place, name))
+        try:
+            self.kinds = list(map(type, self.ways.walk(modules)))
+        except (LookupError, AttributeError):  # the names of this module are not those of its attributes
+            return
+        self.places = places

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -19,11 +20,29 @@ def steps_on_device(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -
     return bool(group.get("capturable") or group.get("fused"))
 
 
-def class_of(value: Any) -> str:
-    """Return the full name of an object's class. For a wrapper of an optimizer, as accelerate has one, that of the wrapped optimizer."""
-    while isinstance(value, torch.optim.Optimizer) and isinstance(inner := getattr(value, "optimizer", None), torch.optim.Optimizer):
+def without_wrappers(value: Any) -> Any:
+    """Return the optimizer or the scheduler inside the wrappers of accelerate, or the value itself if it is no such wrapper.
+
+    accelerate need not be installed: a wrapper is recognised by its attribute `optimizer` or `scheduler`. That of a scheduler is no
+    LRScheduler itself, and has a method `step` besides those of its state.
+    """
+    while True:
+        if isinstance(value, torch.optim.Optimizer):
+            inner = getattr(value, "optimizer", None)
+            wraps = isinstance(inner, torch.optim.Optimizer)
+        else:
+            inner = getattr(value, "__dict__", {}).get("scheduler")
+            acts = all(callable(getattr(value, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+            wraps = acts and isinstance(inner, LRScheduler) and not isinstance(value, LRScheduler)
+        if not wraps or isinstance(value, type):
+            return value
         value = inner
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def class_of(value: Any) -> str:
+    """Return the full name of an object's class. For a wrapper of accelerate, that of the wrapped optimizer or scheduler."""
+    cls = type(without_wrappers(value))
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def tell(place: torch.optim.Optimizer) -> None:

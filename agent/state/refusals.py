@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DIMENSIONS
 from ckptd.shared.errors import UnsavableValue
@@ -81,6 +82,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         for shard in tensor.local_shards():
             check_tensor(name, shard.tensor.detach())
         return tensor
+    check_values(name, tensor)
     if tensor.dim() > MAX_DIMENSIONS:
         raise UnsavableValue(f"{name}: a tensor of {tensor.dim()} dimensions cannot be saved; reshape() it to at most {MAX_DIMENSIONS}")
     kind = type(tensor)
@@ -102,6 +104,26 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
             f"{name}: a conjugate or negative view of dtype {tensor.dtype} cannot be saved, since torch cannot compute its values; "
             "save the tensor that it is a view of"
         ) from None
+
+
+def check_values(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsavableValue for a tensor that has no values yet, such as a parameter of a lazy module, or never has any."""
+    if is_uninitialized(tensor):
+        raise UnsavableValue(
+            f"{name}: an uninitialized parameter or buffer of a lazy module: run one forward pass before the first snapshot"
+        )
+    if is_fake(tensor):
+        raise UnsavableValue(f"{name}: a fake tensor, which has no values: build the model outside FakeTensorMode, or leave it out")
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Return True for a parameter or a buffer of a lazy module before its first forward pass. Most operations on it raise an error."""
+    return isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor of torch's FakeTensorMode."""
+    return any(f"{base.__module__}.{base.__name__}" == "torch._subclasses.fake_tensor.FakeTensor" for base in type(tensor).__mro__)
 
 
 def check_own(name: str, tensor: torch.Tensor) -> None:

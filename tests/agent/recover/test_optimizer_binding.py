@@ -114,12 +114,12 @@ def test_an_optimizer_with_other_parameters_is_refused_by_name() -> None:
         Checkpoint({"model": model, "optim": optimizer}).bind({"model": other, "optim": into})
 
 
-def test_entries_that_are_no_state_of_a_parameter_are_left_out() -> None:
+def test_entries_of_no_parameter_keep_their_key_as_in_torch() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     into = torch.optim.SGD([parameter], lr=1.0)
     saved = {"state": {0: "not a dict", 7: {"of": "nobody"}}, "param_groups": [{"params": [0], "lr": 0.5}]}
     Checkpoint({"optim": saved}).recover({"optim": into})
-    assert (dict(into.state), into.param_groups[0]["lr"]) == ({parameter: {}}, 0.5)
+    assert (dict(into.state), into.param_groups[0]["lr"]) == ({parameter: {}, 7: {"of": "nobody"}}, 0.5)
 
 
 # -- optimizers of another kind

@@ -1,7 +1,10 @@
-"""Parameters have the names of their modules, in any wrapping; and kept names are used as long as they hold."""
+"""The parameters of an optimizer have the names of the modules that hold them; and kept names are used as long as they hold."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections import ChainMap
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,44 +15,8 @@ import torch
 from torch import nn
 
 from ckptd.agent import per_rank
-from ckptd.agent.state import naming
-from ckptd.agent.state.capture import capture, module_state
-from ckptd.agent.state.naming import (
-    KeptNames,
-    Names,
-    buffer_names,
-    canonical,
-    canonical_keys,
-    find,
-    flattens,
-    modules_of,
-    parameter_keys,
-    parameter_names,
-    unwrapped,
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("weight", "weight"),
-        ("_orig_mod.layer.weight", "layer.weight"),
-        ("layer._checkpoint_wrapped_module.weight", "layer.weight"),
-        ("_fsdp_wrapped_module.a._fsdp_wrapped_module._orig_mod.b", "a.b"),
-        ("my_orig_mod.weight", "my_orig_mod.weight"),
-        ("layer._orig_mod", "layer._orig_mod"),
-    ],
-)
-def test_a_canonical_name_has_no_wrapper_in_it(name: str, expected: str) -> None:
-    assert canonical(name) == expected
-    assert canonical_keys({name: 1, "other": 2}) == {expected: 1, "other": 2}
-
-
-def test_the_users_module_is_found_in_its_wrappers() -> None:
-    module = nn.Linear(1, 1)
-    assert unwrapped(nn.DataParallel(nn.DataParallel(module))) is module
-    assert unwrapped(module) is module
-    assert not flattens(module)
+from ckptd.agent.state.capture import capture
+from ckptd.agent.state.naming import KeptNames, Names, buffer_names, find, modules_of, with_current_names
 
 
 def test_objects_are_found_by_their_keys() -> None:
@@ -92,36 +59,121 @@ def test_objects_in_fields_are_found_by_the_names_of_the_fields() -> None:
 
 
 def test_buffers_are_named_with_the_key_of_their_module() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(2))
+    module = nn.Sequential(nn.DataParallel(nn.BatchNorm1d(2)))
     expected = ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
     assert buffer_names({"model": module}) == [f"model.{name}" for name in expected]
     assert buffer_names(module) == expected
 
 
-def named(state: Any) -> dict[int, str]:
-    return parameter_names(state).of
+def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1)
+
+
+def named(state: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+    return Names(state).of(optimizer)
+
+
+def test_names_do_not_depend_on_modules_whose_parameters_the_optimizer_does_not_hold() -> None:
+    model = nn.Linear(1, 1)
+    optimizer, average = sgd(*model.parameters()), copy.deepcopy(model)
+    for state in ({"model": model}, {"model": model, "ema": average}, {"ema": average, "model": model}, [average, {"m": model}]):
+        assert named(state, optimizer) == ["weight", "bias"]
+
+
+def test_each_optimizer_has_names_of_its_own() -> None:
+    one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+    names = Names({"g": one, "d": two, "opt_g": sgd(*one.parameters()), "opt_d": sgd(*two.parameters())})
+    assert list(map(names.of, names.optimizers)) == [["weight", "bias"]] * 2
 
 
 def test_parameters_of_two_modules_with_one_name_get_the_keys_of_their_modules() -> None:
     one, two = nn.Linear(1, 1), nn.Linear(1, 1, bias=False)
-    names = named({"a": one, "b": two})
-    assert [names[id(p)] for p in (one.weight, one.bias, two.weight)] == ["a.weight", "bias", "b.weight"]
-    assert set(named({"a": one, "again": one}).values()) == {"weight", "bias"}
+    optimizer = sgd(one.weight, one.bias, two.weight)
+    assert named({"a": one, "b": two}, optimizer) == ["a.weight", "bias", "b.weight"]
+    assert named({"a": one, "again": one, "b": two}, optimizer) == ["a.weight", "bias", "b.weight"]
+
+
+def test_a_part_of_a_module_beside_it_changes_no_name() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(1, 1), "head": nn.Linear(1, 1)})
+    optimizer = sgd(*model.parameters())
+    whole = ["body.weight", "body.bias", "head.weight", "head.bias"]
+    for state in (
+        {"model": model},
+        {"model": model, "head": model["head"]},
+        {"head": model["head"], "body": model["body"], "model": model},
+    ):
+        assert named(state, optimizer) == whole
+    of_head = sgd(*model["head"].parameters())
+    assert named({"model": model, "head": model["head"]}, of_head) == ["head.weight", "head.bias"]
+    assert named({"head": model["head"], "model": model}, of_head) == ["weight", "bias"]
+
+
+def test_the_module_that_holds_most_of_the_rest_comes_next() -> None:
+    a, b, c, d = (nn.Parameter(torch.ones(1)) for _ in range(4))
+    one, two, three = (nn.ParameterDict(held) for held in ({"a": a, "b": b, "c": c}, {"p": b, "q": c}, {"x": c, "y": d}))
+    places = {"two": two, "three": three, "one": one}
+    assert named(places, sgd(a, b, c, d)) == ["a", "b", "c", "y"]
+    assert named(places, sgd(b, c, d)) == ["p", "q", "y"]
+    many = [nn.ParameterDict({f"p{n}": nn.Parameter(torch.ones(1))}) for n in range(200)]
+    assert named(many, sgd(*(p for one in many for p in one.parameters()))) == [f"p{n}" for n in range(200)]
+
+
+def test_names_that_would_be_equal_with_the_keys_of_the_modules_too_become_numbers() -> None:
+    one, two = nn.ParameterDict({"w": nn.Parameter(torch.ones(1))}), nn.ParameterDict({"w": nn.Parameter(torch.ones(1))})
+    assert named({"a": {"b": one}, "a.b": two}, sgd(one["w"], two["w"])) == [0, 1]
 
 
 def test_a_tied_parameter_has_its_first_name() -> None:
     module = nn.ModuleDict({"embed": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2, bias=False)})
     module["head"].weight = module["embed"].weight
-    assert list(named(module).values()) == ["embed.weight"]
+    assert named(module, sgd(*module.parameters())) == ["embed.weight"]
 
 
-def test_an_optimizer_with_a_parameter_of_no_module_keeps_its_numbers() -> None:
-    module, foreign = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
-    names = parameter_names({"m": module})
-    assert parameter_keys(torch.optim.SGD([module.bias, module.weight], lr=1), names) == ["bias", "weight"]
-    assert parameter_keys(torch.optim.SGD([module.weight, foreign], lr=1), names) == [0, 1]
-    assert Names().flattened_by(torch.optim.SGD([foreign], lr=1)) is None
-    assert Names(flattened={id(foreign): module}).flattened_by(torch.optim.SGD([module.bias, foreign], lr=1)) is module
+def test_a_bare_tensor_has_its_key_as_its_name() -> None:
+    module, bare, plain = nn.Linear(1, 1), nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)
+    optimizer = sgd(module.weight, bare, plain)
+    state = {"model": module, "extra": {"temperature": bare, "other": torch.ones(1)}, "all": [plain, torch.ones(2)]}
+    assert named(state, optimizer) == ["weight", "extra.temperature", "all.0"]
+    assert named({"model": module, "weight": bare, "t": per_rank(plain)}, optimizer) == ["model.weight", "weight", "t"]
+
+
+def test_a_parameter_without_a_name_leaves_the_others_theirs() -> None:
+    module, one, two = nn.Linear(1, 1), nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    assert named({"m": module}, sgd(module.bias, module.weight)) == ["bias", "weight"]
+    assert named({"m": module}, sgd(one, module.weight, two, module.bias)) == [0, "weight", 1, "bias"]
+    assert Names().of(sgd(one, two)) == [0, 1]
+    assert Names().flattened_by(sgd(one)) is None
+
+
+def saved_groups(*names: Any, **settings: Any) -> dict[str, Any]:
+    return {"state": {name: {"of": name} for name in names}, "param_groups": [{"params": list(names), **settings}]}
+
+
+def test_names_of_earlier_versions_are_understood() -> None:
+    model = nn.Sequential(nn.DataParallel(nn.Linear(1, 1)))
+    state, optimizer = {"model": nn.DataParallel(model)}, sgd(*model.parameters())
+    expected = {"state": {"0.weight": {"of": "w"}, "0.bias": {"of": "b"}}, "param_groups": [{"params": ["0.weight", "0.bias"]}]}
+    for weight, bias in (
+        ("0.module.weight", "0.module.bias"), ("model.0.module.weight", "0.module.bias"), ("model.0.weight", "0.bias"), (0, 1),
+    ):  # fmt: skip
+        saved = {"state": {weight: {"of": "w"}, bias: {"of": "b"}}, "param_groups": [{"params": [weight, bias]}]}
+        assert with_current_names(saved, optimizer, Names(state)) == expected
+    for names in (("1.weight",), ("ema.0.weight",), (0,), (0, 1, 2)):
+        assert with_current_names(saved_groups(*names), optimizer, Names(state)) == saved_groups(*names)
+
+
+def test_an_old_name_that_could_mean_two_parameters_is_not_understood() -> None:
+    one, two = nn.Linear(1, 1), nn.Linear(1, 1)
+    state, optimizer = {"a": one, "b": two}, sgd(one.weight, two.weight)
+    assert with_current_names(saved_groups("weight"), optimizer, Names(state)) == saved_groups("weight")
+    both = saved_groups("weight", "model.weight")
+    assert with_current_names(both, sgd(one.weight), Names({"model": one})) == both  # both are the name of one parameter
+
+
+def test_the_names_that_torch_keeps_in_a_group_are_left_out() -> None:
+    module = nn.Linear(1, 1)
+    saved = saved_groups("weight", param_names=["w"], lr=2.0)
+    assert with_current_names(saved, sgd(module.weight), Names({"m": module})) == saved_groups("weight", lr=2.0)
 
 
 class Kept:
@@ -129,38 +181,109 @@ class Kept:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names, self.looked_up = KeptNames(), 0
+        look_up = Names.held
 
-        def count(state: Any) -> Names:
-            self.looked_up += 1
-            return parameter_names(state)
+        def count(names: Names) -> Any:
+            self.looked_up += names._held is None
+            return look_up(names)
 
-        monkeypatch.setattr(naming, "parameter_names", count)
+        monkeypatch.setattr(Names, "held", count)
 
     def of(self, state: Any) -> list[Any]:
-        found = self.names.of(state, [module_state(module) for module in modules_of(state)])
-        return [key for _, optimizer in find(state, "", torch.optim.Optimizer) for key in parameter_keys(optimizer, found)]
+        names = self.names.of(state)
+        return [key for optimizer in names.optimizers for key in names.of(optimizer)]
 
 
 def test_names_are_kept_while_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, module = Kept(monkeypatch), nn.Linear(2, 2)
-    state = {"model": module, "optim": torch.optim.SGD(module.parameters(), lr=1)}
+    state: dict[str, Any] = {"model": nn.Sequential(nn.Sequential(module)), "optim": sgd(*module.parameters())}
+    names = ["0.0.weight", "0.0.bias"]
     for _ in range(3):
-        assert kept.of(state) == ["weight", "bias"]
+        assert kept.of(state) == names
     assert kept.looked_up == 1
     module.weight.data = torch.zeros(2, 2)  # the storage has moved, in the module and in the optimizer
-    assert (kept.of(state), kept.looked_up) == (["weight", "bias"], 1)
+    assert (kept.of(state), kept.looked_up) == (names, 1)
     module.weight = nn.Parameter(torch.zeros(2, 2))  # the optimizer has the old one
-    assert (kept.of(state), kept.looked_up) == ([0, 1], 2)
-    state["optim"] = torch.optim.SGD(reversed(list(module.parameters())), lr=1)
-    assert (kept.of(state), kept.looked_up) == (["bias", "weight"], 3)
+    assert (kept.of(state), kept.looked_up) == ([0, names[1]], 2)
+    assert (kept.of(state), kept.looked_up) == ([0, names[1]], 3)
+    state["optim"] = sgd(*reversed(list(module.parameters())))
+    assert (kept.of(state), kept.of(state), kept.looked_up) == (names[::-1], names[::-1], 4)
     del module.bias
     module.register_parameter("offset", nn.Parameter(torch.zeros(2)))
-    state["optim"] = torch.optim.SGD(module.parameters(), lr=1)
-    assert (kept.of(state), kept.looked_up) == (["weight", "offset"], 4)
+    state["optim"] = sgd(*module.parameters())
+    assert (kept.of(state), kept.looked_up) == (["0.0.weight", "0.0.offset"], 5)
+    state["model"] = nn.Sequential(nn.DataParallel(module))
+    assert (kept.of(state), kept.looked_up) == (["0.weight", "0.offset"], 6)
+    state["model"] = nn.Sequential(nn.ModuleDict({"module": module}))  # the names are the same, and no wrapper has them
+    assert (kept.of(state), kept.looked_up) == (["0.module.weight", "0.module.offset"], 7)
 
 
-def test_a_parameter_in_no_state_dict_is_looked_up_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+class Scaled(torch.Tensor):
+    """A wrapper subclass, whose own address is 0."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Scaled:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Scaled:
+        return Scaled(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*(arg.inner if isinstance(arg, Scaled) else arg for arg in args), **(kwargs or {}))
+        return Scaled(out) if function is torch.ops.aten.detach.default else out
+
+
+@pytest.mark.parametrize("shape", [(2,), (0,)], ids=["wrapper subclass", "empty"])
+def test_parameters_without_an_address_that_are_swapped_are_named_anew(monkeypatch: pytest.MonkeyPatch, shape: tuple[int]) -> None:
     kept = Kept(monkeypatch)
-    state = {"optim": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)}
+    made = [nn.Parameter(Scaled(torch.ones(2)) if shape == (2,) else torch.ones(0)) for _ in "ab"]
+    assert [p.data_ptr() for p in made] == [0, 0]
+    model = nn.ParameterDict({"a": made[0], "b": made[1]})
+    state = {"model": model, "optim": sgd(*made)}
+    assert (kept.of(state), kept.of(state), kept.looked_up) == (["a", "b"], ["a", "b"], 1)
+    model["a"], model["b"] = made[1], made[0]
+    assert (kept.of(state), kept.looked_up) == (["b", "a"], 2)
+
+
+def test_the_names_of_bare_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, module, bare = Kept(monkeypatch), nn.Linear(1, 1), nn.Parameter(torch.ones(1))
+    state: dict[str, Any] = {"model": module, "t": bare, "optim": sgd(module.weight, bare)}
+    assert (kept.of(state), kept.of(state), kept.looked_up) == (["weight", "t"], ["weight", "t"], 1)
+    state = {"model": module, "u": bare, "optim": state["optim"]}
+    assert (kept.of(state), kept.looked_up) == (["weight", "u"], 2)
+
+
+def test_a_parameter_in_no_module_is_looked_up_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(monkeypatch)
+    state = {"optim": sgd(nn.Parameter(torch.ones(1)))}
     assert [kept.of(state), kept.of(state)] == [[0], [0]]
     assert (kept.looked_up, kept.names.places) == (2, None)
+
+
+def test_names_that_a_module_makes_up_are_looked_up_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Renaming(nn.Linear):
+        def named_parameters(self, *args: Any, **options: Any) -> Any:
+            return ((f"my.{name}", parameter) for name, parameter in super().named_parameters(*args, **options))
+
+    kept, module = Kept(monkeypatch), Renaming(1, 1)
+    state = {"model": module, "optim": sgd(*module.parameters())}
+    assert [kept.of(state), kept.of(state)] == [["my.weight", "my.bias"]] * 2
+    assert kept.looked_up == 2
+
+
+def test_kept_names_keep_no_module_alive() -> None:
+    kept, module = KeptNames(), nn.Linear(1, 1)
+    kept.of({"model": module, "optim": sgd(*module.parameters())})
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
