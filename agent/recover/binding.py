@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import PLAIN
 from ckptd.agent.read.saved import Saved
+from ckptd.agent.recover.conversions import Read
 from ckptd.agent.recover.differences import grouped
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
+from ckptd.agent.recover.module_binding import Modules, load_into
 from ckptd.agent.recover.optimizer_binding import Optimizers
 from ckptd.agent.recover.optimizer_check import class_difference
 from ckptd.agent.recover.options import Options
+from ckptd.agent.recover.parameters import SavedParameters, kept_parameters
 from ckptd.agent.recover.reshape import put_into
 from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names
-from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import kind_of
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved
-from ckptd.agent.state.values import Packer
-from ckptd.agent.state.wrappers import current_names, flattens, raw_names, unwrapped
-from ckptd.shared.errors import CkptdError, RecoveryFailed
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, empty_like
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 
@@ -47,14 +44,28 @@ class Binding:
 
     def __init__(self, state: Any, tree: Any, saved: Saved, options: Options, foreign: Foreign | None = None) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
-        self._optimizers = Optimizers(leaves, Names(state), self._bind)
+        names = Names(state)
+        self._modules = Modules(leaves, self._bind)
+        self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved), self._bind, kept_parameters(names, leaves))
         self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")
+        self.matched, self.fresh_dtypes = leaves.matched, leaves.fresh_dtypes
         self.unused, leaves.differences.unused = leaves.differences.unused, []  # other ranks may have a place for these keys
-        if leaves.differences:
-            self.discard()
-            raise leaves.differences.error()
+        self._raise_differences()
         self._value = value
+
+    def judge(self, read: Read) -> None:
+        """Read the saved values that decide whether anything would be lost. Raises StructureMismatch if so; nothing is written.
+
+        `read` fills the tensors that it is given by name.
+        """
+        self._leaves.judge(read)
+        self._raise_differences()
+
+    def _raise_differences(self) -> None:
+        if self._leaves.differences:
+            self.discard()
+            raise self._leaves.differences.error()
 
     def discard(self) -> None:
         """Remove the tensors that the comparison has made in the state. Called instead of `finish`."""
@@ -67,6 +78,9 @@ class Binding:
         leaves = self._leaves
         if leaves.changed:
             yield logging.INFO, f"restored from the checkpoint: {', '.join(leaves.changed)}; recover(keep=...) keeps the caller's"
+        for (theirs, ours), count in leaves.narrowed().items():
+            names = f"{str(theirs).removeprefix('torch.')} to {str(ours).removeprefix('torch.')}"
+            yield logging.WARNING, f"{count} tensors were converted from {names}, which holds fewer digits"
         if leaves.left:
             yield logging.WARNING, f"not in the checkpoint, and left as they are: {', '.join(grouped(leaves.left))}"
         if leaves.unsaved:
@@ -103,7 +117,7 @@ class Binding:
         if isinstance(place, PerRank):
             return _marked(self._bind(place.value, saved, path))
         if isinstance(place, torch.nn.Module):
-            return self._module(place, saved, path)
+            return self._modules.bind(place, saved, path)
         if isinstance(place, torch.optim.Optimizer):
             return self._optimizers.bind(place, saved, path)
         if isinstance(place, torch.Tensor):
@@ -215,57 +229,71 @@ class Binding:
         leaves = self._leaves
         if leaves.options.strict and isinstance(saved, ObjectNode):
             leaves.differ(*class_difference(place, saved.cls, path))
-        packer = Packer(lambda value, _: expand_object(value, Names()))
-        packer.pack(template, path)
-        fresh = leaves.make(saved.tree if isinstance(saved, ObjectNode) else saved, path, mark=False)
-        sharded: dict[str, torch.Tensor] = {}
-        for name in leaves.fresh.keys() & packer.tensors.keys():
-            own = packer.tensors[name]
-            leaves.fresh[name] = own.device
-            if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(leaves.saved.describe(name).size):
-                del leaves.fresh[name]
-                sharded[name] = leaves.in_place[name] = own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())
-
-        def put(resolve: Resolve) -> Any:
-            state = fresh(lambda name: sharded[name] if name in sharded else resolve(name))
-            try:
-                place.load_state_dict(state)
-            except CkptdError:
-                raise
-            except Exception as error:  # of the caller's object
-                raise RecoveryFailed(
-                    f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the state is partly overwritten: "
-                    f"rebuild it, and leave this object as it is with recover(keep=[{path!r}]), or make it ready for its state first",
-                    overwritten=True,
-                ) from error
-            return KEEP
-
-        return put
-
-    def _module(self, place: torch.nn.Module, saved: Any, path: str) -> Value:
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
-        if not isinstance(tree, dict):
-            return self._leaves.other_kind(path, saved, "a module")
-        module, flat = unwrapped(place), flattens(place)
-        own = get_model_state_dict(place) if flat else module.state_dict()
-        raw_of = raw_names(module, own)
-        current = current_names(raw_of, tree)
-        tree = {current[name]: value for name, value in tree.items()}
-        self._leaves.compare(list(tree), list(raw_of), path)
-        values = {raw: self._bind(own[raw], tree[name], f"{path}.{name}") for name, raw in raw_of.items() if name in tree}
+        if isinstance(template, dict) and template and tree == {} and isinstance(place, torch.amp.GradScaler):
+            leaves.differences.to_keep.append(path)
+            return leaves.differ(
+                f"{path}: the checkpoint has a scaler that was disabled, and has no state; the scaler of the state is enabled"
+            )
+        tree, kept = self._without_kept(tree, template, path)
+        leaves.changed += _changed_values(template, tree, path)
+        fresh = leaves.alike(tree, template, path)
 
         def put(resolve: Resolve) -> Any:
-            for raw, value in values.items():
-                if (made := value(resolve)) is not KEEP:
-                    own[raw] = made
-            found = {raw: own[raw] for raw in values}  # loaded as a whole, for hooks and extra state; the names are compared already
-            if flat:
-                set_model_state_dict(place, found, options=StateDictOptions(strict=False))
-            else:
-                module.load_state_dict(found, strict=False)
+            load_into(place, _with_kept(fresh(resolve), kept), path)
             return KEEP
 
         return put
+
+    def _without_kept(self, saved: Any, own: Any, path: str) -> tuple[Any, dict[str, Any]]:
+        """Return the saved tree without the keys that the caller keeps, and the caller's values of these keys, nested alike."""
+        if not self._leaves.options.keep or not isinstance(saved, dict) or not isinstance(own, dict):
+            return saved, {}
+        kept: dict[Any, Any] = {}
+        made = empty_like(saved)
+        for key, value in saved.items():
+            inside = f"{path}.{key}" if path else str(key)
+            if key in own and self._leaves.is_kept(inside):
+                kept[key] = own[key]
+                continue
+            made[key], deeper = self._without_kept(value, own.get(key), inside)
+            if deeper:
+                kept[key] = _Kept(deeper)
+        return (made if kept else saved), kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The values inside a dict that the caller keeps. A kept dict itself is no _Kept."""
+
+    values: dict[Any, Any]
+
+
+def _with_kept(made: Any, kept: dict[Any, Any]) -> Any:
+    for key, value in kept.items():
+        if isinstance(value, _Kept):
+            _with_kept(made[key], value.values)
+        else:
+            made[key] = value
+    return made
+
+
+_PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "num_bad_epochs", "best"})
+"""What a scheduler counts, in contrast to what it was made with."""
+
+
+def _changed_values(own: Any, saved: Any, path: str) -> list[str]:
+    """Return a phrase for each plain setting of an object with a state dict that the recovery changes."""
+    if not isinstance(own, dict) or not isinstance(saved, dict):
+        return []
+    return [
+        f"{path}.{name} {value!r} (was {own[name]!r})"
+        for name, value in saved.items()
+        if name in own and name not in _PROGRESS and type(value) in _SETTINGS and type(own[name]) in _SETTINGS and value != own[name]
+    ]
+
+
+_SETTINGS = (bool, int, float, str)
 
 
 def _is_compared(item: Any) -> bool:

@@ -8,18 +8,23 @@ from dataclasses import dataclass, field
 
 from ckptd.shared.errors import StructureMismatch
 
+_LISTED = 8
+"""The most keys that a remedy lists one by one; of more, it gives the patterns."""
+
 
 @dataclass(slots=True)
 class Differences:
     """The differences between a state and a checkpoint.
 
     missing: the keys that are in the state and not in the checkpoint. unused: the keys that are in the checkpoint and not in the state.
-    others: a sentence for each other difference.
+    others: a sentence for each other difference. to_keep: the keys of the state that `keep` would leave as they are, so that these
+    differences do not matter.
     """
 
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    to_keep: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unused or self.others)
@@ -29,7 +34,15 @@ class Differences:
         found = list(dict.fromkeys(self.others))
         found += [f"{_keys(self.missing)} in the state and not in the checkpoint"] if self.missing else []
         found += [f"{_keys(self.unused)} in the checkpoint and not in the state"] if self.unused else []
-        return StructureMismatch(f"{'; '.join(found)}; nothing was written")
+        return StructureMismatch(f"{'; '.join(found)}; nothing was written{self._remedy()}")
+
+    def _remedy(self) -> str:
+        """Return what the caller can write to recover all the same, ready to paste, or "" if there is no such way."""
+        options = ["strict=False"] if self.missing or self.unused else []
+        if self.to_keep:
+            keys = list(dict.fromkeys(self.to_keep))
+            options.append(f"keep={keys if len(keys) <= _LISTED else list(_patterns(keys))!r}")
+        return f". To recover the rest, call recover(state, {', '.join(options)})" if options else ""
 
 
 def _keys(keys: Sequence[str]) -> str:
@@ -40,7 +53,12 @@ def _keys(keys: Sequence[str]) -> str:
 
 def grouped(keys: Sequence[str]) -> list[str]:
     """Return all keys, with one entry for those that differ in their numbers only: `layers.*.weight (24 of them)`."""
+    return [same[0] if len(same) == 1 else f"{pattern} ({len(same)} of them)" for pattern, same in _patterns(keys).items()]
+
+
+def _patterns(keys: Sequence[str]) -> dict[str, list[str]]:
+    """Return the keys by the pattern that has a star for each of their numbers."""
     groups: dict[str, list[str]] = {}
     for key in keys:
         groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", key), []).append(key)
-    return [same[0] if len(same) == 1 else f"{pattern} ({len(same)} of them)" for pattern, same in groups.items()]
+    return groups

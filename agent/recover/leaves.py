@@ -8,14 +8,21 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from ckptd.agent.plan.structure import local_part
 from ckptd.agent.read.saved import Saved
+from ckptd.agent.recover.conversions import Read, converted_losses, narrows, reach, refused, shared_losses
 from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
+from ckptd.agent.state.capture import expand_object
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
+from ckptd.agent.state.naming import Names
 from ckptd.agent.state.records import as_dict
+from ckptd.agent.state.refusals import is_fake, is_uninitialized
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names
+from ckptd.agent.state.values import Packer
+from ckptd.shared.errors import UnsavableValue
 
 Resolve = Callable[[str], torch.Tensor]
 KEEP = object()
@@ -31,17 +38,20 @@ def keep(resolve: Resolve) -> Any:
 class Leaves:
     """The findings of one comparison of a state with a saved tree. Nothing is written.
 
-    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. differences: all differences. kept:
+    in_place: the destinations of tensors, by name. fresh: the devices of the tensors to make, by name. fresh_dtypes: the dtypes of those
+    that are converted. matched: the number of saved values that have a place in the state. differences: all differences. kept:
     the patterns in `options.keep` that match a key. changed: a phrase for each setting of an optimizer that gets another value. left: with
     `strict` off, the keys of the state that the checkpoint does not have. unsaved: the keys of values that the checkpoint leaves out.
     as_dicts: the keys under which records come back as dicts of their fields. undo: the calls that take back everything that the comparison
-    had to make in the state. of_ranks: binds a `per_rank` value.
+    had to make in the state. paths: the keys of the tensors in the state, by name. of_ranks: binds a `per_rank` value.
     """
 
     def __init__(self, saved: Saved, options: Options, foreign: Foreign, of_ranks: Callable[[Any, OfRanks, str], Value]) -> None:
         self.saved, self.options = saved, options
         self.in_place: dict[str, torch.Tensor] = {}
         self.fresh: dict[str, torch.device] = {}
+        self.fresh_dtypes: dict[str, torch.dtype] = {}
+        self.matched = 0
         self.differences = Differences()
         self.kept: set[str] = set()
         self.changed: list[str] = []
@@ -49,6 +59,7 @@ class Leaves:
         self.unsaved: list[str] = []
         self.as_dicts: list[str] = []
         self.undo: list[Callable[[], None]] = []
+        self.paths: dict[str, str] = {}
         self._foreign, self._of_ranks = foreign, of_ranks
 
     def differ(self, *sentences: str) -> Value:
@@ -62,6 +73,7 @@ class Leaves:
             return False
         matching = {pattern for pattern in self.options.keep if fnmatchcase(path, pattern)}
         self.kept |= matching
+        self.matched += bool(matching)
         return bool(matching)
 
     def other_kind(self, path: str, saved: Any, expected: str) -> Value:
@@ -75,16 +87,65 @@ class Leaves:
         """Bind a tensor, which is filled in place."""
         if not isinstance(saved, TensorRef):
             return self.other_kind(path, saved, "a tensor")
-        size = self.saved.describe(saved.fqn).size
+        if is_uninitialized(place) or is_fake(place):
+            return self.differ(f"{path}: the state's tensor has no memory yet; run one forward pass of the lazy module first")
+        self.matched += 1
+        size, dtype = self.saved.describe(saved.fqn).size, self.saved.dtype(saved.fqn)
         if place.shape != size:
-            self.differ(f"{path}: the checkpoint has shape {list(size)}, the state {list(place.shape)}")
-        elif _expanded(local_part(place)):
-            self.differ(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
-        elif not isinstance(place, ShardedTensor) and place.is_meta:
-            self.differ(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
-        else:
-            self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
+            return self.differ(self._other_shape(path, list(size), list(place.shape)))
+        if not isinstance(place, ShardedTensor) and place.is_meta:
+            return self.differ(f"{path}: the state's tensor is on the meta device; give it memory first (module.to_empty(device=...))")
+        part = local_part(place)
+        if _expanded(part):
+            return self.differ(f"{path}: the state's tensor is expanded, so that its elements share memory; clone() it first")
+        if lacking := _lacking_memory(part):
+            return self.differ(f"{path}: {lacking}")
+        if why := refused(dtype, place.dtype):
+            return self.differ(self._other_dtype(path, dtype, place.dtype, why))
+        self.in_place[saved.fqn] = place if isinstance(place, ShardedTensor) else place.detach()
+        self.paths[saved.fqn] = path
         return keep
+
+    def _other_shape(self, path: str, theirs: list[int], ours: list[int]) -> str:
+        self.differences.to_keep.append(path)
+        return f"{path}: the checkpoint has shape {theirs}, the state {ours}"
+
+    def _other_dtype(self, path: str, theirs: torch.dtype, ours: torch.dtype, why: str) -> str:
+        self.differences.to_keep.append(path)
+        theirs_name, ours_name = (str(dtype).removeprefix("torch.") for dtype in (theirs, ours))
+        return f"{path}: the checkpoint has {theirs_name}, the state {ours_name}, and {why}"
+
+    def converted(self, saved: TensorRef, path: str, dtype: torch.dtype, device: torch.device) -> Value:
+        """Make a saved tensor in another dtype."""
+        own = self.saved.dtype(saved.fqn)
+        if why := refused(own, dtype):
+            return self.differ(self._other_dtype(path, own, dtype, why))
+        self.fresh_dtypes[saved.fqn] = dtype
+        self.paths[saved.fqn] = path
+        return self.make(saved, path, device)
+
+    def judge(self, read: Read) -> None:
+        """Read the values on which it depends whether anything would be lost, and record what would be."""
+        wanted: dict[str, tuple[torch.Tensor | None, torch.dtype]] = {name: (place, place.dtype) for name, place in self.in_place.items()}
+        wanted |= {name: (None, dtype) for name, dtype in self.fresh_dtypes.items()}
+        for name, loss in converted_losses(self.saved, wanted, read):
+            path = self.paths[name]
+            self.differ(self._other_dtype(path, self.saved.dtype(name), wanted[name][1], loss))
+        for one, other in shared_losses(self.saved, self.in_place, read):
+            self.differences.to_keep.append(self.paths[other])
+            self.differ(
+                f"{self.paths[one]} and {self.paths[other]} share memory in the state, and differ in the checkpoint: untie them, or "
+                "save them tied"
+            )
+
+    def narrowed(self) -> dict[tuple[torch.dtype, torch.dtype], int]:
+        """Return how many tensors are converted from one dtype to a narrower one, by the two dtypes."""
+        found: dict[tuple[torch.dtype, torch.dtype], int] = {}
+        for name, dtype in [*((name, place.dtype) for name, place in self.in_place.items()), *self.fresh_dtypes.items()]:
+            own = self.saved.dtype(name)
+            if own != dtype and narrows(own, dtype):
+                found[own, dtype] = found.get((own, dtype), 0) + 1
+        return found
 
     def compare(self, theirs: list[Any], ours: list[Any], path: str) -> None:
         """Record the keys that only one side has: as differences if `strict` is on, otherwise those of the state in `left`."""
@@ -100,6 +161,7 @@ class Leaves:
     def make(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> Value:
         """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it get their mark again."""
         saved = own_part(saved, self._foreign)
+        self.matched += 1
         if any_node(saved, lambda node: isinstance(node, ObjectNode) and node.kind in RECORDS and RECORDS[node.kind].alone is as_dict):
             self.as_dicts.append(path)
         if has_own(saved):
@@ -107,6 +169,24 @@ class Leaves:
         for name in tensor_names(saved):
             self.fresh.setdefault(name, device or torch.device("cpu"))
         return lambda resolve: filled(saved, resolve)
+
+    def alike(self, saved: Any, template: Any, path: str) -> Value:
+        """Make the saved value itself, each tensor on the device and with the placements of the template's tensor of that name."""
+        packer = Packer(lambda value, _: expand_object(value, Names()))
+        try:
+            packer.pack(template, path)
+        except UnsavableValue:  # then the tensors that it found so far are templates, and the others are made on the CPU
+            pass
+        fresh = self.make(saved, path, mark=False)
+        sharded: dict[str, torch.Tensor] = {}
+        for name in self.fresh.keys() & packer.tensors.keys():
+            own = packer.tensors[name]
+            self.fresh[name] = own.device
+            if isinstance(own, (DTensor, ShardedTensor)) and tuple(own.shape) == tuple(self.saved.describe(name).size):
+                del self.fresh[name]
+                sharded[name] = self.in_place[name] = own if isinstance(own, ShardedTensor) else torch.empty_like(own.detach())
+                self.paths[name] = name
+        return lambda resolve: fresh(lambda name: sharded[name] if name in sharded else resolve(name))
 
     def into(self, put: Callable[[Any], None], saved: Any, path: str) -> Value:
         """Make the saved value itself, and pass it to `put`."""
@@ -140,3 +220,15 @@ class Leaves:
 def _expanded(tensor: torch.Tensor) -> bool:
     strides = tensor.stride()
     return 0 in strides and tensor.numel() > 0 and any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True))
+
+
+def _lacking_memory(part: torch.Tensor) -> str:
+    """Return a phrase that says why a tensor's storage does not hold all of its elements, or "" if it does."""
+    if not part.numel() or part.layout is not torch.strided:
+        return ""
+    needed = part.storage_offset() * part.element_size() + reach(part)
+    try:
+        held = part.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a subclass that wraps other tensors has no storage of its own
+        return ""
+    return "" if held >= needed else f"the state's tensor needs {needed} bytes, and its storage has {held}: give it memory first"

@@ -97,6 +97,8 @@ class Loading:
     def bind(self, state: Any) -> dict[str, Any]:
         """Compare the checkpoint with `state`, and write nothing. Return the keys that have no place in `state`.
 
+        Reads the values on which it depends whether anything would be lost, and returns the damage that was found in them.
+
         Raises StructureMismatch, and NotFound for a tensor whose dtype this torch does not have.
         """
         assert self.opened is not None
@@ -110,8 +112,13 @@ class Loading:
             check_partition(saved, binding.in_place)
         for name in (*binding.in_place, *binding.fresh):
             saved.dtype(name)  # raises now, because in `load` other ranks could already have written to their states
-        lacking = self._overwritten.difference(binding.in_place)
-        return {"unused": binding.unused, "kept": sorted(binding.kept), "lacking": sorted(lacking)[:3]}
+        lacking = sorted(self._overwritten.difference(binding.in_place))[:3]
+        found = {"unused": binding.unused, "kept": sorted(binding.kept), "lacking": lacking, "matched": binding.matched, "damaged": ""}
+        try:
+            binding.judge(lambda wanted: load(saved, wanted))
+        except (IntegrityError, OSError) as error:
+            return found | {"damaged": self._damage(error)}
+        return found
 
     def _own_document(self) -> int | None:
         """Return the index of this rank's values document, and take the RNG states from it. Return None on another number of ranks."""
@@ -181,6 +188,8 @@ class Loading:
             if tensor is None:
                 return binding.in_place[name].clone()
             device = binding.fresh[name]
+            if (dtype := binding.fresh_dtypes.get(name)) is not None:
+                tensor = tensor.to(dtype)
             return tensor if tensor.device.type == device.type == "cpu" else tensor.to(device)
 
         binding.finish(resolve)
@@ -222,7 +231,7 @@ class PlannedLoading(Loading):
         assert self.opened is not None
         self._own_document()
         self._planned.begin(state, self.opened.metadata(self._documents), self._ranks, self._topic, RANKS_SECONDS)
-        return {"unused": [], "kept": [], "lacking": []}
+        return {"unused": [], "kept": [], "lacking": [], "matched": 1, "damaged": ""}
 
     def load(self) -> dict[str, Any]:
         assert self.opened is not None

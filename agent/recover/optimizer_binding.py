@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value, keep
+from ckptd.agent.recover.module_binding import load_into
 from ckptd.agent.recover.optimizer_check import (
     changed_settings,
     class_difference,
@@ -16,30 +18,64 @@ from ckptd.agent.recover.optimizer_check import (
     settings_differences,
     state_difference,
 )
+from ckptd.agent.recover.parameters import SavedParameters
 from ckptd.agent.state.capture import flattened_state, load_flattened_state
-from ckptd.agent.state.naming import Names, parameters_of, with_current_names
+from ckptd.agent.state.customized import optimizer_loads_by_itself
+from ckptd.agent.state.merge import is_optimizer
+from ckptd.agent.state.naming import Key, Names, parameters_of, with_current_names
 from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
+from ckptd.agent.state.refusals import is_uninitialized
 from ckptd.agent.state.tree import ObjectNode, TensorRef, filled
 
 
 class Optimizers:
     """Binds the optimizers of a state. `names` has the names of its parameters. `bind` binds any value of the state."""
 
-    def __init__(self, leaves: Leaves, names: Names, bind: Callable[[Any, Any, str], Value]) -> None:
-        self._leaves, self._names, self._bind = leaves, names, bind
+    def __init__(
+        self,
+        leaves: Leaves,
+        names: Names,
+        parameters: SavedParameters,
+        bind: Callable[[Any, Any, str], Value],
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
+        self._leaves, self._names, self._parameters, self._bind, self._kept = leaves, names, parameters, bind, kept
 
     def bind(self, place: torch.optim.Optimizer, saved: Any, path: str) -> Value:
         leaves = self._leaves
         tree = saved.tree if isinstance(saved, ObjectNode) else saved
-        if not isinstance(tree, dict) or not {"state", "param_groups"} <= set(tree):
-            return leaves.other_kind(path, saved, "an optimizer")
         if leaves.options.strict and isinstance(saved, ObjectNode) and (other := class_difference(place, saved.cls, path)):
             leaves.differences.others += other
             return keep
+        if not is_optimizer(tree):
+            return self._whole(place, tree, path) if optimizer_loads_by_itself(place) else leaves.other_kind(path, saved, "an optimizer")
         tree = with_current_names(tree, place, self._names)
-        if (root := self._names.flattened_by(place)) is not None:
-            return self._flattened_optimizer(place, root, tree, path)
-        parameters, keys = parameters_of(place), self._names.of(place)
+        keys = self._names.of(place)
+        saved_names = {name for group in tree["param_groups"] for name in group["params"]}
+        flat = self._names.flattened_by(place)
+        if keys and saved_names and saved_names.isdisjoint(keys) and flat is None:
+            leaves.differences.to_keep.append(f"{path}.*" if path else "*")
+            return leaves.differ(
+                f"{path or 'the state'}: no parameter of the optimizer is in the checkpoint, which has "
+                f"{', '.join(map(str, list(saved_names)[:3]))}, while the optimizer has {', '.join(map(str, keys[:3]))}"
+            )
+        if flat is not None:
+            return self._flattened_optimizer(place, flat, tree, path)
+        return self._named(place, tree, keys, path)
+
+    def _whole(self, place: torch.optim.Optimizer, tree: Any, path: str) -> Value:
+        """Bind an optimizer whose state dict has a form of its own."""
+        fresh = self._leaves.alike(tree, {}, path)
+
+        def put(resolve: Resolve) -> Any:
+            load_into(place, fresh(resolve), path)
+            return KEEP
+
+        return put
+
+    def _named(self, place: torch.optim.Optimizer, tree: dict[str, Any], keys: list[Key], path: str) -> Value:
+        """Bind an optimizer whose parameters have names."""
+        leaves, parameters = self._leaves, parameters_of(place)
         own, position = [], 0
         for group in place.param_groups:
             own.append(keys[position : position + len(group["params"])])
@@ -49,26 +85,30 @@ class Optimizers:
             leaves.differences.others += settings_differences(place.param_groups, settings, path)
         if leaves.differences.others or leaves.differences.missing:
             return keep
-        parameter_of = dict(zip(keys, parameters, strict=True))
+        parameter_of = {key: p for key, p in zip(keys, parameters, strict=True) if id(p) not in self._kept}
         not_saved = set(keys).difference(name for group in tree["param_groups"] for name in group["params"])
-        values: dict[Any, dict[str, Value]] = {}
+        staying = [p for key, p in zip(keys, parameters, strict=True) if key in not_saved or id(p) in self._kept]
+        by_itself = optimizer_loads_by_itself(place) or tree.keys() != {"state", "param_groups"}
+        values: dict[Any, dict[Any, Value]] = {}
         for key, entry in tree["state"].items():
-            if key in parameter_of:
-                values[key] = self._optimizer_entry(place, parameter_of[key], entry, f"{path}.state.{key}")
+            if key in parameter_of and self._has_form(key, parameter_of[key], path):
+                values[key] = self._optimizer_entry(place, key, parameter_of[key], entry, path, in_place=not by_itself)
         others = self._of_no_parameter(place, tree, f"{path}.state")
+        twice = _settings_of_several(place.param_groups)
         group_values = [
-            self._group_values(group, found, f"{path}.param_groups.{number}")
+            self._group_values(group, found, f"{path}.param_groups.{number}", None if by_itself else twice)
             for number, (group, found) in enumerate(zip(place.param_groups, settings, strict=True))
         ]
+        if by_itself:
+            more = {key: leaves.make(value, f"{path}.{key}") for key, value in tree.items() if key not in ("state", "param_groups")}
+            return self._through_loader(place, keys, values, others, group_values, more, staying, path)
 
         def put(resolve: Resolve) -> Any:
             for group, group_entries in zip(place.param_groups, group_values, strict=True):
                 for key, value in group_entries.items():
                     if (made := value(resolve)) is not KEEP:
                         group[key] = made
-            state: dict[Any, Any] = {
-                parameter_of[key]: place.state[parameter_of[key]] for key in not_saved if parameter_of[key] in place.state
-            }
+            state: dict[Any, Any] = {parameter: place.state[parameter] for parameter in staying if parameter in place.state}
             for key, entries in values.items():
                 mine = place.state.get(parameter_of[key], {})
                 made_entries = {name: value(resolve) for name, value in entries.items()}
@@ -80,6 +120,54 @@ class Optimizers:
             return KEEP
 
         return put
+
+    def _through_loader(
+        self,
+        place: torch.optim.Optimizer,
+        keys: list[Key],
+        values: dict[Any, dict[Any, Value]],
+        others: dict[Any, Value],
+        group_values: list[dict[str, Value]],
+        more: dict[str, Value],
+        staying: list[torch.Tensor],
+        path: str,
+    ) -> Value:
+        """Bind an optimizer that has hooks, or methods of its own: it is given the saved state in the form of its own state dict.
+
+        `staying` are the parameters whose state the optimizer already has.
+        """
+        number_of = {key: number for number, key in enumerate(keys)}
+        stay = {id(parameter) for parameter in staying}
+
+        def put(resolve: Resolve) -> Any:
+            own = place.state_dict()
+            state = {
+                number: own["state"][number] for number, p in enumerate(parameters_of(place)) if id(p) in stay and number in own["state"]
+            }
+            for key, entries in values.items():
+                state[number_of[key]] = {name: value(resolve) for name, value in entries.items()}
+            state |= {key: value(resolve) for key, value in others.items()}
+            groups = []
+            for group, entries in zip(own["param_groups"], group_values, strict=True):
+                made = {key: value(resolve) for key, value in entries.items()}
+                groups.append({**group, **{key: value for key, value in made.items() if value is not KEEP}})
+            load_into(place, {**own, **{key: value(resolve) for key, value in more.items()}, "state": state, "param_groups": groups}, path)
+            return KEEP
+
+        return put
+
+    def _has_form(self, key: Any, parameter: torch.Tensor, path: str) -> bool:
+        """Return True if a parameter may have had its present shape when it was saved. Otherwise record that its state does not fit it."""
+        shapes = {form.shape for form in self._parameters.forms(key)}
+        if not shapes or is_uninitialized(parameter) or tuple(parameter.shape) in shapes:
+            return True
+        where = self._parameters.key_of(key)
+        self._leaves.differences.to_keep.append(where)
+        self._leaves.differ(
+            f"{path}.state.{key}: the parameter had shape {' or '.join(str(list(shape)) for shape in shapes)} when it was saved, and has "
+            f"{list(parameter.shape)} now"
+        )
+        return False
 
     def _settings(self, saved: list[dict[str, Any]], own: list[list[Any]], path: str) -> list[dict[str, Any]]:
         """Return for each group of the optimizer the settings that its parameters were saved with, whatever groups they were in."""
@@ -157,47 +245,72 @@ class Optimizers:
             for number, group in enumerate(groups)
         ]
 
-    def _optimizer_entry(self, place: torch.optim.Optimizer, parameter: torch.Tensor, entry: Any, path: str) -> dict[str, Value]:
+    def _optimizer_entry(
+        self, place: torch.optim.Optimizer, key: Key, parameter: torch.Tensor, entry: Any, path: str, *, in_place: bool
+    ) -> dict[Any, Value]:
         """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them."""
-        leaves = self._leaves
+        leaves, path = self._leaves, f"{path}.state.{key}"
         if not isinstance(entry, dict):
             return {}
-        mine = place.state.get(parameter, {})
+        mine = place.state.get(parameter, {}) if in_place else {}
         if leaves.options.strict:
             leaves.differences.others += state_difference(mine, entry, path)
-        values: dict[str, Value] = {}
+        values: dict[Any, Value] = {}
         for name, saved in entry.items():
             own = mine.get(name)
+            device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
             if isinstance(saved, TensorRef):
                 described = leaves.saved.describe(saved.fqn)
-                dtype = leaves.saved.dtype(saved.fqn)
+                dtype = self._dtype_for(saved, name, key, parameter)
                 if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
                     values[name] = leaves.tensor(own, saved, f"{path}.{name}")
-                    continue
-                if isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
-                    values[name] = self._like(parameter, saved, dtype)
-                    continue
-            elif isinstance(own, torch.Tensor):  # a tensor that is saved in parts, such as a quantized one
+                elif isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
+                    values[name] = self._like(parameter, saved, dtype, f"{path}.{name}")
+                elif dtype != leaves.saved.dtype(saved.fqn):
+                    values[name] = leaves.converted(saved, f"{path}.{name}", dtype, device)
+                else:
+                    values[name] = leaves.make(saved, f"{path}.{name}", device)
+            elif isinstance(own, torch.Tensor) and isinstance(saved, ObjectNode):  # saved in parts, such as a quantized tensor
                 values[name] = self._bind(own, saved, f"{path}.{name}")
-                continue
-            on_cpu = name == "step" and not steps_on_device(place, parameter)
-            values[name] = leaves.make(saved, f"{path}.{name}", torch.device("cpu") if on_cpu else parameter.device)
+            else:
+                values[name] = leaves.make(saved, f"{path}.{name}", device)
         return values
 
-    def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype) -> Value:
+    def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which state is brought back: the saved one, or that of the parameter if that has changed since.
+
+        torch gives all state but the step the dtype of its parameter. State that was saved in another dtype than its parameter, as
+        optimizers with moments of a higher precision have it, keeps it here.
+        """
+        dtype = self._leaves.saved.dtype(saved.fqn)
+        if name == "step" or not parameter.is_floating_point() or not dtype.is_floating_point:
+            return dtype
+        before = {form.dtype for form in self._parameters.forms(key)}
+        followed = before == {dtype} and parameter.dtype not in before
+        return parameter.dtype if followed else dtype
+
+    def _like(self, parameter: DTensor, saved: TensorRef, dtype: torch.dtype, path: str) -> Value:
         """Make state that the optimizer does not have yet for a sharded parameter, sharded like the parameter."""
         leaves = self._leaves
+        leaves.paths[saved.fqn] = path
         made = leaves.in_place[saved.fqn] = torch.empty_like(parameter.detach(), dtype=dtype)
         return lambda resolve: made
 
-    def _group_values(self, own: dict[str, Any], saved: dict[str, Any], path: str) -> dict[str, Value]:
-        leaves = self._leaves
+    def _group_values(self, own: dict[str, Any], saved: dict[str, Any], path: str, twice: frozenset[int] | None) -> dict[str, Value]:
+        """Bind the settings of a group. Tensors are filled in place, except those in `twice`, or all if `twice` is None."""
+        leaves, values = self._leaves, dict[str, Value]()
         saved = {name: value for name, value in saved.items() if name != "params" and not leaves.is_kept(f"{path}.{name}")}
         leaves.changed += changed_settings(own, saved, path)
-        return {name: self._group_value(own.get(name), value, f"{path}.{name}") for name, value in saved.items()}
+        for name, value in saved.items():
+            place = own.get(name)
+            if isinstance(place, torch.Tensor) and isinstance(value, TensorRef) and twice is not None and id(place) not in twice:
+                values[name] = leaves.tensor(place, value, f"{path}.{name}")
+            else:
+                values[name] = leaves.make(value, f"{path}.{name}")
+        return values
 
-    def _group_value(self, own: Any, saved: Any, path: str) -> Value:
-        leaves = self._leaves
-        if isinstance(own, torch.Tensor) and isinstance(saved, TensorRef):
-            return leaves.tensor(own, saved, path)
-        return leaves.make(saved, path)
+
+def _settings_of_several(groups: list[dict[str, Any]]) -> frozenset[int]:
+    """Return the ids of the tensors that are settings of several groups, such as a learning rate that all of them were made with."""
+    count = Counter(id(value) for group in groups for value in group.values() if isinstance(value, torch.Tensor))
+    return frozenset(one for one, number in count.items() if number > 1)

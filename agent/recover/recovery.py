@@ -36,6 +36,7 @@ from ckptd.shared.errors import (
     InvalidRequest,
     NotFound,
     RecoveryFailed,
+    StructureMismatch,
 )
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.plan import origin
@@ -130,7 +131,10 @@ class Recovery:
             try:
                 damage = _damage(self._all(f"{number}/open", loading.open))
                 if not damage:
-                    self._check_keys(self._all(f"{number}/bind", lambda: loading.bind(state)))  # noqa: B023 (called at once)
+                    said = self._all(f"{number}/bind", lambda: loading.bind(state))  # noqa: B023 (called at once)
+                    damage = _damage(said)
+                if not damage:
+                    self._check_keys(said)
                     said = self._all(f"{number}/load", loading.load)
                     damage = _damage(said)
                     overwritten = overwritten or any(found["writing"] for found in said)
@@ -204,9 +208,15 @@ class Recovery:
     def _check_keys(self, said: list[dict[str, Any]]) -> None:
         """Check the keys of all ranks together.
 
-        Raises InvalidRequest if a pattern in `keep` matches no key on any rank, StructureMismatch if `strict` is on and a key of the
-        checkpoint has no place on any rank, and RecoveryFailed if the checkpoint lacks a tensor that a damaged one may have overwritten.
+        Raises StructureMismatch if no key has a place on any rank, or if `strict` is on and a key of the checkpoint has none. Raises
+        InvalidRequest if a pattern in `keep` matches no key on any rank, and RecoveryFailed if the checkpoint lacks a tensor that a damaged
+        one may have overwritten.
         """
+        if not any(found["matched"] for found in said):
+            raise StructureMismatch(
+                "no key of the state is in the checkpoint; nothing was written: compare the keys of the state with those that `ckptd show` "
+                "lists, or use another job name if this training is not the one that saved the checkpoint"
+            )
         if lacking := sorted({name for found in said for name in found["lacking"]}):
             raise RecoveryFailed(
                 f"the next sound checkpoint lacks {', '.join(lacking[:3])}, which a damaged one has overwritten: rebuild the state before "

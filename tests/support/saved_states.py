@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,10 +34,21 @@ class Checkpoint:
     def bind(self, state: Any, own: int | None = 0, **options: Any) -> Binding:
         foreign: Foreign = {}
         tree = merge(self.trees, own, foreign)
-        return Binding(state, tree, cast(Saved, self), Options(**options), foreign)
+        binding = Binding(state, tree, cast(Saved, self), Options(**options), foreign)
+        binding.judge(self.read)
+        return binding
+
+    def read(self, places: Mapping[str, torch.Tensor]) -> None:
+        for name, place in places.items():
+            place.copy_(self.tensors[name])
 
     def recover(self, state: Any, own: int | None = 0, **options: Any) -> None:
         binding = self.bind(state, own, **options)
-        for name, place in binding.in_place.items():
-            place.copy_(self.tensors[name])
-        binding.finish(lambda name: self.tensors[name].to(binding.fresh[name]) if name in binding.fresh else binding.in_place[name])
+        self.read(binding.in_place)
+
+        def resolve(name: str) -> torch.Tensor:
+            if name not in binding.fresh:
+                return binding.in_place[name]
+            return self.tensors[name].to(binding.fresh[name], binding.fresh_dtypes.get(name, self.tensors[name].dtype))
+
+        binding.finish(resolve)

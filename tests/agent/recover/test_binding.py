@@ -35,10 +35,10 @@ class Loader:
 def problem(saved: Any, state: Any, **options: Any) -> str:
     """The refusal of a state. Nothing may have been written into it."""
     before = repr(state)
-    with pytest.raises(StructureMismatch, match="; nothing was written$") as caught:
+    with pytest.raises(StructureMismatch, match="; nothing was written") as caught:
         Checkpoint(saved).bind(state, **options)
     assert repr(state) == before
-    return str(caught.value).removesuffix("; nothing was written")
+    return str(caught.value).partition("; nothing was written")[0]
 
 
 # -- values

@@ -20,7 +20,23 @@ LAYERS = [f"layers.{number}.{name}" for number in range(3) for name in ("weight"
     ],
 )  # fmt: skip
 def test_one_error_names_all_differences(found: Differences, words: str) -> None:
-    assert str(found.error()) == f"{words}; nothing was written"
+    assert str(found.error()) == f"{words}; nothing was written. To recover the rest, call recover(state, strict=False)"
+
+
+@pytest.mark.parametrize(
+    ("found", "call"),
+    [
+        (Differences(others=["a: other"], to_keep=["a", "a"]), "recover(state, keep=['a'])"),
+        (Differences(missing=["b"], others=["a: other"], to_keep=["a"]), "recover(state, strict=False, keep=['a'])"),
+        (Differences(others=["other"], to_keep=[f"{layer}.x" for layer in range(9)]), "recover(state, keep=['*.x'])"),
+    ],
+)
+def test_an_error_says_how_to_recover_the_rest(found: Differences, call: str) -> None:
+    assert str(found.error()).endswith(f"; nothing was written. To recover the rest, call {call}")
+
+
+def test_a_difference_without_a_way_out_promises_none() -> None:
+    assert str(Differences(others=["other"]).error()) == "other; nothing was written"
 
 
 def test_only_whole_numbers_between_dots_are_grouped() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -186,14 +185,12 @@ def test_any_key_may_be_kept_even_one_that_the_checkpoint_lacks() -> None:
     assert (state["w"].tolist(), state["epoch"], state["new"]) == ([0.0, 0.0], 9, 5)  # type: ignore[attr-defined]
 
 
-def test_an_optimizer_whose_parameters_are_not_in_the_checkpoint_is_left_alone() -> None:
+def test_an_optimizer_of_which_no_parameter_is_in_the_checkpoint_is_refused() -> None:
     model, optimizer = trained()
     other, into = trained(lr=0.5)
     before = moments(other, into)
-    binding = Checkpoint({"model": model, "optim": optimizer}).bind({"optim": into}, strict=False)
-    binding.finish(lambda name: torch.zeros(2))
+    renamed = torch.nn.ModuleDict({"block": other})
+    with pytest.raises(StructureMismatch, match=r"^optim: no parameter of the optimizer is in the checkpoint, .*keep=\['optim\.\*'\]"):
+        Checkpoint({"model": model, "optim": optimizer}).bind({"other": renamed, "optim": into}, strict=False)
     assert moments(other, into) == before != {}
     assert into.param_groups[0]["lr"] == 0.5
-    ((level, told),) = list(binding.remarks())
-    assert level == logging.WARNING
-    assert told.startswith("not in the checkpoint, and left as they are: optim.param_groups.")

@@ -118,7 +118,7 @@ class FakeLoading:
         return self._do("open", {"damaged": ""})
 
     def bind(self, state: Any) -> dict[str, Any]:
-        return self._do("bind", {"unused": [], "kept": [], "lacking": []})
+        return self._do("bind", {"unused": [], "kept": [], "lacking": [], "matched": 1, "damaged": ""})
 
     def load(self) -> dict[str, Any]:
         return self._do("load", {"damaged": "", "writing": True})
@@ -365,16 +365,24 @@ def test_the_other_ranks_hear_of_a_bug_and_this_one_raises_it_as_it_is() -> None
 
 
 def unused(*keys: str) -> dict[str, Any]:
-    return {"unused": list(keys), "kept": [], "lacking": []}
+    return {"unused": list(keys), "kept": [], "lacking": [], "matched": 1, "damaged": ""}
 
 
 def test_a_key_must_have_a_place_on_some_rank() -> None:
     ranks = FakeRanks(lambda topic, mine: [unused("b", "c")] if topic == "bind" else [mine])
     assert Told(FakeClient(candidate(1)), {(1, "bind"): unused("a")}, ranks).run({}, step=None, last_step=-1) is not None
-    with pytest.raises(StructureMismatch, match=r"^2 keys \(b, c\) are in the checkpoint and not in the state; nothing was written$"):
+    with pytest.raises(StructureMismatch, match=r"^2 keys \(b, c\) are in the checkpoint and not in the state; nothing was written\. "):
         Told(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b", "c")}, ranks).run({}, step=None, last_step=-1)
     made = Told(FakeClient(candidate(1)), {(1, "bind"): unused("a", "b")}, ranks, strict=False)
     assert made.run({}, step=None, last_step=-1) is not None
+
+
+def test_a_state_of_which_no_rank_has_a_key_in_the_checkpoint_is_refused() -> None:
+    ranks = FakeRanks(lambda topic, mine: [unused(), unused() | {"matched": 0}] if topic == "bind" else [mine])
+    assert Told(FakeClient(candidate(1)), {}, ranks, strict=False).run({}, step=None, last_step=-1) is not None
+    ranks = FakeRanks(lambda topic, mine: [unused() | {"matched": 0}] * 2 if topic == "bind" else [mine])
+    with pytest.raises(StructureMismatch, match="^no key of the state is in the checkpoint; nothing was written: compare the keys"):
+        Told(FakeClient(candidate(1)), {}, ranks, strict=False).run({}, step=None, last_step=-1)
 
 
 def test_a_daemon_that_cannot_be_asked_is_an_error() -> None:

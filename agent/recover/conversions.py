@@ -1,0 +1,185 @@
+"""Judges what a recovery would lose: values that another dtype cannot hold, and different tensors that would share one memory.
+
+The dtypes alone decide some cases. The others are decided by the saved values, which are read once more for this, before anything is
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from ckptd.agent.plan.structure import local_part
+from ckptd.agent.read.loader import copy_any
+from ckptd.agent.read.saved import Saved
+from ckptd.agent.state.dtypes import copyable
+from ckptd.shared.plan import Alias
+
+Read = Callable[[Mapping[str, torch.Tensor]], object]
+"""Fills the given tensors, by name, with the saved values."""
+_BATCH = 512 << 20  # bytes of saved values that are read at once
+
+
+def refused(saved: torch.dtype, own: torch.dtype) -> str:
+    """Return the reason why values of one dtype never fit into another, or ""."""
+    if saved.is_complex and not own.is_complex:
+        return "its imaginary parts would be lost"
+    if saved.is_floating_point and not (own.is_floating_point or own.is_complex):
+        return "its fractions would be lost"
+    return ""
+
+
+def narrows(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return True if values of one dtype may change when they are converted to another."""
+    if saved == own:
+        return False
+    try:
+        if saved.is_floating_point or saved.is_complex or not own.is_floating_point:
+            return torch.promote_types(saved, own) != own
+    except RuntimeError:  # torch promotes no 8-bit floating-point types and no unsigned integers
+        return True
+    return saved.itemsize >= own.itemsize  # integers into floating-point numbers, which hold only some of them exactly
+
+
+def lost(values: torch.Tensor, own: torch.dtype) -> str:
+    """Return what the conversion of these values to another dtype would lose, or ""."""
+    try:
+        converted = values.to(own)
+        if values.is_floating_point() or values.is_complex():
+            wide = converted if converted.dtype.itemsize > 1 else converted.to(torch.float32)
+            before = values if values.dtype.itemsize > 1 else values.to(torch.float32)
+            lossy = bool((torch.isfinite(before) & ~torch.isfinite(wide)).any())
+            return f"finite values would become infinite in {_short(own)}" if lossy else ""
+        return f"integers would change in {_short(own)}" if not torch.equal(converted.to(values.dtype), values) else ""
+    except (RuntimeError, NotImplementedError):  # torch computes nothing with this dtype; then it cannot convert it either
+        return ""
+
+
+def converted_losses(saved: Saved, wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype]], read: Read) -> Iterator[tuple[str, str]]:
+    """Yield (name, loss) for each saved tensor whose values do not fit into the dtype that it is converted to.
+
+    `wanted` has the destination of each tensor, or None for a tensor that is made whole, and the dtype. Reads batch by batch.
+    """
+    batch: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, (place, dtype) in wanted.items():
+        if isinstance(place, ShardedTensor) or not narrows(saved.dtype(name), dtype):
+            continue
+        batch[name] = _like(place, saved, name)
+        size += local_part(batch[name]).nbytes
+        if size > _BATCH:
+            yield from _losses(batch, wanted, read)
+            batch, size = {}, 0
+    yield from _losses(batch, wanted, read)
+
+
+def _losses(
+    batch: dict[str, torch.Tensor], wanted: Mapping[str, tuple[torch.Tensor | None, torch.dtype]], read: Read
+) -> Iterator[tuple[str, str]]:
+    if batch:
+        read(batch)
+    for name, values in batch.items():
+        if loss := lost(local_part(values), wanted[name][1]):
+            yield name, loss
+
+
+def _like(place: torch.Tensor | None, saved: Saved, name: str) -> torch.Tensor:
+    """Return new memory for the part of a saved tensor that goes to `place`, in the saved dtype."""
+    if isinstance(place, DTensor):
+        return torch.empty_like(place.detach(), dtype=saved.dtype(name))
+    return torch.empty(tuple(saved.describe(name).size), dtype=saved.dtype(name), device="cpu")
+
+
+# -- one memory
+
+
+class _Range(NamedTuple):
+    """The range of addresses that a destination reaches over."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def sharing(destinations: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Return the names of the destinations that overlap in memory, group by group. Shards of a ShardedTensor are not looked at."""
+    ranges: dict[torch.device, list[_Range]] = {}
+    for name, tensor in destinations.items():
+        part = local_part(tensor) if not isinstance(tensor, ShardedTensor) else None
+        if part is not None and part.numel() and (begin := part.data_ptr()):
+            ranges.setdefault(part.device, []).append(_Range(name, begin, begin + reach(part)))
+    groups: list[list[str]] = []
+    for found in ranges.values():
+        found.sort(key=lambda one: one.begin)
+        end = 0
+        for one in found:
+            if one.begin >= end:
+                groups.append(group := [])
+            group.append(one.name)
+            end = max(end, one.end)
+    return [group for group in groups if len(group) > 1]
+
+
+def shared_losses(saved: Saved, destinations: Mapping[str, torch.Tensor], read: Read) -> Iterator[tuple[str, str]]:
+    """Yield two names for each group of destinations that share memory, if the saved tensors differ there."""
+    for names in sharing(destinations):
+        if not _were_shared_alike(saved, destinations, names):
+            values = {name: _like(destinations[name], saved, name) for name in names}
+            read(values)
+            if pair := _overwritten({name: (local_part(destinations[name]), local_part(values[name])) for name in names}):
+                yield pair
+
+
+def _were_shared_alike(saved: Saved, destinations: Mapping[str, torch.Tensor], names: Sequence[str]) -> bool:
+    """Return True if the saved tensors shared memory in the same way as the destinations."""
+    if any(not isinstance(saved.describe(name), Alias) for name in names):
+        return False
+    aliases = [saved.aliases[name][1] for name in names]
+    parts = [local_part(destinations[name]) for name in names]
+    first, begin = aliases[0], parts[0].data_ptr()
+    return all(
+        alias.base == first.base
+        and alias.offset - first.offset == part.data_ptr() - begin
+        and (tuple(alias.size), tuple(alias.stride)) == (tuple(part.shape), part.stride())
+        and saved.dtype(name) == part.dtype
+        for name, alias, part in zip(names, aliases, parts, strict=True)
+    )
+
+
+def _overwritten(written: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tuple[str, str] | None:
+    """Write the values into a copy of the memory that the destinations share. Return two names if one overwrites the other.
+
+    `written` has the destination and the value of each name.
+    """
+    begin = min(place.data_ptr() for place, _ in written.values()) // 16 * 16
+    length = max(place.data_ptr() + reach(place) for place, _ in written.values()) - begin
+    scratch = torch.zeros(length, dtype=torch.uint8, device="cpu").untyped_storage()
+    views: dict[str, torch.Tensor] = {}
+    for name, (place, value) in written.items():
+        at = (place.data_ptr() - begin) // place.element_size()
+        view = torch.empty(0, dtype=place.dtype, device="cpu").set_(scratch, at, place.shape, place.stride())
+        views[name] = view
+        copy_any(view, value)
+        for other, before in views.items():
+            if other != name and not _same_bits(before, written[other][1].to(before.dtype)):
+                return other, name
+    return None
+
+
+def reach(place: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor that is not empty to the end of its last."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(place.shape, place.stride(), strict=True))
+    return extent * place.element_size()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = (copyable(tensor.cpu()).contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

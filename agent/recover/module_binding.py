@@ -1,0 +1,151 @@
+"""Brings the saved state of a module back into the caller's module: first compares the two, then writes.
+
+The tensors of a plain module are written in place. A submodule that loads its state in a way of its own gets the saved values through
+`load_state_dict` of the whole module, as torch does it, and judges names and shapes by itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from ckptd.agent.plan.structure import PLAIN, local_part
+from ckptd.agent.recover.leaves import KEEP, Leaves, Resolve, Value
+from ckptd.agent.state.customized import loads_by_itself, needs_loading, parts_with_loaders
+from ckptd.agent.state.optimizers import class_of
+from ckptd.agent.state.tree import ObjectNode
+from ckptd.agent.state.wrappers import canonical_names, current_names, flattens, raw_names, unwrapped
+from ckptd.shared.errors import CkptdError, RecoveryFailed
+
+
+class Modules:
+    """Binds the modules of a state. `bind` binds any value of the state."""
+
+    def __init__(self, leaves: Leaves, bind: Callable[[Any, Any, str], Value]) -> None:
+        self._leaves, self._bind = leaves, bind
+
+    def bind(self, place: torch.nn.Module, saved: Any, path: str) -> Value:
+        leaves, flat = self._leaves, flattens(place)
+        tree = saved.tree if isinstance(saved, ObjectNode) else saved
+        if not isinstance(tree, dict):
+            return leaves.other_kind(path, saved, "a module")
+        module = unwrapped(place)
+        own = get_model_state_dict(place) if flat else module.state_dict()
+        if not flat and loads_by_itself(module):
+            return self._whole(module, own, tree, path)
+        raw_of = raw_names(module, own)
+        current = current_names(raw_of, tree)
+        tree = {current[name]: value for name, value in tree.items()}
+        loaders = [] if flat else [_canonical_prefix(module, prefix) for prefix in parts_with_loaders(module)]
+        to_loaders = {name for name in (*raw_of, *tree) if any(name.startswith(prefix) for prefix in loaders)}
+        plain_names = [name for name in raw_of if name not in to_loaders]
+        saved_names = [name for name in tree if name not in to_loaders]
+        if plain_names and saved_names and set(plain_names).isdisjoint(saved_names):
+            leaves.differences.to_keep.append(f"{path}.*" if path else "*")
+            return leaves.differ(
+                f"{path or 'the state'}: no key of the module is in the checkpoint, which has {', '.join(saved_names[:3])}, while the "
+                f"state has {', '.join(plain_names[:3])}"
+            )
+        leaves.compare(saved_names, plain_names, path)
+        inside = f"{path}." if path else ""
+        values = {raw_of[name]: self._bind(own[raw_of[name]], tree[name], f"{inside}{name}") for name in plain_names if name in tree}
+        if flat:
+            return _flattened(place, own, values)
+        through = self._through_loaders(own, raw_of, {name: tree[name] for name in tree if name in to_loaders}, to_loaders, path)
+        reload = bool(loaders) or needs_loading(module)
+
+        def put(resolve: Resolve) -> Any:
+            made = {raw: value(resolve) for raw, value in values.items()}
+            if reload:
+                found = _own_tensors(module, own)
+                found = {raw: found[raw] if made[raw] is KEEP else made[raw] for raw in values} | through(resolve)
+                _load(module, found, own, leaves.options.strict, path)
+            else:
+                found = {raw: new for raw, new in made.items() if new is not KEEP}
+                if found:
+                    module.load_state_dict(found, strict=False)
+            return KEEP
+
+        return put
+
+    def _whole(self, module: torch.nn.Module, own: Any, tree: Any, path: str) -> Value:
+        """Bind a module whose class overrides `load_state_dict` or `state_dict`: it is given its whole saved state dict."""
+        fresh = self._leaves.alike(tree, own, path)
+
+        def put(resolve: Resolve) -> Any:
+            _load(module, fresh(resolve), own, self._leaves.options.strict, path)
+            return KEEP
+
+        return put
+
+    def _through_loaders(
+        self, own: dict[str, Any], raw_of: dict[str, str], tree: dict[str, Any], names: set[str], path: str
+    ) -> Callable[[Resolve], dict[str, Any]]:
+        """Return the function that makes what the loaders of submodules are given, by raw name: new tensors, placed as the module's own."""
+        leaves, inside = self._leaves, f"{path}." if path else ""
+        kept = {raw_of[name]: own[raw_of[name]] for name in names if name in raw_of and leaves.is_kept(f"{inside}{name}")}
+        template = {name: own[raw_of[name]] for name in tree if name in raw_of}
+        fresh = leaves.alike(tree, template, path) if tree else None
+
+        def make(resolve: Resolve) -> dict[str, Any]:
+            made = {} if fresh is None else fresh(resolve)
+            return {raw_of.get(name, name): value for name, value in made.items()} | kept
+
+        return make
+
+
+def load_into(place: Any, state: Any, path: str, **options: Any) -> None:
+    """Call an object's own `load_state_dict`. Raises RecoveryFailed for an exception in it."""
+    try:
+        place.load_state_dict(state, **options)
+    except CkptdError:
+        raise
+    except Exception as error:  # of the caller's object
+        raise RecoveryFailed(
+            f"{path or 'the state'}: load_state_dict() of {class_of(place)} raised {error!r}; the state is partly overwritten: "
+            f"rebuild it, and leave this object as it is with recover(keep=[{path!r}]), or make it ready for its state first",
+            overwritten=True,
+        ) from error
+
+
+def _load(module: torch.nn.Module, found: dict[str, Any], own: Any, strict: bool, path: str) -> None:
+    state = OrderedDict(found)
+    metadata = getattr(own, "_metadata", None)
+    if metadata is not None:
+        state._metadata = metadata  # type: ignore[attr-defined]  # the versions by which loaders know an older state
+    load_into(module, state, path, **({"strict": strict} if "strict" in inspect.signature(module.load_state_dict).parameters else {}))
+
+
+def _own_tensors(module: torch.nn.Module, own: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's state dict with the parameters and buffers themselves, which torch does not copy onto themselves."""
+    themselves: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    return {raw: themselves[raw] if raw in themselves and _same_memory(themselves[raw], value) else value for raw, value in own.items()}
+
+
+def _same_memory(one: torch.Tensor, value: Any) -> bool:
+    if type(value) not in PLAIN and not isinstance(value, DTensor):
+        return False
+    return bool(value.shape == one.shape and local_part(value).data_ptr() == local_part(one).data_ptr())
+
+
+def _flattened(place: torch.nn.Module, own: dict[str, Any], values: dict[str, Value]) -> Value:
+    """Return the value for a module with flat parameters of FSDP1, which DCP fills from its shards."""
+
+    def put(resolve: Resolve) -> Any:
+        for raw, value in values.items():
+            if (made := value(resolve)) is not KEEP:
+                own[raw] = made
+        set_model_state_dict(place, {raw: own[raw] for raw in values}, options=StateDictOptions(strict=False))
+        return KEEP
+
+    return put
+
+
+def _canonical_prefix(module: torch.nn.Module, prefix: str) -> str:
+    return canonical_names(module, [f"{prefix}_"])[0][:-1]

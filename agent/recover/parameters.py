@@ -1,0 +1,69 @@
+"""Knows the parameters that a saved optimizer held, and those of the caller's state that stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ckptd.agent.read.saved import Saved
+from ckptd.agent.recover.leaves import Leaves
+from ckptd.agent.state.naming import Names
+from ckptd.agent.state.tree import ObjectNode, TensorRef
+
+
+class Form(NamedTuple):
+    """The shape and the dtype of a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SavedParameters:
+    """The forms of the parameters in a checkpoint, by the names that optimizers have for them.
+
+    They are those of the tensors of the saved modules. A name that several modules have may stand for any of these.
+    """
+
+    def __init__(self, tree: Any, saved: Saved) -> None:
+        self._saved = saved
+        self._tensors: dict[str, list[str]] = {}
+        self._collect(tree, "")
+
+    def forms(self, name: Any) -> list[Form]:
+        """Return the forms that the parameter of this name may have had. Empty if the checkpoint does not have the parameter itself."""
+        known = (self._saved.describe(fqn) for fqn in self._tensors.get(name, ()))
+        return [Form(tuple(one.size), self._saved.dtype(fqn)) for one, fqn in zip(known, self._tensors.get(name, ()), strict=True)]
+
+    def key_of(self, name: Any) -> str:
+        """Return a key of the parameter of this name, or its name if the checkpoint does not have it."""
+        return next(iter(self._tensors.get(name, [str(name)])))
+
+    def _collect(self, tree: Any, path: str) -> None:
+        if isinstance(tree, ObjectNode) and tree.kind == "module" and isinstance(tree.tree, dict):
+            for name, value in tree.tree.items():
+                if type(value) is TensorRef:
+                    for known in {str(name), f"{path}.{name}"}:
+                        self._tensors.setdefault(known, []).append(value.fqn)
+        elif type(tree) is TensorRef:
+            self._tensors.setdefault(path, []).append(tree.fqn)
+        elif isinstance(tree, ObjectNode):
+            return
+        elif isinstance(tree, dict):
+            for key, value in tree.items():
+                self._collect(value, f"{path}.{key}" if path else str(key))
+        elif isinstance(tree, (list, tuple)):
+            for number, value in enumerate(tree):
+                self._collect(value, f"{path}.{number}" if path else str(number))
+
+
+def kept_parameters(names: Names, leaves: Leaves) -> frozenset[int]:
+    """Return the ids of the parameters that stay as they are, because `keep` has their keys. Their state in optimizers stays too."""
+    if not leaves.options.keep:
+        return frozenset()
+    found = set[int]()
+    for (path, _), held in zip(names.modules, names.held(), strict=True):
+        inside = f"{path}." if path else ""
+        whole = bool(path) and leaves.is_kept(path)
+        found |= {parameter for parameter, number in held.number.items() if whole or leaves.is_kept(f"{inside}{held.names[number]}")}
+    return frozenset(found)
