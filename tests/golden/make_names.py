@@ -42,7 +42,7 @@ def with_numbers() -> dict[str, Any]:
     """One parameter is in no module, so all have numbers."""
     model = layers()
     scale = nn.Parameter(torch.ones(2))
-    model.forward = lambda x, plain=model.forward: plain(x) * scale  # type: ignore[method-assign]
+    model.forward = lambda x, plain=model.forward: plain(x) * scale
     return {"model": model, "scale": scale, "optim": torch.optim.AdamW([scale, *model.parameters()], lr=0.1)}
 
 
@@ -54,7 +54,7 @@ def with_wrapper_inside() -> dict[str, Any]:
 
 def with_wrappers_around() -> dict[str, Any]:
     """The outer of two wrappers is left out, and the inner stays: `module.0.0.weight`."""
-    model = torch.compile(nn.DataParallel(layers()), backend="eager")
+    model: Any = torch.compile(nn.DataParallel(layers()), backend="eager")
     return {"model": model, "ema": AveragedModel(nn.DataParallel(layers())), "optim": torch.optim.AdamW(model.parameters(), lr=0.1)}
 
 
