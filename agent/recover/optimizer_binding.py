@@ -215,8 +215,9 @@ class Optimizers:
                 return KEEP
 
             return put_without_state
-        if not place.state:
-            leaves.undo.append(place.state.clear)  # DCP makes the optimizer take a fake step, which creates its state
+        if not any(isinstance(key, torch.Tensor) for key in place.state):
+            before = dict(place.state)
+            leaves.undo += [place.state.clear, lambda: place.state.update(before)]  # DCP makes the optimizer take a fake step
         own = flattened_state(place, root)
         groups: list[dict[str, Any]] = own["param_groups"]
         own["state"] = {key: value for key, value in own["state"].items() if any(key in group["params"] for group in groups)}

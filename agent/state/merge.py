@@ -52,7 +52,7 @@ def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
             if any(type(name) is int for name in group["params"]):
                 raise UnsavableValue(
                     f"{path or 'the state'}: each rank numbers the parameters of this optimizer state by itself, so that ranks could mix "
-                    "them up: pass the optimizer itself, together with the module that holds its parameters"
+                    "them up: pass the optimizer itself, with the module that holds its parameters, and a bare parameter under a key"
                 )
             settings = {key: value for key, value in group.items() if key != "params"}
             yield from ((f"{prefix}param_groups.{name}", _without_tensors(settings)) for name in group["params"])

@@ -79,7 +79,7 @@ _BARE = -1
 """Stands for the number of a module where a parameter is in no module, but under a key of the state."""
 
 
-class Held(NamedTuple):
+class ModuleParameters(NamedTuple):
     """The parameters of a module: `number` has the number of each by its id, and `raw` and `names` have their names by these numbers."""
 
     number: dict[int, int]
@@ -87,7 +87,7 @@ class Held(NamedTuple):
     names: list[str]
 
     @classmethod
-    def by(cls, module: torch.nn.Module) -> Held:
+    def by(cls, module: torch.nn.Module) -> ModuleParameters:
         number, raw = dict[int, int](), list[str]()
         for name, parameter in module.named_parameters():
             if id(parameter) not in number:
@@ -112,7 +112,7 @@ class Names:
                 self.modules.append((path, found))
             else:
                 self.optimizers.append(found)
-        self._held: list[Held] | None = None
+        self._held: list[ModuleParameters] | None = None
         self._bare: dict[int, str] | None = None
         self._keys: dict[int, tuple[torch.optim.Optimizer, list[Key]]] = {}
         self._flattened: dict[int, tuple[torch.optim.Optimizer, torch.nn.Module | None]] = {}
@@ -208,10 +208,10 @@ class Names:
         count = Counter(names.values())
         return {parameter: name for parameter, name in names.items() if count[name] == 1}
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[ModuleParameters]:
         """Return the parameters of each module of the state."""
         if self._held is None:
-            self._held = [Held.by(module) for _, module in self.modules]
+            self._held = [ModuleParameters.by(module) for _, module in self.modules]
         return self._held
 
 

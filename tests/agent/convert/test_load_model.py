@@ -252,3 +252,18 @@ def test_a_model_that_fsdp1_has_flattened_is_refused(tmp_path: Path) -> None:
         assert ranks.call(load_flattened, as_torch(trained(), tmp_path)) == 2 * [
             "FSDP1 has flattened parameters of this model: load the weights before it is wrapped, or use FSDP2"
         ]
+
+
+def test_wrappers_on_either_side_leave_no_trace(tmp_path: Path) -> None:
+    """Files of other tools, and checkpoints of earlier versions, have the names of the module that saved them, wrappers included."""
+
+    def wrapped(net: Net) -> nn.Module:
+        net.body = nn.DataParallel(net.body)  # type: ignore[assignment]
+        return net
+
+    source, raw = trained(), as_torch(wrapped(trained()), tmp_path)  # type: ignore[arg-type]
+    plain = as_job(source, tmp_path)
+    for net, path in ((wrapped(Net()), raw), (wrapped(Net()), plain), (torch.optim.swa_utils.AveragedModel(wrapped(Net())).module, plain)):
+        found = load_model(net, path)
+        assert (found.missing, found.unexpected) == ([], [])
+        assert_same(dict(zip(source.state_dict(), net.state_dict().values(), strict=True)), dict(source.state_dict()))

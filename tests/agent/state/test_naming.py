@@ -17,6 +17,7 @@ from torch import nn
 from ckptd.agent import per_rank
 from ckptd.agent.state.capture import capture
 from ckptd.agent.state.naming import KeptNames, Names, buffer_names, find, modules_of, with_current_names
+from tests.support.wrapped import Scaled
 
 
 def test_objects_are_found_by_their_keys() -> None:
@@ -218,34 +219,10 @@ def test_names_are_kept_while_they_hold(monkeypatch: pytest.MonkeyPatch) -> None
     assert (kept.of(state), kept.looked_up) == (["0.module.weight", "0.module.offset"], 7)
 
 
-class Scaled(torch.Tensor):
-    """A wrapper subclass, whose own address is 0."""
-
-    inner: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Scaled:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)  # type: ignore[attr-defined]
-        made.inner = inner
-        return made  # type: ignore[no-any-return]
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Scaled:
-        return Scaled(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*(arg.inner if isinstance(arg, Scaled) else arg for arg in args), **(kwargs or {}))
-        return Scaled(out) if function is torch.ops.aten.detach.default else out
-
-
 @pytest.mark.parametrize("shape", [(2,), (0,)], ids=["wrapper subclass", "empty"])
 def test_parameters_without_an_address_that_are_swapped_are_named_anew(monkeypatch: pytest.MonkeyPatch, shape: tuple[int]) -> None:
     kept = Kept(monkeypatch)
-    made = [nn.Parameter(Scaled(torch.ones(2)) if shape == (2,) else torch.ones(0)) for _ in "ab"]
+    made = [nn.Parameter(Scaled(torch.ones(2), torch.ones(1), 8) if shape == (2,) else torch.ones(0)) for _ in "ab"]
     assert [p.data_ptr() for p in made] == [0, 0]
     model = nn.ParameterDict({"a": made[0], "b": made[1]})
     state = {"model": model, "optim": sgd(*made)}

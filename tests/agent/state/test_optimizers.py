@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptd.agent.state.optimizers import steps_on_device, tell, without_state
+from ckptd.agent.state.optimizers import class_of, steps_on_device, tell, without_state, without_wrappers
 
 
 def parameter() -> torch.nn.Parameter:
@@ -52,3 +52,28 @@ def test_an_optimizer_that_was_saved_before_its_first_step_keeps_its_parameters(
     assert (dict(optimizer.state), optimizer.param_groups[0]["params"], [g["lr"] for g in optimizer.param_groups]) == (
         {}, [first], [0.5, 0.001],
     )  # fmt: skip
+
+
+def test_wrappers_of_optimizers_and_schedulers_are_known_by_what_they_hold() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    class Wrapper:
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+        def step(self) -> None: ...
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    class Trainer:
+        def __init__(self, scheduler: Any) -> None:
+            self.scheduler = scheduler
+
+    assert without_wrappers(Wrapper(scheduler)) is scheduler
+    assert class_of(Wrapper(scheduler)) == class_of(scheduler) == "torch.optim.lr_scheduler.StepLR"
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, [scheduler, torch.optim.lr_scheduler.StepLR(optimizer, 2)], [1])
+    for other in (Trainer(scheduler), Wrapper(None), sequence, scheduler, optimizer, Wrapper, 5):
+        assert without_wrappers(other) is other

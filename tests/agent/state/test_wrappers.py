@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_a_wrapper_that_would_make_two_names_equal_stays() -> None:
     for average in (AveragedModel(inner), AveragedModel(nn.DataParallel(inner))):
         assert canonical_names(average, average.state_dict()) == ["n_averaged", "module.n_averaged", "module.w"]
 
-    class Counted(nn.DataParallel):
+    class Counted(nn.DataParallel[nn.Module]):
         def __init__(self, module: nn.Module) -> None:
             super().__init__(module)
             self.weight = nn.Parameter(torch.ones(1))
@@ -107,12 +108,12 @@ def test_keys_that_no_submodule_explains_keep_what_is_not_a_wrapper() -> None:
 
 @wrapped
 def test_the_names_of_a_state_dict_are_kept_while_they_hold(wrap: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, look_up = [], wrappers._names
-    monkeypatch.setattr(wrappers, "_names", lambda *args: calls.append(1) or look_up(*args))
+    look_up = mock.Mock(side_effect=wrappers._names)
+    monkeypatch.setattr(wrappers, "_names", look_up)
     made, plain = model(wrap), list(model().state_dict())
     for _ in range(3):
         assert list(canonical_keys(made, made.state_dict())) == plain
-    assert len(calls) <= 1
+    assert look_up.call_count <= 1
     assert list(canonical_keys(made, dict.fromkeys(list(made.state_dict())[1:]))) == plain[1:]
 
 
