@@ -30,8 +30,9 @@ from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names, canonical, flattens, parameter_names, unwrapped
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import kind_of
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved
 from ckptd.agent.state.values import Packer
+from ckptd.shared.bounds import PLAIN_TYPES, is_flat
 from ckptd.shared.errors import CkptdError, RecoveryFailed
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
@@ -97,6 +98,8 @@ class Binding:
         if isinstance(saved, Unsaved):
             self._leaves.unsaved.append(path)
             return keep
+        if isinstance(saved, Unavailable):
+            return self._leaves.make(saved, path)
         if isinstance(saved, OfRanks):
             return self._of_ranks(place, saved, path)
         if isinstance(place, PerRank):
@@ -160,6 +163,8 @@ class Binding:
     def _list(self, place: list[Any], saved: Any, path: str) -> Value:
         if not isinstance(saved, list):
             return self._leaves.other_kind(path, saved, "a list")
+        if is_flat(place) and is_flat(saved):  # a history, which may have a million numbers
+            return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)
         if not any(isinstance(item, Unsaved) for item in saved) and not any(map(_is_compared, place)):
             return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)  # plain values, like a history: any length fits
         if len(place) != len(saved):
@@ -268,6 +273,8 @@ class Binding:
 
 def _is_compared(item: Any) -> bool:
     """Return True if an item of a list is compared with the saved one, and brought back in place."""
+    if type(item) in PLAIN_TYPES:
+        return False
     return isinstance(item, _COMPARED) or bool(kind_of(item)) or expand_object(item, Names()) is not None
 
 

@@ -15,7 +15,7 @@ from ckptd.agent.recover.differences import Differences
 from ckptd.agent.recover.options import Options
 from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
 from ckptd.agent.state.records import as_dict
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names, unavailable
 
 Resolve = Callable[[str], torch.Tensor]
 KEEP = object()
@@ -100,6 +100,8 @@ class Leaves:
     def make(self, saved: Any, path: str, device: torch.device | None = None, *, mark: bool = True) -> Value:
         """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it get their mark again."""
         saved = own_part(saved, self._foreign)
+        for key, why in unavailable(saved, path):
+            self.differ(f"{key or 'the state'}: {why}; or recover(keep=[{path!r}]) leaves the state's own value")
         if any_node(saved, lambda node: isinstance(node, ObjectNode) and node.kind in RECORDS and RECORDS[node.kind].alone is as_dict):
             self.as_dicts.append(path)
         if has_own(saved):

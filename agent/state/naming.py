@@ -22,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.state.records import KINDS, WITH_FIELDS, kind_of
 from ckptd.agent.state.tree import PerRank
 from ckptd.agent.state.values import TENSORS
+from ckptd.shared.bounds import PLAIN_TYPES, types_of
 
 T = TypeVar("T")
 
+_LEAVES = TENSORS | PLAIN_TYPES
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_WRAPPED)})\.")
 _flattening: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -125,13 +127,13 @@ def find(state: Any, path: str, kind: type[T]) -> Iterator[tuple[str, T]]:
     if isinstance(state, kind):
         yield path, state
     elif isinstance(state, dict):
-        for key, value in state.items() if not TENSORS.issuperset(map(type, state.values())) else ():
+        for key, value in state.items() if not types_of(state.values()) <= _LEAVES else ():
             if not isinstance(value, torch.Tensor):
                 yield from find(value, f"{path}.{key}" if path else str(key), kind)
     elif (record := kind_of(state)) in WITH_FIELDS and not is_stateful(state):
         yield from find(KINDS[record].fields(state), path, kind)
     elif isinstance(state, (list, tuple)):
-        for number, value in enumerate(state):
+        for number, value in enumerate(state if not types_of(state) <= _LEAVES else ()):  # a history has a million numbers
             if not isinstance(value, torch.Tensor):
                 yield from find(value, f"{path}.{number}" if path else str(number), kind)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from ckptd.agent.state.dtypes import QUANTIZED, dtype_name
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DIMENSIONS
 from ckptd.shared.errors import UnsavableValue
 
@@ -22,6 +24,17 @@ def check_text(text: str, path: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot encode: {text[:40]!r}") from None
+
+
+def are_texts(values: Iterable[str]) -> bool:
+    """Return True if UTF-8 can encode all of these texts. Takes little time for a million of them."""
+    if all(map(str.isascii, values)):
+        return True
+    try:
+        deque(map(str.encode, values), maxlen=0)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
@@ -91,7 +104,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         problem = "a tensor on the meta device, which has no values"
     elif tensor.layout is not torch.strided or tensor.is_nested:
         problem = f"a tensor of layout {tensor.layout}"
-    elif tensor.is_quantized:
+    elif tensor.is_quantized or dtype_name(tensor.dtype).startswith(QUANTIZED):
         problem = f"a quantized tensor ({tensor.dtype})"
     if problem is not None:
         raise UnsavableValue(f"{name}: {problem} cannot be saved; give a strided torch.Tensor (its values, scales or indices as tensors)")
