@@ -54,14 +54,21 @@ def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
 
 
 def digits(value: int, path: str) -> bytes:
-    """Return an integer as decimal text. Raises UnsavableValue if the integer has more digits than Python converts to and from text."""
-    try:
-        return str(value).encode()
-    except ValueError:
-        raise UnsavableValue(
-            f"{path or 'the state'}: an integer of about {value.bit_length() * 3 // 10:,d} digits; expected at most "
-            f"{sys.get_int_max_str_digits():,d}, as many as Python converts to text: save it as bytes (int.to_bytes) or as a tensor"
-        ) from None
+    """Return an integer as decimal text. Raises UnsavableValue if it has more digits than Python converts to and from text by default.
+
+    The limit of this process does not count if it is higher, because the process that reads the integer may have the default.
+    """
+    most = sys.int_info.default_max_str_digits
+    if (about := value.bit_length() * 30_103 // 100_000 + 1) <= most + 1:
+        try:
+            if len(text := str(abs(value))) <= most:
+                return (f"-{text}" if value < 0 else text).encode()
+        except ValueError:  # this process has a lower limit
+            most = sys.get_int_max_str_digits()
+    raise UnsavableValue(
+        f"{path or 'the state'}: an integer of about {about:,d} digits; expected at most {most:,d}, as many as "
+        "Python converts to text: save it as bytes (int.to_bytes) or as a tensor"
+    )
 
 
 def said(how: Callable[[Any], str], value: Any) -> str:

@@ -114,7 +114,7 @@ def any_node(tree: Any, condition: Callable[[Any], bool]) -> bool:
 
 
 def unavailable(tree: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and the reason of each value in a decoded tree that this process cannot make. The keys of dicts are looked into, too."""
+    """Yield the key and the reason of each value in a decoded tree that this process cannot make. Keys of dicts are looked into, too."""
     if isinstance(tree, Unavailable):
         yield path, tree.why
     elif isinstance(tree, ObjectNode):

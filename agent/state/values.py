@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any
@@ -93,8 +93,8 @@ def check_size(document: bytes, objects: int, *, within: bool = False) -> None:
     most, room = (MAX_DOCUMENT - _ROOM_BYTES, _ROOM) if within else (MAX_DOCUMENT, 0)
     if len(document) > most:
         raise UnsavableValue(
-            f"the state: its values, without the tensors, take {len(document):,d} bytes; expected at most {most:,d}: save large values, such as "
-            "bytes and NumPy arrays, as tensors"
+            f"the state: its values, without the tensors, take {len(document):,d} bytes; expected at most {most:,d}: save large values, "
+            "such as bytes and NumPy arrays, as tensors"
         )
     if objects <= bounds.MAX_OBJECTS - room:
         return
@@ -125,12 +125,13 @@ class Packer:
     def encode(self, value: Any, prefix: str = "") -> bytes:
         """Pack a value and return it as msgpack.
 
-        Raises UnsavableValue, naming the key, for a value that could not be restored, and for values that a reader would refuse for their size.
+        Raises UnsavableValue, naming the key, for a value that could not be restored, and UnsavableValue for a document that is too large for
+        a reader.
         """
         return self._encoded(self.pack(value, prefix), within=True)
 
     def encode_map(self, packed: dict[str, Any]) -> bytes:
-        """Return a document of several values, each packed already by this packer. Raises UnsavableValue if a reader would refuse its size."""
+        """Return a document of values that this packer has packed. Raises UnsavableValue if it is too large for a reader."""
         return self._encoded(packed)
 
     def _encoded(self, packed: Any, *, within: bool = False) -> bytes:
@@ -186,7 +187,7 @@ class Packer:
                 return False
         if int in kinds:
             numbers = values if len(kinds) == 1 else [value for value in values if type(value) is int]
-            return bool(-(1 << 63) <= min(numbers) and max(numbers) < 1 << 64)
+            return bool(min(numbers) >= -(1 << 63) and max(numbers) < 1 << 64)
         return True
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
@@ -208,7 +209,7 @@ class Packer:
         return _encode(ordered if flat else [self._hashed(item, f"{prefix}{n}") for n, item in enumerate(ordered)])
 
     def _hashed(self, value: Any, path: str, *, is_key: bool = False) -> Any:
-        """Pack a key of a dict, or an item of a set. Raises UnsavableValue for one that would come back without a hash, or as another key."""
+        """Pack a key of a dict, or an item of a set. Raises UnsavableValue for a value that would come back without a hash."""
         packed = Packer.pack(self, value, path)  # never an Unsaved, as `LenientPacker.pack` returns it
         if type(packed) is not Ext or packed.code in _HASHED:
             return packed
@@ -221,9 +222,10 @@ class Packer:
             if not (is_key and tensor_names([found])):
                 return packed
         kind = type(value)
+        role = "key of a dict" if is_key else "part of a set"
         raise UnsavableValue(
-            f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be brought back as a {'key of a dict' if is_key else 'part of a set'}: "
-            "use a number, a text, or a tuple of these"
+            f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be brought back as a {role}: use a number, a text, or a "
+            "tuple of these"
         )
 
     def _dict(self, value: dict[Any, Any], path: str) -> Any:
@@ -421,8 +423,8 @@ def _pack_numpy(value: Any, path: str) -> Any:
         found = _array(buffer.getvalue())[()]
         if type(found) is not type(value) or found.tobytes() != value.tobytes():
             raise UnsavableValue(
-                f"{path or 'the state'}: the NumPy value {value!r} comes back as {found!r} from NumPy's own file format; save a plain value of "
-                "Python instead (value.item())"
+                f"{path or 'the state'}: the NumPy value {value!r} comes back as {found!r} from NumPy's own file format; save a "
+                "plain value of Python instead (value.item())"
             )
     return Ext(code, buffer.getvalue())
 
@@ -512,8 +514,8 @@ def _load(data: bytes) -> Any:
         if (name := re.search(r"GLOBAL ([\w.]+)", str(error))) is None:
             raise
         raise NotFound(
-            f"torch.load(weights_only=True) does not accept {name[1]}: call torch.serialization.add_safe_globals() with it before loading, as "
-            "the program that saved it did"
+            f"torch.load(weights_only=True) does not accept {name[1]}: call torch.serialization.add_safe_globals() with it before "
+            "loading, as the program that saved it did"
         ) from None
     except RuntimeError:  # it was saved on a device that this machine does not have
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")

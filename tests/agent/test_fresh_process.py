@@ -164,7 +164,7 @@ def test_long_histories_come_back_bit_for_bit_and_type_for_type(daemon: Daemon) 
         "flags": [value > 0 for value in floats],
         "mixed": [0, 0.0, False, 1, 1.0, True, None, "a", 2**64 - 1] * 1_000,
         "by name": {str(n): value for n, value in enumerate(floats)},
-        "by number": {n: value for n, value in enumerate(floats)},
+        "by number": dict(enumerate(floats)),
         "pair": tuple(floats),
     }
     with closing(Agent("job", socket=daemon.home.socket)) as agent:

@@ -45,9 +45,9 @@ def test_names_stand_for_classes_and_constants_and_streams_are_streams() -> None
     data, text = found.pop("bytes"), found.pop("text")
     assert (data.getvalue(), data.tell(), text.getvalue(), text.tell()) == (b"abc", 2, "a\r\nb", 1)
     assert found == {
-        "flag": f"Mode.WRITE|{hex(1 << 70)}", "no flag": "Mode.0x0", "member": "Mode.BOTH", "layout": "sparse_coo", "scheme": "per_channel_affine",
-        "memory format": "channels_last", "finfo": "bfloat16", "iinfo": "int16", "version": "2.13.0+cpu", "class": "torch.optim.adamw.AdamW",
-        "type": "builtins.int",
+        "flag": f"Mode.WRITE|{hex(1 << 70)}", "no flag": "Mode.0x0", "member": "Mode.BOTH", "layout": "sparse_coo",
+        "scheme": "per_channel_affine", "memory format": "channels_last", "finfo": "bfloat16", "iinfo": "int16", "version": "2.13.0+cpu",
+        "class": "torch.optim.adamw.AdamW", "type": "builtins.int",
     }  # fmt: skip
 
 

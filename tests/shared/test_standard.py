@@ -115,7 +115,7 @@ class Stream(io.BytesIO):
 def test_streams_that_would_come_back_as_others_are_refused() -> None:
     closed, with_attribute = io.BytesIO(b"x"), io.BytesIO(b"x")
     closed.close()
-    with_attribute.name = "x"  # type: ignore[attr-defined]
+    with_attribute.name = "x"
     for value in (closed, with_attribute, Stream()):
         with pytest.raises(UnsavableValue, match="^buffer: a value of type "):
             Packer().encode({"buffer": value})

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import lr_scheduler as schedulers
 from torch.torch_version import TorchVersion
 
 
 class Colour(enum.Enum):
     RED = "red"
-    CRIMSON = "red"
+    CRIMSON = "red"  # noqa: PIE796 (an alias)
     PAIR = (1, 2)
     NOT_A_NUMBER = float("nan")
 
@@ -34,7 +35,7 @@ class Level(enum.IntEnum):
     HIGH = 2
 
 
-class Word(str, enum.Enum):
+class Word(str, enum.Enum):  # noqa: UP042 (it differs from a StrEnum)
     A = "a"
 
 
@@ -70,7 +71,7 @@ class Outer:
         pass
 
 
-class Scheduler(torch.optim.lr_scheduler.StepLR):
+class Scheduler(schedulers.StepLR):
     pass
 
 
@@ -86,10 +87,10 @@ FLAGS: list[Any] = [
 ENUMS: list[Any] = [*Colour, Colour.CRIMSON, *Level, Level.MINIMUM, Word.A, Text.B, enum.KEEP]
 CLASSES: list[Any] = [
     *(cls for cls in vars(torch.optim).values() if isinstance(cls, type)),
-    *(cls for cls in vars(torch.optim.lr_scheduler).values() if isinstance(cls, type) and issubclass(cls, torch.optim.lr_scheduler.LRScheduler)),
+    *(cls for cls in vars(schedulers).values() if isinstance(cls, type) and issubclass(cls, schedulers.LRScheduler)),
     *(cls for cls in vars(torch.nn).values() if isinstance(cls, type) and issubclass(cls, torch.nn.Module)),
-    Outer.Network, Scheduler, Colour, torch.Tensor, torch.nn.Parameter, int, float, str, bytes, list, dict, tuple, set, frozenset, type(None), bool,
-    complex, object, bytearray, collections.OrderedDict, collections.Counter, collections.defaultdict, collections.deque,
+    Outer.Network, Scheduler, Colour, torch.Tensor, torch.nn.Parameter, int, float, str, bytes, list, dict, tuple, set, frozenset,
+    type(None), bool, complex, object, bytearray, collections.OrderedDict, collections.Counter, collections.defaultdict, collections.deque,
 ]  # fmt: skip
 CONSTANTS: list[Any] = [
     *(value for value in vars(torch).values() if isinstance(value, (torch.layout, torch.memory_format, torch.qscheme, torch.dtype))),
@@ -134,7 +135,8 @@ HASHED: list[Callable[[random.Random], Any]] = [
     lambda rng: rng.choice(CONSTANTS[:-8]),
     lambda rng: rng.choice([np.int64(3), np.float32(-0.0), np.bool_(True), np.str_("x"), np.datetime64("2026-01-02"), np.float64(0.1)]),
     lambda rng: rng.choice([
-        dt.datetime(2026, 1, 2, 3, 4, 5, 6, zoneinfo.ZoneInfo("Europe/Zurich")), dt.date(2026, 1, 2), dt.timedelta(-1, 3), decimal.Decimal("1.50"),
+        dt.datetime(2026, 1, 2, 3, 4, 5, 6, zoneinfo.ZoneInfo("Europe/Zurich")), dt.date(2026, 1, 2), dt.timedelta(-1, 3),
+        decimal.Decimal("1.50"),
         fractions.Fraction(-1, 3), uuid.UUID(int=7), range(3, 10**30, 7), dt.time(1, 2, tzinfo=dt.UTC), pathlib.PurePosixPath("/a"),
         pathlib.Path("b"), pathlib.PureWindowsPath("c:/d"),
     ]),

@@ -38,20 +38,20 @@ def test_a_class_that_another_process_cannot_find_is_refused_by_key() -> None:
     class Net(torch.nn.Module):
         pass
 
-    where = r"class tests.agent.state.test_references.test_a_class_.*<locals>.{} is defined inside a function: define the class at the top level"
+    where = r"class tests.agent.state.test_references.test_a_class_.*<locals>.{} is defined inside a function: define the class at the top"
     for value in (Local.A, Local(3)):
         with pytest.raises(UnsavableValue, match=r"^mode\.0: .*cannot be found by another process, because " + where.format("Local")):
             Packer().encode({"mode": [value]})
     with pytest.raises(UnsavableValue, match=r"^net: class .*Net cannot be found by another process, because " + where.format("Net")):
         Packer().encode({"net": Net})
-    made = enum.Enum("Made", "A")
+    Made = enum.Enum("Made", "A")
     with pytest.raises(UnsavableValue, match=r"^x: .* is not what its module has under that name"):
-        Packer().encode({"x": made.A})
+        Packer().encode({"x": Made.A})
 
 
 def test_a_flag_that_its_class_cannot_make_again_is_refused_by_key() -> None:
     bits = int.__new__(kinds.Bits, 5)
-    bits._name_, bits._value_ = None, 5  # type: ignore[assignment]
+    bits._name_, bits._value_ = None, 5
     with pytest.raises(UnsavableValue, match=r"^x: flag .* cannot be made again from its members; save its value \(flag.value\)$"):
         Packer().encode({"x": bits})
 
