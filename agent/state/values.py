@@ -40,7 +40,7 @@ from ckptd.agent.state.references import (
     member_parts,
 )
 from ckptd.agent.state.refusals import are_texts, check_own, check_tensor, check_text, digits, said, too_deep
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, inside, tensor_names
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, any_node, inside
 from ckptd.shared import bounds, standard
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, PLAIN_TYPES, check_msgpack, deeper_than, types_of
 from ckptd.shared.collector import paused_collector
@@ -125,8 +125,7 @@ class Packer:
     def encode(self, value: Any, prefix: str = "") -> bytes:
         """Pack a value and return it as msgpack.
 
-        Raises UnsavableValue, naming the key, for a value that could not be restored, and UnsavableValue for a document that is too large for
-        a reader.
+        Raises UnsavableValue for a value that could not be restored, naming the key, and for a document that is too large for a reader.
         """
         return self._encoded(self.pack(value, prefix), within=True)
 
@@ -219,7 +218,8 @@ class Packer:
         except TypeError:
             pass
         else:
-            if not (is_key and tensor_names([found])):
+            refused = (TensorRef, PerRank) if is_key else PerRank
+            if not any_node(found, lambda node: isinstance(node, refused)):
                 return packed
         kind = type(value)
         role = "key of a dict" if is_key else "part of a set"
