@@ -20,7 +20,7 @@ COPYABLE = frozenset({
 })  # fmt: skip
 """The dtypes that torch copies bit for bit on every device. Of the others it copies some on some devices only, and some nowhere."""
 _COPIED_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-QUANTIZED = ("qint", "quint")  # a tensor of these has scales beside its elements
+_QUANTIZED = ("qint", "quint")  # a tensor of these has scales beside its elements
 _SIZELESS = re.compile(r"u?int[1-7]|bits\w+|.+/\d+")
 
 
@@ -45,7 +45,7 @@ def dtype_of(name: str) -> torch.dtype:
         return torch.uint8
     plain = plain_name(name)
     found = torch_dtype(plain)
-    if found.itemsize != element_size(name) or plain.startswith(QUANTIZED):
+    if found.itemsize != element_size(name) or plain.startswith(_QUANTIZED):
         raise IntegrityError(f"ckptd saves no tensor of dtype {name!r}: {found} is quantized, or has elements of another size")
     return found
 

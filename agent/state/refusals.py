@@ -11,9 +11,10 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state.dtypes import QUANTIZED, dtype_name
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DIMENSIONS
 from ckptd.shared.errors import UnsavableValue
+
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 def check_text(text: str, path: str) -> None:
@@ -111,7 +112,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         problem = "a tensor on the meta device, which has no values"
     elif tensor.layout is not torch.strided or tensor.is_nested:
         problem = f"a tensor of layout {tensor.layout}"
-    elif tensor.is_quantized or dtype_name(tensor.dtype).startswith(QUANTIZED):
+    elif tensor.is_quantized or tensor.dtype in _QUANTIZED:  # a view in such a dtype has no scales
         problem = f"a quantized tensor ({tensor.dtype})"
     if problem is not None:
         raise UnsavableValue(f"{name}: {problem} cannot be saved; give a strided torch.Tensor (its values, scales or indices as tensors)")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import io
 import pathlib
-import pickle
 import re
 import sys
 import warnings
@@ -510,15 +509,15 @@ def _device(text: str) -> torch.device:
 def _load(data: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
-    except pickle.UnpicklingError as error:
+    except RuntimeError:  # it was saved on a device that this machine does not have
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:  # torch's refusal has a type that only its loader of files defines
         if (name := re.search(r"GLOBAL ([\w.]+)", str(error))) is None:
             raise
         raise NotFound(
             f"torch.load(weights_only=True) does not accept {name[1]}: call torch.serialization.add_safe_globals() with it before "
             "loading, as the program that saved it did"
         ) from None
-    except RuntimeError:  # it was saved on a device that this machine does not have
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _array(data: bytes) -> Any:
