@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ckptd.shared import names
+from ckptd.shared.bounds import is_flat
 from ckptd.shared.coverage import check_cover, two_sizes
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 from ckptd.shared.location import local
@@ -275,17 +276,20 @@ class _Reference:
 def _references(tree: Any) -> Iterator[_Reference]:
     if isinstance(tree, _Reference):
         yield tree
-    elif isinstance(tree, (dict, list, tuple, set)):
-        for item in tree.values() if isinstance(tree, dict) else tree:
+    elif isinstance(tree, (dict, list, tuple, set, frozenset)):
+        items = tree.values() if isinstance(tree, dict) else tree
+        for item in () if is_flat(items) else items:
             yield from _references(item)
 
 
 def _replaced(tree: Any, made: Mapping[str, Any]) -> Any:
     if isinstance(tree, _Reference):
         return made[tree.name]
+    if isinstance(tree, (dict, list, tuple)) and is_flat(tree.values() if isinstance(tree, dict) else tree):
+        return tree
     if isinstance(tree, dict):
         return {key: _replaced(item, made) for key, item in tree.items()}
-    if isinstance(tree, set) and any(isinstance(item, _Reference) for item in tree):
+    if isinstance(tree, (set, frozenset)) and any(isinstance(item, _Reference) for item in tree):
         return [_replaced(item, made) for item in tree]  # an array has no hash
     return type(tree)(_replaced(item, made) for item in tree) if type(tree) in (list, tuple) else tree
 

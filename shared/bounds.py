@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from operator import countOf
 from typing import Any
 
 from ckptd.shared.errors import IntegrityError
@@ -30,6 +31,9 @@ MAX_DEPTH_READ = 256
 """The most levels in a document that is read. This is more than MAX_DEPTH, because earlier versions saved as many levels as the
 interpreter's stack allowed."""
 
+PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
+"""The types of values that msgpack has itself, and that contain no others."""
+
 _NUMBERS = re.compile(
     rb"(?:[\x00-\x7f\xc0-\xc3\xe0-\xff]++|[\xca\xce\xd2].{4}|[\xcb\xcf\xd3].{8}|[\xcc\xd0].|[\xcd\xd1].{2})++",
     re.DOTALL,
@@ -49,18 +53,20 @@ def most_lists(length: int, bytes_of_each: float) -> int:
     return max(MAX_OBJECTS, int(length / bytes_of_each))
 
 
-def check_msgpack(data: bytes | bytearray | memoryview, what: str, nested: Collection[int] = ()) -> None:
+def check_msgpack(data: bytes | bytearray | memoryview, what: str, nested: Collection[int] = (), *, room: int = 0) -> None:
     """Raise IntegrityError if a msgpack document holds more lists than `most_lists`, or more maps, texts and extensions than MAX_OBJECTS.
 
     `what` is the name of the document in the error text. `nested` holds the extension types whose payload is msgpack again; the objects in
-    such a payload are counted, too. A document that is cut short passes, because decoding it fails anyway.
+    such a payload are counted, too. `room` lowers both limits, for a document that becomes a part of a larger one. A document that is cut
+    short passes, because decoding it fails anyway.
     """
-    if len(data) <= MAX_OBJECTS:
+    others_at_most = MAX_OBJECTS - room
+    if len(data) <= others_at_most:
         return
     raw, most = bytes(data), most_lists(len(data), BYTES_OF_A_LIST)
-    if len(raw) - len(raw.translate(None, _OBJECTS)) > MAX_OBJECTS:
+    if len(raw) - len(raw.translate(None, _OBJECTS)) > others_at_most:
         lists, others = _count(raw, frozenset(nested), most)
-        if lists > most or others > MAX_OBJECTS:
+        if lists > most - room or others > others_at_most:
             raise IntegrityError(_too_many(what, most))
 
 
@@ -74,10 +80,26 @@ def check_json(data: bytes, what: str) -> None:
         raise IntegrityError(_too_many(what, most))
 
 
+def types_of(values: Collection[Any]) -> set[type]:
+    """Return the types of values. Takes little time for a million values, and least if all have the same type."""
+    for first in values:
+        if countOf(map(type, values), type(first)) == len(values):
+            return {type(first)}
+        break
+    return set(map(type, values))
+
+
+def is_flat(values: Collection[Any]) -> bool:
+    """Return True if all values are of `PLAIN_TYPES`, as in a history of losses."""
+    return types_of(values) <= PLAIN_TYPES
+
+
 def _inside(value: Any) -> Iterable[Any] | None:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else None
+    """Return the contents of a container, or None for any other value. Contents that are all plain values are left out."""
+    if not isinstance(value, (dict, list, tuple)):
+        return None
+    contents = value.values() if isinstance(value, dict) else value
+    return () if is_flat(contents) else contents
 
 
 def _too_many(what: str, most: int) -> str:

@@ -1,7 +1,7 @@
 """Decodes a values document into plain Python values, without torch (FORMAT.md, section 3), and merges the documents of all ranks.
 
 A reader that has no torch, and none of the classes of the program that saved the state, gets the same containers, numbers and texts. Names
-stand for enums, dtypes and devices, dicts of their fields for records, and `Undecoded` for what only torch can decode.
+stand for enums, flags, classes, dtypes and devices, dicts of their fields for records, and `Undecoded` for what only torch can decode.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import msgspec
 import numpy as np
 
 from ckptd.shared import standard
-from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than
-from ckptd.shared.errors import IntegrityError, NewerFormat
+from ckptd.shared.bounds import MAX_DEPTH_READ, check_msgpack, deeper_than, is_flat
+from ckptd.shared.collector import paused_collector
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound
 
 
 @dataclass(frozen=True, slots=True)
 class Undecoded:
-    """A value that only torch can decode, or that was left out of the save.
+    """A value that only torch can decode, that was left out of the save, or that this machine cannot make.
 
-    kind: "torch" or "not saved". data: its bytes, or the name of its class.
+    kind: "torch", "not saved" or "not available". data: its bytes, the name of its class, or the reason.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class _OwnValue:
     value: Any
 
 
+@paused_collector()
 def decode_plain(document: bytes, resolve: Callable[[str], Any]) -> Any:
     """Return the content of a values document. `resolve` returns what takes the place of a tensor, given its name.
 
@@ -47,7 +49,11 @@ def decode_plain(document: bytes, resolve: Callable[[str], Any]) -> Any:
         if code == 1:
             return resolve(str(data, "utf-8"))
         if code in _BY_ITEMS:
-            return _BY_ITEMS[code](msgspec.msgpack.decode(data, ext_hook=hook))
+            items = msgspec.msgpack.decode(data, ext_hook=hook)
+            try:
+                return _BY_ITEMS[code](items)
+            except NotFound as error:
+                return Undecoded("not available", str(error).encode())
         if code in _BY_BYTES:
             return _BY_BYTES[code](bytes(data))
         raise NewerFormat(f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this one")
@@ -64,10 +70,15 @@ def decode_plain(document: bytes, resolve: Callable[[str], Any]) -> Any:
     return found
 
 
-def _hashed(items: list[Any]) -> Any:
-    """Return a set or, if an item has no hash, as an array, the list itself."""
+def _flag(parts: Any) -> str:
+    _, qualname, members, value = parts
+    return f"{qualname}.{'|'.join([*members, *([hex(value)] if value or not members else [])])}"
+
+
+def _hashed(kind: type, items: list[Any]) -> Any:
+    """Return a set or a frozenset or, if an item has no hash, as an array, the list itself."""
     try:
-        return set(items)
+        return kind(items)
     except TypeError:
         return items
 
@@ -82,8 +93,8 @@ def _dict(pairs: Any) -> dict[Any, Any]:
 
 _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     2: tuple,
-    3: _hashed,
-    4: _hashed,
+    3: lambda items: _hashed(set, items),
+    4: lambda items: _hashed(frozenset, items),  # it may be a key of a dict
     5: _dict,
     7: lambda parts: complex(*parts),
     10: lambda parts: f"{parts[1]}.{parts[2]}",
@@ -98,6 +109,10 @@ _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     23: standard.make,
     24: lambda parts: parts[2],
     25: lambda parts: _dict(parts[1]),
+    27: _flag,
+    28: lambda parts: str(parts[1]),
+    29: lambda parts: f"{parts[0]}.{parts[1]}",
+    30: standard.make_stream,
 }
 _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     6: int,
@@ -124,12 +139,14 @@ def merged(trees: Sequence[Any]) -> Any:
         return values[0] if len(values) == 1 else values
     if isinstance(first, dict):
         dicts = [tree for tree in trees if isinstance(tree, dict)]
+        if len(dicts) == 1 and is_flat(first.values()):
+            return first
         keys = {key: None for tree in dicts for key in tree}
         made = {key: merged([tree[key] for tree in dicts if key in tree]) for key in keys}
         if _is_optimizer(first):
             made["param_groups"] = list(_groups([tree for tree in dicts if _is_optimizer(tree)]))
         return made
-    if type(first) in (list, tuple):
+    if type(first) in (list, tuple) and not is_flat(first):
         alike = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
         return type(first)(merged([tree[number] for tree in alike]) for number in range(len(first)))
     return first

@@ -6,13 +6,16 @@ A file chooses only between the types of this table, so no other code runs when 
 from __future__ import annotations
 
 import datetime as dt
+import io
 import re
 import zoneinfo
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
+
+from ckptd.shared.errors import NewerFormat, NotFound
 
 
 def parts_of(value: Any) -> list[Any] | None:
@@ -28,9 +31,41 @@ def parts_of(value: Any) -> list[Any] | None:
 
 
 def make(parts: Any) -> Any:
-    """Return the value of which `parts_of` has returned these parts."""
+    """Return the value of which `parts_of` has returned these parts.
+
+    Raises NewerFormat for an unknown type, and NotFound for a time zone that this machine does not have.
+    """
     name, *rest = parts
+    if isinstance(name, str) and name not in _MAKERS:
+        raise NewerFormat(f"a value has the unknown type {name!r}: it was written by a newer ckptd; upgrade this one")
     return _MAKERS[name](*rest)
+
+
+def stream_parts(stream: Any) -> list[Any] | None:
+    """Return the kind, the content and the position of an open stream in memory, and how a text stream ends lines. Return None otherwise.
+
+    Return None as well for a stream of a subclass, and for one that has attributes of its own.
+    """
+    if type(stream) not in (io.BytesIO, io.StringIO) or stream.closed or vars(stream):
+        return None
+    if isinstance(stream, io.BytesIO):
+        return ["BytesIO", stream.getvalue(), stream.tell()]
+    content, newline, position, _ = cast(Any, stream).__getstate__()
+    return ["StringIO", content, position, newline]
+
+
+def make_stream(parts: Any) -> io.BytesIO | io.StringIO:
+    """Return the stream of which `stream_parts` has returned these parts. Raises NewerFormat for an unknown kind."""
+    kind, content, position, *rest = parts
+    if kind == "BytesIO":
+        made = io.BytesIO(content)
+        made.seek(position)
+        return made
+    if kind != "StringIO":
+        raise NewerFormat(f"a value has the unknown kind {kind!r}: it was written by a newer ckptd; upgrade this one")
+    text = io.StringIO()
+    cast(Any, text).__setstate__((content, rest[0], position, None))
+    return text
 
 
 def _zone(zone: dt.tzinfo | None) -> list[Any] | None:
@@ -45,9 +80,18 @@ def _zone(zone: dt.tzinfo | None) -> list[Any] | None:
     return [offset.days, offset.seconds, offset.microseconds, zone.tzname(None)]
 
 
+def _iana_zone(key: str) -> zoneinfo.ZoneInfo:
+    try:
+        return zoneinfo.ZoneInfo(key)
+    except zoneinfo.ZoneInfoNotFoundError:
+        raise NotFound(
+            f"the state holds a time in the zone {key!r}, which this machine does not know: install the package tzdata"
+        ) from None
+
+
 def _made_zone(parts: tuple[Any, ...]) -> dt.tzinfo | None:
     if len(parts) <= 1:
-        return zoneinfo.ZoneInfo(*parts) if parts else None
+        return _iana_zone(*parts) if parts else None
     *offset, name = parts
     plain = dt.timezone(dt.timedelta(*offset))
     return plain if plain.tzname(None) == name else dt.timezone(dt.timedelta(*offset), name)

@@ -29,9 +29,9 @@ from ckptd.agent.state.capture import Captured, capture, values_document
 from ckptd.agent.state.components import TENSOR_KINDS
 from ckptd.agent.state.dtypes import copyable
 from ckptd.agent.state.merge import bare, merge
-from ckptd.agent.state.tree import ObjectNode, filled, tensor_names
+from ckptd.agent.state.tree import ObjectNode, filled, tensor_names, unavailable
 from ckptd.shared import codec as codecs
-from ckptd.shared.errors import UnsavableValue
+from ckptd.shared.errors import NotFound, UnsavableValue
 from ckptd.shared.part_writer import ONE_FILE
 from ckptd.shared.plan import HIDDEN, Alias, Item, c_order
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
@@ -70,6 +70,8 @@ def contents_of(opened: Opened) -> Contents:
         return Leaf(name, dtype, dtype, size, tuple(stride), 0, name)
 
     merged = merge([opened.document(rank)["state"] for rank in range(len(opened.sources))])
+    for key, why in unavailable(bare(merged), ""):
+        raise NotFound(f"{key or 'the state'}: {why}")
     tree = filled(replaced(bare(merged), ObjectNode, made), leaf, records=False)
     tree = with_leaves(tree)
     reached = {value.name for _, value in flat(tree) if isinstance(value, Leaf)}

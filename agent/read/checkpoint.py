@@ -148,8 +148,10 @@ class Checkpoint:
         A checkpoint of several ranks gives whole tensors, and the keys of all ranks. A `per_rank` value is the list of the values of all
         ranks that had one, or the value itself if only one rank had it.
 
-        Raises IntegrityError, StorageError; NotFound for an enum whose class is not imported; UnsavableValue for a value that only pickled
-        code could bring back.
+        In place of a value that this process cannot make, such as a member of an enum whose module is not imported, the tree has an object
+        whose repr says what the value is and what is missing.
+
+        Raises IntegrityError, StorageError; UnsavableValue for a value that only pickled code could bring back.
         """
         try:
             documents = [self.opened.document(rank) for rank in range(self.manifest.world_size)]

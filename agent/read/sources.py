@@ -20,10 +20,10 @@ from ckptd.agent.read.on_demand import OPENED_AT_ONCE, PartOnDemand, SavedOnDema
 from ckptd.agent.read.saved import Saved, torch_version
 from ckptd.agent.read.slot_source import PartWithSlot, SlotSource
 from ckptd.agent.state.merge import bare, merge
-from ckptd.agent.state.tree import TensorRef, filled, tensor_names
+from ckptd.agent.state.tree import TensorRef, filled, tensor_names, unavailable
 from ckptd.agent.state.values import decode
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
+from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
 from ckptd.shared.manifest import Manifest, PartEntry
 from ckptd.shared.part import ChunkSource, PartReader
 from ckptd.shared.scatter import scatter, verify
@@ -65,8 +65,7 @@ class Opened:
     def document(self, rank: int = 0) -> dict[str, Any]:
         """Return the values document of a rank, decoded, with its blobs loaded.
 
-        Raises IntegrityError, OSError; NotFound for an enum whose class is not imported; UnsavableValue for a blob that only pickled code
-        could bring back.
+        Raises IntegrityError, OSError; UnsavableValue for a blob that only pickled code could bring back.
         """
         found: dict[str, Any] = decode(self.values(rank))
         names = self.saved.blob_names()
@@ -103,6 +102,8 @@ class Opened:
         """Return values by name, as bytes that torch.save or the caller's planner has written. Raises NotFound, IntegrityError, OSError."""
         found = self.saved.read_blobs([name for name in names if name not in self.plain])
         for name in set(names) & self.plain.keys():
+            for _, why in unavailable(self.plain[name], name):
+                raise NotFound(f"{name}: {why}")
             buffer = io.BytesIO()
             torch.save(self.plain[name], buffer)
             found[name] = buffer.getvalue()

@@ -30,7 +30,8 @@ from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.merge import Foreign, OfRanks
 from ckptd.agent.state.naming import Names
 from ckptd.agent.state.records import kind_of
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, empty_like
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, empty_like
+from ckptd.shared.bounds import PLAIN_TYPES, is_flat
 
 _COMPARED = (torch.Tensor, dict, list, tuple, PerRank)
 
@@ -112,6 +113,8 @@ class Binding:
         if isinstance(saved, Unsaved):
             self._leaves.unsaved.append(path)
             return keep
+        if isinstance(saved, Unavailable):
+            return self._leaves.make(saved, path)
         if isinstance(saved, OfRanks):
             return self._of_ranks(place, saved, path)
         if isinstance(place, PerRank):
@@ -175,6 +178,8 @@ class Binding:
     def _list(self, place: list[Any], saved: Any, path: str) -> Value:
         if not isinstance(saved, list):
             return self._leaves.other_kind(path, saved, "a list")
+        if is_flat(place) and is_flat(saved):  # a history, which may have a million numbers
+            return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)
         if not any(isinstance(item, Unsaved) for item in saved) and not any(map(_is_compared, place)):
             return self._leaves.into(partial(place.__setitem__, slice(None)), saved, path)  # plain values, like a history: any length fits
         if len(place) != len(saved):
@@ -298,6 +303,8 @@ _SETTINGS = (bool, int, float, str)
 
 def _is_compared(item: Any) -> bool:
     """Return True if an item of a list is compared with the saved one, and brought back in place."""
+    if type(item) in PLAIN_TYPES:
+        return False
     return isinstance(item, _COMPARED) or bool(kind_of(item)) or expand_object(item, Names()) is not None
 
 

@@ -20,7 +20,7 @@ from ckptd.agent.state.merge import Foreign, OfRanks, has_own, own_part
 from ckptd.agent.state.naming import Names
 from ckptd.agent.state.records import as_dict
 from ckptd.agent.state.refusals import is_fake, is_uninitialized
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, any_node, empty_like, filled, like, tensor_names, unavailable
 from ckptd.agent.state.values import Packer
 from ckptd.shared.errors import UnsavableValue
 
@@ -162,6 +162,8 @@ class Leaves:
         """Make the saved value itself, with new tensors. With `mark`, the `per_rank` values in it get their mark again."""
         saved = own_part(saved, self._foreign)
         self.matched += 1
+        for key, why in unavailable(saved, path):
+            self.differ(f"{key or 'the state'}: {why}; or recover(keep=[{path!r}]) leaves the state's own value")
         if any_node(saved, lambda node: isinstance(node, ObjectNode) and node.kind in RECORDS and RECORDS[node.kind].alone is as_dict):
             self.as_dicts.append(path)
         if has_own(saved):

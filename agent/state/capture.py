@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor
 from ckptd.agent.state.naming import KeptNames, Names, find, is_stateful
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.refusals import check_values
-from ckptd.agent.state.values import NESTED, TENSORS, Known, LenientPacker, Packer
+from ckptd.agent.state.values import TENSORS, Known, LenientPacker, Packer
 from ckptd.agent.state.wrappers import canonical_keys, flattens, unwrapped
-from ckptd.shared.bounds import check_msgpack
-from ckptd.shared.errors import CkptdError, IntegrityError, UnsavableValue
+from ckptd.shared.errors import CkptdError, UnsavableValue
 
 _ITEM_OVERHEAD = 512  # bytes that one more tensor takes in plan and metadata, rounded up
 _PYTHON_RNG = struct.Struct("<625I")
@@ -47,8 +46,6 @@ class Habits:
 
     dicts: Known = field(default_factory=dict)
     names: KeptNames = field(default_factory=KeptNames)
-    checked: dict[str, int] = field(default_factory=dict)
-    """Has one key, `bytes`: an encoded state of at most this length is accepted without another `check_msgpack`."""
 
 
 def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved: dict[str, str] | None = None) -> Captured:
@@ -59,7 +56,7 @@ def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved:
     the cause lies inside a state_dict or in the size of the whole state.
     """
     try:
-        captured = _capture(state, rank, habits or Habits(), unsaved)
+        return _capture(state, rank, habits or Habits(), unsaved)
     except (RecursionError, ValueError) as error:
         if isinstance(error, ValueError) and "integer string" not in str(error):
             raise
@@ -67,16 +64,6 @@ def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved:
         # too deep or contains itself, or if an integer is too long. If nothing is raised, the cause lies inside a state_dict.
         Packer(lambda value, path: ("stateful", None)).pack(state, "")
         raise UnsavableValue("the state: a state_dict in it is nested too deep, or contains itself; nest it less") from None
-    checked = (habits or Habits()).checked
-    # The check takes time in proportion to the length. It is repeated only if the state has grown by more than an eighth since the last.
-    if len(captured.state) <= checked.get("bytes", 0):
-        return captured
-    try:
-        check_msgpack(captured.state, "the state", NESTED)
-        checked["bytes"] = len(captured.state) * 9 // 8
-    except IntegrityError as error:  # a reader applies the same limits, and would refuse this document
-        raise UnsavableValue(f"{error}: save them as tensors or NumPy arrays instead") from None
-    return captured
 
 
 def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | None) -> Captured:

@@ -129,21 +129,34 @@ def _into_subclass(place: Any, fields: Fields) -> Any:
     return place
 
 
-def _make_subclass(fields: Fields, cls: str) -> Any:
-    """Make a tensor of a subclass whose module is imported already, because a file must not choose which code is loaded."""
+def _subclass_named(cls: str) -> Any:
+    """Return the subclass of this name if its module is imported already, because a file must not choose which code is loaded, or None."""
     module, _, name = cls.rpartition(".")
     found = getattr(sys.modules.get(module), name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")):
-        raise NotFound(f"the state holds a tensor of class {cls}: import module {module} before loading")
+    return found if isinstance(found, type) and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__") else None
+
+
+def _subclass_lacks(fields: Fields, cls: str) -> str:
+    if _subclass_named(cls) is None:
+        return f"the state holds a tensor of class {cls}: import module {cls.rpartition('.')[0]} before loading"
     if _CONTEXT not in fields:
-        raise NotFound(f"a tensor of class {cls} can only be loaded into a state that has it already: its settings could not be saved")
+        return f"a tensor of class {cls} can only be loaded into a state that has it already: its settings could not be saved"
+    return ""
+
+
+def _make_subclass(fields: Fields, cls: str) -> Any:
+    """Make a tensor of a subclass. Raises NotFound if this process cannot make it."""
+    if why := _subclass_lacks(fields, cls):
+        raise NotFound(why)
     parts = {name: value for name, value in fields.items() if name not in (_CONTEXT, _SIZE, _STRIDE)}
-    unflatten: Callable[..., Any] = found.__tensor_unflatten__
+    unflatten: Callable[..., Any] = _subclass_named(cls).__tensor_unflatten__
     return unflatten(parts, fields[_CONTEXT], torch.Size(fields[_SIZE]), tuple(fields[_STRIDE]))
 
 
 TENSOR_KINDS: dict[str, Kind] = {
     "sparse": Kind(_sparse_fields, _into_sparse, _make_sparse, whole=True, required=("layout", "size"), differs=_sparse_differs),
     "nested": Kind(_nested_fields, _into_nested, _make_nested, whole=True, required=("jagged", "parts")),
-    "subclass": Kind(_subclass_fields, _into_subclass, _make_subclass, required=(_SIZE, _STRIDE), differs=_subclass_differs),
+    "subclass": Kind(
+        _subclass_fields, _into_subclass, _make_subclass, required=(_SIZE, _STRIDE), differs=_subclass_differs, lacks=_subclass_lacks
+    ),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, empty_like, like
 from ckptd.agent.state.values import Packer
+from ckptd.shared.bounds import is_flat
 from ckptd.shared.errors import UnsavableValue
 
 
@@ -61,7 +62,7 @@ def _shared(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, "a dict"
         for key, value in tree.items():
             yield from _shared(value, f"{prefix}{key}")
-    elif isinstance(tree, (list, tuple, deque)) and any(isinstance(item, _NESTED) for item in tree):
+    elif isinstance(tree, (list, tuple, deque)) and not is_flat(tree) and any(isinstance(item, _NESTED) for item in tree):
         yield path, f"{len(tree)} items"
         for number, value in enumerate(tree):
             yield from _shared(value, f"{prefix}{number}")
@@ -82,7 +83,10 @@ def has_own(tree: Any) -> bool:
         return True
     if isinstance(tree, ObjectNode):
         return has_own(tree.tree)
-    return any(map(has_own, tree.values() if isinstance(tree, dict) else tree)) if isinstance(tree, (dict, list, tuple, deque)) else False
+    if not isinstance(tree, (dict, list, tuple, deque)):
+        return False
+    items = tree.values() if isinstance(tree, dict) else tree
+    return not is_flat(items) and any(map(has_own, items))
 
 
 def is_optimizer(tree: Any) -> bool:
@@ -133,7 +137,9 @@ def own_part(tree: Any, foreign: Foreign) -> Any:
         if own.groups is not None:
             made["param_groups"] = own.groups
         return made
-    return like(tree, [own_part(item, foreign) for item in tree]) if type(tree) in (list, tuple, deque) else tree
+    if type(tree) not in (list, tuple, deque) or is_flat(tree):
+        return tree
+    return like(tree, [own_part(item, foreign) for item in tree])
 
 
 def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> Any:
@@ -147,6 +153,8 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
     if is_optimizer(first):
         return _merge_optimizers([(rank, value) for rank, value in held if is_optimizer(value)], own, foreign)
     if isinstance(first, dict):
+        if len(held) == 1 and is_flat(first.values()):
+            return first
         made = empty_like(first)
         keys = {key: None for _, value in held if isinstance(value, dict) for key in value}
         for key in keys:
@@ -154,7 +162,7 @@ def _merge(held: list[tuple[int, Any]], own: int | None, foreign: Foreign) -> An
         if held[0][0] == own and len(made) > len(first):
             foreign[id(made)] = Own(made, frozenset(key for key in made if key not in first))
         return made
-    if type(first) in (list, tuple, deque) and any(isinstance(item, _NESTED) for item in first):
+    if type(first) in (list, tuple, deque) and not is_flat(first) and any(isinstance(item, _NESTED) for item in first):
         alike = [(rank, value) for rank, value in held if type(value) is type(first) and len(value) == len(first)]
         return like(first, [_merge([(rank, value[n]) for rank, value in alike], own, foreign) for n in range(len(first))])
     return first
@@ -173,9 +181,11 @@ def bare(tree: Any) -> Any:
         return values[0] if len(values) == 1 else values
     if isinstance(tree, dict):
         made = empty_like(tree)
-        made.update({key: bare(value) for key, value in tree.items()})
+        made.update(tree if is_flat(tree.values()) else {key: bare(value) for key, value in tree.items()})
         return made
-    return like(tree, [bare(item) for item in tree]) if type(tree) in (list, tuple, deque) else tree
+    if type(tree) not in (list, tuple, deque) or is_flat(tree):
+        return tree
+    return like(tree, [bare(item) for item in tree])
 
 
 def _merge_optimizers(held: list[tuple[int, dict[str, Any]]], own: int | None, foreign: Foreign) -> dict[str, Any]:

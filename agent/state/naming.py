@@ -21,12 +21,13 @@ from ckptd.agent.state.records import KINDS, WITH_FIELDS, kind_of
 from ckptd.agent.state.tree import PerRank
 from ckptd.agent.state.values import TENSORS
 from ckptd.agent.state.wrappers import Ways, canonical_names, flattens, former_name, unwrapped
+from ckptd.shared.bounds import PLAIN_TYPES, types_of
 
 T = TypeVar("T")
 Key = str | int
 """The name of a parameter, or the number of a parameter without a name."""
 
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_LEAVES = TENSORS | PLAIN_TYPES
 
 
 def buffer_names(state: Any) -> list[str]:
@@ -64,14 +65,16 @@ def find(state: Any, path: str, kind: type[T] | tuple[type[T], ...], *, tensors:
     if isinstance(state, kind):
         yield path, state
     elif isinstance(state, dict):
-        for key, value in state.items() if tensors or not TENSORS.issuperset(map(type, state.values())) else ():
-            if type(value) not in _PLAIN and (tensors or not isinstance(value, torch.Tensor)):
+        flat = types_of(state.values()) <= (PLAIN_TYPES if tensors else _LEAVES)
+        for key, value in state.items() if not flat else ():
+            if tensors or not isinstance(value, torch.Tensor):
                 yield from find(value, f"{path}.{key}" if path else str(key), kind, tensors=tensors)
     elif (record := kind_of(state)) in WITH_FIELDS and not is_stateful(state):
         yield from find(KINDS[record].fields(state), path, kind, tensors=tensors)
     elif isinstance(state, (list, tuple)):
-        for number, value in enumerate(state):
-            if type(value) not in _PLAIN and (tensors or not isinstance(value, torch.Tensor)):
+        flat = types_of(state) <= (PLAIN_TYPES if tensors else _LEAVES)  # a history has a million numbers
+        for number, value in enumerate(state if not flat else ()):
+            if tensors or not isinstance(value, torch.Tensor):
                 yield from find(value, f"{path}.{number}" if path else str(number), kind, tensors=tensors)
 
 

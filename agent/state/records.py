@@ -34,6 +34,10 @@ def _no_differences(place: Any, fields: Fields) -> str:
     return ""
 
 
+def _lacks_nothing(fields: Fields, cls: str) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of record, as the functions that take such objects apart and bring their fields back.
@@ -41,7 +45,7 @@ class Kind:
     `fields` takes a record apart. `restore` brings fields back into a record, and returns it, or a new one if it cannot be changed. `alone`
     makes a record from its fields and the name of its class. If `whole` is True, the fields come back as new objects, and are not filled
     one by one. A file without the `required` fields is damaged. `differs` returns the reason why these fields cannot be brought back into
-    this record, or "".
+    this record, or "". `lacks` returns the reason why this process cannot make the record with `alone`, or "".
     """
 
     fields: Callable[[Any], Fields]
@@ -50,6 +54,7 @@ class Kind:
     whole: bool = False
     required: tuple[str, ...] = ()
     differs: Callable[[Any, Fields], str] = _no_differences
+    lacks: Callable[[Fields, str], str] = _lacks_nothing
 
 
 def kind_of(value: Any) -> str:

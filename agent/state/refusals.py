@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ckptd.shared.bounds import MAX_DEPTH, MAX_DIMENSIONS
 from ckptd.shared.errors import UnsavableValue
 
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
 
 def check_text(text: str, path: str) -> None:
     """Raise UnsavableValue if a text holds surrogates, which UTF-8 cannot encode."""
@@ -23,6 +26,17 @@ def check_text(text: str, path: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise UnsavableValue(f"{path or 'the state'}: a text or key holds surrogates, which UTF-8 cannot encode: {text[:40]!r}") from None
+
+
+def are_texts(values: Iterable[str]) -> bool:
+    """Return True if UTF-8 can encode all of these texts. Takes little time for a million of them."""
+    if all(map(str.isascii, values)):
+        return True
+    try:
+        deque(map(str.encode, values), maxlen=0)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
@@ -42,14 +56,21 @@ def too_deep(above: Sequence[tuple[int, str]], path: str) -> UnsavableValue:
 
 
 def digits(value: int, path: str) -> bytes:
-    """Return an integer as decimal text. Raises UnsavableValue if the integer has more digits than Python converts to and from text."""
-    try:
-        return str(value).encode()
-    except ValueError:
-        raise UnsavableValue(
-            f"{path or 'the state'}: an integer of about {value.bit_length() * 3 // 10:,d} digits; expected at most "
-            f"{sys.get_int_max_str_digits():,d}, as many as Python converts to text: save it as bytes (int.to_bytes) or as a tensor"
-        ) from None
+    """Return an integer as decimal text. Raises UnsavableValue if it has more digits than Python converts to and from text by default.
+
+    The limit of this process does not count if it is higher, because the process that reads the integer may have the default.
+    """
+    most = sys.int_info.default_max_str_digits
+    if (about := value.bit_length() * 30_103 // 100_000 + 1) <= most + 1:
+        try:
+            if len(text := str(abs(value))) <= most:
+                return (f"-{text}" if value < 0 else text).encode()
+        except ValueError:  # this process has a lower limit
+            most = sys.get_int_max_str_digits()
+    raise UnsavableValue(
+        f"{path or 'the state'}: an integer of about {about:,d} digits; expected at most {most:,d}, as many as "
+        "Python converts to text: save it as bytes (int.to_bytes) or as a tensor"
+    )
 
 
 def said(how: Callable[[Any], str], value: Any) -> str:
@@ -93,7 +114,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
         problem = "a tensor on the meta device, which has no values"
     elif tensor.layout is not torch.strided or tensor.is_nested:
         problem = f"a tensor of layout {tensor.layout}"
-    elif tensor.is_quantized:
+    elif tensor.is_quantized or tensor.dtype in _QUANTIZED:  # a view in such a dtype has no scales
         problem = f"a quantized tensor ({tensor.dtype})"
     if problem is not None:
         raise UnsavableValue(f"{name}: {problem} cannot be saved; give a strided torch.Tensor (its values, scales or indices as tensors)")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptd.agent.state.components import TENSOR_KINDS
 from ckptd.agent.state.records import KINDS
+from ckptd.shared.bounds import is_flat
 from ckptd.shared.errors import CkptdError, IntegrityError
 
 RECORDS = KINDS | TENSOR_KINDS
@@ -52,6 +53,23 @@ class Unsaved:
         return f"<not saved: a {self.cls}>"
 
 
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """The node of a decoded tree that takes the place of a value that this process cannot make, such as a member of an enum not imported.
+
+    why: the reason, with the way out. code, data: the extension type and its payload, so that the value can be saved again as it was. A
+    tensor of a subclass has no payload; it has its `fields` instead, a dict of its inner tensors.
+    """
+
+    why: str
+    code: int = 0
+    data: bytes = b""
+    fields: Any = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<not available: {self.why}>"
+
+
 def per_rank(value: Any) -> Any:
     """Mark a value in the state as this rank's own, like the position of its data loader. Each rank gets its own value back.
 
@@ -64,13 +82,7 @@ def tensor_names(tree: Any) -> list[str]:
     """Return the names of all tensors in a decoded tree."""
     if isinstance(tree, TensorRef):
         return [tree.fqn]
-    if isinstance(tree, (ObjectNode, PerRank)):
-        return tensor_names(tree.tree if isinstance(tree, ObjectNode) else tree.value)
-    if isinstance(tree, dict):
-        return [name for value in tree.values() for name in tensor_names(value)]
-    if isinstance(tree, (list, tuple, set, frozenset)) or type(tree).__name__ == "deque":
-        return [name for value in tree for name in tensor_names(value)]
-    return []
+    return [name for value in inside(tree) or () for name in tensor_names(value)]
 
 
 def empty_like(tree: dict[Any, Any]) -> dict[Any, Any]:
@@ -84,17 +96,42 @@ def like(container: Any, items: list[Any]) -> Any:
 
 
 def inside(tree: Any) -> Iterable[Any] | None:
-    """Return the contents of a container in a decoded tree, or None for a value that is no container."""
-    if isinstance(tree, dict):
-        return tree.values()
+    """Return the contents of a container in a decoded tree, or None for a value that is no container.
+
+    The contents of a container that holds plain values only are left out: nothing in them is a node or a container.
+    """
     if isinstance(tree, (ObjectNode, PerRank)):
         return (tree.tree if isinstance(tree, ObjectNode) else tree.value,)
-    return tree if isinstance(tree, (list, tuple, set, frozenset, deque)) else None
+    if not isinstance(tree, (dict, list, tuple, set, frozenset, deque)):
+        return None
+    contents = tree.values() if isinstance(tree, dict) else tree
+    return () if is_flat(contents) else contents
 
 
 def any_node(tree: Any, condition: Callable[[Any], bool]) -> bool:
     """Return True if the condition holds for a node of a decoded tree."""
     return condition(tree) or any(any_node(item, condition) for item in inside(tree) or ())
+
+
+def unavailable(tree: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and the reason of each value in a decoded tree that this process cannot make. Keys of dicts are looked into, too."""
+    if isinstance(tree, Unavailable):
+        yield path, tree.why
+    elif isinstance(tree, ObjectNode):
+        if tree.kind in RECORDS and (why := RECORDS[tree.kind].lacks(tree.tree, tree.cls)):
+            yield path, why
+        yield from unavailable(tree.tree, path)
+    elif isinstance(tree, PerRank):
+        yield from unavailable(tree.value, path)
+    elif isinstance(tree, dict):
+        if not is_flat(tree):
+            yield from unavailable(list(tree), path)
+        if not is_flat(tree.values()):
+            for key, value in tree.items():
+                yield from unavailable(value, f"{path}.{key}" if path else str(key))
+    else:
+        for number, value in enumerate(inside(tree) or ()):
+            yield from unavailable(value, f"{path}.{number}" if path else str(number))
 
 
 def _stands_in(tree: Any) -> bool:
@@ -106,7 +143,7 @@ def filled(tree: Any, resolve: Callable[[str], Any], *, records: bool = True) ->
     """Return a decoded tree with `resolve(name)` for each TensorRef, and ObjectNode and PerRank unwrapped. Containers keep their types.
 
     A record is made again if that needs no class of the caller's. A dict of its fields takes the place of any other record, and of all
-    records if `records` is False.
+    records if `records` is False. `Unavailable` takes the place of a tensor whose subclass this process lacks.
     """
     if isinstance(tree, TensorRef):
         return resolve(tree.fqn)
@@ -120,7 +157,7 @@ def filled(tree: Any, resolve: Callable[[str], Any], *, records: bool = True) ->
         made.update({key: filled(value, resolve, records=records) for key, value in tree.items()})
         return made
     if type(tree) is list:
-        return [filled(value, resolve, records=records) for value in tree]
+        return list(tree) if is_flat(tree) else [filled(value, resolve, records=records) for value in tree]
     if isinstance(tree, (tuple, set, frozenset)) and _stands_in(tree):
         return type(tree)(filled(value, resolve, records=records) for value in tree)
     if type(tree).__name__ == "deque" and _stands_in(tree):
@@ -132,6 +169,8 @@ def _made(kind: str, tree: Any, cls: str) -> Any:
     if kind not in RECORDS:
         return tree
     try:
+        if why := RECORDS[kind].lacks(tree, cls):
+            return Unavailable(why, fields=tree)
         return RECORDS[kind].alone(tree, cls)
     except CkptdError:
         raise

@@ -10,10 +10,12 @@ from __future__ import annotations
 import enum
 import io
 import pathlib
+import re
 import sys
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Collection
+from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any
 
@@ -25,18 +27,33 @@ from ckptd.agent.state.components import kind_of_tensor
 from ckptd.agent.state.dtypes import torch_dtype
 from ckptd.agent.state.optimizers import class_of
 from ckptd.agent.state.records import kind_of
-from ckptd.agent.state.refusals import check_own, check_tensor, check_text, digits, said, too_deep
-from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unsaved, inside
-from ckptd.shared import standard
-from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, check_msgpack, deeper_than
+from ckptd.agent.state.references import (
+    class_parts,
+    constant_parts,
+    flag_parts,
+    is_named,
+    make_class,
+    make_constant,
+    make_flag,
+    make_member,
+    member_parts,
+)
+from ckptd.agent.state.refusals import are_texts, check_own, check_tensor, check_text, digits, said, too_deep
+from ckptd.agent.state.tree import RECORDS, ObjectNode, PerRank, TensorRef, Unavailable, Unsaved, any_node, inside
+from ckptd.shared import bounds, standard
+from ckptd.shared.bounds import MAX_DEPTH, MAX_DEPTH_READ, PLAIN_TYPES, check_msgpack, deeper_than, types_of
+from ckptd.shared.collector import paused_collector
 from ckptd.shared.errors import IntegrityError, NewerFormat, NotFound, UnsavableValue
-from ckptd.shared.standard import parts_of
+from ckptd.shared.plan import MAX_DOCUMENT
+from ckptd.shared.standard import parts_of, stream_parts
 
 Ext = msgspec.msgpack.Ext
 TENSOR, TUPLE, SET, FROZENSET, MAP, BIG_INT, COMPLEX, ARRAY, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE = range(1, 15)
 ORDERED_DICT, COUNTER, DEQUE, TORCH, BYTEARRAY, OBJECT, PER_RANK, OBJECT_OF_CLASS, STANDARD, RECORD, DEFAULT_DICT, UNSAVED = range(15, 27)
+FLAG, CONSTANT, CLASS, STREAM = range(27, 31)
 
 _PLAIN = {type(None), bool, float, str, bytes}
+_NUMBERS = frozenset({type(None), bool, float, bytes})
 _TEXT = frozenset({str})
 _FACTORIES: dict[str, type] = {
     cls.__name__: cls for cls in (int, float, bool, str, bytes, list, tuple, set, dict, Counter, OrderedDict, deque)
@@ -59,6 +76,31 @@ def _reference(name: str) -> Ext:
 Known = dict[str, tuple[list[list[Any]], list[str], msgspec.Raw]]
 """Dicts packed by `Packer._only_tensors`, by path: all their keys, the tensors' names, and the encoded dict."""
 _MOST_KNOWN = 1 << 17
+_OBJECTS_OF_ONE = 8
+"""At least as many maps, lists, texts and extensions as any value takes in the document, apart from the values in it."""
+_ROOM = 4096
+"""The objects that are kept free for what a values document has beside the state, such as the states of random generators."""
+_ROOM_BYTES = 1 << 20
+
+
+def check_size(document: bytes, objects: int, *, within: bool = False) -> None:
+    """Raise UnsavableValue if a reader would refuse this document because of its size. `objects`: see `Packer.objects`.
+
+    `within` is True for a state that becomes a part of a values document. Takes time in proportion to the document only if `objects` is so
+    large that an exact count is needed.
+    """
+    most, room = (MAX_DOCUMENT - _ROOM_BYTES, _ROOM) if within else (MAX_DOCUMENT, 0)
+    if len(document) > most:
+        raise UnsavableValue(
+            f"the state: its values, without the tensors, take {len(document):,d} bytes; expected at most {most:,d}: save large values, "
+            "such as bytes and NumPy arrays, as tensors"
+        )
+    if objects <= bounds.MAX_OBJECTS - room:
+        return
+    try:
+        check_msgpack(document, "the state", NESTED, room=room)
+    except IntegrityError as error:
+        raise UnsavableValue(f"{error}: save them as tensors or NumPy arrays instead") from None
 
 
 class Packer:
@@ -66,6 +108,7 @@ class Packer:
 
     `expand`, if given, is called with each value of an unknown type and its path, and returns (kind, plain tree) or None. `rank` becomes
     part of the names of tensors in a `per_rank` value. `known` is filled, and makes the next packing of a state with the same keys faster.
+    `objects` is at least the number of maps, lists, texts and extensions in what was packed.
     """
 
     def __init__(
@@ -73,28 +116,42 @@ class Packer:
     ) -> None:
         self._known: Known = {} if known is None else known
         self.tensors: dict[str, torch.Tensor] = {}
+        self.objects = 0
         self._rank = rank
         self._expand = expand
         self._above: list[tuple[int, str]] = []  # ids and paths of the containers around the value being packed, outermost first
 
     def encode(self, value: Any, prefix: str = "") -> bytes:
-        """Pack a value and return it as msgpack. Raises UnsavableValue, naming the key, for a value that could not be restored."""
-        return _encode(self.pack(value, prefix))
+        """Pack a value and return it as msgpack.
+
+        Raises UnsavableValue for a value that could not be restored, naming the key, and for a document that is too large for a reader.
+        """
+        return self._encoded(self.pack(value, prefix), within=True)
 
     def encode_map(self, packed: dict[str, Any]) -> bytes:
-        """Return a document of several values, each packed already."""
-        return _encode(packed)
+        """Return a document of values that this packer has packed. Raises UnsavableValue if it is too large for a reader."""
+        return self._encoded(packed)
+
+    def _encoded(self, packed: Any, *, within: bool = False) -> bytes:
+        try:
+            document = _encode(packed)
+        except ValueError as error:  # a single value has 2^32 bytes or more
+            raise UnsavableValue(f"the state: {error}: save them as a tensor") from None
+        check_size(document, self.objects, within=within)
+        return document
 
     def pack(self, value: Any, path: str) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             if kind is str:
                 check_text(value, path)
+                self.objects += 1
             return value
+        if kind is int and -(1 << 63) <= value < 1 << 64:
+            return value
+        self.objects += _OBJECTS_OF_ONE
         if kind is int:
-            return value if -(1 << 63) <= value < 1 << 64 else Ext(BIG_INT, digits(value, path))
-        if kind is list and _TEXT.issuperset(map(type, value)) and "".join(value).isascii():
-            return value  # a shortcut for the parameter names in a param_group
+            return Ext(BIG_INT, digits(value, path))
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if len(self._above) == MAX_DEPTH:
@@ -104,10 +161,32 @@ class Packer:
             if kind is dict:
                 return self._dict(value, path)
             if kind is list:
-                return [self.pack(item, f"{path}.{n}" if path else str(n)) for n, item in enumerate(value)]
+                return self._items(value, path)
             return self._other(value, kind, path)
         finally:
             self._above.pop()
+
+    def _items(self, values: Collection[Any], path: str) -> Any:
+        """Return the packed items of a sequence: the sequence itself if msgspec encodes all of it, as it does a history of losses."""
+        if self._is_flat(values):
+            return values
+        prefix = f"{path}." if path else ""
+        return [item if type(item) in _NUMBERS else self.pack(item, f"{prefix}{n}") for n, item in enumerate(values)]
+
+    def _is_flat(self, values: Collection[Any]) -> bool:
+        """Return True if msgspec encodes all values as `pack` would pack them. Adds the texts among them to `objects`."""
+        # A state may hold millions of plain values, so all of this runs in C.
+        kinds = types_of(values)
+        if not kinds <= PLAIN_TYPES:
+            return False
+        if str in kinds:
+            self.objects += len(values)
+            if not are_texts(values if len(kinds) == 1 else [value for value in values if type(value) is str]):
+                return False
+        if int in kinds:
+            numbers = values if len(kinds) == 1 else [value for value in values if type(value) is int]
+            return bool(min(numbers) >= -(1 << 63) and max(numbers) < 1 << 64)
+        return True
 
     def _tensor(self, value: torch.Tensor, path: str) -> Any:
         if kind := kind_of_tensor(value):
@@ -121,21 +200,48 @@ class Packer:
         self.tensors[name] = value
         return _reference(name)
 
-    def _children(self, values: Iterable[Any], path: str) -> bytes:
-        return _encode([self.pack(item, f"{path}.{n}" if path else str(n)) for n, item in enumerate(values)])
+    def _set(self, value: Collection[Any], path: str) -> bytes:
+        flat = self._is_flat(value)
+        ordered = sorted(value, key=repr if flat else partial(said, repr))
+        prefix = f"{path}." if path else ""
+        return _encode(ordered if flat else [self._hashed(item, f"{prefix}{n}") for n, item in enumerate(ordered)])
+
+    def _hashed(self, value: Any, path: str, *, is_key: bool = False) -> Any:
+        """Pack a key of a dict, or an item of a set. Raises UnsavableValue for a value that would come back without a hash."""
+        packed = Packer.pack(self, value, path)  # never an Unsaved, as `LenientPacker.pack` returns it
+        if type(packed) is not Ext or packed.code in _HASHED:
+            return packed
+        found = decode(_encode(packed))
+        try:
+            hash(found)
+        except TypeError:
+            pass
+        else:
+            refused = (TensorRef, PerRank) if is_key else PerRank
+            if not any_node(found, lambda node: isinstance(node, refused)):
+                return packed
+        kind = type(value)
+        role = "key of a dict" if is_key else "part of a set"
+        raise UnsavableValue(
+            f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be brought back as a {role}: use a number, a text, or a "
+            "tuple of these"
+        )
 
     def _dict(self, value: dict[Any, Any], path: str) -> Any:
         prefix = f"{path}." if path else ""
         if not _TEXT.issuperset(map(type, value)):
             return Ext(MAP, self._pairs(value, path))
+        self.objects += len(value)
         kinds = set(map(type, value.values()))
+        if kinds <= PLAIN_TYPES and are_texts(value) and self._is_flat(value.values()):
+            return value
         if value and TENSORS.issuperset(kinds) and (packed := self._only_tensors([value], path)) is not None:
             return packed
         if kinds == {dict} and (packed := self._only_tensors([value, *value.values()], path)) is not None:
             return packed
         for key in value:
             check_text(key, path)
-        return {key: self.pack(item, prefix + key) for key, item in value.items()}
+        return {key: item if type(item) in _NUMBERS else self.pack(item, prefix + key) for key, item in value.items()}
 
     def _only_tensors(self, dicts: list[dict[Any, Any]], path: str) -> Any:
         """Pack a dict of tensors, or a dict of dicts of tensors. Return None if it holds anything else, or a name is already taken."""
@@ -158,6 +264,7 @@ class Packer:
         if not self.tensors.keys().isdisjoint(known[1]):
             return None
         self.tensors.update(zip(known[1], tensors, strict=True))
+        self.objects += 2 * sum(map(len, keys)) + len(keys)
         return known[2]
 
     def _names(self, dicts: list[dict[Any, Any]], path: str) -> list[str] | None:
@@ -174,16 +281,21 @@ class Packer:
         return names if all(names) and len(set(names)) == len(names) else None
 
     def _pairs(self, value: dict[Any, Any], path: str) -> bytes:
-        prefix = f"{path}." if path else ""
+        self.objects += len(value)
+        prefix, flat = f"{path}." if path else "", self._is_flat(value)
+        if flat and self._is_flat(value.values()):
+            return _encode(list(value.items()))
         pairs = []
         for key, item in value.items():
-            packed = self.pack(key, f"{prefix}key {said(repr, key)}")
-            pairs.append([packed, self.pack(item, f"{prefix}{said(str, key)}")])
+            packed = key if flat else self._hashed(key, f"{prefix}key {said(repr, key)}", is_key=True)
+            pairs.append([packed, item if type(item) in _NUMBERS else self.pack(item, f"{prefix}{said(str, key)}")])
         return _encode(pairs)
 
     def _other(self, value: Any, kind: type, path: str) -> Any:
         if kind is TensorRef:
             return _reference(value.fqn)
+        if kind is Unavailable:
+            return self._unavailable(value, path)
         if kind is PerRank:
             before = len(self.tensors)
             packed = self.pack(value.value, f"{path}@{self._rank}")
@@ -191,7 +303,7 @@ class Packer:
                 check_own(name, self.tensors[name])
             return Ext(PER_RANK, _encode(packed))
         if kind is tuple:
-            return Ext(TUPLE, self._children(value, path))
+            return Ext(TUPLE, _encode(self._items(value, path)))
         if kind is torch.Size:
             return Ext(SIZE, _encode(list(value)))
         if kind is OrderedDict:
@@ -202,9 +314,9 @@ class Packer:
             factory = next((name for name, cls in _FACTORIES.items() if cls is value.default_factory), "")
             return Ext(DEFAULT_DICT, _encode([factory, msgspec.Raw(self._pairs(value, path))]))
         if kind is deque:
-            return Ext(DEQUE, _encode([[self.pack(item, f"{path}.{n}") for n, item in enumerate(value)], value.maxlen]))
+            return Ext(DEQUE, _encode([self._items(list(value), path), value.maxlen]))
         if kind is set or kind is frozenset:
-            return Ext(SET if kind is set else FROZENSET, self._children(sorted(value, key=partial(said, repr)), path))
+            return Ext(SET if kind is set else FROZENSET, self._set(value, path))
         if kind is complex:
             return Ext(COMPLEX, _encode([value.real, value.imag]))
         if kind is bytearray:
@@ -214,11 +326,11 @@ class Packer:
         if kind is torch.device:
             return Ext(DEVICE, str(value).encode())
         if isinstance(value, enum.Enum):
-            return Ext(ENUM, _encode([kind.__module__, kind.__qualname__, value.name]))
+            return self._member(value, path)
         if isinstance(value, pathlib.PurePath) and kind.__name__ in _PATHS:
             check_text(str(value), path)
             return Ext(PATH, _encode([kind.__name__, str(value)]))
-        if "numpy" in sys.modules and (packed := _pack_numpy(value)) is not None:
+        if "numpy" in sys.modules and (packed := _pack_numpy(value, path)) is not None:
             return packed
         if self._expand is not None and (expanded := self._expand(value, path)) is not None:
             name, tree = expanded
@@ -228,9 +340,26 @@ class Packer:
             return Ext(OBJECT_OF_CLASS, _encode([name, packed, class_of(value)]))
         if record := kind_of(value):
             return self._record(record, value, path)
-        if (parts := parts_of(value)) is not None:
-            return Ext(STANDARD, _encode(parts))
+        for code, parts in ((STANDARD, parts_of(value)), (STREAM, stream_parts(value)), (CONSTANT, constant_parts(value))):
+            if parts is not None:
+                return Ext(code, _encode([self.pack(part, path) if type(part) is str else part for part in parts]))
+        if (named := class_parts(value, path)) is not None:
+            return Ext(CLASS, _encode(named))
         return self._torch(value, kind, path)
+
+    def _unavailable(self, value: Unavailable, path: str) -> Ext:
+        """Pack a value that this process could not make as it was read."""
+        if not value.code:
+            raise UnsavableValue(f"{path or 'the state'}: {value.why}")
+        self.objects += len(value.data)
+        return Ext(value.code, value.data)
+
+    def _member(self, value: enum.Enum, path: str) -> Ext:
+        if is_named(value) or not isinstance(value, enum.Flag):
+            return Ext(ENUM, _encode(member_parts(value, path)))
+        module, qualname, names, rest = flag_parts(value, path)
+        self.objects += len(names)
+        return Ext(FLAG, _encode([module, qualname, names, self.pack(rest, path)]))
 
     def _record(self, kind: str, value: Any, path: str) -> Any:
         return Ext(RECORD, _encode([kind, class_of(value), self.pack(RECORDS[kind].fields(value), path)]))
@@ -263,6 +392,7 @@ class LenientPacker(Packer):
             return super().pack(value, path)
         except UnsavableValue as error:
             self._unsaved[path] = str(error)
+            self.objects += 1
             return Ext(UNSAVED, class_of(value).encode())
 
     def _only_tensors(self, dicts: list[dict[Any, Any]], path: str) -> Any:
@@ -270,7 +400,7 @@ class LenientPacker(Packer):
         return None
 
 
-def _pack_numpy(value: Any) -> Any:
+def _pack_numpy(value: Any, path: str) -> Any:
     import numpy as np
 
     if isinstance(value, np.generic):
@@ -281,16 +411,43 @@ def _pack_numpy(value: Any) -> Any:
         return None
     if array.dtype.hasobject:
         return None
+    if not _in_npy(array.dtype):
+        raise UnsavableValue(
+            f"{path or 'the state'}: a NumPy value of dtype {array.dtype}, which NumPy's own file format does not have; save its bits as "
+            "integers (array.view()), or a tensor"
+        )
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=False)
+    if code == SCALAR:
+        found = _array(buffer.getvalue())[()]
+        if type(found) is not type(value) or found.tobytes() != value.tobytes():
+            raise UnsavableValue(
+                f"{path or 'the state'}: the NumPy value {value!r} comes back as {found!r} from NumPy's own file format; save a "
+                "plain value of Python instead (value.item())"
+            )
     return Ext(code, buffer.getvalue())
 
 
+@lru_cache(maxsize=256)
+def _in_npy(dtype: Any) -> bool:
+    """Return True if an array of this dtype has the same dtype when it is read from a `.npy` file."""
+    import numpy as np
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return bool(np.lib.format.descr_to_dtype(np.lib.format.dtype_to_descr(dtype)) == dtype)
+        except (TypeError, ValueError):
+            return False
+
+
+@paused_collector()
 def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorRef, *, objects: bool = True) -> Any:
     """Return the value that `Packer.encode` was given. `resolve` returns the object that takes the place of a tensor, given its name.
 
-    If `objects` is false, an ObjectNode is replaced by its tree and a PerRank by its value. Raises IntegrityError for an invalid document,
-    NewerFormat for an unknown extension type, and NotFound for an enum whose class is not imported or a dtype that this torch lacks.
+    If `objects` is false, an ObjectNode is replaced by its tree and a PerRank by its value. `Unavailable` takes the place of a value that
+    this process cannot make, as a member of an enum whose module is not imported. Raises IntegrityError for an invalid document, and
+    NewerFormat for an unknown extension type.
     """
 
     def hook(code: int, data: memoryview) -> Any:
@@ -307,16 +464,19 @@ def decode(document: bytes | memoryview, resolve: Callable[[str], Any] = TensorR
             return _record_node(kind, cls, tree) if objects else tree
         if code == PER_RANK:
             return PerRank(msgspec.msgpack.decode(data, ext_hook=hook)) if objects else msgspec.msgpack.decode(data, ext_hook=hook)
-        if code in _BY_ITEMS:
-            return _BY_ITEMS[code](msgspec.msgpack.decode(data, ext_hook=hook))
-        if code in _BY_BYTES:
-            return _BY_BYTES[code](bytes(data))
+        try:
+            if code in _BY_ITEMS:
+                return _BY_ITEMS[code](msgspec.msgpack.decode(data, ext_hook=hook))
+            if code in _BY_BYTES:
+                return _BY_BYTES[code](bytes(data))
+        except NotFound as error:
+            return Unavailable(str(error), code, bytes(data))
         raise NewerFormat(f"a value has the unknown type {code}: it was written by a newer ckptd; upgrade this one")
 
     check_msgpack(document, "values document", NESTED)
     try:
         found = msgspec.msgpack.decode(document, ext_hook=hook)
-    except (NotFound, IntegrityError):
+    except IntegrityError:
         raise
     except Exception as error:
         raise IntegrityError(f"values document cannot be read: {error}") from None
@@ -339,14 +499,25 @@ def _default_dict(factory: str, pairs: Any) -> defaultdict[Any, Any]:
     return made
 
 
-def _enum(parts: Any) -> enum.Enum:
-    module, qualname, name = parts
-    found: Any = sys.modules.get(module)  # not imported here, because a file must not choose which code runs
-    for attribute in qualname.split("."):
-        found = getattr(found, attribute, None)
-    if not isinstance(found, type) or not issubclass(found, enum.Enum) or name not in found.__members__:
-        raise NotFound(f"the state holds {qualname}.{name} of module {module}: import that module before loading")
-    return found[name]
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise NotFound(f"torch {torch.__version__} has no device {text!r}: import the package that brings it before loading") from None
+
+
+def _load(data: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except RuntimeError:  # it was saved on a device that this machine does not have
+        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:  # torch's refusal has a type that only its loader of files defines
+        if (name := re.search(r"GLOBAL ([\w.]+)", str(error))) is None:
+            raise
+        raise NotFound(
+            f"torch.load(weights_only=True) does not accept {name[1]}: call torch.serialization.add_safe_globals() with it before "
+            "loading, as the program that saved it did"
+        ) from None
 
 
 def _array(data: bytes) -> Any:
@@ -361,7 +532,7 @@ _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     FROZENSET: frozenset,
     MAP: lambda pairs: {key: value for key, value in pairs},  # noqa: C416 (a list of lists, not of pairs)
     COMPLEX: lambda parts: complex(*parts),
-    ENUM: _enum,
+    ENUM: make_member,
     PATH: lambda parts: _PATHS[parts[0]](parts[1]),
     SIZE: torch.Size,
     ORDERED_DICT: lambda pairs: OrderedDict((key, value) for key, value in pairs),
@@ -369,15 +540,21 @@ _BY_ITEMS: dict[int, Callable[[Any], Any]] = {
     DEQUE: lambda parts: deque(parts[0], parts[1]),
     DEFAULT_DICT: lambda parts: _default_dict(*parts),
     STANDARD: standard.make,
+    FLAG: make_flag,
+    CONSTANT: make_constant,
+    CLASS: make_class,
+    STREAM: standard.make_stream,
 }
 _BY_BYTES: dict[int, Callable[[bytes], Any]] = {
     BIG_INT: lambda data: int(data),
     ARRAY: _array,
     SCALAR: lambda data: _array(data)[()],
     DTYPE: lambda data: torch_dtype(data.decode()),
-    DEVICE: lambda data: torch.device(data.decode()),
-    TORCH: lambda data: torch.load(io.BytesIO(data), weights_only=True),
+    DEVICE: lambda data: _device(data.decode()),
+    TORCH: _load,
     BYTEARRAY: bytearray,
     UNSAVED: lambda data: Unsaved(data.decode()),
 }
 NESTED = frozenset(_BY_ITEMS) | {OBJECT, PER_RANK, OBJECT_OF_CLASS, RECORD}  # extension types whose payload is msgpack itself
+_HASHED = frozenset({BIG_INT, COMPLEX, SCALAR, ENUM, PATH, DTYPE, DEVICE, SIZE, STANDARD, FLAG, CONSTANT, CLASS})
+"""Extension types whose values have a hash and hold no others."""

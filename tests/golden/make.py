@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import enum
 import hashlib
 import http
+import io
 import pathlib
 import struct
 import sys
@@ -249,7 +251,7 @@ def values_with_classes() -> bytes:
     return packer.encode_map({"state": packer.pack({"object": Stateful()}, ""), "rng": None})
 
 
-LATER_VALUES = ("values-with-classes.msgpack", "values-with-records.msgpack")
+LATER_VALUES = ("values-with-classes.msgpack", "values-with-records.msgpack", "values-with-names.msgpack")
 """The golden documents of the codes that came after those of `values_document`."""
 
 
@@ -275,6 +277,44 @@ def values_with_records() -> bytes:
     return packer.encode_map({"state": packer.pack(state, ""), "rng": None})
 
 
+class Mode(enum.Flag, boundary=enum.KEEP):
+    READ = 1
+    WRITE = 2
+    BOTH = 3
+
+
+def values_with_names() -> bytes:
+    """Return a values document with the codes that came after those of `values_with_records`."""
+    from ckptd.agent.state.values import Packer
+
+    packer = Packer()
+    return packer.encode_map({"state": packer.pack(named_values(), ""), "rng": None})
+
+
+def named_values() -> dict[str, Any]:
+    import torch
+    from torch.torch_version import TorchVersion
+
+    bytes_at_2, text_at_1 = io.BytesIO(b"abc"), io.StringIO("a\r\nb", newline="")
+    bytes_at_2.seek(2)
+    text_at_1.seek(1)
+    return {
+        "flag": Mode.WRITE | Mode(1 << 70),
+        "no flag": Mode(0),
+        "member": Mode.BOTH,
+        "layout": torch.sparse_coo,
+        "memory format": torch.channels_last,
+        "scheme": torch.per_channel_affine,
+        "finfo": torch.finfo(torch.bfloat16),
+        "iinfo": torch.iinfo(torch.int16),
+        "version": TorchVersion("2.13.0+cpu"),
+        "class": torch.optim.AdamW,
+        "type": int,
+        "bytes": bytes_at_2,
+        "text": text_at_1,
+    }
+
+
 def write(place: pathlib.Path, contents: Mapping[str, bytes]) -> None:
     """Write all files, or none if one of them exists already. Raises FileExistsError."""
     for name in contents:
@@ -295,6 +335,7 @@ def main() -> None:
             "values.msgpack": values_document(),
             "values-with-classes.msgpack": values_with_classes(),
             "values-with-records.msgpack": values_with_records(),
+            "values-with-names.msgpack": values_with_names(),
         },
     )
 

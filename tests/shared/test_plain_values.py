@@ -35,9 +35,27 @@ def test_the_golden_document() -> None:
     for key in found:
         if key in plain:
             assert found[key] == plain[key], key
-    assert isinstance(found["layout"], Undecoded)
+    assert isinstance(found["layout"], Undecoded)  # as torch.save has encoded it
     assert np.array_equal(found["array"], expected["array"])
     assert merged([found])["own"] == {"position": 7}
+
+
+def test_names_stand_for_classes_and_constants_and_streams_are_streams() -> None:
+    found = decode_plain((make.PLACE / "values-with-names.msgpack").read_bytes(), lambda name: name)["state"]
+    data, text = found.pop("bytes"), found.pop("text")
+    assert (data.getvalue(), data.tell(), text.getvalue(), text.tell()) == (b"abc", 2, "a\r\nb", 1)
+    assert found == {
+        "flag": f"Mode.WRITE|{hex(1 << 70)}", "no flag": "Mode.0x0", "member": "Mode.BOTH", "layout": "sparse_coo",
+        "scheme": "per_channel_affine", "memory format": "channels_last", "finfo": "bfloat16", "iinfo": "int16", "version": "2.13.0+cpu",
+        "class": "torch.optim.adamw.AdamW", "type": "builtins.int",
+    }  # fmt: skip
+
+
+def test_a_time_in_a_zone_that_this_machine_lacks_does_not_hide_the_rest() -> None:
+    found = decoded({"when": Ext(23, msgspec.msgpack.encode(["ZoneInfo", "Mars/Olympus"])), "epoch": 3})
+    assert found["epoch"] == 3
+    assert found["when"].kind == "not available"
+    assert b"zone 'Mars/Olympus'" in found["when"].data
 
 
 def test_other_types_of_version_1() -> None:

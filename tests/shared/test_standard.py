@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import uuid
 import zoneinfo
 from decimal import Decimal
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from ckptd.agent.state.values import Packer, decode
-from ckptd.shared.errors import IntegrityError, UnsavableValue
+from ckptd.shared.errors import IntegrityError, NewerFormat, UnsavableValue
 from ckptd.shared.standard import make, parts_of
 
 ZURICH, EAST = zoneinfo.ZoneInfo("Europe/Zurich"), dt.timezone(dt.timedelta(hours=-5, microseconds=3), "east")
@@ -60,7 +61,7 @@ def test_a_time_in_a_zone_of_another_class_is_refused() -> None:
     assert parts_of("text") is None
 
 
-@pytest.mark.parametrize("parts", [["exec", "1"], [], ["date", 1], ["range", "a", "1", "1"], ["ZoneInfo", "../../etc/passwd"]])
+@pytest.mark.parametrize("parts", [[5, "1"], [], ["date", 1], ["range", "a", "1", "1"], ["ZoneInfo", "../../etc/passwd"]])
 def test_parts_that_make_no_value_are_damage(parts: list[Any]) -> None:
     import msgspec
 
@@ -69,6 +70,57 @@ def test_parts_that_make_no_value_are_damage(parts: list[Any]) -> None:
         decode(document)
     with pytest.raises(Exception, match=".*"):
         make(parts)
+
+
+def test_a_type_of_a_later_version_is_no_damage() -> None:
+    document = msgspec.msgpack.encode({"value": msgspec.msgpack.Ext(23, msgspec.msgpack.encode(["exec", "1"]))})
+    with pytest.raises(NewerFormat, match="^a value has the unknown type 'exec': it was written by a newer ckptd; upgrade this one$"):
+        decode(document)
+    for kind in (28, 30):
+        with pytest.raises(NewerFormat, match="^a value has the unknown kind 'a': it was written by a newer ckptd; upgrade this one$"):
+            decode(msgspec.msgpack.encode(msgspec.msgpack.Ext(kind, msgspec.msgpack.encode(["a", "b", 0][: 2 if kind == 28 else 3]))))
+
+
+def stream(content: str | bytes, position: int, newline: str | None = "\n") -> Any:
+    made: Any = io.BytesIO(content) if isinstance(content, bytes) else io.StringIO(content, newline=newline)
+    made.seek(position)
+    return made
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        stream(b"", 0),
+        stream(b"abc\x00", 2),
+        stream(b"abc", 9),
+        stream("", 0),
+        stream("a\nü", 1),
+        stream("a\r\nb\rc", 4, ""),
+        stream("a\r\nb", 3, None),
+    ],
+    ids=lambda value: repr(value.__getstate__()),
+)
+def test_a_stream_in_memory_comes_back_with_its_position_and_goes_on_in_the_same_way(value: Any) -> None:
+    found = decode(Packer().encode({"value": value}))["value"]
+    assert (type(found), found.__getstate__()[:3]) == (type(value), value.__getstate__()[:3])
+    for one in (found, value):
+        one.write("\n\r" if isinstance(one, io.StringIO) else b"xyz")
+    assert found.__getstate__()[:3] == value.__getstate__()[:3]
+
+
+class Stream(io.BytesIO):
+    """A stream of a program's own."""
+
+
+def test_streams_that_would_come_back_as_others_are_refused() -> None:
+    closed, with_attribute = io.BytesIO(b"x"), io.BytesIO(b"x")
+    closed.close()
+    with_attribute.name = "x"
+    for value in (closed, with_attribute, Stream()):
+        with pytest.raises(UnsavableValue, match="^buffer: a value of type "):
+            Packer().encode({"buffer": value})
+    with pytest.raises(UnsavableValue, match="^buffer: a text or key holds surrogates"):
+        Packer().encode({"buffer": io.StringIO("\ud800")})
 
 
 def fraction(text: str) -> bytes:

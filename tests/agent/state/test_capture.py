@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from ckptd.agent.state import capture as capture_module
 from ckptd.agent.state.capture import (
     Habits,
     capture,
@@ -23,7 +22,8 @@ from ckptd.agent.state.naming import Names
 from ckptd.agent.state.refusals import check_tensor
 from ckptd.agent.state.tree import ObjectNode, TensorRef
 from ckptd.agent.state.values import decode
-from ckptd.shared.errors import IntegrityError, UnsavableValue
+from ckptd.shared import bounds
+from ckptd.shared.errors import UnsavableValue
 
 
 class Stateful:
@@ -115,29 +115,23 @@ def test_an_error_of_a_state_dict_is_told_with_its_key() -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_state_that_a_reader_would_refuse_is_refused_and_checked_again_when_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
-
-    def check(data: bytes, what: str, nested: Any) -> None:
-        checked.append(len(data))
-        if len(data) > 2000:
-            raise IntegrityError(f"{what} has too many values")
-
-    monkeypatch.setattr(capture_module, "check_msgpack", check)
+def test_a_state_that_a_reader_would_refuse_for_its_size_is_refused_whatever_was_captured_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of texts counts, not the length of the document."""
+    monkeypatch.setattr(bounds, "MAX_OBJECTS", 10_000)
     habits = Habits()
-    for length in (800, 800, 880, 1000):
-        capture({"text": "x" * length}, habits=habits)
-    assert len(checked) == 2
-    for _ in range(2):
-        with pytest.raises(UnsavableValue, match="^the state has too many values: save them as tensors or NumPy arrays instead$"):
-            capture({"text": "x" * 3000}, habits=habits)
-    assert len(checked) == 4
+    capture({"data": b"\x00" * 100_000}, habits=habits)
+    for texts in (["ab"] * 9_990, ["ab"] * 20_000):
+        with pytest.raises(UnsavableValue, match="^the state has more than .* maps and texts, the most that ckptd writes or reads: save "):
+            capture({"texts": texts}, habits=habits)
+    captured = capture({"texts": ["ab"] * 4_000, "numbers": [[1.5]] * 200_000}, habits=habits)
+    decode(values_document(captured, rng=True))
 
 
 @pytest.mark.parametrize(
     ("tensor", "problem"),
     [
         (torch.ones(2).to_sparse(), "a tensor of layout torch.sparse_coo"),
+        (torch.ones(2, dtype=torch.uint8).view(torch.qint8), "a quantized tensor (torch.qint8)"),
         (torch.ones(2, device="meta"), "a tensor on the meta device, which has no values"),
         (torch.ones((1,) * 65), "a tensor of 65 dimensions cannot be saved; reshape() it to at most 64"),
         (torch.ones(2).as_subclass(type("Own", (torch.Tensor,), {})), "a tensor of type tests.agent.state.test_capture.Own"),

@@ -41,8 +41,9 @@ def test_like_keeps_the_type_and_the_limit() -> None:
 
 
 def test_inside_gives_the_contents_of_containers_only() -> None:
-    assert list(inside({"a": 1}) or ()) == [1]
+    assert list(inside({"a": [1]}) or ()) == [[1]]
     assert list(inside(ObjectNode("module", 5)) or ()) == [5]
     assert list(inside(per_rank(5)) or ()) == [5]
-    assert list(inside((1, 2)) or ()) == [1, 2]
+    assert list(inside((1, {2})) or ()) == [1, {2}]
+    assert (inside([1, 2.5, None]), inside({"a": b""}), inside(set())) == ((), (), ())  # no need to look into them
     assert inside("text") is None

@@ -1,0 +1,175 @@
+"""Names enum members, classes and constants of torch, and finds what a name stands for, without importing a module (FORMAT.md, section 3).
+
+A file must not choose which code runs. So a name is only looked up in modules that the program has imported itself, and only stands for an
+enum member, for a class of modules, optimizers, schedulers, tensors or enums, or for a plain type of Python.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import torch
+from torch.torch_version import TorchVersion
+
+from ckptd.agent.state.dtypes import torch_dtype
+from ckptd.shared.errors import NewerFormat, NotFound, UnsavableValue
+
+_MAIN, _SPAWNED_MAIN = "__main__", "__mp_main__"
+"""The names of the main script: as it is started, and in a process that multiprocessing has spawned from it."""
+_BASES = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.Tensor, enum.Enum)
+_BUILT_IN = frozenset({
+    int, float, bool, str, bytes, bytearray, complex, list, tuple, set, frozenset, dict, type(None), object, Counter, OrderedDict,
+    defaultdict, deque,
+})  # fmt: skip
+_CONSTANTS: dict[str, type] = {"layout": torch.layout, "memory_format": torch.memory_format, "qscheme": torch.qscheme}
+
+
+def _found(module: str, qualname: str) -> Any:
+    """Return what an imported module has under a qualified name, or None."""
+    found: Any = sys.modules.get(_MAIN if module == _SPAWNED_MAIN else module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _place(cls: type, path: str, what: str, instead: str) -> list[str]:
+    """Return the module and the qualified name by which another process finds this class.
+
+    Raises UnsavableValue if there is no such name. `what` is the value in the error text, `instead` says what to save in its place.
+    """
+    module = _MAIN if cls.__module__ == _SPAWNED_MAIN else cls.__module__
+    if _found(module, cls.__qualname__) is not cls:
+        why = "is defined inside a function" if "<locals>" in cls.__qualname__ else "is not what its module has under that name"
+        raise UnsavableValue(
+            f"{path or 'the state'}: {what} cannot be found by another process, because class {module}.{cls.__qualname__} {why}: "
+            f"define the class at the top level of a module, or save {instead}"
+        )
+    return [module, cls.__qualname__]
+
+
+# -- members of enums
+
+
+def is_named(member: enum.Enum) -> bool:
+    """Return True for a member that its enum has under a name. Combinations of flags, and flags without bits, often have none."""
+    return isinstance(member.name, str) and type(member).__members__.get(member.name) is member
+
+
+def member_parts(member: enum.Enum, path: str) -> list[Any]:
+    """Return module, qualified name and member name of a named enum member. Raises UnsavableValue."""
+    return [*_place(type(member), path, f"enum member {member!r}", "its value (member.value)"), member.name]
+
+
+def flag_parts(flag: enum.Flag, path: str) -> list[Any]:
+    """Return module and qualified name of a flag, the names of its members, and the bits that none of them has. Raises UnsavableValue."""
+    cls, bits = type(flag), 0
+    members = [member for member in flag if isinstance(member, enum.Enum) and is_named(member)]  # Python 3.11 has None for nameless bits
+    for member in members:
+        bits |= member.value
+    parts = [*_place(cls, path, f"flag {flag!r}", "its value (flag.value)"), [member.name for member in members], flag.value & ~bits]
+    try:
+        same = make_flag(parts) is flag
+    except (NotFound, ValueError):
+        same = False
+    if not same:
+        raise UnsavableValue(f"{path or 'the state'}: flag {flag!r} cannot be made again from its members; save its value (flag.value)")
+    return parts
+
+
+def make_member(parts: Any) -> enum.Enum:
+    """Return the enum member of which `member_parts` has returned these parts. Raises NotFound."""
+    module, qualname, name = parts
+    found: enum.Enum = _enum(module, qualname, name)[name]
+    return found
+
+
+def make_flag(parts: Any) -> enum.Flag:
+    """Return the flag of which `flag_parts` has returned these parts. Raises NotFound."""
+    module, qualname, names, value = parts
+    text = "|".join([*names, *([hex(value)] if value or not names else [])])
+    cls = _enum(module, qualname, text, names)
+    if not issubclass(cls, enum.Flag):
+        raise NotFound(f"the state holds {qualname}.{text} of module {module}, where {qualname} is no longer a Flag")
+    for name in names:
+        value |= cls[name].value
+    try:
+        made: enum.Flag = cls(value)
+        if type(made) is cls:
+            return made
+    except ValueError:
+        pass
+    raise NotFound(f"the state holds {qualname}.{text} of module {module}, and {qualname} no longer has such a flag")
+
+
+def _enum(module: str, qualname: str, text: str, names: list[str] | None = None) -> Any:
+    """Return the enum of this name. Raises NotFound if it is not imported, or lacks one of these members. `text` stands for the member."""
+    found = _found(module, qualname)
+    if not isinstance(found, type) or not issubclass(found, enum.Enum):
+        raise NotFound(f"the state holds {qualname}.{text} of module {module}: import that module before loading")
+    if not set([text] if names is None else names) <= found.__members__.keys():
+        raise NotFound(f"the state holds {qualname}.{text} of module {module}, and {qualname} no longer has such a member")
+    return found
+
+
+# -- classes
+
+
+def _can_be_named(cls: Any) -> bool:
+    return isinstance(cls, type) and (cls in _BUILT_IN or issubclass(cls, _BASES))
+
+
+def class_parts(cls: Any, path: str) -> list[str] | None:
+    """Return module and qualified name of a class object, or None for a value that is not such a class. Raises UnsavableValue."""
+    if not _can_be_named(cls):
+        return None
+    return ["builtins", "NoneType"] if cls is type(None) else _place(cls, path, f"class {cls.__qualname__}", "its name, as text")
+
+
+def make_class(parts: Any) -> type:
+    """Return the class of which `class_parts` has returned these parts. Raises NotFound."""
+    module, qualname = parts
+    found = type(None) if (module, qualname) == ("builtins", "NoneType") else _found(module, qualname)
+    if found is None:
+        raise NotFound(f"the state holds class {qualname} of module {module}: import that module before loading")
+    if not _can_be_named(found):
+        raise NotFound(
+            f"the state holds class {qualname} of module {module}, which is no class of modules, optimizers, schedulers, tensors or enums, "
+            "and no plain type of Python"
+        )
+    made: type = found
+    return made
+
+
+# -- constants of torch
+
+
+def constant_parts(value: Any) -> list[str] | None:
+    """Return the kind and the text of a constant of torch, or None for any other value."""
+    kind = type(value)
+    if kind is TorchVersion:
+        return ["version", str(value)]
+    if kind is torch.finfo or kind is torch.iinfo:
+        return [kind.__name__, value.dtype]
+    name = str(value) if (kind_name := kind.__name__) in _CONSTANTS and kind is _CONSTANTS[kind_name] else ""
+    return [kind.__name__, name.removeprefix("torch.")] if name else None
+
+
+def make_constant(parts: Any) -> Any:
+    """Return the constant of which `constant_parts` has returned these parts.
+
+    Raises NotFound if this torch does not have it, and NewerFormat for an unknown kind.
+    """
+    kind, text = parts
+    if kind == "version":
+        return TorchVersion(text)
+    if kind in ("finfo", "iinfo"):
+        return (torch.finfo if kind == "finfo" else torch.iinfo)(torch_dtype(text))
+    if kind not in _CONSTANTS:
+        raise NewerFormat(f"a value has the unknown kind {kind!r}: it was written by a newer ckptd; upgrade this one")
+    found = vars(torch).get(text)  # without getattr, which imports some modules of torch at their first use
+    if not isinstance(found, _CONSTANTS[kind]):
+        raise NotFound(f"torch {torch.__version__} has no {kind} {text!r}: install a newer torch")
+    return found
