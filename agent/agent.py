@@ -353,9 +353,10 @@ class Agent:
         Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint has the given `step`, or if an unnamed job
         has no checkpoint while job "default", whose name earlier versions gave to it, has some. Raises RecoveryFailed if
         checkpoints exist and none could be loaded. Raises NewerFormat if a newer ckptd wrote the checkpoint, StorageError if storage could
-        not be read, and DaemonUnreachable. Raises SnapshotFailed if another rank does not reach the same point within 600 s. An error on
-        one rank is raised on all ranks. Raises InvalidRequest for an invalid `step`, for a `step` that differs between ranks, and after
-        `close`. Raises Busy inside another call of this thread, for example in a signal handler that interrupts `snapshot`.
+        not be read, ForeignMemory if the root has been replaced by another one, and DaemonUnreachable. Raises SnapshotFailed if another
+        rank does not reach the same point within 600 s. An error on one rank is raised on all ranks. Raises InvalidRequest for an invalid
+        `step`, for a `step` that differs between ranks, and after `close`. Raises Busy inside another call of this thread, for example in a
+        signal handler that interrupts `snapshot`.
         """
         link = self._link
         with link.calls("recover"):

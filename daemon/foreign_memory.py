@@ -167,7 +167,7 @@ class ForeignMemoryKeeper:
             "job %s: step %d of attempt %d, saved for root %s, is adopted into the root at %s on request",
             held.job, held.step, held.attempt, held.root.identity[:_SHOWN], self._place,
         )  # fmt: skip
-        return [self._slots.admit(each.slot) for each in self._of(held.job)]
+        return self._slots.admit([each.slot for each in self._of(held.job)])
 
     def _drop(self, foreign: Sequence[ForeignSlot]) -> bool:
         """Drop the slots that no trainer holds. Return True if one stays because a trainer does."""

@@ -373,13 +373,18 @@ class Slots:
             if header.state is not SlotState.SEALED and not self.is_held(slot):
                 self.drop(slot)
 
-    def admit(self, slot: Slot) -> Slot:
-        """Make a foreign slot one of this root, so that every later daemon takes it for one, and return it. Raises OSError."""
+    def admit(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Make foreign slots those of this root, so that every later daemon takes them for its own, and return them.
+
+        Raises OSError. All of them are then still foreign here, and this may be repeated.
+        """
         if self.mark is not None:
-            write_root_mark(slot.fd, slot.header, self.mark)
-        del self.foreign[slot.name]
-        self.slots[slot.name] = slot
-        return slot
+            for slot in slots:
+                write_root_mark(slot.fd, slot.header, self.mark)
+        for slot in slots:
+            del self.foreign[slot.name]
+            self.slots[slot.name] = slot
+        return list(slots)
 
     def set_aside_half_admitted(self) -> None:
         """Make slots foreign again whose attempt has foreign slots too: an earlier daemon died while it admitted the slots of that attempt.

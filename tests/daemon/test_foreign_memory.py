@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -291,7 +292,7 @@ def test_an_adoption_that_a_daemon_did_not_finish_is_asked_about_again(tmp_path:
     slots.close()
     slots = opened("cd" * 16)
     slots.adopt()
-    slots.admit(sorted((each.slot for each in slots.foreign.values()), key=lambda slot: slot.header.rank)[1])
+    slots.admit([each.slot for each in slots.foreign.values() if each.slot.header.rank == 1])
     slots.close()  # as if the daemon had died before it came to the others
     for setting, foreign in (("refuse", 3), ("refuse", 3), ("adopt", 0), ("refuse", 0)):
         slots = opened("cd" * 16)
@@ -302,6 +303,44 @@ def test_an_adoption_that_a_daemon_did_not_finish_is_asked_about_again(tmp_path:
         assert [(held.job, held.step) for held in keeper.held()] == ([("job", 7)] if foreign else [])
         assert slots.used == sum(path.stat().st_size for path in (tmp_path / "ckptd-test").iterdir())
         slots.close()
+
+
+async def test_an_adoption_that_fails_leaves_all_of_it_foreign_and_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[int]] = []
+
+    async def take(slots: list[Slot]) -> None:
+        taken.append(sorted(slot.header.rank for slot in slots))
+
+    slots = Slots(PosixFileSystem(), tmp_path, "ckptd-test", 1 << 30)
+    slots.mark = RootMark("ab" * 16, "/ckpts")
+    for rank in range(3):
+        header = SegmentHeader(job="job", attempt=1, rank=rank, world_size=3, slot=0, capacity=100, chunk_size=65536)
+        made = slots.create(header)
+        write_header(made.fd, header.next(SlotState.SEALED, step=7))
+        made.descriptor.close()
+    slots.mark = RootMark("cd" * 16, "/ckpts")
+    slots.adopt()
+    keeper = ForeignMemoryKeeper(slots, "/ckpts", "refuse", take)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fail_once_in_three(os.pwrite))
+        with pytest.raises(OSError, match="No space left"):
+            await keeper.settle("job", "adopt")
+    assert (len(slots.foreign), len(slots.slots), taken) == (3, 0, [])
+    await keeper.settle("job", "adopt")
+    assert (len(slots.foreign), len(slots.slots), taken) == (0, 3, [[0, 1, 2]])
+    await keeper.settle("job")
+    slots.close()
+
+
+def fail_once_in_three(write: Callable[..., int]) -> Callable[..., int]:
+    calls = iter(range(1000))
+
+    def fails(*arguments: Any) -> int:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    return fails
 
 
 # -- what a person sees
