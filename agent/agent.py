@@ -80,10 +80,10 @@ class Agent:
     Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
     group, and for ranks that differ in root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if it belongs to
     another user, VersionMismatch if it has no protocol version in common with this process, and Busy if it is stopping or has too many jobs
-    or clients. Raises JobRunning if another run of the job is alive. Raises StorageError if the attempt cannot be claimed on
-    storage, Fenced if another attempt of the job begins at the same time, and SnapshotFailed if another rank does not make its agent within
-    120 s. If one rank cannot find its daemon or the name of its job, or has an invalid `retention`, or if rank 0 cannot claim the attempt,
-    that error is raised on all ranks.
+    or clients. Raises JobRunning if another run of the job is alive, and ForeignMemory if the snapshots of the job in memory were saved for
+    another root than the one that is there now. Raises StorageError if the attempt cannot be claimed on storage, Fenced if another attempt
+    of the job begins at the same time, and SnapshotFailed if another rank does not make its agent within 120 s. If one rank cannot find its
+    daemon or the name of its job, or has an invalid `retention`, or if rank 0 cannot claim the attempt, that error is raised on all ranks.
     """
 
     def __init__(
@@ -236,6 +236,8 @@ class Agent:
         if budget and not link.client.connected:
             log.warning("the daemon is gone: the snapshot of step %d waits up to %g s for the next one", pending.step, budget)
         if not link.client.wait_connected(budget):
+            if link.client.foreign is not None:
+                raise link.client.foreign
             raise DaemonUnreachable("the daemon is gone; training continues, and snapshots resume when the daemon is back")
         if pending.step <= link.last_step:
             raise InvalidRequest(
@@ -351,9 +353,10 @@ class Agent:
         Raises StructureMismatch if state and checkpoint differ. Raises NotFound if no checkpoint has the given `step`, or if an unnamed job
         has no checkpoint while job "default", whose name earlier versions gave to it, has some. Raises RecoveryFailed if
         checkpoints exist and none could be loaded. Raises NewerFormat if a newer ckptd wrote the checkpoint, StorageError if storage could
-        not be read, and DaemonUnreachable. Raises SnapshotFailed if another rank does not reach the same point within 600 s. An error on
-        one rank is raised on all ranks. Raises InvalidRequest for an invalid `step`, for a `step` that differs between ranks, and after
-        `close`. Raises Busy inside another call of this thread, for example in a signal handler that interrupts `snapshot`.
+        not be read, ForeignMemory if the root has been replaced by another one, and DaemonUnreachable. Raises SnapshotFailed if another
+        rank does not reach the same point within 600 s. An error on one rank is raised on all ranks. Raises InvalidRequest for an invalid
+        `step`, for a `step` that differs between ranks, and after `close`. Raises Busy inside another call of this thread, for example in a
+        signal handler that interrupts `snapshot`.
         """
         link = self._link
         with link.calls("recover"):

@@ -10,12 +10,21 @@ import weakref
 from collections.abc import Callable
 
 from ckptd.agent.pending import Pending
-from ckptd.shared.errors import AlreadyExists, CkptdError, InternalError, InvalidName, InvalidRequest, JobRunning, UnsavableValue
+from ckptd.shared.errors import (
+    AlreadyExists,
+    CkptdError,
+    ForeignMemory,
+    InternalError,
+    InvalidName,
+    InvalidRequest,
+    JobRunning,
+    UnsavableValue,
+)
 
 log = logging.getLogger("ckptd.agent")
 
 
-MISTAKES = (UnsavableValue, InvalidRequest, InvalidName, AlreadyExists, JobRunning, InternalError)
+MISTAKES = (UnsavableValue, InvalidRequest, InvalidName, AlreadyExists, JobRunning, ForeignMemory, InternalError)
 """The errors that the caller must mend. Others may end by themselves: after a restart, older slots may still take the quota for a while."""
 
 

@@ -54,7 +54,9 @@ class App:
         return self._serving is not None and self._serving.ready
 
     async def run(self) -> None:
-        async with opened(self._config, self._fs, failed=self._end, changed=self._changed, locked=self._handle_signals) as parts:
+        async with opened(
+            self._config, self._fs, failed=self._end, changed=self._changed, locked=self._handle_signals, lost=self._lost_root
+        ) as parts:
             listener, ours = listen(self._config.socket)
             try:
                 self._serving = Serving(parts, self._stop, self._started, self._ready_fd, self._lost_root)
@@ -97,8 +99,8 @@ class App:
         kind, place = ("root", self._config.root) if self._config.stage is None else ("stage", self._config.stage)
         self._end(
             StorageError(
-                f"the {kind} {place} has been deleted, moved or replaced; the next daemon saves to the {kind} that is there then, "
-                "and begins with the snapshots that are in memory"
+                f"the {kind} {place} has been deleted, moved or replaced; what is in memory stays there, and the next daemon saves it if "
+                f"the same root is at {self._config.root} then"
             )
         )
 
@@ -216,6 +218,8 @@ class Serving:
             "version": __version__,
             "pid": os.getpid(),
             "root": str(config.root),
+            "identity": self._parts.identity,
+            "foreign_memory": [held.report() for held in self._parts.foreign.held()],
             "stage": None if self._parts.uploader is None else {"directory": str(config.stage), **self._parts.uploader.report()},
             "socket": str(config.socket),
             "private": config.private,

@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptd.daemon import recovery, tasks
+from ckptd.daemon import moved_root, recovery, tasks
 from ckptd.daemon.admission import Admission
 from ckptd.daemon.attempts import Attempts
 from ckptd.daemon.catalog import Catalog, Job
@@ -20,6 +20,7 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.custody import Custody
 from ckptd.daemon.destination import Destination
 from ckptd.daemon.engine import PLAN_GRACE_SECONDS, Engine
+from ckptd.daemon.foreign_memory import ForeignMemoryKeeper
 from ckptd.daemon.heartbeats import Heartbeats
 from ckptd.daemon.journal import Journal
 from ckptd.daemon.journal_place import journal_directory
@@ -28,7 +29,8 @@ from ckptd.daemon.pipeline import Pipeline, SealedSlot
 from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
-from ckptd.daemon.slots import Slots
+from ckptd.daemon.served_root import ServedRoot
+from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.stage_root import StageRoot, check_apart, check_is_no_stage
 from ckptd.daemon.steps import Steps
@@ -38,7 +40,7 @@ from ckptd.shared import names
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import FileSystem
 from ckptd.shared.location import Location
-from ckptd.shared.segment import SegmentHeader
+from ckptd.shared.segment import RootMark, SegmentHeader
 from ckptd.shared.state_directory import state_directory
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
@@ -49,13 +51,16 @@ from ckptd.shared.storage.repository import Repository
 class Parts:
     """The parts of one daemon. `engine` decides about ranks and seals, `saver` writes checkpoints, `orphans` looks after dead trainers.
 
-    `identity` is that of the root. `repository` is the root, or the stage if there is one: then `uploader` uploads to the root, and
+    `identity` is that of the root. `served` checks that the root is still there, and `foreign` keeps the memory of other roots apart.
+    `repository` is the root, or the stage if there is one: then `uploader` uploads to the root, and
     the second of `pipelines` writes to it.
     """
 
     config: Config
     repository: Repository
     identity: str
+    served: ServedRoot
+    foreign: ForeignMemoryKeeper
     calls: StorageCalls
     pipelines: list[Pipeline]
     slots: Slots
@@ -75,12 +80,14 @@ async def opened(
     failed: Callable[[BaseException], None],
     changed: Callable[[], None],
     locked: Callable[[], None] = lambda: None,
+    lost: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Parts]:
     """Lock the root, build the parts, and recover; yield the parts; release everything at the end.
 
     `failed` is called with the error of a background task or of the journal, after which the daemon must end. `changed` is called when a
     save or the work for a dead trainer has ended. `locked` is called once the root is locked and the journal is replayed, before anything
-    is recovered. Raises Busy if another daemon has the root, StorageError, InvalidConfig, NewerFormat.
+    is recovered. `lost` is called if another root is found at the place of the root. Raises Busy if another daemon has the root,
+    StorageError, InvalidConfig, NewerFormat.
     """
     with ExitStack() as held:
         root = open_root(config.root, fs)
@@ -114,6 +121,7 @@ async def opened(
             tasks.on_failure(failed)
             locked()
             identity = repository.identity() if behind is None else behind.identity
+            slots.mark = RootMark(identity, str(config.root))
             catalog = Catalog()
 
             def lose_claim(job: Job, attempt: int) -> None:
@@ -140,6 +148,19 @@ async def opened(
                     uploader.wake()
                 changed()
 
+            async def take_over(foreign: list[Slot]) -> None:
+                await recovery.take_over(foreign, claims, catalog, orphans)
+
+            async def may_save(job: Job, attempt: int) -> None:
+                if behind is None or job.node is not None:
+                    await served.check_before_save()
+                await claims.claimed(job, attempt)
+
+            def gather() -> None:
+                moved_root.gather(slots, config.root, None if overflow is None else overflow.parent.parent)
+
+            served = ServedRoot(root, root_calls, slots.mark, lost, staged=behind is not None)
+            foreign = ForeignMemoryKeeper(slots, str(config.root), config.foreign_memory, take_over)
             claims = Claims(Attempts(root, root_calls, None if behind is None else repository), on_loss=lose_claim)
             steps = Steps(catalog, slots, save, config.rank_timeout)
             front = final = Destination(config, repository, journal, catalog, calls, pipeline, steps.counters, steps.tell)
@@ -149,7 +170,7 @@ async def opened(
                 final = Destination(config, root, of_root, Catalog(), root_calls, pipelines[-1], steps.counters, steps.tell, reach_root)
             saver = Saver(
                 config, catalog, slots, front, final,
-                counters=steps.counters, claimed=claims.claimed, tell=steps.tell, settled=settled,
+                counters=steps.counters, claimed=may_save, tell=steps.tell, settled=settled,
             )  # fmt: skip
             uploader = None
             if behind is not None:
@@ -161,17 +182,20 @@ async def opened(
             beats = HeartbeatStore(root.storage)
             heartbeats = Heartbeats(beats, claims.is_claimed)
             guard = RunGuard(beats, root_calls, heartbeats)
-            engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, guard, plan_timeout)
+            engine = Engine(catalog, slots, journal, claims, admission, steps, seals, saver, guard, served, foreign, plan_timeout)
             orphans = Orphans(Custody(catalog, slots, steps, seals, saver), config.memory_ttl, changed)
             if of_root is not None:
                 of_root.start()
-            await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans)
+            await recovery.recover(repository, calls, claims, journal, catalog, slots, saver, orphans, foreign, gather)
             if uploader is not None:
                 _know_attempts(catalog)
                 uploader.start()
             heartbeats.resume(catalog.jobs.values())
             try:
-                yield Parts(config, repository, identity, calls, pipelines, slots, catalog, journal, engine, saver, orphans, uploader)
+                yield Parts(
+                    config, repository, identity, served, foreign, calls, pipelines, slots, catalog, journal, engine, saver, orphans,
+                    uploader,
+                )  # fmt: skip
             finally:
                 await heartbeats.close()
                 if uploader is not None and of_root is not None:

@@ -21,7 +21,7 @@ from ckptd.shared.numa import parse_cpus
 from ckptd.shared.part_writer import Spread
 from ckptd.shared.plan import DEFAULT_CHUNK, MAX_CHUNK, MIN_CHUNK
 from ckptd.shared.retention import LatestN, Policy, PreserveAll, parse
-from ckptd.shared.settings import NOT_OF_THE_DAEMON, PREFIX, nearest
+from ckptd.shared.settings import FOREIGN_MEMORY_CHOICES, NOT_OF_THE_DAEMON, PREFIX, nearest
 from ckptd.shared.state_directory import default_state_dir
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -80,6 +80,8 @@ class Config:
     """Most bytes in one file of a checkpoint; a longer part is divided into more files. 0 means no limit."""
     link_unchanged: bool = True
     """Link the files of tensors that have not changed since the checkpoint before, instead of writing these tensors again."""
+    foreign_memory: str = "refuse"
+    """What to do with snapshots in memory that were saved for another root than is there now: `refuse` their jobs, `adopt` or `drop`."""
     max_connections: int = 256
     """Most clients that may be connected at the same time."""
     strict_journal: bool = False
@@ -116,6 +118,7 @@ class Config:
         Spread.checked(self.files_per_rank, self.bytes_per_file, self.chunk_size)
         _require(0 <= self.threads <= 256, "threads", self.threads, "0 (automatic) to 256")
         _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level, "debug, info, warning or error")
+        _require(self.foreign_memory in FOREIGN_MEMORY_CHOICES, "foreign_memory", self.foreign_memory, "refuse, adopt or drop")
         _require(self.max_connections >= 1, "max_connections", self.max_connections, "1 or more")
         for name in ("shm_quota", "memory_ttl", "stall_budget", "idle_timeout"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")

@@ -50,7 +50,7 @@ class Custody:
         failpoint("start.adopted")
 
     async def record_adopted(self, slots: list[Slot]) -> list[Job]:
-        """Record the seals of adopted slots in order of attempt and step, and release the slots that have no owner. Return all jobs."""
+        """Record the seals of adopted slots in order of attempt and step, and release those that have no owner. Return their jobs."""
         for slot in sorted(slots, key=lambda s: (s.header.attempt, s.header.step or 0)):
             if slot.header.state is SlotState.SEALED:
                 try:
@@ -60,13 +60,14 @@ class Custody:
                 except CkptdError as error:  # the seal is damaged: its step has failed, and its slot is free
                     log.warning("%r removed: %s", slot, error)
                     self._saver.counters["verify_failures"] += 1
-        for slot in list(self._slots.slots.values()):
+        for slot in slots:
             job = self._catalog.job(slot.header.job)
-            if not job.ranks.has(slot.header.attempt, slot.header.rank) and job.step_in(slot.name) is None:
+            if not slot.released and not job.ranks.has(slot.header.attempt, slot.header.rank) and job.step_in(slot.name) is None:
                 self._slots.release(slot)
-        for job in self._catalog.jobs.values():
+        jobs = [self._catalog.job(name) for name in sorted({slot.header.job for slot in slots})]
+        for job in jobs:
             self._steps.release_replaced(job)
-        return list(self._catalog.jobs.values())
+        return jobs
 
     # -- owners
 

@@ -21,14 +21,15 @@ from typing import Any
 
 from ckptd.daemon import limits
 from ckptd.daemon.config import Config
+from ckptd.daemon.foreign_memory import described, read_held
 from ckptd.daemon.peers import SO_PEERPIDFD
-from ckptd.shared import owners
+from ckptd.shared import names, owners
 from ckptd.shared.errors import CkptdError, Forbidden
 from ckptd.shared.location import Location, Url
 from ckptd.shared.state_directory import nearest_existing
 from ckptd.shared.storage import posix_probe
-from ckptd.shared.storage.locate import object_storage
-from ckptd.shared.units import size_text
+from ckptd.shared.storage.locate import object_storage, open_root
+from ckptd.shared.units import count_text, size_text
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 TMPFS = 0x01021994  # linux/magic.h
@@ -57,6 +58,7 @@ def check_all(config: Config, *, with_root: bool = True) -> Iterator[Check]:
     yield check_shared_memory(config.shm_dir, config.slots, config.shm_quota)
     if with_root:
         yield from check_root(config.root)
+        yield check_memory(config.root, config.shm_dir)
     if config.stage is not None:
         yield from check_stage(config.stage)
     yield check_state_dir(config.state_dir)
@@ -128,6 +130,24 @@ def _file_system(path: Path) -> int:
 def check_root(root: Location) -> Iterator[Check]:
     """Check the place of the checkpoints: a directory, or the URL of a prefix in an object store."""
     return _check_directory(root) if isinstance(root, Path) else _check_store(root)
+
+
+def check_memory(root: Location, shm_dir: Path) -> Check:
+    """Check that what is in memory at the path of the root was saved for the root that is there, by its identity."""
+    name = "identity"
+    try:
+        identity = open_root(root).known_identity()
+    except (CkptdError, OSError) as error:
+        return Check(name, FAILED, f"the identity of the root at {root} cannot be read: {error}", {"identity": None, "foreign": []})
+    held = list(read_held(shm_dir / names.segment_directory(root)))
+    foreign = [one for one in held if one.root.identity != identity]
+    values = {"identity": identity, "foreign": [one.report() for one in foreign]}
+    if foreign:
+        return Check(name, WARNING, described(foreign[0], str(root), identity), values)
+    if identity is None:
+        return Check(name, OK, f"the root at {root} has none yet: the first daemon there gives it one", values)
+    jobs = f"; of it, {count_text(len(held), 'job')} in memory" if held else ""
+    return Check(name, OK, f"the root at {root} is {identity}{jobs}", values)
 
 
 def _check_store(root: Url) -> Iterator[Check]:

@@ -17,11 +17,13 @@ from ckptd.daemon import records as r
 from ckptd.daemon.admission import Admission
 from ckptd.daemon.catalog import Catalog, EarlierAttempt, Job
 from ckptd.daemon.claims import Claims
+from ckptd.daemon.foreign_memory import ForeignMemoryKeeper
 from ckptd.daemon.journal import Journal
 from ckptd.daemon.ranks import NOT_KNOWN, News, Owner, Process
 from ckptd.daemon.run_guard import RunGuard
 from ckptd.daemon.saver import Saver
 from ckptd.daemon.seal_intake import SealIntake
+from ckptd.daemon.served_root import ServedRoot
 from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.steps import Steps
@@ -59,11 +61,14 @@ class Engine:
         seals: SealIntake,
         saver: Saver,
         guard: RunGuard,
+        served: ServedRoot,
+        foreign: ForeignMemoryKeeper,
         plan_timeout: float,
     ) -> None:
         self.catalog, self.slots = catalog, slots
         self._journal, self._claims, self._admission, self._saver = journal, claims, admission, saver
         self._steps, self._seals, self._guard, self._plan_timeout = steps, seals, guard, plan_timeout
+        self._served, self._foreign = served, foreign
         self.stopping = False  # once this is True, nothing new begins, but seals are still taken
 
     # -- ranks begin
@@ -78,14 +83,16 @@ class Engine:
         process: Process = NOT_KNOWN,
         wait: float | None = None,
         node: Membership | None = None,
+        foreign_memory: str = "",
     ) -> Owner:
         """Begin the next attempt, if `attempt` is 0, or join or resume the given one. Return the rank's owner.
 
         process: the process of the rank. wait: seconds to wait for the end of another run of the job before the next attempt begins, or
         None to begin it at once. node: the share of this node in an attempt of several nodes, which rank 0 has begun with its daemon.
+        foreign_memory: what to do with the job's memory that was saved for another root, or "" for what the setting says.
 
-        Raises Fenced if the attempt is over or unknown here, JobRunning if another run is alive after `wait`, InvalidName, InvalidRequest,
-        Busy, StorageError.
+        Raises Fenced if the attempt is over or unknown here, JobRunning if another run is alive after `wait`, ForeignMemory,
+        InvalidName, InvalidRequest, Busy, StorageError.
         """
         names.check_name("job", job_name)
         if rank >= world_size:
@@ -96,6 +103,10 @@ class Engine:
         if job_name not in self.catalog.jobs and len(self.catalog.jobs) >= MOST_JOBS:
             raise Busy(f"this daemon knows {MOST_JOBS} jobs already; move old ones to another root, and restart it")
         job = self.catalog.job(job_name)
+        if attempt != job.attempt or not attempt:
+            await self._served.check(job)
+        async with job.begin_lock:
+            await self._foreign.settle(job_name, foreign_memory)
         dead: Collection[int] = ()
         if wait is not None and (attempt == 0 or (node is not None and attempt > job.attempt)):
             dead = await self._guard.wait_for_end(job, process, wait, everywhere=attempt == 0)

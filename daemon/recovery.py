@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable
 from functools import partial
 
 from ckptd.daemon import records as r
@@ -16,10 +17,11 @@ from ckptd.daemon.claims import Claims
 from ckptd.daemon.committer import Document
 from ckptd.daemon.deleter import uncommit
 from ckptd.daemon.destination import Destination
+from ckptd.daemon.foreign_memory import ForeignMemoryKeeper
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.orphans import Orphans
 from ckptd.daemon.saver import Saver
-from ckptd.daemon.slots import Slots
+from ckptd.daemon.slots import Slot, Slots
 from ckptd.daemon.snapshot import Snapshot
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.daemon.stored_checkpoint import StoredCheckpoint
@@ -108,14 +110,21 @@ async def recover(
     slots: Slots,
     saver: Saver,
     orphans: Orphans,
+    foreign: ForeignMemoryKeeper,
+    gather: Callable[[], None],
 ) -> None:
     """Bring a starting daemon to the state in which it can serve clients. The journal must have been replayed already.
+
+    `gather` brings the segments of a root that was moved to `slots`.
 
     Raises StorageError if the root cannot be read or the journal cannot be written.
     """
     failpoint("start.replayed")
     try:
-        adopted = slots.adopt()
+        await calls.read("look for the memory of a root that was moved", gather)
+        slots.adopt()
+        foreign.start()
+        adopted = list(slots.slots.values())
         journal.start({slot.header.job for slot in adopted})
         failpoint("start.rotated")
         for name in repository.jobs():
@@ -146,6 +155,19 @@ async def recover(
     await orphans.settle_adopted(adopted)
     for job in catalog.jobs.values():
         await saver.front.deleter.repair_newest(job)
+
+
+async def take_over(adopted: list[Slot], claims: Claims, catalog: Catalog, orphans: Orphans) -> None:
+    """Adopt slots of one job of a daemon that is running already, as `recover` does with those that it finds. No rank of it may be here.
+
+    Raises JournalBroken.
+    """
+    orphans.adopt(adopted)
+    job = catalog.job(adopted[0].header.job)
+    if job.node is None:
+        await claims.adopt(job)
+    await orphans.settle_adopted(adopted)
+    orphans.watch()
 
 
 async def _finish_retiring(repository: Repository, journal: Journal, catalog: Catalog) -> None:

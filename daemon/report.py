@@ -43,6 +43,7 @@ def status_text(status: dict[str, Any]) -> str:
     lines = [
         f"ckptd {status['version']} {ready} (pid {status['pid']}, up {span_text(status['uptime_seconds'])})",
         f"  root           {status['root']}{'' if stage else free}",
+        *([f"  identity       {status['identity']}"] if status.get("identity") else []),
         *(stage_lines(stage, free) if stage else []),
         f"  socket         {status['socket']}{' (private)' if status['private'] else ''}",
         *([f"  log            {status['log_file']}"] if status.get("log_file") else []),
@@ -52,6 +53,11 @@ def status_text(status: dict[str, Any]) -> str:
     ]
     if files["accepting_paused"]:
         lines.append(f"  PAUSED         {files['accepting_paused']}")
+    for held in status.get("foreign_memory", ()):
+        lines.append(
+            f"  OTHER ROOT     {held['job']} step {held['step']} (attempt {held['attempt']}), saved for root {held['identity'][:8]}: "
+            f"{size_text(held['bytes'])} in memory; runs of this job are refused, see CKPTD_FOREIGN_MEMORY"
+        )
     rows = [("JOB", "ATTEMPT", "IN MEMORY", "ON STORAGE", "SAVING", "RANKS")]
     for job in status["jobs"]:
         sealed = job["last_sealed"]

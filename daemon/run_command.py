@@ -38,6 +38,9 @@ from ckptd.shared.command import MEMORY_ONLY, exit_code, speaks
 @click.option("--files-per-rank", type=int, help="Files that a rank's part of a checkpoint is spread over. Default: 1.")
 @click.option("--bytes-per-file", help="Bytes that a file of a checkpoint may have, like 4G. Default: 0, no limit.")
 @click.option("--link-unchanged/--no-link-unchanged", default=None, help="Link the files of unchanged tensors, or write them each time.")
+@click.option(
+    "--foreign-memory", help="What to do with snapshots in memory that were saved for another root: refuse, adopt or drop. Default: refuse."
+)
 @click.option("--log-file", help="File for the log; at 10 MiB it becomes FILE.1. Default: standard error.")
 @click.option("--log-level", help="debug, info, warning or error. Default: info.")
 @click.option("--overflow/--no-overflow", default=None, help="Put slots that do not fit into shared memory on the disk, or refuse them.")

@@ -254,7 +254,15 @@ class Connection:
                 pidfd = self.peer.watch()  # before the attempt begins, because this may fail
                 try:
                     self._owner = await engine.begin(
-                        request.job, request.rank, request.world_size, request.attempt, self._notify, process, request.wait, request.node
+                        request.job,
+                        request.rank,
+                        request.world_size,
+                        request.attempt,
+                        self._notify,
+                        process,
+                        request.wait,
+                        request.node,
+                        request.foreign_memory,
                     )
                 except BaseException:
                     if pidfd >= 0:

@@ -46,10 +46,11 @@ class Service:
         """Return the candidates for a recovery, best first: by (attempt, step), memory before storage.
 
         step: list the candidates of this step only. delivered: an attempt whose nodes have all delivered what they hold, or 0. Raises
-        StorageError; NewerFormat if only a newer ckptd can read the newest checkpoint.
+        StorageError; ForeignMemory if another root is there now; NewerFormat if only a newer ckptd can read the newest checkpoint.
         """
         parts = self._parts
         job = parts.catalog.job(job_name)
+        await parts.served.check(job)
         in_memory = parts.engine.memory_candidates(job_name)
         try:
             await recovery.scan_job(parts.repository, job, parts.calls, fresh=True)

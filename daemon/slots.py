@@ -19,12 +19,13 @@ import psutil
 
 from ckptd.daemon.segment_directory import SegmentDirectory
 from ckptd.shared import names
+from ckptd.shared.binary import ALIGN
 from ckptd.shared.descriptor import Descriptor
 from ckptd.shared.errors import IntegrityError, InvalidName, NewerFormat, NotFound, QuotaExceeded, SharedMemoryFull, StorageError
 from ckptd.shared.failpoints import failpoint
 from ckptd.shared.fs import READ, FileSystem
 from ckptd.shared.numa import UNKNOWN, near
-from ckptd.shared.segment import SegmentHeader, read_header, this_boot, write_header
+from ckptd.shared.segment import RootMark, SegmentHeader, SlotState, read_header, read_root_mark, this_boot, write_header, write_root_mark
 from ckptd.shared.units import size_text
 
 log = logging.getLogger("ckptd.slots")
@@ -102,6 +103,14 @@ class Slot:
         return f"<Slot {self.name[:8]} {self.header.job}.a{self.header.attempt} rank {self.header.rank} {self.header.state.name}>"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ForeignSlot:
+    """A slot whose segment was made for another root than the one that is served, and the mark of that root."""
+
+    slot: Slot
+    mark: RootMark
+
+
 class Slots:
     """All segments of one root. Their files lie in one directory of the tmpfs `shm_dir`, which is locked for one daemon of the machine.
 
@@ -111,6 +120,10 @@ class Slots:
     `path` is the directory in the tmpfs, and `slots` maps the name of each segment to its slot. `used`, `on_disk` and `quota` are in bytes:
     of the segments in the tmpfs, of those on the disk, and of all together. An argument `quota` of 0 stands for nine tenths of the tmpfs,
     and then only the tmpfs counts.
+
+    `mark` names the root, and is written into each new segment; None for segments of no root in particular. `foreign` maps the name of each
+    segment that was made for another root to its slot. Such a segment is counted in `used`, and is neither in `slots` nor ever changed
+    before `admit` or `drop`.
     """
 
     def __init__(self, fs: FileSystem, shm_dir: Path, directory: str, quota: int, overflow: Path | None = None) -> None:
@@ -120,7 +133,10 @@ class Slots:
         self._disk = SegmentDirectory(fs, overflow, on_disk=True) if overflow is not None and overflow.exists() else None
         self._limited = quota > 0
         self.quota = quota or psutil.disk_usage(str(shm_dir)).total * 9 // 10
+        self.mark: RootMark | None = None
         self.slots: dict[str, Slot] = {}  # used on the event loop only
+        self.foreign: dict[str, ForeignSlot] = {}
+        self._marked: set[str] = set()  # the adopted segments of this root that have a mark
         self.used = self.on_disk = 0  # bytes
 
     @property
@@ -166,7 +182,12 @@ class Slots:
         """
         assert self._overflow is not None
         if self._limited:
-            self._check_quota(header.file_length, self.used + self.on_disk)
+            self._check_quota(self._length(header), self.used + self.on_disk)
+        return self._create(header, UNKNOWN, self._disk or self._open_disk())
+
+    def _open_disk(self) -> SegmentDirectory:
+        """Open the directory for segments on the disk, which is made if it is missing. Raises Busy, StorageError."""
+        assert self._overflow is not None
         if self._disk is None:
             try:
                 self._overflow.parent.mkdir(parents=True, exist_ok=True)
@@ -174,18 +195,23 @@ class Slots:
                 raise StorageError.of(f"make {self._overflow.parent}", error) from None
             self._disk = SegmentDirectory(self._fs, self._overflow, on_disk=True)
             log.warning("slots that do not fit into %s go to files in %s, which are slower", self.path.parent, self._overflow)
-        return self._create(header, UNKNOWN, self._disk)
+        return self._disk
+
+    def move_in(self, directory: int, name: str, *, on_disk: bool = False) -> None:
+        """Move a segment here from the directory of a former path of this root, before `adopt`. Raises OSError, StorageError, Busy."""
+        here = (self._disk or self._open_disk()) if on_disk else self._memory
+        os.rename(name, name, src_dir_fd=directory, dst_dir_fd=here.fd)
 
     def create(self, header: SegmentHeader, node: int = UNKNOWN) -> Slot:
         """Make a new segment near to the NUMA node `node`, and return its slot. Any thread may call this; the caller then calls `add`.
 
         Raises QuotaExceeded, SharedMemoryFull or StorageError, or OSError if the file cannot be made. After an error no file is left.
         """
-        self._check_quota(header.file_length, self.used + (self.on_disk if self._limited else 0))
+        self._check_quota(self._length(header), self.used + (self.on_disk if self._limited else 0))
         return self._create(header, node, self._memory)
 
     def _create(self, header: SegmentHeader, node: int, directory: SegmentDirectory) -> Slot:
-        size, name = header.file_length, names.new_segment_file()
+        size, name = self._length(header), names.new_segment_file()
         failpoint("slot.creating")
         try:
             fd = self._fs.create(name, directory.fd, mode=0o600)
@@ -194,6 +220,8 @@ class Slots:
         try:
             with near(node):
                 self._fs.allocate(fd, size)
+            if self.mark is not None:
+                write_root_mark(fd, header, self.mark)  # first: a segment whose header is valid has its mark
             write_header(fd, header)
             failpoint("slot.created")
         except BaseException as error:
@@ -203,6 +231,9 @@ class Slots:
                 raise
             raise self._failure(error, size, directory) from None
         return Slot(name, directory, Descriptor(fd), header, size)
+
+    def _length(self, header: SegmentHeader) -> int:
+        return header.file_length + (0 if self.mark is None else ALIGN)
 
     def _failure(self, error: OSError, size: int, directory: SegmentDirectory) -> SharedMemoryFull | StorageError:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
@@ -293,10 +324,11 @@ class Slots:
         return False
 
     def adopt(self) -> list[Slot]:
-        """Register the segments that an earlier daemon has left, and return all slots.
+        """Register the segments that an earlier daemon has left, and return those of this root.
 
         Segments that are incomplete, damaged or from another boot are removed. Other files, segments of a newer ckptd and segments that
-        cannot be opened are left alone. Raises StorageError if a segment cannot be opened because a resource has run out.
+        cannot be opened are left alone. A segment that was made for another root than `mark` names goes to `foreign`; one in which nothing
+        is sealed and that no trainer holds is removed. Raises StorageError if a segment cannot be opened because a resource has run out.
         """
         for directory in self._directories():
             self._adopt(directory)
@@ -325,6 +357,7 @@ class Slots:
                 size = os.fstat(fd).st_size
                 if size < header.file_length:
                     raise IntegrityError("it is cut short")
+                mark = _root_mark(fd, name, header)
             except NewerFormat as error:
                 log.warning("segment %s left alone: %s", name, error)
                 os.close(fd)
@@ -334,12 +367,62 @@ class Slots:
                 os.close(fd)
                 self._fs.unlink(name, directory.fd)
                 continue
-            self.add(Slot(name, directory, Descriptor(fd), header, size))
+            slot = Slot(name, directory, Descriptor(fd), header, size)
+            if mark is None or self.mark is None or mark.identity == self.mark.identity:
+                self.add(slot)
+                if mark is not None:
+                    self._marked.add(name)
+                continue
+            self.foreign[name] = ForeignSlot(slot, mark)
+            self._count(slot, 1)
+            if header.state is not SlotState.SEALED and not self.is_held(slot):
+                self.drop(slot)
+
+    def admit(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Make foreign slots those of this root, so that every later daemon takes them for its own, and return them.
+
+        Raises OSError. All of them are then still foreign here, and this may be repeated.
+        """
+        if self.mark is not None:
+            for slot in slots:
+                write_root_mark(slot.fd, slot.header, self.mark)
+        for slot in slots:
+            del self.foreign[slot.name]
+            self.slots[slot.name] = slot
+        return list(slots)
+
+    def set_aside_half_admitted(self) -> None:
+        """Make slots foreign again whose attempt has foreign slots too: an earlier daemon died while it admitted the slots of that attempt.
+
+        No attempt has slots of both kinds otherwise, because no run of a job with foreign slots begins.
+        """
+        marks = {(each.slot.header.job, each.slot.header.attempt): each.mark for each in self.foreign.values()}
+        for slot in list(self.slots.values()):
+            if slot.name in self._marked and (mark := marks.get((slot.header.job, slot.header.attempt))) is not None:
+                self.foreign[slot.name] = ForeignSlot(self.slots.pop(slot.name), mark)
+
+    def drop(self, slot: Slot) -> None:
+        """Delete a foreign slot, and what is sealed in it."""
+        del self.foreign[slot.name]
+        self.slots[slot.name] = slot
+        self.release(slot)
 
     def close(self) -> None:
         """Close the descriptors. The files stay for the next daemon; the directories are removed if they are empty."""
-        for slot in self.slots.values():
+        for slot in [*self.slots.values(), *(each.slot for each in self.foreign.values())]:
             slot.descriptor.close()
         for directory in self._directories():
             directory.close()
         self.slots.clear()
+        self.foreign.clear()
+
+
+def _root_mark(fd: int, name: str, header: SegmentHeader) -> RootMark | None:
+    """Return the root mark of a segment, or None if it has none or a damaged one. Raises NewerFormat, OSError."""
+    try:
+        return read_root_mark(fd, header)
+    except NewerFormat:
+        raise
+    except IntegrityError as error:
+        log.warning("segment %s counts as one of this root: %s", name, error)
+        return None

@@ -8,6 +8,7 @@
     │   ├── StructureMismatch     (also ValueError) state and checkpoint differ; names the key
     │   ├── AlreadyExists         the tag is taken
     │   ├── JobRunning            another run of the job is alive, and was not to be taken over
+    │   ├── ForeignMemory         the job's snapshots in memory were saved for another root than the one that is there now
     │   ├── NotFound              the checkpoint, job, segment or tensor does not exist
     │   ├── QuotaExceeded         more shared memory is needed than the daemon may give
     │   ├── InvalidConfig         (also ValueError) a setting that is not allowed
@@ -71,6 +72,10 @@ class AlreadyExists(CallerError):
 
 class JobRunning(CallerError):
     code = "job-running"
+
+
+class ForeignMemory(CallerError):
+    code = "foreign-memory"
 
 
 class NotFound(CallerError):
@@ -211,9 +216,9 @@ class InternalError(ServiceError):
 _ON_THE_WIRE: dict[str, type[CkptdError]] = {
     cls.code: cls
     for cls in (
-        InvalidRequest, AlreadyExists, JobRunning, NotFound, QuotaExceeded, StorageError, SharedMemoryFull, IntegrityError,
-        ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError, NewerFormat, SnapshotFailed, StructureChanged,
-        UnsavableValue, StructureMismatch, DaemonUnreachable, RecoveryFailed,
+        InvalidRequest, AlreadyExists, JobRunning, ForeignMemory, NotFound, QuotaExceeded, StorageError, SharedMemoryFull,
+        IntegrityError, ProtocolError, VersionMismatch, Forbidden, Fenced, Busy, InternalError, NewerFormat, SnapshotFailed,
+        StructureChanged, UnsavableValue, StructureMismatch, DaemonUnreachable, RecoveryFailed,
     )
 }  # fmt: skip
 

@@ -22,13 +22,15 @@ from ckptd.shared.errors import IntegrityError, NewerFormat
 from ckptd.shared.fs import read_exactly
 from ckptd.shared.plan import MAX_CHUNK, MAX_DOCUMENT, MIN_CHUNK, most_chunks
 
-SEGMENT_MAGIC, CHECK_MAGIC = b"CKPTDSEG", b"CKPTDCHK"
+SEGMENT_MAGIC, CHECK_MAGIC, ROOT_MAGIC = b"CKPTDSEG", b"CKPTDCHK", b"CKPTDROT"
 CHECK_OFFSET = 2 * ALIGN
 CHECK_HEADER = 64
 
 _HEADER = struct.Struct("<16sQIIIIQ16sQQII128s32sQQIIQQIIQQII")
 _CRC = struct.Struct("<I")
 _CHECK = struct.Struct("<16sQII")
+_MARK = struct.Struct("<16s16sI")
+_MOST_OF_A_PLACE = ALIGN - _MARK.size - _CRC.size
 assert _HEADER.size == 320
 
 
@@ -81,6 +83,7 @@ class SegmentHeader:
 
     @property
     def file_length(self) -> int:
+        """The length of the segment without its root mark."""
         return self.data_offset + align(self.capacity)
 
     def next(self, state: SlotState, **changes: object) -> SegmentHeader:
@@ -227,3 +230,46 @@ def read_check(fd: int, header: SegmentHeader) -> list[int] | None:
     if _CRC.unpack_from(data, _CHECK.size)[0] != crc32c(entries, crc32c(data[: _CHECK.size])):
         return None
     return list(struct.unpack(f"<{count}I", entries))
+
+
+@dataclass(frozen=True, slots=True)
+class RootMark:
+    """The root for which a segment was made: its identity, 32 hexadecimal digits, and its path or URL at that time, or "" if too long."""
+
+    identity: str
+    place: str
+
+    def encode(self) -> bytes:
+        """Return the root mark, 4096 bytes."""
+        place = os.fsencode(self.place)
+        place = place if len(place) <= _MOST_OF_A_PLACE else b""
+        head = _MARK.pack(preamble(ROOT_MAGIC), bytes.fromhex(self.identity), len(place))
+        return (head + _CRC.pack(crc32c(place, crc32c(head))) + place).ljust(ALIGN, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes) -> RootMark:
+        """Return the root mark in these bytes. Raises IntegrityError if it is damaged, NewerFormat if a newer ckptd has written it."""
+        head = _MARK.size + _CRC.size
+        if len(data) != ALIGN:
+            raise IntegrityError("root mark of a segment is cut short")
+        _, identity, length = _MARK.unpack_from(data)
+        place = data[head : head + length]
+        if length > _MOST_OF_A_PLACE or _CRC.unpack_from(data, _MARK.size)[0] != crc32c(place, crc32c(data[: _MARK.size])):
+            raise IntegrityError("root mark of a segment does not match its checksum")
+        check_preamble(data, ROOT_MAGIC, "root mark of a segment")
+        check_zero(data[head + length :], "root mark of a segment")
+        return cls(identity.hex(), os.fsdecode(place))
+
+
+def write_root_mark(fd: int, header: SegmentHeader, mark: RootMark) -> None:
+    """Write the root mark behind the data of a segment. Raises OSError."""
+    _write(fd, mark.encode(), header.file_length)
+
+
+def read_root_mark(fd: int, header: SegmentHeader) -> RootMark | None:
+    """Return the root mark of a segment, or None if it has none, as from an earlier version.
+
+    Raises IntegrityError if the root mark is damaged, NewerFormat if a newer ckptd has written it, and OSError.
+    """
+    data = os.pread(fd, ALIGN, header.file_length)
+    return RootMark.decode(data) if data else None

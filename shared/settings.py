@@ -10,16 +10,23 @@ SETTINGS = frozenset({
     "root", "stage", "socket", "state_dir", "codec", "slots", "shm_dir", "shm_quota", "overflow", "memory_ttl", "keep_last", "make_room",
     "keep", "stall_budget", "storage_timeout", "rank_timeout", "node_timeout", "threads",
     "cpus", "memory_budget", "chunk_size", "files_per_rank",
-    "bytes_per_file", "link_unchanged", "max_connections", "strict_journal", "private", "idle_timeout", "log_file", "log_level",
+    "bytes_per_file", "link_unchanged", "foreign_memory", "max_connections", "strict_journal", "private", "idle_timeout", "log_file",
+    "log_level",
 })  # fmt: skip
 """The settings of a daemon."""
+FOREIGN_MEMORY = "foreign_memory"
+FOREIGN_MEMORY_CHOICES = ("refuse", "adopt", "drop")
+"""What to do with snapshots in memory that were saved for another root: a setting of a daemon, which a training process may override."""
 NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "failpoints", "python", "config"})
 """The other variables, which the training process, the tests and the command line read."""
 
 
 def given(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that set something of a daemon, except its place: root, socket and state directory."""
-    names = SETTINGS - {"root", "socket", "state_dir", "private"}
+    """Return the variables that set something of a daemon, except its place and what a training process says itself when it begins.
+
+    The place is the root, the socket and the state directory. A training process says `foreign_memory`.
+    """
+    names = SETTINGS - {"root", "socket", "state_dir", "private", FOREIGN_MEMORY}
     return {name: text for name, text in environ.items() if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() in names}
 
 

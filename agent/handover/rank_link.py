@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ckptd.agent.handover.handover import Handover, Handovers
-from ckptd.agent.link.arguments import job_name, launch_id, may_take_over
+from ckptd.agent.link.arguments import foreign_memory, job_name, launch_id, may_take_over
 from ckptd.agent.link.attempt import begin
 from ckptd.agent.link.board import Board
 from ckptd.agent.link.client import CALL_SECONDS, Client
@@ -47,8 +47,8 @@ class RankLink:
     thread, when the ranks must plan again. `unnamed` is True if neither the caller nor the environment names the job. `takeover` says
     whether to begin although another run of the job is alive; None leaves that to CKPTD_TAKEOVER.
 
-    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning, StorageError and other errors of the daemon, and
-    SnapshotFailed if a rank does not come. `begin` in `attempt.py` says which errors are raised on all ranks.
+    Raises DaemonUnreachable, Forbidden, InvalidName, InvalidRequest, JobRunning, ForeignMemory, StorageError and other errors of the
+    daemon, and SnapshotFailed if a rank does not come. `begin` in `attempt.py` says which errors are raised on all ranks.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RankLink:
         self._nested: deque[Pending] = deque()  # snapshots refused inside another call, for `_tidy` to report to the other ranks
         self._pid = os.getpid()
         try:
-            may = may_take_over(takeover)
+            may, self._foreign_memory = may_take_over(takeover), foreign_memory()
             self.place = find_place(socket, root)
             self.client = Client(self.place, resume=self._resume, news=self._news, lost=self._lost, late=self._late)
         except CkptdError as error:
@@ -229,7 +229,7 @@ class RankLink:
                 return
             except TimeoutError:
                 if not self.client.wait_connected(AWAY_SECONDS):
-                    raise DaemonUnreachable(_GONE) from None
+                    raise self.client.foreign or DaemonUnreachable(_GONE) from None
 
     def _news(self, progress: m.Progress | m.Holds | m.Uploads) -> None:
         if isinstance(progress, m.Uploads):
@@ -261,7 +261,14 @@ class RankLink:
             return  # the call that begins the next attempt sends its own Begin
         began, _ = self.client.call(
             lambda n: m.Begin(
-                id=n, job=self.job, rank=self.rank, world_size=self.world_size, attempt=self.attempt, run=launch_id(), node=self.node
+                id=n,
+                job=self.job,
+                rank=self.rank,
+                world_size=self.world_size,
+                attempt=self.attempt,
+                run=launch_id(),
+                node=self.node,
+                foreign_memory=self._foreign_memory,
             ),
             m.Began,
             CALL_SECONDS,
@@ -280,7 +287,7 @@ class RankLink:
             self.handovers.wait_for_threads()
             try:
                 if not self.client.wait_connected(self.stall_budget):
-                    raise DaemonUnreachable(_GONE)
+                    raise self.client.foreign or DaemonUnreachable(_GONE)
                 self.client.call(lambda n: m.Persist(id=n), m.Done, timeout)
                 self.client.call(lambda n: m.Detach(id=n), m.Done, CALL_SECONDS)
             finally:

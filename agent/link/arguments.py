@@ -20,6 +20,7 @@ from ckptd.shared.errors import InvalidRequest
 from ckptd.shared.membership import Membership
 from ckptd.shared.names import check_name, check_user_tag, host
 from ckptd.shared.retention import Policy
+from ckptd.shared.settings import FOREIGN_MEMORY_CHOICES
 from ckptd.shared.snapshot_request import MAX_REQUEST, SnapshotRequest
 
 
@@ -44,6 +45,14 @@ def may_take_over(takeover: bool | None) -> bool:
     if setting not in ("", "0", "1"):
         raise InvalidRequest(f"CKPTD_TAKEOVER is {setting!r}; expected 0 or 1")
     return setting == "1"
+
+
+def foreign_memory() -> str:
+    """Return CKPTD_FOREIGN_MEMORY, or "" if it is not set. Raises InvalidRequest if it is not one of the choices."""
+    setting = os.environ.get("CKPTD_FOREIGN_MEMORY", "")
+    if setting not in ("", *FOREIGN_MEMORY_CHOICES):
+        raise InvalidRequest(f"CKPTD_FOREIGN_MEMORY is {setting!r}; expected refuse, adopt or drop")
+    return setting
 
 
 def launch_id() -> str:

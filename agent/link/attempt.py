@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ckptd.agent.link.arguments import launch_id
+from ckptd.agent.link.arguments import foreign_memory, launch_id
 from ckptd.agent.link.client import CALL_SECONDS, Client
 from ckptd.agent.link.rounds import Ranks
 from ckptd.shared import messages as m
@@ -151,9 +151,18 @@ def _claim(client: Client, job: str, ranks: Ranks, node: Membership | None, take
 
 
 def _begin(client: Client, job: str, ranks: Ranks, attempt: int, wait: float | None, node: Membership | None = None) -> int:
+    foreign = foreign_memory()
     began, _ = client.call(
         lambda n: m.Begin(
-            id=n, job=job, rank=ranks.rank, world_size=ranks.world_size, attempt=attempt, run=launch_id(), wait=wait, node=node
+            id=n,
+            job=job,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            attempt=attempt,
+            run=launch_id(),
+            wait=wait,
+            node=node,
+            foreign_memory=foreign,
         ),
         m.Began,
         CALL_SECONDS + (wait or 0.0),

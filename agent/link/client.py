@@ -21,7 +21,7 @@ from ckptd.agent.threads.flag import Flag
 from ckptd.shared import messages as m
 from ckptd.shared.channel import Channel
 from ckptd.shared.descriptor import Descriptor
-from ckptd.shared.errors import CkptdError, DaemonUnreachable, Fenced, Forbidden, ProtocolError, from_wire
+from ckptd.shared.errors import CkptdError, DaemonUnreachable, Fenced, Forbidden, ForeignMemory, ProtocolError, from_wire
 
 log = logging.getLogger("ckptd.agent")
 
@@ -58,7 +58,9 @@ class Client:
 
     resume: called after each reconnection, to resume the attempt.
     news: called with every Progress, every Holds and every Uploads.
-    lost: called once with the error if `resume` finds that a newer attempt has begun. The client is then closed.
+    lost: called once with the error if `resume` finds that the attempt is over: a newer one has begun, or the daemon serves another root
+        than the one that the attempt was begun for. The client is then closed. In the second case `foreign` is the error, which later calls
+        raise.
     late: called with every reply whose caller has stopped waiting.
     """
 
@@ -78,6 +80,7 @@ class Client:
         self._hearing = threading.RLock()  # held by the thread that receives, so that messages are handled in order
         self._unheard: CkptdError | None = None  # the error that ended the connection while a waiting caller received
         self._closed = False
+        self.foreign: ForeignMemory | None = None
         self._up = Flag()
         self._down_since = 0.0
         self._silent = False  # a call has timed out, and no message has arrived since
@@ -102,9 +105,9 @@ class Client:
         """Wait for a lost connection to come back. Return False if it is not back `budget` seconds after it was lost.
 
         The time counts from the loss, so that an outage costs the training `budget` seconds once, and not at every call. Returns False at
-        once if a call has timed out and no message has arrived since.
+        once if a call has timed out and no message has arrived since, and if the daemon serves another root now.
         """
-        if self._silent:
+        if self._silent or self.foreign is not None:
             return False
         return self._up.wait(max(0.0, self._down_since + budget - time.monotonic()))
 
@@ -222,6 +225,8 @@ class Client:
 
     def _send_now(self, make: Make, call: Call) -> None:
         with self._lock:
+            if self.foreign is not None and os.getpid() == self._pid:
+                raise ForeignMemory(str(self.foreign))
             if self._closed or os.getpid() != self._pid:
                 raise DaemonUnreachable(
                     "this agent is closed" if self._closed else "a forked process cannot use its parent's agent: make an Agent of its own"
@@ -338,7 +343,8 @@ class Client:
     def _take_up(self, channel: Channel) -> None:
         try:
             self._resume()
-        except Fenced as error:
+        except (Fenced, ForeignMemory) as error:
+            self.foreign = error if isinstance(error, ForeignMemory) else None
             self._lost(error)
             self.close()
         except CkptdError as error:

@@ -201,11 +201,12 @@ def start_private(root: Location) -> str:
         "--ready-fd",
         str(told),
     ]
-    strange = settings.unknown(os.environ)
+    # The daemon outlives this process and serves other jobs: what this job does with foreign memory, its own Begin says.
+    not_its_own = {*settings.unknown(os.environ), f"{settings.PREFIX}{settings.FOREIGN_MEMORY.upper()}"}
     try:
         daemon = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log_fd, stderr=log_fd, pass_fds=[told], start_new_session=True, cwd="/",
-            env={name: value for name, value in os.environ.items() if name not in strange},
+            env={name: value for name, value in os.environ.items() if name not in not_its_own},
         )  # fmt: skip
     except OSError as error:
         os.close(ready)

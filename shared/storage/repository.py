@@ -51,6 +51,16 @@ class Repository:
                 self.storage.publish(name, f"{names.new_nonce().hex()}\n".encode(), replace=False, by=names.host())
             except FileExistsError:
                 pass  # the daemon of another host was faster
+        return self._read_identity(name)
+
+    def known_identity(self) -> str | None:
+        """Return the identity of the root, or None if it has none, as where no root is. Changes nothing. Raises IntegrityError, OSError."""
+        try:
+            return self._read_identity(f"{names.CONTROL}/{names.IDENTITY}")
+        except FileNotFoundError:
+            return None
+
+    def _read_identity(self, name: str) -> str:
         text = read_whole(self.storage.open(name), _MOST_OF_A_HINT, name).decode("ascii", "replace").removesuffix("\n")
         if not names.is_identity(text):
             raise IntegrityError(f"{self.where(name)} does not hold the identity of the root: 32 hexadecimal digits; delete it")

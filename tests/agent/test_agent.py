@@ -515,20 +515,19 @@ def test_threads_of_the_agent_do_not_keep_a_process_alive(daemon: Daemon) -> Non
     assert threading.active_count() >= 1
 
 
-def test_a_daemon_whose_root_was_deleted_says_so_and_ends_and_the_next_one_begins_a_new_root(place: Home) -> None:
+def test_a_daemon_whose_root_was_deleted_says_so_and_ends_and_the_next_one_does_not_fill_a_new_root_from_memory(place: Home) -> None:
     with running(place) as daemon:
         agent = Agent("job", socket=place.socket)
         for step in (1, 2):
             agent.snapshot({"x": torch.full((3,), float(step))}, step=step).wait("durable", timeout=60)
         place.root.rename(place.path / "gone")  # a deletion file by file could meet a file that the daemon is making
         assert daemon.died() == 1
-        assert f"the root {place.root} has been deleted, moved or replaced; the next daemon saves to the root" in place.log_text()
+        assert f"the root {place.root} has been deleted, moved or replaced; what is in memory stays there" in place.log_text()
     with running(place):
         state = {"x": torch.zeros(3)}
-        recovered = agent.recover(state)
-        assert recovered is not None
-        assert (recovered.step, recovered.source, state["x"].tolist()) == (2, "memory", [2.0] * 3)
-        agent.snapshot(state, step=3).wait("durable", timeout=60)
-        agent.close()
-    with Checkpoint.open(place.root / "job") as checkpoint:
-        assert checkpoint.step == 3
+        with pytest.raises(errors.ForeignMemory, match="holds step 2 of attempt 1 of job 'job'"):
+            agent.recover(state)
+        assert state["x"].tolist() == [0.0] * 3
+        with pytest.raises(errors.ForeignMemory):
+            agent.close()
+        assert not (place.root / "job").exists()

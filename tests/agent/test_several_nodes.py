@@ -20,7 +20,7 @@ from ckptd.agent.link import attempt as link_attempt
 from ckptd.daemon.job_report import job_report
 from ckptd.daemon.report import status_text
 from ckptd.shared import names
-from ckptd.shared.errors import CkptdError, JobRunning
+from ckptd.shared.errors import CkptdError, ForeignMemory, JobRunning
 from ckptd.shared.location import Url
 from ckptd.shared.storage.heartbeat_store import HeartbeatStore
 from ckptd.shared.storage.locate import open_root
@@ -263,6 +263,44 @@ def test_a_node_that_is_lost_and_replaced_by_an_empty_one(two: Nodes) -> None:
     with Ranks(4) as ranks:
         assert ranks.call(recover, sockets(two, 0, 0, 1, 1)) == [(5, names.tag_directory(5, None, 1))] * 4
         assert ranks.call(take, 6) == [""] * 4
+
+
+def _refusal(where: Sockets) -> str:
+    try:
+        begin(where)
+    except ForeignMemory as error:
+        return str(error)
+    return ""
+
+
+def _decided(where: Sockets, choice: str) -> tuple[int, str] | None:
+    os.environ["CKPTD_FOREIGN_MEMORY"] = choice
+    return recover(where)
+
+
+@pytest.mark.parametrize("choice", ["adopt", "drop"])
+@pytest.mark.parametrize("lost", [None, 0], ids=["both nodes", "not the node of rank 0"])
+def test_memory_of_a_root_that_is_gone_stops_the_run_on_all_nodes(two: Nodes, lost: int | None, choice: str) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(begin, sockets(two, 0, 1))
+        assert ranks.call(take, 5) == [""] * 2
+        for node in two:
+            node.kill()
+    assert isinstance(two.root, Path)
+    two.root.rename(two.path / "gone")
+    if lost is not None:
+        two[lost].lose()
+    for node in two:
+        node.start()
+    with Ranks(2) as ranks:
+        for refusal in ranks.call(_refusal, sockets(two, 0, 1)):
+            assert f"holds step 5 of attempt 1 of job {JOB!r}, saved for root " in refusal
+        assert not (two.root / JOB).exists()
+    with Ranks(2) as ranks:
+        found = ranks.call(_decided, sockets(two, 0, 1), choice)
+        whole = choice == "adopt" and lost is None
+        assert found == [(5, names.tag_directory(5, None, 1)) if whole else None] * 2
+        assert ranks.call(take, 6) == [""] * 2
 
 
 def test_clocks_that_are_a_year_apart_change_nothing(two: Nodes) -> None:

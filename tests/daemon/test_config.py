@@ -43,7 +43,7 @@ def test_defaults() -> None:
         "memory_ttl": 900.0, "keep_last": 10, "make_room": False,
             "keep": (), "stall_budget": 10.0, "storage_timeout": 30.0, "rank_timeout": 60.0, "node_timeout": 600.0,
         "threads": 0, "cpus": "", "memory_budget": 128 << 20, "chunk_size": 8 << 20,
-        "files_per_rank": 1, "bytes_per_file": 0, "link_unchanged": True,
+        "files_per_rank": 1, "bytes_per_file": 0, "link_unchanged": True, "foreign_memory": "refuse",
         "max_connections": 256, "strict_journal": False, "private": False, "idle_timeout": 10.0, "log_file": None, "log_level": "info",
     }  # fmt: skip
 
@@ -94,6 +94,7 @@ SAMPLES: dict[str, tuple[str, str, Any]] = {
     "files_per_rank": ("4", "4", 4),
     "bytes_per_file": ('"4G"', "4G", 4 * 10**9),
     "link_unchanged": ("false", "0", False),
+    "foreign_memory": ('"drop"', "drop", "drop"),
     "max_connections": ("5", "5", 5),
     "strict_journal": ("true", "true", True),
     "private": ("true", "1", True),

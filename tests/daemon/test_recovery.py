@@ -23,6 +23,7 @@ from ckptd.daemon.config import Config
 from ckptd.daemon.journal import Journal, JournalBroken
 from ckptd.daemon.journal_place import journal_directory
 from ckptd.daemon.recovery import scan_job
+from ckptd.daemon.served_root import ServedRoot
 from ckptd.daemon.service import Service
 from ckptd.daemon.storage_calls import StorageCalls
 from ckptd.shared import names
@@ -31,6 +32,7 @@ from ckptd.shared.fs import FileSystem, PosixFileSystem
 from ckptd.shared.manifest import Manifest
 from ckptd.shared.membership import Membership
 from ckptd.shared.receipt import Abandonment, Receipt
+from ckptd.shared.segment import RootMark
 from ckptd.shared.storage.locate import open_root
 from ckptd.shared.storage.repository import Repository
 from tests.shared.samples import NONCE, write_checkpoint
@@ -169,7 +171,8 @@ async def test_a_manifest_of_a_newer_ckptd_is_not_called_damaged(root: Root, cal
     parts = await root.start()
     job = parts.catalog.job("gpt")
     assert (list(job.checkpoints), job.damaged, list(job.newer)) == ([TAG], {}, ["step-00002000.a0002"])
-    service = Service(dataclasses.replace(parts, calls=calls))
+    served = ServedRoot(parts.repository, calls, RootMark(parts.identity, str(root.path)), lambda: None)
+    service = Service(dataclasses.replace(parts, calls=calls, served=served))
     with pytest.raises(NewerFormat, match="gpt/step-00002000.a0002 is newer than every checkpoint that this ckptd can read"):
         await service.find("gpt", None)
     assert [candidate.tag for candidate in (await service.find("gpt", 1000)).candidates] == [TAG]

@@ -135,8 +135,17 @@ async def test_memory_is_offered_alone_only_if_nothing_newer_can_be_on_storage(
         raise StorageError("the storage has not answered", errno.ETIMEDOUT)
 
     monkeypatch.setattr(recovery, "scan_job", scan_job)
+
+    async def there(job: Any) -> None:
+        pass
+
     parts = SimpleNamespace(
-        catalog=catalog, engine=SimpleNamespace(memory_candidates=lambda name: offered), repository=None, calls=None, uploader=None
+        catalog=catalog,
+        engine=SimpleNamespace(memory_candidates=lambda name: offered),
+        repository=None,
+        calls=None,
+        uploader=None,
+        served=SimpleNamespace(check=there),
     )
     service = Service(parts)  # type: ignore[arg-type]
     if raises:

@@ -19,6 +19,7 @@ from ckptd.shared.segment import (
     CHECK_HEADER,
     CHECK_OFFSET,
     Extent,
+    RootMark,
     SegmentHeader,
     SlotState,
     encode_check,
@@ -26,10 +27,12 @@ from ckptd.shared.segment import (
     read_data,
     read_document,
     read_header,
+    read_root_mark,
     this_boot,
     write_check,
     write_document,
     write_header,
+    write_root_mark,
 )
 from tests.shared.samples import flip, memory_file
 
@@ -314,3 +317,43 @@ def test_a_check_area_with_too_large_a_count_is_ignored(segment: int) -> None:
     for count in (5, 1008, 1009, 1 << 31, (1 << 32) - 1):
         os.pwrite(segment, head[:24] + struct.pack("<I", count) + head[28:], CHECK_OFFSET)
         assert read_check(segment, HEADER) is None
+
+
+# -- the root mark
+
+MARK = RootMark("00112233445566778899aabbccddeeff", "/ckpts/ü")
+
+
+def test_the_root_mark_lies_behind_the_data_as_the_format_says(segment: int) -> None:
+    assert read_root_mark(segment, HEADER) is None  # as in a segment of an earlier version
+    write_header(segment, HEADER)
+    write_root_mark(segment, HEADER, MARK)
+    assert os.fstat(segment).st_size == HEADER.file_length + ALIGN
+    data = os.pread(segment, ALIGN, HEADER.file_length)
+    place = "/ckpts/ü".encode()
+    head = b"CKPTDROT" + bytes([1, 0, 0, 0, 0, 0, 0, 0]) + bytes.fromhex(MARK.identity) + struct.pack("<I", len(place))
+    assert data == (head + struct.pack("<I", crc32c(head + place)) + place).ljust(ALIGN, b"\0")
+    assert read_root_mark(segment, HEADER) == MARK
+    assert read_header(segment) == HEADER
+
+
+def test_a_place_that_is_not_utf_8_or_too_long_is_kept_or_left_out(segment: int) -> None:
+    for place, kept in ((os.fsdecode(b"/ckpts/\xff"), True), ("/" + "x" * 4055, True), ("/" + "x" * 4056, False)):
+        write_root_mark(segment, HEADER, RootMark(MARK.identity, place))
+        assert read_root_mark(segment, HEADER) == RootMark(MARK.identity, place if kept else "")
+
+
+def test_every_flipped_bit_of_a_root_mark_is_seen() -> None:
+    data = MARK.encode()
+    for bit in [*range(8 * 64), *range(8 * 64, 8 * ALIGN, 1009)]:
+        with pytest.raises(IntegrityError):
+            RootMark.decode(flip(data, bit))
+    with pytest.raises(IntegrityError, match="cut short"):
+        RootMark.decode(data[:-1])
+
+
+def test_a_newer_root_mark_is_not_called_damaged() -> None:
+    place = MARK.place.encode()
+    head = b"CKPTDROT" + struct.pack("<HHI", 2, 0, 0) + bytes.fromhex(MARK.identity) + struct.pack("<I", len(place))
+    with pytest.raises(NewerFormat, match="root mark of a segment was written by a newer ckptd"):
+        RootMark.decode((head + struct.pack("<I", crc32c(head + place)) + place).ljust(ALIGN, b"\0"))

@@ -302,6 +302,16 @@ def _fake(part: object) -> Any:
     return part
 
 
+class OneRoot:
+    """A root that is always there, and a memory that is all of it."""
+
+    async def check(self, job: Job) -> None:
+        pass
+
+    async def settle(self, job: str, choice: str) -> None:
+        pass
+
+
 class Core:
     """One daemon's core. `close` ends it as a kill does, and returns what it leaves."""
 
@@ -330,7 +340,8 @@ class Core:
         self.admission = Admission(slots, MIN_CHUNK, self._create)
         self.engine = Engine(
             self.catalog, slots, self.journal, self.claims, self.admission, self.steps, self.seals, self.saver,
-            RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()), _fake(NoHeartbeats())), PLAN_TIMEOUT,
+            RunGuard(_fake(NoHeartbeats()), _fake(NoHeartbeats()), _fake(NoHeartbeats())),
+            _fake(OneRoot()), _fake(OneRoot()), PLAN_TIMEOUT,
         )  # fmt: skip
         self.custody = Custody(self.catalog, slots, self.steps, self.seals, self.saver)
         self.orphans = Orphans(self.custody, MEMORY_TTL, self._changed)

@@ -378,11 +378,11 @@ def test_a_key_must_have_a_place_on_some_rank() -> None:
 
 
 def test_a_state_of_which_no_rank_has_a_key_in_the_checkpoint_is_refused() -> None:
-    ranks = FakeRanks(lambda topic, mine: [unused(), unused() | {"matched": 0}] if topic == "bind" else [mine])
+    nothing = unused() | {"matched": 0}
+    ranks = FakeRanks(lambda topic, mine: [nothing] if topic == "bind" else [mine])
     assert Told(FakeClient(candidate(1)), {}, ranks, strict=False).run({}, step=None, last_step=-1) is not None
-    ranks = FakeRanks(lambda topic, mine: [unused() | {"matched": 0}] * 2 if topic == "bind" else [mine])
     with pytest.raises(StructureMismatch, match="^no key of the state is in the checkpoint; nothing was written: compare the keys"):
-        Told(FakeClient(candidate(1)), {}, ranks, strict=False).run({}, step=None, last_step=-1)
+        Told(FakeClient(candidate(1)), {(1, "bind"): nothing}, ranks, strict=False).run({}, step=None, last_step=-1)
 
 
 def test_a_daemon_that_cannot_be_asked_is_an_error() -> None:
