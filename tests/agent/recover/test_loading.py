@@ -123,9 +123,7 @@ def test_a_planner_has_its_own_way(daemon: Daemon) -> None:
 def test_keys_without_a_place_are_refused(daemon: Daemon) -> None:
     agent = Agent("job", socket=daemon.home.socket)
     agent.snapshot({"a": torch.ones(2), "b": 3}, step=1).wait("durable", timeout=60)
-    with pytest.raises(
-        StructureMismatch, match="^key b is in the checkpoint and not in the state; nothing was written"
-    ):
+    with pytest.raises(StructureMismatch, match="^key b is in the checkpoint and not in the state; nothing was written"):
         agent.recover({"a": torch.zeros(2)}, same_partition=True)
     state: dict[str, Any] = {"a": torch.zeros(2), "b": 0}
     agent.recover(state, same_partition=True)
