@@ -1,0 +1,123 @@
+"""Runs many pairs: a process judges them one after the other, and this one starts another in its place when it dies.
+
+A pair that ends its process is a fault like any other. The daemon is one for all pairs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.oracle.judge import Verdict
+from tests.oracle.program import Pair, from_json, to_json
+from tests.oracle.worker import Jobs, quiet
+from tests.support.daemons import home, running
+
+SECONDS_OF_A_PAIR = 90.0
+"""A pair that takes longer counts as hung. Far more than any pair takes on a busy machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    pair: Pair
+    verdict: Verdict
+
+
+class Judge:
+    """A process that judges pairs, and is started again whenever it has died."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def __call__(self, pair: Pair) -> Verdict:
+        """Return the verdict of a pair: "died" or "hung" if the process gave none."""
+        if self._process is None or not self._process.is_alive():
+            self._start()
+        assert self._pipe is not None
+        self._pipe.send(to_json(pair))
+        try:
+            if self._pipe.poll(SECONDS_OF_A_PAIR):
+                kind, details = self._pipe.recv()
+                return Verdict(kind, details)
+        except (EOFError, ConnectionError):
+            self._process.join()
+            code = self._process.exitcode
+            self.close()
+            return Verdict("the process died", f"exit code {code}")
+        self.close()
+        return Verdict("the process hung", f"for {SECONDS_OF_A_PAIR:g} s")
+
+    def _start(self) -> None:
+        self.close()
+        spawn = get_context("forkserver")
+        spawn.set_forkserver_preload(["tests.oracle.worker", "torch._dynamo"])
+        ours, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(self._socket, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe = ours
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+
+def _serve(socket: Path, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    quiet()
+    jobs = Jobs(socket)
+    while True:
+        try:
+            pair = from_json(pipe.recv())
+        except EOFError:
+            os._exit(0)
+        try:
+            verdict = jobs.judge(pair)
+        except Exception as error:  # of the rig itself, or of torch, while the programs are built and trained
+            verdict = Verdict("the rig failed", f"{type(error).__name__}: {error} at {_place(error)}")
+        pipe.send((verdict.kind, verdict.details))
+
+
+def _place(error: BaseException) -> str:
+    frame, last = error.__traceback__, ""
+    while frame is not None:
+        last += f" {Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return last
+
+
+@contextmanager
+def judging() -> Iterator[Callable[[Pair], Verdict]]:
+    """Context manager. Return a function that judges a pair in another process, with a daemon of its own."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with home() as place, running(place, "--codec", "raw"):
+        judge = Judge(place.socket)
+        try:
+            yield judge
+        finally:
+            judge.close()
+
+
+def run(make: Callable[[int], Pair], seeds: Iterator[int], end: float, judge: Callable[[Pair], Verdict]) -> Iterator[Result]:
+    """Yield the result of each seed, until `time.monotonic()` is `end`."""
+    for seed in seeds:
+        if time.monotonic() > end:
+            return
+        pair = make(seed)
+        yield Result(pair, judge(pair))
