@@ -182,8 +182,8 @@ def _optimizer(plan: Optimizer, run: Run) -> None:
         for name, parameter in _parameters(run)
         if name.partition(":")[0] in (*plan.models, *plan.bares)
         and not isinstance(parameter, nn.parameter.UninitializedParameter)
+        and not set(name.partition(":")[2].split(".")) & set(plan.skip)
         and kind.accepts(parameter)
-        and name.partition(":")[2].split(".")[0] not in plan.skip
     ]
     if plan.reverse:
         named.reverse()

@@ -39,7 +39,7 @@ def program(chance: Random) -> Program:
     models = [_model(chance, "model")]
     if chance.random() < 0.25:
         models.append(_model(chance, "head"))
-    if chance.random() < 0.15 and "overridden" not in models[0].wrappers:
+    if chance.random() < 0.15 and _copyable(models[0]):
         models.append(Model("ema", copy_of="model"))
     extras = [Extra(f"free{number}", chance.choice(x.BARES)) for number in range(chance.choice((0, 0, 0, 0, 1, 2)))]
     trained = [model.key for model in models if not model.copy_of]
@@ -56,6 +56,10 @@ def program(chance: Random) -> Program:
         extras.append(Extra("scaler", chance.choice(list(x.SCALERS))))
     extras += [Extra(f"value{number}", chance.choice(list(x.VALUES))) for number in range(chance.choice((0, 0, 1, 1, 2, 3)))]
     return Program(tuple(models), tuple(extras), tuple(plans), chance.choice((0, 1, 2, 2, 2)), chance.randrange(1000))
+
+
+def _copyable(model: Model) -> bool:
+    return "overridden" not in model.wrappers and all(block.kind in modules.COPYABLE for block in model.blocks)
 
 
 def _model(chance: Random, key: str) -> Model:
@@ -166,7 +170,7 @@ def _wrapped_block(chance: Random, pair: Pair) -> Pair | None:
 def _copy_added(chance: Random, pair: Pair) -> Pair | None:
     """Add an averaged copy to the recovering state, or take it away: the other entries are recovered."""
     models = tuple(model for model in pair.after.models if not model.copy_of)
-    if len(models) == len(pair.after.models) and "overridden" not in models[0].wrappers:
+    if len(models) == len(pair.after.models) and _copyable(models[0]):
         models = (*models, Model("ema", copy_of="model"))
     return replace(_after(pair, models=models), call=replace(pair.call, strict=False))
 

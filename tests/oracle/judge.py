@@ -16,14 +16,14 @@ from torch import nn
 from ckptd.shared.errors import CkptdError, RecoveryFailed
 from tests.oracle import rules
 from tests.oracle.build import Run, build, context, damage
-from tests.oracle.prints import Print, differences, print_of
+from tests.oracle.prints import Print, differences, print_of, text
 from tests.oracle.program import Call, Pair
 from tests.oracle.references import Facts, dump, facts_of, load_as_torch, load_by_name, names_by_group
 
 STEPS = 3
 """How many steps are trained after a recovery."""
 
-AGREED, REFUSED, BETTER = "agreed", "refused", "better"
+AGREED, REFUSED, BETTER, NOTHING = "agreed", "refused", "better", "torch cannot run it"
 Save = Callable[[dict[str, Any], int], None]
 """Takes a snapshot of a state. Called as often as `Call.snapshots` says, with the number of the snapshot."""
 Restore = Callable[[dict[str, Any], Call], None]
@@ -32,14 +32,14 @@ Restore = Callable[[dict[str, Any], Call], None]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a pair ended: "agreed", "refused", "better", or the kind of fault. `details` says more, for a person who reads it."""
+    """How a pair ended: "agreed", "refused", "better", "torch cannot run it", or the kind of fault. `details` says more, for a person who reads it."""
 
     kind: str
     details: str = ""
 
     @property
     def sound(self) -> bool:
-        return self.kind in (AGREED, REFUSED, BETTER)
+        return self.kind in (AGREED, REFUSED, BETTER, NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,15 @@ def judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
 
 
 def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
-    call, run = pair.call, build(pair.before)
+    call = pair.call
+    try:
+        run = build(pair.before)
+        target = _target(pair)
+        trial = build(pair.before)
+        for _ in range(STEPS):
+            trial.step()
+    except Exception as error:  # of torch: this program cannot be built, or cannot train
+        return Verdict(NOTHING, repr(error))
     for number in range(call.snapshots):
         for _ in range(pair.before.steps):
             run.step()
@@ -92,7 +100,6 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
     except Exception:
         data = None
     facts = facts_of(run)
-    target = _target(pair)
     must = rules.must_refuse(pair, run, target, data, facts)
     may = rules.may_refuse(pair, run, target, facts)
     ours = _end(target, lambda run: _restore(run, restore, call))
@@ -109,18 +116,14 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
     )
     plain = _end(_target(pair), lambda run: load_as_torch(run, data, call)) if in_order or named.at == "load" else None
     if named.at != "load" and ours.same(named):
-        return Verdict(AGREED if plain is not None and plain.same(named) else BETTER) if ours.at == "" else _raised_both(ours)
-    if plain is not None and plain.at == "" and ours.same(plain):
+        return Verdict(AGREED if plain is not None and plain.same(named) else BETTER)
+    if plain is not None and plain.at != "load" and ours.same(plain):
         return Verdict(AGREED)
     if ours.at == "step":
         return Verdict("the next step raises", f"{ours.error!r}")
     if named.at == "load" and (plain is None or plain.at == "load"):
         return Verdict("accepted what torch refuses", f"torch: {plain.error if plain else None!r}; by name: {named.error!r}")
     return Verdict(_kind(ours, named if named.at != "load" else plain or named), ours.unlike(named if named.at != "load" else plain or named))
-
-
-def _raised_both(ours: End) -> Verdict:
-    return Verdict("the next step raises, in torch too", f"{ours.error!r}")
 
 
 def _kind(ours: End, wanted: End) -> str:
@@ -218,7 +221,7 @@ def _end(run: Run, load: Callable[[Run], None]) -> End:
 
 def _trained(run: Run, losses: list[Any]) -> Print:
     for _ in range(STEPS):
-        losses.append(tuple(run.step()))
+        losses.append(text(run.step()))
     return print_of(run)
 
 

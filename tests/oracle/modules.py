@@ -272,6 +272,10 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
 }
 """The kinds of blocks, by name. Each makes a module from a size."""
 
+COPYABLE = frozenset(
+    {"linear", "conv", "batchnorm", "embedding", "layernorm", "sequential", "grouped", "attention", "buffers", "extra", "posthook", "weightnorm"}
+)  # fmt: skip
+"""Kinds of which `AveragedModel` can make a copy."""
 PLAIN = ("linear", "conv", "batchnorm", "embedding", "layernorm", "sequential", "grouped", "buffers", "attention", "lstm")
 TIEABLE = ("linear", "embedding", "buffers")
 """Kinds whose `weight` can be shared by two blocks of one kind and size."""

@@ -207,6 +207,10 @@ def _real(parameter: torch.Tensor) -> bool:
     return not parameter.is_complex()
 
 
+def _filled(parameter: torch.Tensor) -> bool:
+    return _real(parameter) and parameter.numel() > 0
+
+
 def _kernel(parameter: torch.Tensor) -> bool:
     """Return True for a parameter that torch's kernels for many tensors take: they know nothing of subclasses."""
     return _real(parameter) and not isinstance(parameter, Doubled)
@@ -235,11 +239,11 @@ OPTIMIZERS: dict[str, Kind] = {
     "rmsprop": Kind(_of(optim.RMSprop)),
     "rmsprop-centered": Kind(_of(optim.RMSprop, centered=True, momentum=0.5)),
     "rprop": Kind(_of(optim.Rprop), _real),
-    "adafactor": Kind(_of(optim.Adafactor), _real),
-    "muon": Kind(_of(optim.Muon), lambda parameter: parameter.dim() == 2 and _real(parameter) and parameter.numel() > 0),
+    "adafactor": Kind(_of(optim.Adafactor), _filled),
+    "muon": Kind(_of(optim.Muon), lambda parameter: parameter.dim() == 2 and _filled(parameter)),
     "sparse-adam": Kind(_of(optim.SparseAdam), lambda parameter: parameter.dim() == 2 and _real(parameter), sparse=True),
     "lbfgs": Kind(lambda groups, lr: optim.LBFGS(groups, lr=float(lr), max_iter=2), _real, closure=True, single=True),
-    "factored": Kind(_of(Factored), _real),
+    "factored": Kind(_of(Factored), _filled),
     "packed": Kind(_of(Packed), _real),
     "shared": Kind(_of(Shared)),
     "nested": Kind(_of(Nested)),

@@ -161,7 +161,7 @@ def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Fac
     wanted = [name for names in ours for name in names]
     if call.strict and set(wanted) != set(numbers):
         raise Unfit(f"{key} has other parameters")
-    if not set(wanted) & set(numbers) and wanted:
+    if not set(wanted) & set(numbers) and wanted and numbers:
         raise Unfit(f"{key} has no parameter of the checkpoint")
     state = {name: value for name, value in saved["state"].items() if name not in set(numbers.values())}
     own_state: dict[int, Any] = {}  # of parameters that the checkpoint does not have

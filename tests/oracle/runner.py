@@ -6,6 +6,7 @@ A pair that ends its process is a fault like any other. The daemon is one for al
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 from tests.oracle.judge import Verdict
 from tests.oracle.program import Pair, from_json, to_json
 from tests.oracle.worker import Jobs, quiet
-from tests.support.daemons import home, running
+from tests.support.daemons import Home, home, running
 
 SECONDS_OF_A_PAIR = 90.0
 """A pair that takes longer counts as hung. Far more than any pair takes on a busy machine."""
@@ -102,11 +103,17 @@ def _place(error: BaseException) -> str:
     return last
 
 
+def _rooted(place: Home, directory: str) -> Home:
+    """Put the root of the checkpoints into memory, because each pair begins an attempt and closes an agent, and both wait for the disk."""
+    place.root = Path(directory) / "root"
+    return place
+
+
 @contextmanager
 def judging() -> Iterator[Callable[[Pair], Verdict]]:
     """Context manager. Return a function that judges a pair in another process, with a daemon of its own."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with home() as place, running(place, "--codec", "raw"):
+    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
         judge = Judge(place.socket)
         try:
             yield judge
