@@ -171,7 +171,8 @@ def _refused(pair: Pair, ours: End, allowed: str, data: bytes | None, facts: Fac
         return Verdict("recover raised an internal error", str(error))
     if ours.changed and not late:
         return Verdict("refused, and the state has changed", str(error))
-    silent = "" if any(key in str(error) for key in build(pair.after).state) else "the refusal names no key"
+    keys = {one.key for which in (pair.before, pair.after) for one in (*which.models, *which.optimizers, *which.extras)}
+    silent = "" if any(key in str(error) for key in keys) else "the refusal names no key"
     if allowed and not late:
         return Verdict(silent or REFUSED, str(error))
     plain = None if data is None else _end(_target(pair), lambda run: load_as_torch(run, data, call))

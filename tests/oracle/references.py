@@ -5,8 +5,10 @@
 
 1. `names`: parameters are found by the names that they have in their module, whatever wraps it, and in whatever order they are.
 2. `context`: a recovery under `torch.inference_mode()` or another default device or dtype ends as one without.
-3. `moments`: a tensor of an optimizer's state keeps its dtype if its parameter's dtype has not changed; torch converts it.
-4. `param_names`: the names in a param group stay those of the recovering program.
+3. `moments`: a tensor of an optimizer's state keeps its dtype if its parameter's dtype has not changed, and always if it holds no
+   floating numbers; torch converts it. Texts come back as they were; torch takes them for sequences.
+4. `settings`: the names in a param group stay those of the recovering program, and so do settings that the checkpoint lacks. A group
+   without parameters that the checkpoint lacks stays as it is.
 5. `strict=False`: an optimizer takes the state of the parameters that it still has.
 6. `keep`: the values that the caller keeps are those of the recovering program.
 """
@@ -180,7 +182,11 @@ def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Fac
             elif name not in numbers and (mine := _entry(optimizer, number)) is not None:
                 own_state[number] = mine
             number += 1
+    settings_before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     place.load_state_dict({**saved, "state": state, "param_groups": groups})
+    for group, kept in zip(optimizer.param_groups, settings_before, strict=True):
+        for name, value in kept.items():
+            group.setdefault(name, value)
     _widen(run, optimizer, state, facts)
     for number, entry in own_state.items():
         optimizer.state[_parameters(optimizer)[number]] = entry
@@ -205,7 +211,7 @@ def _settings(
         return groups[from_groups.pop()]
     if not from_groups and count == len(theirs) and not theirs[position]:
         return groups[position]
-    if call.strict:
+    if call.strict and (from_groups or count <= len(theirs)):
         raise Unfit("the parameters are in other groups")
     return groups[min(from_groups)] if from_groups else None
 
@@ -214,19 +220,24 @@ def _widen(run: Run, optimizer: torch.optim.Optimizer, state: dict[Any, Any], fa
     """Give each tensor of the state its saved dtype again, if the parameter still has the dtype that it was saved with."""
     for number, parameter in enumerate(_parameters(optimizer)):
         saved, loaded = state.get(number), optimizer.state.get(parameter)
-        if isinstance(saved, dict) and isinstance(loaded, dict) and facts.dtypes.get(run.names[id(parameter)]) == parameter.dtype:
+        if isinstance(saved, dict) and isinstance(loaded, dict):
+            same = facts.dtypes.get(run.names[id(parameter)]) == parameter.dtype
             for name, value in loaded.items():
-                loaded[name] = _wide(value, saved.get(name))
+                loaded[name] = _wide(value, saved.get(name), same)
 
 
-def _wide(loaded: Any, saved: Any) -> Any:
+def _wide(loaded: Any, saved: Any, same: bool) -> Any:
+    """Return a loaded value as it was saved. If the dtype of its parameter is not the `same`, floating tensors stay as torch made them."""
+    if isinstance(saved, (str, bytes)):  # which torch takes for a sequence, and makes the text of a generator of it
+        return saved
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         narrowed = loaded.dtype != saved.dtype and loaded.shape == saved.shape
-        return saved.clone() if narrowed and loaded.dtype == saved.to(loaded.dtype).dtype else loaded
+        follows = saved.dtype.is_floating_point or saved.dtype.is_complex
+        return saved.clone() if narrowed and (same or not follows) else loaded
     if isinstance(loaded, dict) and isinstance(saved, dict):
-        return type(loaded)({name: _wide(value, saved.get(name)) for name, value in loaded.items()})
+        return type(loaded)({name: _wide(value, saved.get(name), same) for name, value in loaded.items()})
     if type(loaded) in (list, tuple) and isinstance(saved, type(loaded)) and len(saved) == len(loaded):
-        return type(loaded)(_wide(one, other) for one, other in zip(loaded, saved, strict=True))
+        return type(loaded)(_wide(one, other, same) for one, other in zip(loaded, saved, strict=True))
     return loaded
 
 

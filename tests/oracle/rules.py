@@ -111,6 +111,9 @@ def _unmatched(pair: Pair, target: Run, facts: Facts) -> Iterator[str]:
 def may_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> str:
     """Return why a recovery may be refused although torch would load the state, or ""."""
     strict = pair.call.strict
+    for plan in pair.after.optimizers:
+        if plan.key in target.state and not {*plan.models, *plan.bares} <= target.state.keys():
+            return "an optimizer is recovered without its parameters"
     if strict and set(run.state) != set(target.state):
         return "the states have other keys"
     if strict and _other_keys(pair):
@@ -152,13 +155,14 @@ def _both(before: tuple[Any, ...], after: tuple[Any, ...]) -> Iterator[tuple[Any
 
 
 def may_not_save(pair: Pair) -> bool:
-    """Return True if the program holds a value that is refused on purpose (point 6)."""
-    return any(extra.kind in REFUSED_VALUES for extra in pair.before.extras)
+    """Return True if the program holds a value or a tensor that is refused on purpose (point 6)."""
+    tagged = any(block.kind == "tagged" for model in pair.before.models for block in model.blocks)
+    return tagged or any(extra.kind in REFUSED_VALUES for extra in pair.before.extras)
 
 
 def may_be_late(pair: Pair) -> bool:
     """Return True if an object's own loader may raise after other values are written (point 1): never for a scaler (point 6)."""
-    return not any(extra.kind in SCALERS for extra in pair.after.extras)
+    return not any(one.kind != other.kind and other.kind in SCALERS for one, other in _both(pair.before.extras, pair.after.extras))
 
 
 def must_succeed(pair: Pair) -> bool:
