@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.oracle import grammar
 from tests.oracle.program import from_json, to_json
-from tests.oracle.runner import Result, judging, run
+from tests.oracle.runner import Result, judging, results
 from tests.oracle.shrink import features, shrink
 
 
@@ -25,11 +25,12 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--lanes", type=int, default=1, help="how many pairs to judge at a time")
     parser.add_argument("--pair", help="judge this pair, which an earlier run has printed as JSON")
     parser.add_argument("--shrink", type=int, default=1, metavar="N", help="make the first N pairs of each kind of fault smaller")
     parser.add_argument("--report", type=Path, help="write the causes of the faults to this file, each with its smallest pair")
     options = parser.parse_args()
-    with judging() as judge:
+    with judging(options.lanes) as judge:
         if options.pair:
             verdict = judge(from_json(options.pair))
             print(verdict.kind, verdict.details, sep="\n")
@@ -38,7 +39,7 @@ def main() -> int:
         seeds = iter(range(options.seed, options.seed + options.pairs))
         ends, changes = Counter[str](), Counter[tuple[str, bool]]()
         faults, causes = Counter[tuple[str, str]](), dict[str, Cause]()
-        for number, result in enumerate(run(grammar.make, seeds, begun + 60 * options.minutes, judge), 1):
+        for number, result in enumerate(results(grammar.make, seeds, begun + 60 * options.minutes, judge, options.lanes), 1):
             verdict, label = result.verdict, " + ".join(result.pair.changes) or "none"
             ends[verdict.kind] += 1
             changes[label, verdict.sound] += 1
@@ -94,7 +95,9 @@ def _table(ends: Counter[str], changes: Counter[tuple[str, bool]], faults: Count
     print("\nend                                                     pairs")
     for kind, count in ends.most_common():
         print(f"{kind:55}{count:6}")
-        for (_, label), number in itertools.islice(sorted((one for one in faults.items() if one[0][0] == kind), key=lambda one: -one[1]), 8):
+        for (_, label), number in itertools.islice(
+            sorted((one for one in faults.items() if one[0][0] == kind), key=lambda one: -one[1]), 8
+        ):
             print(f"    {label:51}{number:6}")
 
 

@@ -51,7 +51,7 @@ class Run:
         for plan in self.program.optimizers:
             losses.append(self._step_of(plan))
         for extra in self.program.extras:
-            found = self.objects.get(extra.key)
+            found: Any = self.objects.get(extra.key)
             if extra.kind == "plateau":
                 found.step(1.0 / self.trained if self.trained < 2 else 1.0)
             elif extra.kind in SCHEDULERS:
@@ -84,7 +84,7 @@ class Run:
         if kind.closure and not parameters:
             return 0.0
         if kind.closure:
-            return float(optimizer.step(closure))  # type: ignore[arg-type]
+            return float(optimizer.step(closure))
         loss = closure()
         if scaler is not None and scaler.is_enabled() and plan is self.program.optimizers[0] and not kind.sparse:
             scaler.scale(torch.ones(()))
@@ -142,7 +142,7 @@ def _model(model: Model, run: Run) -> nn.Module:
     if model.copy_of:
         source = run.state[model.copy_of]
         return torch.optim.swa_utils.AveragedModel(source, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    blocks = {}
+    blocks: dict[str, nn.Module] = {}
     for block in model.blocks:
         made = modules.MODULES[block.kind](block.size)
         if model.dtype:
@@ -161,7 +161,9 @@ def _model(model: Model, run: Run) -> nn.Module:
 
 
 def _base(module: nn.Module) -> nn.Module:
-    while (inner := next((part for name, part in module.named_children() if f"{name}." in ("_orig_mod.", "module.", "_checkpoint_wrapped_module.")), None)):
+    while inner := next(
+        (part for name, part in module.named_children() if f"{name}." in ("_orig_mod.", "module.", "_checkpoint_wrapped_module.")), None
+    ):
         module = inner
     return module
 

@@ -178,9 +178,13 @@ def _copy_added(chance: Random, pair: Pair) -> Pair | None:
 def _other_order(chance: Random, pair: Pair) -> Pair | None:
     if chance.random() < 0.5:
         return _change_optimizer(chance, pair, lambda plan: replace(plan, reverse=not plan.reverse))
-    return _change_model(
-        chance, pair, lambda model: replace(model, blocks=model.blocks[::-1]) if not any(b.tied_to for b in model.blocks) and model.container in ("attributes", "dict", "nested") else None
-    )  # fmt: skip
+    return _change_model(chance, pair, _turned)
+
+
+def _turned(model: Model) -> Model | None:
+    """Return the model with its blocks in the opposite order, if that changes no names."""
+    movable = model.container in ("attributes", "dict", "nested") and not any(block.tied_to for block in model.blocks)
+    return replace(model, blocks=model.blocks[::-1]) if movable else None
 
 
 def _entries_moved(chance: Random, pair: Pair) -> Pair | None:
@@ -338,7 +342,11 @@ def _kept(chance: Random, pair: Pair) -> Pair | None:
     patterns += [extra.key for extra in pair.after.extras if extra.kind in x.VALUES]
     plain = [(model, block) for model in pair.after.models for block in model.blocks if block.kind == "linear" and not block.tied_to]
     for model, block in plain:
-        if not any(other.tied_to for other in model.blocks) and model.container in ("attributes", "dict") and "overridden" not in model.wrappers:
+        if (
+            not any(other.tied_to for other in model.blocks)
+            and model.container in ("attributes", "dict")
+            and "overridden" not in model.wrappers
+        ):
             patterns += 3 * [f"{model.key}.{block.name}.weight"]
     return replace(pair, call=replace(pair.call, keep=(chance.choice(patterns),)))
 
@@ -376,8 +384,11 @@ def _other_form(chance: Random, pair: Pair) -> Pair | None:
     if change == "hooks":
         return _change_optimizer(chance, pair, lambda plan: replace(plan, hooks=(chance.choice(list(optimizers.HOOKS)),)))
     if change == "tensor_lr":
-        return _change_optimizer(chance, pair, lambda plan: replace(plan, tensor_lr=not plan.tensor_lr) if plan.kind in ("adam", "sgd") else None)
-    return _change_optimizer(chance, pair, lambda plan: replace(plan, **{change: not getattr(plan, change)}))
+        return _change_optimizer(
+            chance, pair, lambda plan: replace(plan, tensor_lr=not plan.tensor_lr) if plan.kind in ("adam", "sgd") else None
+        )
+    toggled: Callable[[Optimizer], Any] = lambda plan: {change: not getattr(plan, change)}  # noqa: E731
+    return _change_optimizer(chance, pair, lambda plan: replace(plan, **toggled(plan)))
 
 
 def _second(chance: Random, pair: Pair) -> Pair | None:

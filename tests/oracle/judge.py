@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,10 @@ Restore = Callable[[dict[str, Any], Call], None]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a pair ended: "agreed", "refused", "better", "torch cannot run it", or the kind of fault. `details` says more, for a person who reads it."""
+    """How a pair ended.
+
+    kind: "agreed", "refused", "better", "torch cannot run it", or the kind of fault. details: more about a fault, for a person to read.
+    """
 
     kind: str
     details: str = ""
@@ -107,23 +111,33 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
         return _refused(pair, ours, must or may, data, facts)
     if must:
         return Verdict(f"not refused: {must}", _said(ours))
-    if data is None:
-        return Verdict(AGREED)
-    named = _end(_target(pair), lambda run: load_by_name(run, data, call, facts))
-    in_order = not call.keep and all(
-        [name for names in facts.groups.get(key, []) for name in names] == [name for names in names_by_group(target, optimizer) for name in names]
-        for key, optimizer in target.optimizers.items()
-    )
-    plain = _end(_target(pair), lambda run: load_as_torch(run, data, call)) if in_order or named.at == "load" else None
+    return Verdict(AGREED) if data is None else _compared(pair, target, ours, data, facts)
+
+
+def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> Verdict:
+    """Judge a recovery that returned: it must end as the one by name, or as torch's own, if that does not mix up parameters."""
+    named = _end(_target(pair), lambda run: load_by_name(run, data, pair.call, facts))
+    plain = None
+    if named.at == "load" or (_in_order(target, facts) and not pair.call.keep):
+        plain = _end(_target(pair), lambda run: load_as_torch(run, data, pair.call))
     if named.at != "load" and ours.same(named):
         return Verdict(AGREED if plain is not None and plain.same(named) else BETTER)
     if plain is not None and plain.at != "load" and ours.same(plain):
         return Verdict(AGREED)
     if ours.at == "step":
         return Verdict("the next step raises", f"{ours.error!r}")
-    if named.at == "load" and (plain is None or plain.at == "load"):
+    wanted = named if named.at != "load" else plain
+    if wanted is None or wanted.at == "load":
         return Verdict("accepted what torch refuses", f"torch: {plain.error if plain else None!r}; by name: {named.error!r}")
-    return Verdict(_kind(ours, named if named.at != "load" else plain or named), ours.unlike(named if named.at != "load" else plain or named))
+    return Verdict(_kind(ours, wanted), ours.unlike(wanted))
+
+
+def _in_order(target: Run, facts: Facts) -> bool:
+    """Return True if each optimizer has the parameters that it was saved with, in the same order: torch goes by their numbers."""
+    return all(
+        list(chain.from_iterable(facts.groups.get(key, []))) == list(chain.from_iterable(names_by_group(target, optimizer)))
+        for key, optimizer in target.optimizers.items()
+    )
 
 
 def _kind(ours: End, wanted: End) -> str:
@@ -171,8 +185,7 @@ def _refused(pair: Pair, ours: End, allowed: str, data: bytes | None, facts: Fac
         return Verdict("recover raised an internal error", str(error))
     if ours.changed and not late:
         return Verdict("refused, and the state has changed", str(error))
-    keys = {one.key for which in (pair.before, pair.after) for one in (*which.models, *which.optimizers, *which.extras)}
-    silent = "" if any(key in str(error) for key in keys) else "the refusal names no key"
+    silent = "" if any(key in str(error) for key in _keys(pair)) else "the refusal names no key"
     if allowed and not late:
         return Verdict(silent or REFUSED, str(error))
     plain = None if data is None else _end(_target(pair), lambda run: load_as_torch(run, data, call))
@@ -186,6 +199,11 @@ def _refused(pair: Pair, ours: End, allowed: str, data: bytes | None, facts: Fac
     if plain is not None and plain.at == "" and not call.keep:
         return Verdict("refused what torch loads", str(error))
     return Verdict(silent or REFUSED, str(error))
+
+
+def _keys(pair: Pair) -> set[str]:
+    things: list[Any] = [one for which in (pair.before, pair.after) for one in (*which.models, *which.optimizers, *which.extras)]
+    return {one.key for one in things}
 
 
 def _target(pair: Pair) -> Run:
@@ -237,5 +255,5 @@ def fixed_print(run: Run) -> dict[str, Any]:
             found[f"{key} has"] = [id(one) for group in run.optimizers[key].param_groups for one in group["params"]]
     found["torch"] = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
     found["python"] = hashlib.sha1(repr(random.getstate()).encode()).hexdigest()
-    found["numpy"] = hashlib.sha1(np.random.get_state()[1].tobytes()).hexdigest()  # type: ignore[index, union-attr]
+    found["numpy"] = hashlib.sha1(np.random.get_state()[1].tobytes()).hexdigest()  # type: ignore[index]
     return found

@@ -31,6 +31,8 @@ class Buffers(nn.Module):
 class Resized(nn.Module):
     """Has a buffer that grows while it trains, and that its own `_load_from_state_dict` makes as long as the saved one."""
 
+    queue: torch.Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(size))
@@ -99,6 +101,8 @@ class PostHook(nn.Module):
 
 class OwnLoad(nn.Module):
     """Has a `_load_from_state_dict` that stores the saved tensor in another place, as sequence-parallel and quantized layers do."""
+
+    scale: torch.Tensor
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -273,7 +277,10 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
 """The kinds of blocks, by name. Each makes a module from a size."""
 
 COPYABLE = frozenset(
-    {"linear", "conv", "batchnorm", "embedding", "layernorm", "sequential", "grouped", "attention", "buffers", "extra", "posthook", "weightnorm"}
+    {
+        "linear", "conv", "batchnorm", "embedding", "layernorm", "sequential", "grouped", "attention", "buffers", "extra", "posthook",
+        "weightnorm",
+    }
 )  # fmt: skip
 """Kinds of which `AveragedModel` can make a copy."""
 PLAIN = ("linear", "conv", "batchnorm", "embedding", "layernorm", "sequential", "grouped", "buffers", "attention", "lstm")
@@ -284,8 +291,8 @@ TIEABLE = ("linear", "embedding", "buffers")
 def _compiled(module: nn.Module) -> nn.Module:
     if hasattr(module, "_orig_mod"):  # torch.compile returns a function for what is compiled already
         return module
-    made: nn.Module = torch.compile(module, backend="eager")  # compiles nothing until it is called
-    return made
+    made: Any = torch.compile(module, backend="eager")  # compiles nothing until it is called
+    return made  # type: ignore[no-any-return]
 
 
 def _averaged(module: nn.Module) -> nn.Module:
@@ -299,9 +306,14 @@ def _checkpointed(module: nn.Module) -> nn.Module:
     return made
 
 
+def _parallel(module: nn.Module) -> nn.Module:
+    made: nn.Module = nn.DataParallel(module)
+    return made
+
+
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compiled": _compiled,
-    "parallel": nn.DataParallel,
+    "parallel": _parallel,
     "checkpointed": _checkpointed,
     "overridden": Overridden,
 }

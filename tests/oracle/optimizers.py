@@ -25,14 +25,15 @@ class Own(optim.Optimizer):
                 if parameter.grad is not None:
                     parameter.sub_(float(group["lr"]) * self.keep(parameter, parameter.grad, group))
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
+        """Update the state of a parameter. Return the direction of its step."""
         raise NotImplementedError
 
 
 class Factored(Own):
     """Keeps sums over rows and columns in place of a second moment, as Adafactor does."""
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
         flat = grad.abs().reshape(grad.shape[0] if grad.dim() else 1, -1)
         rows = state.setdefault("rows", flat.new_zeros(flat.shape[0]))
@@ -46,7 +47,7 @@ class Factored(Own):
 class Packed(Own):
     """Keeps its momentum in bytes, two to a number, with a scale: a state of another shape and dtype than the parameter."""
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
         codes = state.setdefault("codes", torch.zeros(2 * grad.numel(), dtype=torch.uint8))
         state["scale"] = torch.as_tensor(grad.abs().sum().item() + 1, dtype=torch.float64)
@@ -57,7 +58,7 @@ class Packed(Own):
 class Shared(Own):
     """Keeps entries in its state that belong to no parameter."""
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         shared = self.state.setdefault("shared", {"norm": torch.zeros(()), "count": 0})  # type: ignore[call-overload]
         shared["norm"].add_(grad.abs().sum().float().cpu())
         shared["count"] += 1
@@ -68,7 +69,7 @@ class Shared(Own):
 class Nested(Own):
     """Keeps dicts, lists and tuples with tensors as the state of a parameter."""
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
         if not state:
             state["inner"] = {"momentum": torch.zeros_like(grad), "history": []}
@@ -84,7 +85,7 @@ class Nested(Own):
 class Wide(Own):
     """Keeps a master copy in double precision beside its parameter, as mixed precision does."""
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
         wide = torch.complex128 if grad.is_complex() else torch.float64
         master = state.setdefault("master", parameter.detach().to(wide, copy=True))
@@ -99,12 +100,12 @@ class Saved(Own):
         super().__init__(params, lr)
         self.rounds, self.memory = 0, torch.zeros(2)
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         self.rounds += 1
         self.memory = self.memory + self.rounds
         state = self.state[parameter]
         state["momentum"] = grad * self.rounds + state.get("momentum", 0)
-        return state["momentum"]  # type: ignore[no-any-return]
+        return state["momentum"]
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "rounds": self.rounds, "memory": self.memory}
@@ -118,11 +119,11 @@ class Saved(Own):
 class Exact(Own):
     """Puts its own loaded state into place, because the base class would convert the moments to the parameter's dtype."""
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
         wide = torch.complex128 if grad.is_complex() else torch.float64
         state["momentum"] = grad.to(wide) + state.get("momentum", 0)
-        return state["momentum"].to(grad.dtype)  # type: ignore[no-any-return]
+        return state["momentum"].to(grad.dtype)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -139,14 +140,14 @@ class Scheduled(Own):
     def __init__(self, params: Any, lr: Any = 0.01) -> None:
         super().__init__(params, lr, k=0, weight_sum=0.0, history=[], running=torch.zeros(2))
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         group["k"] += 1
         group["weight_sum"] += 1.0 / group["k"]
         group["history"] = [*group["history"], group["k"]]
         group["running"] = group["running"] + group["k"]
         state = self.state[parameter]
         state["z"] = grad + state.get("z", 0)
-        return state["z"] * group["weight_sum"]  # type: ignore[no-any-return]
+        return state["z"] * group["weight_sum"]
 
 
 class Anchored(Own):
@@ -158,7 +159,7 @@ class Anchored(Own):
             for parameter in group["params"]:
                 self.state[parameter] = {"anchor": parameter.detach().clone(), "count": 0}
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         state = self.state[parameter]
         state["count"] += 1
         return (parameter - state["anchor"]) * state["count"] + grad
@@ -167,7 +168,7 @@ class Anchored(Own):
 class Alone(Own):
     """Keeps one tensor for all parameters of a group, in the state of the first of them, as flattening optimizers do."""
 
-    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def keep(self, parameter: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> Any:
         first = group["params"][0]
         total = sum(one.numel() for one in group["params"])
         flat = self.state[first].setdefault("flat", torch.zeros(total))

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import hashlib
 import random
+import re
 from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from tests.oracle.build import Run, canonical
 from tests.oracle.optimizers import Holder
 from tests.oracle.tensors import Doubled
 
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
 Print = dict[str, str]
 """A text for each name. Two states are equal if their prints are."""
 
@@ -83,9 +85,9 @@ def _shared(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[list[str]]:
     """Yield the names of each set of tensors that begin at the same byte."""
     at: dict[int, list[str]] = {}
     for name, tensor in tensors:
-        if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided and not tensor.is_meta:
-            if tensor.numel() and tensor.untyped_storage().size():
-                at.setdefault(tensor.data_ptr(), []).append(name)
+        plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided and not tensor.is_meta
+        if plain and tensor.numel() and tensor.untyped_storage().size():
+            at.setdefault(tensor.data_ptr(), []).append(name)
     yield from (names for names in at.values() if len(names) > 1)
 
 
@@ -134,12 +136,12 @@ def text(value: Any) -> str:
         return f"{kind} {text(vars(value))}"
     if kind == "datetime":
         return f"{value!r} fold {value.fold}"
-    return f"{kind} {value!r}"
+    return f"{kind} {_ADDRESS.sub('', repr(value))}"
 
 
 def _tensor(tensor: torch.Tensor) -> str:
     kind = type(tensor).__name__
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
         return f"{kind} uninitialized"
     tensor = tensor.detach()
     what = f"{kind} {tensor.dtype} {list(tensor.shape)}".replace("torch.", "")

@@ -7,8 +7,8 @@
 2. `context`: a recovery under `torch.inference_mode()` or another default device or dtype ends as one without.
 3. `moments`: a tensor of an optimizer's state keeps its dtype if its parameter's dtype has not changed, and always if it holds no
    floating numbers; torch converts it. Texts come back as they were; torch takes them for sequences.
-4. `settings`: the names in a param group stay those of the recovering program, and so do settings that the checkpoint lacks. A group
-   without parameters that the checkpoint lacks stays as it is.
+4. `settings`: groups that were saved with the same settings may be merged. The names in a param group stay those of the recovering
+   program, and so do settings that the checkpoint lacks. A group without parameters that the checkpoint lacks stays as it is.
 5. `strict=False`: an optimizer takes the state of the parameters that it still has.
 6. `keep`: the values that the caller keeps are those of the recovering program.
 """
@@ -26,6 +26,7 @@ from torch import nn
 
 from tests.oracle.build import Run, canonical, context
 from tests.oracle.optimizers import Holder
+from tests.oracle.prints import text
 from tests.oracle.program import Call
 
 
@@ -71,8 +72,7 @@ def _plain(value: Any) -> Any:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
         return value.state_dict()
     if type(value) in (dict, list, tuple):
-        made = {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else type(value)(map(_plain, value))
-        return made
+        return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else type(value)(map(_plain, value))
     return value
 
 
@@ -159,7 +159,11 @@ def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Fac
     theirs, ours = facts.groups.get(key), names_by_group(run, optimizer)
     if theirs is None:
         raise Unfit(f"{key} was no optimizer")
-    numbers = {name: number for names, group in zip(theirs, saved["param_groups"], strict=True) for name, number in zip(names, group["params"], strict=True)}
+    numbers = {
+        name: number
+        for names, group in zip(theirs, saved["param_groups"], strict=True)
+        for name, number in zip(names, group["params"], strict=True)
+    }
     wanted = [name for names in ours for name in names]
     if call.strict and set(wanted) != set(numbers):
         raise Unfit(f"{key} has other parameters")
@@ -197,9 +201,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _entry(optimizer: torch.optim.Optimizer, number: int) -> Any:
-    """Return the state that an optimizer has for a parameter, or None. The state is a defaultdict, which must not grow by this."""
-    parameter = _parameters(optimizer)[number]
-    return optimizer.state[parameter] if parameter in optimizer.state else None
+    """Return the state that an optimizer has for a parameter, or None."""
+    return optimizer.state.get(_parameters(optimizer)[number])
 
 
 def _settings(
@@ -207,13 +210,17 @@ def _settings(
 ) -> dict[str, Any] | None:
     """Return the saved settings of a group: those of the saved group that had its parameters."""
     from_groups = {number for number, saved in enumerate(theirs) if set(saved) & set(names)}
-    if len(from_groups) == 1:
+    if len({text(_of_group(groups[number])) for number in from_groups}) == 1:  # groups with the same settings may be merged
         return groups[from_groups.pop()]
     if not from_groups and count == len(theirs) and not theirs[position]:
         return groups[position]
     if call.strict and (from_groups or count <= len(theirs)):
         raise Unfit("the parameters are in other groups")
     return groups[min(from_groups)] if from_groups else None
+
+
+def _of_group(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def _widen(run: Run, optimizer: torch.optim.Optimizer, state: dict[Any, Any], facts: Facts) -> None:

@@ -20,15 +20,22 @@ REFUSED_VALUES = frozenset({"plain-class", "ellipsis", "np-dtype"})
 """Values that cannot be saved, on purpose: a fresh process could not make them without code that a file names."""
 
 NO_TRACE = frozenset(
-    {"none", "wrapped model", "wrapped block", "copy added", "other order", "names passed", "named entries moved", "context", "second snapshot",
-     "warm", "other values", "held optimizer", "unfrozen", "frozen"}
+    {
+        "none", "wrapped model", "wrapped block", "other order", "names passed", "named entries moved", "context", "second snapshot",
+        "warm", "held optimizer", "unfrozen", "frozen",
+    }
 )  # fmt: skip
 """Changes after which a recovery must succeed if the same recovery by name does (points 1, 3 and 4)."""
 
 
 def must_refuse(pair: Pair, run: Run, target: Run, data: bytes | None, facts: Facts) -> str:
     """Return why a recovery must be refused although torch may load the state, or ""."""
-    for reason in (*_without_memory(pair, target), *_lossy(run, target), *_shapes(pair, run, target, facts), *_unmatched(pair, target, facts)):
+    for reason in (
+        *_without_memory(pair, target),
+        *_lossy(run, target),
+        *_shapes(pair, run, target, facts),
+        *_unmatched(pair, target, facts),
+    ):
         return reason
     return ""
 
@@ -36,9 +43,9 @@ def must_refuse(pair: Pair, run: Run, target: Run, data: bytes | None, facts: Fa
 def _without_memory(pair: Pair, target: Run) -> Iterator[str]:
     """Point 4: nothing is written where there is no memory."""
     for model in pair.after.models:
-        if model.transform and model.key in target.state and model.blocks:
-            if any(parameter.numel() for parameter in target.state[model.key].parameters()):
-                yield f"memory is {model.transform}"
+        module = target.state.get(model.key)
+        if model.transform and module is not None and any(parameter.numel() for parameter in module.parameters()):
+            yield f"memory is {model.transform}"
 
 
 def _lossy(run: Run, target: Run) -> Iterator[str]:
@@ -128,7 +135,9 @@ def may_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> str:
         if (before.empty_group, before.extra) != (after.empty_group, after.extra):
             return "the groups differ"
     for key, optimizer in target.optimizers.items():
-        if strict and {n for names in facts.groups.get(key, []) for n in names} != {n for names in names_by_group(target, optimizer) for n in names}:
+        if strict and {n for names in facts.groups.get(key, []) for n in names} != {
+            n for names in names_by_group(target, optimizer) for n in names
+        }:
             return "the optimizer has other parameters"
     for before, after in _both(pair.before.extras, pair.after.extras):
         if before.kind != after.kind:

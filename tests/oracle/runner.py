@@ -6,11 +6,15 @@ A pair that ends its process is a fault like any other. The daemon is one for al
 from __future__ import annotations
 
 import os
+import queue
 import tempfile
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tests.oracle import grammar
 from tests.oracle.judge import Verdict
 from tests.oracle.program import Pair, from_json, to_json
 from tests.oracle.worker import Jobs, quiet
@@ -110,21 +115,55 @@ def _rooted(place: Home, directory: str) -> Home:
 
 
 @contextmanager
-def judging() -> Iterator[Callable[[Pair], Verdict]]:
-    """Context manager. Return a function that judges a pair in another process, with a daemon of its own."""
+def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
+    """Context manager. Return a function that judges a pair in another process. It may be called by as many threads as there are lanes."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
-        judge = Judge(place.socket)
+        judges = [Judge(place.socket) for _ in range(lanes)]
+        free = queue.SimpleQueue[Judge]()
+        for judge in judges:
+            free.put(judge)
+
+        def judged(pair: Pair) -> Verdict:
+            judge = free.get()
+            try:
+                return judge(pair)
+            finally:
+                free.put(judge)
+
         try:
-            yield judge
+            yield judged
         finally:
-            judge.close()
+            for judge in judges:
+                judge.close()
 
 
-def run(make: Callable[[int], Pair], seeds: Iterator[int], end: float, judge: Callable[[Pair], Verdict]) -> Iterator[Result]:
-    """Yield the result of each seed, until `time.monotonic()` is `end`."""
-    for seed in seeds:
-        if time.monotonic() > end:
-            return
+def results(
+    make: Callable[[int], Pair], seeds: Iterator[int], end: float, judge: Callable[[Pair], Verdict], lanes: int = 1
+) -> Iterator[Result]:
+    """Yield the result of each seed, in their order, until `time.monotonic()` is `end`."""
+
+    def of(seed: int) -> Result:
         pair = make(seed)
-        yield Result(pair, judge(pair))
+        return Result(pair, judge(pair))
+
+    with ThreadPoolExecutor(lanes) as pool:
+        begun = deque(pool.submit(of, seed) for seed in islice(seeds, lanes))
+        while begun:
+            found = begun.popleft().result()
+            if time.monotonic() < end:
+                begun.extend(pool.submit(of, seed) for seed in islice(seeds, 1))
+            yield found
+
+
+def run(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
+    """Judge `count` pairs, or as many as the time allows. Return how they ended, and a line for each fault. `number` is the first seed."""
+    ends, problems = Counter[str](), []
+    with judging() as judge:
+        for result in results(grammar.make, iter(range(number * 1_000_000, number * 1_000_000 + count)), time.monotonic() + seconds, judge):
+            ends["pairs"] += 1
+            ends[f"  {result.verdict.kind}"] += 1
+            if not result.verdict.sound:
+                again = f"python -m tests.oracle --seed {result.pair.seed} --pairs 1"
+                problems.append(f"{result.verdict.kind}: {result.verdict.details[:300]}: {again}")
+    return ends, problems

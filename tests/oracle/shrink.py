@@ -61,9 +61,9 @@ def edits(pair: Pair) -> Iterator[Edit]:
                     yield partial(_of_after, change=partial(_set, kind=kind, key=key, field=field, value=value))
     for field, values in PLAINER[Call].items():
         yield partial(_of_call, field=field, value=values[0])
-    for steps in (0, 1, 2):
-        yield partial(_of_both, change=lambda which, steps=steps: replace(which, steps=min(which.steps, steps)))
-        yield partial(_of_after, change=lambda which, steps=steps: replace(which, steps=min(which.steps, steps)))
+    for most in (0, 1, 2):
+        yield partial(_of_both, change=partial(_with_steps, most=most))
+        yield partial(_of_after, change=partial(_with_steps, most=most))
     yield lambda pair: replace(pair, before=replace(pair.before, seed=0), after=replace(pair.after, seed=1))
 
 
@@ -91,6 +91,10 @@ def _of_call(pair: Pair, field: str, value: Any) -> Pair:
     return replace(pair, call=replace(pair.call, **{field: value}))
 
 
+def _with_steps(which: Program, most: int) -> Program:
+    return replace(which, steps=min(which.steps, most))
+
+
 def _without(which: Program, key: str) -> Program:
     gone = {key, *(model.key for model in which.models if model.copy_of == key)}
     optimizers = tuple(
@@ -116,21 +120,36 @@ def _without_block(which: Program, name: str) -> Program:
 
 
 def _set(which: Program, kind: str, key: str, field: str, value: Any) -> Program:
-    return replace(which, **{kind: tuple(replace(one, **{field: value}) if one.key == key else one for one in getattr(which, kind))})
+    things: Any = getattr(which, kind)
+    change: Any = {kind: tuple(_plainer(one, field, value) if one.key == key else one for one in things)}
+    return replace(which, **change)
 
 
 def _set_block(which: Program, name: str, field: str, value: Any) -> Program:
     def change(model: Model) -> Model:
-        return replace(model, blocks=tuple(replace(one, **{field: value}) if one.name == name else one for one in model.blocks))
+        return replace(model, blocks=tuple(_plainer(one, field, value) if one.name == name else one for one in model.blocks))
 
     return replace(which, models=tuple(map(change, which.models)))
+
+
+def _plainer(thing: Any, field: str, value: Any) -> Any:
+    """Give a field a plainer value, unless it has one that is as plain already."""
+    values = PLAINER[type(thing)][field]
+    mine = getattr(thing, field)
+    return thing if mine in values and values.index(mine) <= values.index(value) else replace(thing, **{field: value})
 
 
 def features(pair: Pair) -> tuple[str, ...]:
     """Return what is not plain in a pair: two pairs of one kind of fault with the same features fail for the same reason, most likely."""
     found: set[str] = set()
     for which in (pair.before, pair.after):
-        for thing in (*which.models, *which.optimizers, *which.extras, *(block for model in which.models for block in model.blocks)):
+        things: tuple[Any, ...] = (
+            *which.models,
+            *which.optimizers,
+            *which.extras,
+            *(block for model in which.models for block in model.blocks),
+        )
+        for thing in things:
             found |= _unusual(thing)
     found |= {f"{name} {value}" for name, value in _fields(pair.call).items() if value != PLAINER[Call][name][0]}
     before, after = _by_key(pair.before), _by_key(pair.after)
@@ -157,5 +176,5 @@ def _unusual(thing: Any) -> set[str]:
 
 
 def _by_key(which: Program) -> dict[str, Any]:
-    things: dict[str, Any] = {one.key: one for one in (*which.models, *which.optimizers, *which.extras)}
-    return things | {f"{model.key}.{block.name}": block for model in which.models for block in model.blocks}
+    every: tuple[Any, ...] = (*which.models, *which.optimizers, *which.extras)
+    return {one.key: one for one in every} | {f"{model.key}.{block.name}": block for model in which.models for block in model.blocks}

@@ -19,14 +19,14 @@ class Doubled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, high: torch.Tensor, low: torch.Tensor) -> Doubled:
-        made: Doubled = torch.Tensor._make_wrapper_subclass(cls, high.shape, dtype=high.dtype, device=high.device)  # type: ignore[attr-defined]
+        made: Doubled = torch.Tensor._make_wrapper_subclass(cls, high.shape, dtype=high.dtype, device=high.device)
         made.high, made.low = high, low
         return made
 
     def __init__(self, high: torch.Tensor, low: torch.Tensor) -> None:
         pass
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"Doubled({self.high}, {self.low})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -37,7 +37,7 @@ class Doubled(torch.Tensor):
         return Doubled(inner["high"], inner["low"])
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:  # type: ignore[override]
         options = options or {}
         if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
             this = arguments[0]

@@ -5,7 +5,6 @@ The broken recoveries need no daemon: they load the state as the oracle expects 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from tests.oracle.judge import Verdict
 from tests.oracle.prints import differences, print_of, text
 from tests.oracle.program import Block, Call, Extra, Model, Optimizer, Pair, Program, from_json, to_json
 from tests.oracle.references import Facts, dump, facts_of, load_by_name
-from tests.oracle.runner import judging, run
+from tests.oracle.runner import judging, results
 from tests.oracle.shrink import shrink
 
 BLOCKS = (Block("a", "linear"), Block("b", "batchnorm"), Block("c", "buffers"), Block("d", "extra"))
@@ -31,7 +30,12 @@ PROGRAM = Program(
     (Extra("sched", "cosine", "optim"), Extra("note", "float"), Extra("kept", "namedtuple")),
     (Optimizer("optim", "adam", ("model",), grouping="decay"),),
 )
-PAIR = Pair(PROGRAM, replace(PROGRAM, seed=1, steps=1, extras=(PROGRAM.extras[0], Extra("note", "float", variant=1), Extra("kept", "namedtuple", variant=1))))
+PAIR = Pair(
+    PROGRAM,
+    replace(
+        PROGRAM, seed=1, steps=1, extras=(PROGRAM.extras[0], Extra("note", "float", variant=1), Extra("kept", "namedtuple", variant=1))
+    ),
+)
 
 
 class Fake:
@@ -141,7 +145,7 @@ def _forget_the_scheduler(state: dict[str, Any]) -> None:
 
 
 def _other_type(state: dict[str, Any]) -> None:
-    state["note"] = torch.tensor(state["note"]).item() + 0.0 if False else str(state["note"])
+    state["note"] = str(state["note"])
 
 
 def _leave_a_value(state: dict[str, Any]) -> None:
@@ -232,7 +236,12 @@ def test_refusals_are_judged(pair: Pair, error: Exception, first: Callable[[dict
             Call(strict=False),
             "two tensors into one memory",
         ),
-        (Model("model", (Block("a", "linear", 2),)), Model("model", (Block("a", "linear", 4),)), Call(only=("optim",)), "the state of a parameter of another shape"),
+        (
+            Model("model", (Block("a", "linear", 2),)),
+            Model("model", (Block("a", "linear", 4),)),
+            Call(only=("optim",)),
+            "the state of a parameter of another shape",
+        ),
     ],
 )  # fmt: skip
 def test_losses_must_be_refused(before: Model, after: Model, call: Call, reason: str) -> None:
@@ -247,7 +256,22 @@ def test_losses_must_be_refused(before: Model, after: Model, call: Call, reason:
 
 
 def test_prints_tell_values_apart() -> None:
-    values: list[Any] = [0, 0.0, -0.0, False, "0", b"0", None, (0,), [0], {0}, {0: 0}, torch.tensor(0), torch.tensor(0.0), torch.tensor([0])]
+    values: list[Any] = [
+        0,
+        0.0,
+        -0.0,
+        False,
+        "0",
+        b"0",
+        None,
+        (0,),
+        [0],
+        {0},
+        {0: 0},
+        torch.tensor(0),
+        torch.tensor(0.0),
+        torch.tensor([0]),
+    ]
     assert len(set(map(text, values))) == len(values)
     assert text(float("nan")) == text(float("nan"))
     assert text(torch.zeros(6)) != text(torch.zeros(5))
@@ -280,8 +304,8 @@ def test_a_hundred_pairs_agree() -> None:
     """Each pair goes through the public API and a real daemon. `make trust` and `make oracle` try thousands."""
     begun = time.monotonic()
     with judging() as judged:
-        results = list(itertools.islice(run(grammar.make, iter(range(150)), begun + 25, judged), 150))
-    assert {result.pair.seed: result.verdict for result in results if not result.verdict.sound} == {}
-    kinds = Counter(result.verdict.kind for result in results)
-    assert kinds[judge.NOTHING] < len(results) / 10, kinds
-    assert kinds[judge.AGREED] + kinds[judge.BETTER] > len(results) / 4, kinds
+        found = list(results(grammar.make, iter(range(150)), begun + 25, judged))
+    assert {result.pair.seed: result.verdict for result in found if not result.verdict.sound} == {}
+    kinds = Counter(result.verdict.kind for result in found)
+    assert kinds[judge.NOTHING] < len(found) / 10, kinds
+    assert kinds[judge.AGREED] + kinds[judge.BETTER] > len(found) / 4, kinds

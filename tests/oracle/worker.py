@@ -31,7 +31,8 @@ class Jobs:
 
         def restore(state: dict[str, Any], call: Call) -> None:
             recovered = agent.recover(state, strict=call.strict, keep=call.keep)
-            assert recovered is not None and recovered.step == steps, recovered
+            assert recovered is not None
+            assert recovered.step == steps
 
         try:
             return judge(pair, save, restore)
