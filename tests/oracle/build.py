@@ -6,11 +6,13 @@ the model would compute. A parameter's name is that of its block: it does not de
 
 from __future__ import annotations
 
+import copy
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +62,9 @@ class Run:
                 found.update(self.trained)
         for model in self.program.models:
             found = self.objects[model.key]
-            if model.copy_of:
+            if model.deep:
+                _follow(found, self.objects[model.copy_of])
+            elif model.copy_of:
                 found.update_parameters(self.objects[model.copy_of])
             else:
                 modules.advance(found, self.trained)
@@ -91,6 +95,54 @@ class Run:
             scaler.update(8.0 + self.trained)
         optimizer.step()
         return loss
+
+
+@torch.no_grad()
+def _follow(copied: nn.Module, source: nn.Module) -> None:
+    for mine, theirs in zip(copied.parameters(), source.parameters(), strict=True):
+        mine.lerp_(theirs, 0.25)
+
+
+def _modules(run: Run) -> list[nn.Module]:
+    return [found for found in run.state.values() if isinstance(found, nn.Module)]
+
+
+def _swap(run: Run) -> None:
+    """Exchange two parameters of one shape in a module. The optimizer keeps both."""
+    for module in (part for whole in _modules(run) for part in whole.modules()):
+        for (one, first), (other, second) in pairwise(module._parameters.items()):
+            if first is not None and second is not None and first.shape == second.shape and first.dtype == second.dtype:
+                module._parameters[one], module._parameters[other] = second, first
+                return
+
+
+def _move(run: Run) -> None:
+    """Give every parameter other memory."""
+    for parameter in (one for module in _modules(run) for one in module.parameters()):
+        if type(parameter) is nn.Parameter:
+            parameter.data = parameter.data.clone()
+
+
+def _exchange(run: Run) -> None:
+    """Exchange the memory of two parameters of one shape."""
+    found: dict[Any, torch.Tensor] = {}
+    for parameter in (one for module in _modules(run) for one in module.parameters()):
+        other = found.setdefault((parameter.shape, parameter.dtype), parameter)
+        if other is not parameter and type(parameter) is nn.Parameter:
+            parameter.data, other.data = other.data, parameter.data
+            return
+
+
+BETWEEN: dict[str, Callable[[Run], None]] = {"swap": _swap, "move": _move, "exchange": _exchange}
+
+
+def between(run: Run, name: str) -> None:
+    """Change the objects of a run as a training script may between two snapshots, and name its parameters anew."""
+    if name:
+        BETWEEN[name](run)
+        run.names = {}
+        for found, parameter in _parameters(run):
+            run.names.setdefault(id(parameter), found)
 
 
 def gradient(parameter: torch.Tensor, name: str, number: int) -> torch.Tensor:
@@ -141,6 +193,9 @@ def _build(program: Program) -> Run:
 def _model(model: Model, run: Run) -> nn.Module:
     if model.copy_of:
         source = run.state[model.copy_of]
+        if model.deep:
+            made: nn.Module = copy.deepcopy(source)
+            return made.requires_grad_(False)
         return torch.optim.swa_utils.AveragedModel(source, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     blocks: dict[str, nn.Module] = {}
     for block in model.blocks:

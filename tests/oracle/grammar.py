@@ -40,7 +40,7 @@ def program(chance: Random) -> Program:
     if chance.random() < 0.25:
         models.append(_model(chance, "head"))
     if chance.random() < 0.15 and _copyable(models[0]):
-        models.append(Model("ema", copy_of="model"))
+        models.append(Model("ema", copy_of="model", deep=chance.random() < 0.5))
     extras = [Extra(f"free{number}", chance.choice(x.BARES)) for number in range(chance.choice((0, 0, 0, 0, 1, 2)))]
     trained = [model.key for model in models if not model.copy_of]
     bares = tuple(extra.key for extra in extras)
@@ -171,8 +171,17 @@ def _copy_added(chance: Random, pair: Pair) -> Pair | None:
     """Add an averaged copy to the recovering state, or take it away: the other entries are recovered."""
     models = tuple(model for model in pair.after.models if not model.copy_of)
     if len(models) == len(pair.after.models) and _copyable(models[0]):
-        models = (*models, Model("ema", copy_of="model"))
-    return replace(_after(pair, models=models), call=replace(pair.call, strict=False))
+        models = (*models, Model("ema", copy_of="model", deep=chance.random() < 0.6))
+    made = _after(pair, models=models)
+    if chance.random() < 0.5:  # in another process that does not load the copy, or has not saved it
+        return replace(made, call=replace(made.call, strict=False))
+    both = {model.key for model in pair.before.models} & {model.key for model in models}
+    things = (*(plan.key for plan in pair.after.optimizers), *(extra.key for extra in pair.after.extras), *both)
+    return (
+        replace(made, call=replace(made.call, only=things))
+        if len(models) > len(both)
+        else replace(made, call=replace(made.call, strict=False))
+    )
 
 
 def _other_order(chance: Random, pair: Pair) -> Pair | None:
@@ -249,7 +258,8 @@ def _lossy_block(chance: Random, pair: Pair) -> Pair | None:
 def _grown(chance: Random, pair: Pair) -> Pair | None:
     made = _change_block(chance, pair, lambda block, _: replace(block, size=block.size * 2))
     if made is not None and chance.random() < 0.3:
-        return replace(made, call=replace(made.call, only=tuple(plan.key for plan in made.after.optimizers)))
+        keys = tuple(plan.key for plan in made.after.optimizers)
+        return replace(made, call=replace(made.call, only=keys, saved=keys))
     return made
 
 
@@ -352,8 +362,9 @@ def _kept(chance: Random, pair: Pair) -> Pair | None:
 
 
 def _only(chance: Random, pair: Pair) -> Pair | None:
-    which = chance.choice((pair.after.optimizers, pair.after.models))
-    return replace(pair, call=replace(pair.call, only=tuple(one.key for one in which), strict=chance.random() < 0.2))
+    which = tuple(one.key for one in chance.choice((pair.after.optimizers, pair.after.optimizers, pair.after.models)))
+    saved = which if chance.random() < 0.5 else ()
+    return replace(pair, call=replace(pair.call, only=which, saved=saved, strict=bool(saved) or chance.random() < 0.2))
 
 
 def _no_memory(chance: Random, pair: Pair) -> Pair | None:
@@ -392,7 +403,18 @@ def _other_form(chance: Random, pair: Pair) -> Pair | None:
 
 
 def _second(chance: Random, pair: Pair) -> Pair | None:
-    return replace(pair, call=replace(pair.call, snapshots=2))
+    return replace(pair, call=replace(pair.call, snapshots=2, between=chance.choice(("", "move", "exchange", "swap", "swap"))))
+
+
+def _subclass_swapped(chance: Random, pair: Pair) -> Pair | None:
+    """Exchange two parameters without memory of their own between two snapshots."""
+
+    def with_block(which: Program) -> Program:
+        first = replace(which.models[0], blocks=(Block("w0", "doubled"),), container="attributes", dtype="")
+        return replace(which, models=(first, *(model for model in which.models[1:] if not model.copy_of)))
+
+    call = replace(pair.call, snapshots=2, between="swap")
+    return replace(pair, before=with_block(pair.before), after=with_block(pair.after), call=call)
 
 
 def _warm(chance: Random, pair: Pair) -> Pair | None:
@@ -431,7 +453,8 @@ CHANGES: dict[str, tuple[Change, float]] = {
     "names passed": (_names_passed, 1.5),
     "held optimizer": (_held, 1),
     "other form": (_other_form, 1),
-    "second snapshot": (_second, 1),
+    "second snapshot": (_second, 2),
+    "subclass swapped": (_subclass_swapped, 0.5),
     "warm": (_warm, 2),
 }
 """The changes, by name, each with its weight."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from ckptd.shared.errors import CkptdError, RecoveryFailed
 from tests.oracle import rules
-from tests.oracle.build import Run, build, context, damage
+from tests.oracle.build import Run, between, build, context, damage
 from tests.oracle.prints import Print, differences, print_of, text
 from tests.oracle.program import Call, Pair
 from tests.oracle.references import Facts, dump, facts_of, load_as_torch, load_by_name, names_by_group
@@ -95,6 +95,10 @@ def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
     for number in range(call.snapshots):
         for _ in range(pair.before.steps):
             run.step()
+        if number:
+            between(run, call.between)
+        if call.saved:
+            run.state = {key: value for key, value in run.state.items() if key in call.saved}
         try:
             save(run.state, number)
         except CkptdError as error:

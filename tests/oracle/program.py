@@ -30,7 +30,8 @@ class Model:
 
     container: a key of `modules.CONTAINERS`, which says what holds the blocks. wrappers: keys of `modules.WRAPPERS`, the outermost first.
     dtype: the name of a dtype that the parameters are converted to, or "". copy_of: the key of the model of which this one is an averaged
-    copy, or "". transform: what happens to the memory of the parameters before the recovery: "", "freed" or "meta".
+    copy, or "". deep: the copy is a plain deep copy, not an `AveragedModel`. transform: what happens to the memory of the parameters before
+    the recovery: "", "freed" or "meta".
     """
 
     key: str
@@ -40,6 +41,7 @@ class Model:
     dtype: str = ""
     channels_last: bool = False
     copy_of: str = ""
+    deep: bool = False
     transform: str = ""
 
 
@@ -103,8 +105,9 @@ class Program:
 class Call:
     """The call of the recovery.
 
-    only: the keys of the state that are recovered; all if empty. keep and strict: the arguments of `recover`. context: a key of
-    `contexts.CONTEXTS`, under which `recover` is called. snapshots: how many snapshots the saving program takes with one agent.
+    only: the keys of the state that are recovered; all if empty. keep and strict: the arguments of `recover`. context: what
+    `build.context` takes, under which `recover` is called. snapshots: how many snapshots the saving program takes with one agent. between:
+    what the saving program does between them, a key of `build.BETWEEN`. saved: the keys of the state that are saved; all if empty.
     """
 
     strict: bool = True
@@ -112,6 +115,8 @@ class Call:
     only: tuple[str, ...] = ()
     context: str = ""
     snapshots: int = 1
+    between: str = ""
+    saved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,7 +259,8 @@ class _Kept:
                 for number, group in enumerate(optimizer.param_groups):
                     for name, value in group.items():
                         if name != "params" and fnmatchcase(f"{key}.param_groups.{number}.{name}", pattern):
-                            self._back.append(_setter(group, name, value.clone() if isinstance(value, torch.Tensor) else value))
+                            held = value.clone() if isinstance(value, torch.Tensor) else value
+                            self._back.append(partial(_set_setting, optimizer, number, name, held))
             for key, module in run.state.items():
                 if isinstance(module, nn.Module):
                     for name, value in (*module.named_parameters(), *module.named_buffers()):
@@ -292,6 +294,10 @@ def _set_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry:
     optimizer.state.pop(parameter, None)
     if entry is not None:
         optimizer.state[parameter] = entry
+
+
+def _set_setting(optimizer: torch.optim.Optimizer, number: int, name: str, value: Any) -> None:
+    optimizer.param_groups[number][name] = value  # looked up now, since loading has made new groups
 
 
 def _setter(container: Any, name: str, value: Any) -> Callable[[], None]:

@@ -22,7 +22,7 @@ REFUSED_VALUES = frozenset({"plain-class", "ellipsis", "np-dtype"})
 NO_TRACE = frozenset(
     {
         "none", "wrapped model", "wrapped block", "other order", "names passed", "named entries moved", "context", "second snapshot",
-        "warm", "held optimizer", "unfrozen", "frozen",
+        "subclass swapped", "warm", "held optimizer", "unfrozen", "frozen",
     }
 )  # fmt: skip
 """Changes after which a recovery must succeed if the same recovery by name does (points 1, 3 and 4)."""
@@ -119,7 +119,7 @@ def may_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> str:
     """Return why a recovery may be refused although torch would load the state, or ""."""
     strict = pair.call.strict
     for plan in pair.after.optimizers:
-        if plan.key in target.state and not {*plan.models, *plan.bares} <= target.state.keys():
+        if plan.key in target.state and not {*plan.models, *plan.bares} <= target.state.keys() & run.state.keys() and not pair.call.saved:
             return "an optimizer is recovered without its parameters"
     if strict and set(run.state) != set(target.state):
         return "the states have other keys"

@@ -15,14 +15,15 @@ Edit = Callable[[Pair], Pair]
 """Takes something out of both programs of a pair, or makes it plainer. Returns an equal pair if there is nothing to do."""
 MOST_PASSES = 4
 PLAINER: dict[type, dict[str, tuple[Any, ...]]] = {
-    Model: {"wrappers": ((),), "container": ("attributes",), "dtype": ("",), "channels_last": (False,), "transform": ("",)},
+    Model: {"wrappers": ((),), "container": ("attributes",), "dtype": ("",), "channels_last": (False,),
+        "deep": (False,), "transform": ("",)},
     Block: {"kind": ("linear", "buffers"), "wrapper": ("",), "frozen": (False,), "tied_to": ("",), "size": (2,)},
     Optimizer: {
         "kind": ("sgd", "momentum", "adam"), "grouping": ("one",), "reverse": (False,), "named": (False,), "tensor_lr": (False,),
         "empty_group": (False,), "extra": (False,), "hooks": ((),), "wrapped": (False,), "skip": ((),), "lr": (0.01,),
     },
     Extra: {"setting": (10,)},
-    Call: {"strict": (True,), "keep": ((),), "only": ((),), "context": ("",), "snapshots": (1,)},
+    Call: {"strict": (True,), "keep": ((),), "only": ((),), "context": ("",), "snapshots": (1,), "between": ("",), "saved": ((),)},
 }  # fmt: skip
 """The plainest values of each field, of every kind of thing."""
 
