@@ -13,29 +13,23 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from tests.oracle import grammar
+from tests.oracle import grammar, spread
 from tests.oracle.judge import Verdict
 from tests.oracle.program import Pair, from_json, to_json
 from tests.oracle.worker import Jobs, quiet
 from tests.support.daemons import Home, home, running
 
+P = TypeVar("P")
 SECONDS_OF_A_PAIR = 90.0
 """A pair that takes longer counts as hung. Far more than any pair takes on a busy machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    pair: Pair
-    verdict: Verdict
 
 
 class Judge:
@@ -138,14 +132,26 @@ def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
                 judge.close()
 
 
-def results(
-    make: Callable[[int], Pair], seeds: Iterator[int], end: float, judge: Callable[[Pair], Verdict], lanes: int = 1
-) -> Iterator[Result]:
-    """Yield the result of each seed, in their order, until `time.monotonic()` is `end`."""
+@contextmanager
+def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
+    """Context manager. Return a function that judges a pair of programs on one or two ranks."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
+        pools = spread.Pools(place)
+        try:
+            yield pools.judge
+        finally:
+            pools.close()
 
-    def of(seed: int) -> Result:
+
+def results(
+    make: Callable[[int], P], seeds: Iterator[int], end: float, judge: Callable[[P], Verdict], lanes: int = 1
+) -> Iterator[tuple[P, Verdict]]:
+    """Yield the pair and the verdict of each seed, in their order, until `time.monotonic()` is `end`."""
+
+    def of(seed: int) -> tuple[P, Verdict]:
         pair = make(seed)
-        return Result(pair, judge(pair))
+        return pair, judge(pair)
 
     with ThreadPoolExecutor(lanes) as pool:
         begun = deque(pool.submit(of, seed) for seed in islice(seeds, lanes))
@@ -157,13 +163,24 @@ def results(
 
 
 def run(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
-    """Judge `count` pairs, or as many as the time allows. Return how they ended, and a line for each fault. `number` is the first seed."""
-    ends, problems = Counter[str](), []
+    """Judge `count` pairs, or as many as the time allows. Return how they ended, and a line for each fault. `number` gives the first seed."""
     with judging() as judge:
-        for result in results(grammar.make, iter(range(number * 1_000_000, number * 1_000_000 + count)), time.monotonic() + seconds, judge):
-            ends["pairs"] += 1
-            ends[f"  {result.verdict.kind}"] += 1
-            if not result.verdict.sound:
-                again = f"python -m tests.oracle --seed {result.pair.seed} --pairs 1"
-                problems.append(f"{result.verdict.kind}: {result.verdict.details[:300]}: {again}")
+        return _run(grammar.make, judge, count, number, seconds, "")
+
+
+def run_spread(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
+    """Do the same with programs on one or two ranks."""
+    with judging_spread() as judge:
+        return _run(spread.make, judge, count, number, seconds, " --ranks 2")
+
+
+def _run(
+    make: Callable[[int], P], judge: Callable[[P], Verdict], count: int, number: int, seconds: float, option: str
+) -> tuple[Counter[str], list[str]]:
+    ends, problems, first = Counter[str](), list[str](), number * 1_000_000
+    for seed, (_, verdict) in enumerate(results(make, iter(range(first, first + count)), time.monotonic() + seconds, judge), first):
+        ends["pairs"] += 1
+        ends[f"  {verdict.kind}"] += 1
+        if not verdict.sound:
+            problems.append(f"{verdict.kind}: {verdict.details[:300]}: python -m tests.oracle --seed {seed} --pairs 1{option}")
     return ends, problems

@@ -305,7 +305,7 @@ def test_a_hundred_pairs_agree() -> None:
     begun = time.monotonic()
     with judging() as judged:
         found = list(results(grammar.make, iter(range(150)), begun + 25, judged))
-    assert {result.pair.seed: result.verdict for result in found if not result.verdict.sound} == {}
-    kinds = Counter(result.verdict.kind for result in found)
+    assert {pair.seed: verdict for pair, verdict in found if not verdict.sound} == {}
+    kinds = Counter(verdict.kind for _, verdict in found)
     assert kinds[judge.NOTHING] < len(found) / 10, kinds
     assert kinds[judge.AGREED] + kinds[judge.BETTER] > len(found) / 4, kinds
