@@ -72,6 +72,8 @@ def _optimizer(optimizer: torch.optim.Optimizer, key: str, run: Run, found: Prin
             found[f"{key} state of {name}"] = text(entry)
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
+            if name == "saves":  # written by a hook of the caller's whenever the saved form is asked for
+                continue
             if name == "params":
                 found[f"{key} group {number}: params"] = ", ".join(run.names.get(id(one), "?") for one in value)
             else:

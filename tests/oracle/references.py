@@ -133,7 +133,7 @@ def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None
                 place.copy_(saved)
             return place
         return saved
-    if isinstance(place, torch.Tensor) != isinstance(saved, torch.Tensor):
+    if isinstance(place, torch.Tensor) and not isinstance(saved, torch.Tensor):
         raise Unfit(f"{key} is {type(saved).__name__}, not {type(place).__name__}")
     if type(place) is dict and isinstance(saved, dict) and place:
         return {name: _into(place[name], item, key, load) if name in place else item for name, item in saved.items()}

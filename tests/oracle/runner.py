@@ -163,7 +163,7 @@ def results(
 
 
 def run(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
-    """Judge `count` pairs, or as many as the time allows. Return how they ended, and a line for each fault. `number` gives the first seed."""
+    """Judge `count` pairs, or as many as the time allows. Return how they ended, and a line for each fault. `number` is the seed."""
     with judging() as judge:
         return _run(grammar.make, judge, count, number, seconds, "")
 

@@ -153,14 +153,15 @@ def build(plan: Spread) -> None:
     """Make the objects of this rank, from the same random numbers on all ranks."""
     logging.getLogger("ckptd").setLevel(logging.CRITICAL)
     torch.manual_seed(plan.seed)
-    model: nn.Module = Net(plan.layers)
+    net = Net(plan.layers)
+    model: nn.Module = net
     if plan.frozen >= 0:
-        model.up.requires_grad_(False)  # type: ignore[operator, union-attr]
+        net.up.requires_grad_(False)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if plan.kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif plan.kind == "fsdp2":
-        fully_shard(model.up, mesh=mesh)
+        fully_shard(net.up, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif plan.kind == "tp":
         model = parallelize_module(model, mesh, {name: split() for name, split in SPLIT.items()})
@@ -429,5 +430,5 @@ def features(pair: SpreadPair) -> tuple[str, ...]:
 def from_json(line: str) -> SpreadPair:
     """Return the pair that `to_json` has written."""
     made = json.loads(line)
-    programs = [Spread(**{**made[which], "layers": tuple(made[which]["layers"])}) for which in ("before", "after")]
-    return SpreadPair(*programs, made["source"], made["spoilt"], tuple(made["changes"]), made["seed"])
+    before, after = (Spread(**{**made[which], "layers": tuple(made[which]["layers"])}) for which in ("before", "after"))
+    return SpreadPair(before, after, made["source"], made["spoilt"], tuple(made["changes"]), made["seed"])
