@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import tempfile
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -137,9 +138,14 @@ def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
     """Context manager. Return a function that judges a pair of programs on one or two ranks."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
-        pools = spread.Pools(place)
+        pools, lock = spread.Pools(place), threading.Lock()
+
+        def judged(pair: spread.SpreadPair) -> Verdict:
+            with lock:  # a pair is judged while an earlier one is made smaller
+                return pools.judge(pair)
+
         try:
-            yield pools.judge
+            yield judged
         finally:
             pools.close()
 

@@ -218,7 +218,7 @@ def steps(count: int) -> None:
 def spoil(how: str) -> None:
     """Make every element of something differ from the other rank's."""
     state = HERE["state"]
-    if dist.get_rank() == 0:
+    if dist.get_rank() != dist.get_world_size() - 1:
         return
     parameters = list(state["model"].parameters())
     if how == "moment" and state["optim"].state:
@@ -306,8 +306,9 @@ def _full(value: Any) -> Any:
 class Pools:
     """Rank processes that judge many pairs: one alone, and two together. They are started again after one has died."""
 
-    def __init__(self, place: Home) -> None:
-        self._place, self._number = place, 0
+    def __init__(self, place: Home, after: str = "") -> None:
+        """`after`: how each rank spoils its state once it has recovered, for the tests of the rig."""
+        self._place, self._number, self._after = place, 0, after
         self._pools: dict[int, Ranks] = {}
 
     def _pool(self, world: int) -> Ranks:
@@ -364,6 +365,8 @@ class Pools:
             refusals = [error for error in second.call(recover, socket, job, again) if error]
             if refusals:
                 return _refused(pair, refusals[0])
+            if self._after:
+                second.call(spoil, self._after)
             found = _together(second.call(whole))
             second.call(set_count, count)
             second.call(steps, STEPS)

@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from ckptd.shared.errors import RecoveryFailed, StructureMismatch
-from tests.oracle import grammar, judge
+from tests.oracle import grammar, judge, spread
 from tests.oracle.build import Run, build
 from tests.oracle.judge import Verdict
 from tests.oracle.prints import differences, print_of, text
 from tests.oracle.program import Block, Call, Extra, Model, Optimizer, Pair, Program, from_json, to_json
 from tests.oracle.references import Facts, dump, facts_of, load_by_name
-from tests.oracle.runner import judging, results
+from tests.oracle.runner import judging, judging_spread, results
 from tests.oracle.shrink import shrink
+from tests.support.daemons import Daemon
 
 BLOCKS = (Block("a", "linear"), Block("b", "batchnorm"), Block("c", "buffers"), Block("d", "extra"))
 PROGRAM = Program(
@@ -309,3 +310,20 @@ def test_a_hundred_pairs_agree() -> None:
     kinds = Counter(verdict.kind for _, verdict in found)
     assert kinds[judge.NOTHING] < len(found) / 10, kinds
     assert kinds[judge.AGREED] + kinds[judge.BETTER] > len(found) / 4, kinds
+
+
+@pytest.mark.parametrize("how", ["parameter", "moment"])
+def test_a_broken_recovery_on_ranks_is_found(daemon: Daemon, how: str) -> None:
+    pools = spread.Pools(daemon.home, after=how)
+    try:
+        plan = spread.Spread("fsdp2", 2)
+        verdict = pools.judge(spread.SpreadPair(plan, replace(plan, kind="replicated", world=1, seed=1)))
+    finally:
+        pools.close()
+    assert verdict.kind == "tensors differ from the saved ones"
+
+
+def test_programs_on_two_ranks_agree() -> None:
+    with judging_spread() as judged:
+        found = list(results(spread.make, iter(range(12)), time.monotonic() + 20, judged))
+    assert {pair.seed: verdict for pair, verdict in found if not verdict.sound} == {}
