@@ -221,9 +221,11 @@ def _twins(chance: Random, pair: Pair) -> Pair | None:
     def with_blocks(which: Program, added: tuple[Block, ...]) -> Program:
         first = which.models[0]
         container = "attributes" if first.container == "single" else first.container
-        return replace(which, models=(replace(first, blocks=added, container=container), *which.models[1:]))
+        others = (model for model in which.models[1:] if not model.copy_of)
+        return replace(which, models=(replace(first, blocks=added, container=container), *others))
 
-    return replace(pair, before=with_blocks(pair.before, one), after=with_blocks(pair.after, other))
+    call = replace(pair.call, strict=chance.random() < 0.3)
+    return replace(pair, before=with_blocks(pair.before, one), after=with_blocks(pair.after, other), call=call)
 
 
 def _frozen(chance: Random, pair: Pair) -> Pair | None:
@@ -247,12 +249,15 @@ def _other_dtype(chance: Random, pair: Pair) -> Pair | None:
 
 
 def _lossy_block(chance: Random, pair: Pair) -> Pair | None:
-    """Change the dtype of the model around a block that holds complex or very large numbers."""
-    kind = chance.choice(("complex", "scaled", "halves"))
+    """Change the dtype of a model that holds complex, very large, or broken numbers."""
+    kind = chance.choice(("complex", "scaled", "halves", "averages"))
     wide = replace(pair.before.models[0], blocks=(Block("c", kind), Block("d", "linear")), container="attributes", dtype="")
-    before = replace(pair.before, models=(wide, *pair.before.models[1:]))
-    narrow = chance.choice(("float16", "bfloat16", "float32"))
-    return replace(pair, before=before, after=replace(pair.after, models=(replace(wide, dtype=narrow), *pair.after.models[1:])))
+    narrow = replace(wide, dtype="float16" if kind == "scaled" else chance.choice(("float16", "bfloat16", "float32")))
+    if kind == "averages":
+        narrow = replace(wide, blocks=(Block("c", "counts"), Block("d", "linear")))
+    others = tuple(model for model in pair.after.models[1:] if not model.copy_of)
+    before = replace(pair.before, models=(wide, *others))
+    return replace(pair, before=before, after=replace(pair.after, models=(narrow, *others)))
 
 
 def _grown(chance: Random, pair: Pair) -> Pair | None:
@@ -339,7 +344,7 @@ def _regrouped(chance: Random, pair: Pair) -> Pair | None:
 
 
 def _context(chance: Random, pair: Pair) -> Pair | None:
-    found = chance.choice(("inference", "inference", "device:meta", "dtype:float64", "dtype:bfloat16", "no-grad"))
+    found = chance.choice(("inference", "inference", "inference", "device:meta", "dtype:float64", "dtype:bfloat16", "no-grad"))
     return replace(pair, call=replace(pair.call, context=found))
 
 

@@ -194,6 +194,24 @@ class Spread(nn.Module):
         self.register_buffer("spread", torch.randn(1).expand(size))
 
 
+class Averages(nn.Module):
+    """Has a buffer of fractions."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.register_buffer("number", torch.rand(size))
+
+
+class Counts(nn.Module):
+    """Has the same buffer as `Averages`, in whole numbers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.register_buffer("number", torch.zeros(size, dtype=torch.int64))
+
+
 class Complexes(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -263,6 +281,8 @@ MODULES: dict[str, Callable[[int], nn.Module]] = {
     "shapes": Shapes,
     "spread": Spread,
     "complex": Complexes,
+    "averages": Averages,
+    "counts": Counts,
     "halves": Halves,
     "scaled": Scaled,
     "weightnorm": lambda size: parametrizations.weight_norm(nn.Linear(size, size)),

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,18 @@ from tests.oracle.build import Run, canonical, context
 from tests.oracle.optimizers import Holder
 from tests.oracle.prints import text
 from tests.oracle.program import Call
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    made: torch.memory_format = getattr(torch, name)
+    return made
+
+
+def _reduced(value: torch.memory_format) -> tuple[Callable[[str], torch.memory_format], tuple[str]]:
+    return _memory_format, (str(value).removeprefix("torch."),)
+
+
+copyreg.pickle(torch.memory_format, _reduced)  # which torch.save cannot write, although it has a plain form
 
 
 class Unfit(Exception):

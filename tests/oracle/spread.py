@@ -273,9 +273,11 @@ def whole() -> dict[str, str]:
     if HERE["plan"].kind.startswith("fsdp1"):
         options = StateDictOptions(full_state_dict=True)
         tensors: dict[str, Any] = get_model_state_dict(model, options=options)
-        has_state = bool(optimizer.state)
-        full: Any = get_optimizer_state_dict(model, optimizer, options=options) if has_state else {"state": {}, "param_groups": []}
-        states, groups = full["state"], full["param_groups"]
+        if optimizer.state:
+            full: Any = get_optimizer_state_dict(model, optimizer, options=options)
+            states, groups = full["state"], full["param_groups"]
+        else:  # torch would make the optimizer take a step
+            states, groups = {}, _named_groups(model, optimizer, list(tensors))
     else:
         tensors = model.state_dict()
         names = {parameter: canonical(name) for name, parameter in model.named_parameters()}
@@ -294,6 +296,15 @@ def whole() -> dict[str, str]:
     if "own" in state:
         found[f"own of rank {dist.get_rank()}"] = text(state["own"]["loader"].value)
     return found
+
+
+def _named_groups(model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer over an FSDP1 model. One flat parameter stands for all parameters of the model."""
+    if HERE["plan"].kind == "fsdp1-flat":
+        every = [name for name in names if name.rpartition(".")[2] in ("weight", "bias")]
+        return [{**group, "params": every if group["params"] else []} for group in optimizer.param_groups]
+    of = {parameter: canonical(name) for name, parameter in model.named_parameters()}
+    return [{**group, "params": [of[parameter] for parameter in group["params"]]} for group in optimizer.param_groups]
 
 
 def _full(value: Any) -> Any:
