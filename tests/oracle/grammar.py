@@ -366,6 +366,18 @@ def _kept(chance: Random, pair: Pair) -> Pair | None:
     return replace(pair, call=replace(pair.call, keep=(chance.choice(patterns),)))
 
 
+def _kept_parameter(chance: Random, pair: Pair) -> Pair | None:
+    """Keep a parameter of a program that has trained before it recovers: the optimizer's state of the parameter stays with it."""
+
+    def with_block(which: Program) -> Program:
+        first = replace(which.models[0], blocks=(Block("k0", "linear"), Block("k1", "linear")), container="attributes", wrappers=())
+        others = tuple(model for model in which.models[1:] if not model.copy_of)
+        return replace(which, models=(first, *others), steps=chance.choice((1, 2)))
+
+    call = replace(pair.call, keep=(f"{pair.after.models[0].key}.k0.{chance.choice(('weight', 'bias', '*'))}",))
+    return replace(pair, before=with_block(pair.before), after=with_block(pair.after), call=call)
+
+
 def _only(chance: Random, pair: Pair) -> Pair | None:
     which = tuple(one.key for one in chance.choice((pair.after.optimizers, pair.after.optimizers, pair.after.models)))
     saved = which if chance.random() < 0.5 else ()
@@ -452,6 +464,7 @@ CHANGES: dict[str, tuple[Change, float]] = {
     "context": (_context, 3),
     "not strict": (_not_strict, 1),
     "kept": (_kept, 1.5),
+    "kept parameter": (_kept_parameter, 1),
     "only some": (_only, 1.5),
     "no memory": (_no_memory, 1),
     "lazy": (_lazy, 0.5),

@@ -58,9 +58,9 @@ SPOILT = ("parameter", "moment", "expert", "late")
 class Spread:
     """A program on `world` ranks.
 
-    layers: keys of `LAYERS`; two layers that tensor parallelism splits come first. grouping: "one", "decay" (two groups), or "empty" (a
-    second group without parameters). frozen: the number of the layer that does not train, or -1. compiled: the model is in torch.compile's
-    wrapper. copied: the state has an averaged copy of the model. own: the state has values of each rank's own, marked with `per_rank`.
+    layers: keys of `LAYERS`; two layers that tensor parallelism splits come first. grouping: "one", "decay" (two groups), "empty" (a second
+    group without parameters) or "empty first". frozen: the number of the layer that does not train, or -1. compiled: the model is in
+    torch.compile's wrapper. copied: the state has another module. own: the state has values of each rank's own, marked with `per_rank`.
     """
 
     kind: str
@@ -100,7 +100,7 @@ def make(seed: int) -> SpreadPair:
         chance.choice((1, 2, 2, 2)),
         tuple(chance.choice(list(LAYERS)) for _ in range(chance.choice((0, 1, 2)))),
         chance.choice(list(OPTIMIZERS)),
-        chance.choice(("one", "one", "decay", "empty")),
+        chance.choice(("one", "one", "decay", "empty", "empty first")),
         chance.choice((-1, -1, -1, 0)),
         chance.random() < 0.15,
         chance.random() < 0.15,
@@ -108,10 +108,9 @@ def make(seed: int) -> SpreadPair:
         chance.randrange(1000),
         chance.choice((0, 1, 2, 2)),
     )
-    if before.kind.startswith("fsdp1"):
-        before = replace(before, frozen=-1, copied=False)
     after = replace(before, seed=before.seed + 1, steps=chance.choice((0, 0, 1)))
     pair = SpreadPair(before, after, chance.choice(("memory", "storage")), seed=seed)
+    pair = _possible(pair)
     for _ in range(chance.choice((0, 1, 1, 2))):
         name = chance.choice(("kind", "kind", "world", "world", "compiled", "copied", "spoilt", "spoilt", "optimizer"))
         pair = replace(_changed(chance, pair, name), changes=(*pair.changes, name))
@@ -132,9 +131,18 @@ def _changed(chance: Random, pair: SpreadPair, name: str) -> SpreadPair:
         pair, after = replace(pair, before=spread, spoilt=chance.choice(SPOILT)), replace(spread, seed=1)
     else:
         after = replace(after, compiled=not after.compiled) if name == "compiled" else replace(after, copied=not after.copied)
-    if after.kind.startswith("fsdp1"):
-        after = replace(after, frozen=-1, copied=pair.before.copied)
-    return replace(pair, after=after)
+    return _possible(replace(pair, after=after))
+
+
+def _possible(pair: SpreadPair) -> SpreadPair:
+    """Return the pair without what FSDP1 cannot do: freeze a layer, or have its flat parameters compiled."""
+    kinds = {pair.before.kind, pair.after.kind}
+    limits: dict[str, Any] = {}
+    if any(kind.startswith("fsdp1") for kind in kinds):
+        limits |= {"frozen": -1}
+    if "fsdp1-flat" in kinds:
+        limits |= {"compiled": False}
+    return replace(pair, before=replace(pair.before, **limits), after=replace(pair.after, **limits))
 
 
 # -- on a rank
@@ -185,6 +193,8 @@ def _groups(plan: Spread, parameters: list[torch.Tensor]) -> list[dict[str, Any]
         return [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "weight_decay": 0.0}]
     if plan.grouping == "empty":
         return [{"params": parameters}, {"params": [], "weight_decay": 0.5, "label": "none"}]
+    if plan.grouping == "empty first":
+        return [{"params": [], "weight_decay": 0.5, "label": "none"}, {"params": parameters}]
     return [{"params": parameters}]
 
 
