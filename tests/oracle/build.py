@@ -23,7 +23,7 @@ from tests.oracle.extras import BARES, SCALERS, SCHEDULERS, Meter, bare, value
 from tests.oracle.optimizers import HOOKS, OPTIMIZERS, Holder, groups_of
 from tests.oracle.program import Model, Optimizer, Program
 
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module|_checkpoint_wrapped_module|inner)\.")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|inner)\.")
 
 
 def canonical(name: str) -> str:

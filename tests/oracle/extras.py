@@ -205,6 +205,10 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 """The kinds of plain values, each with a function for the value that is saved, and one for the value that the recovering program has."""
 
 
+RECORDS = frozenset({"dataclass", "frozen-dataclass", "namedtuple", "namespace", "simple-namespace", "chainmap"})
+"""Objects that consist of named fields."""
+
+
 def _default(factory: Any, **values: Any) -> Any:
     return collections.defaultdict(factory, values)
 

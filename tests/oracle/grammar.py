@@ -287,6 +287,8 @@ def _other_extra(chance: Random, pair: Pair) -> Pair | None:
             return replace(extra, kind=chance.choice([kind for kind in x.SCHEDULERS if kind not in ("cyclic", "onecycle")]))
         if extra.kind in x.SCALERS:
             return replace(extra, kind=next(kind for kind in x.SCALERS if kind != extra.kind))
+        if extra.kind in x.RECORDS:  # these come back as dicts of their fields where there is no such object
+            return extra
         return replace(extra, kind=chance.choice(x.BARES if extra.kind in x.BARES else list(x.VALUES)))
 
     return _change_extra(chance, pair, change)
@@ -339,6 +341,8 @@ def _other_container(chance: Random, pair: Pair) -> Pair | None:
 
 
 def _regrouped(chance: Random, pair: Pair) -> Pair | None:
+    if any(plan.empty_group for plan in pair.after.optimizers):  # nothing says which group without parameters is which
+        return None
     made = _change_optimizer(chance, pair, lambda plan: replace(plan, grouping=chance.choice(list(optimizers.GROUPINGS))))
     return made and replace(made, call=replace(made.call, strict=chance.random() < 0.6))
 

@@ -120,10 +120,10 @@ def load_by_name(run: Run, data: bytes, call: Call, facts: Facts) -> None:
 
 def _load(run: Run, saved: dict[str, Any], call: Call, load: Callable[[str, Any, Any], None]) -> None:
     for key in list(run.state):
-        if call.only and key not in call.only:
+        if (call.only and key not in call.only) or any(fnmatchcase(key, pattern) for pattern in call.keep):
             continue
         if key not in saved:
-            if call.strict and not any(fnmatchcase(key, pattern) for pattern in call.keep):
+            if call.strict:
                 raise Unfit(f"{key} was not saved")
             continue
         place = run.state[key]
@@ -279,8 +279,6 @@ class _Kept:
                     for name, value in (*module.named_parameters(), *module.named_buffers()):
                         if fnmatchcase(f"{key}.{canonical(name)}", pattern):
                             self._back += self._of_tensor(run, value)
-                elif fnmatchcase(key, pattern):
-                    self._back.append(_setter(run.state, key, module))
 
     @staticmethod
     def _of_tensor(run: Run, value: torch.Tensor) -> list[Callable[[], None]]:
@@ -311,10 +309,6 @@ def _set_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry:
 
 def _set_setting(optimizer: torch.optim.Optimizer, number: int, name: str, value: Any) -> None:
     optimizer.param_groups[number][name] = value  # looked up now, since loading has made new groups
-
-
-def _setter(container: Any, name: str, value: Any) -> Callable[[], None]:
-    return lambda: container.__setitem__(name, value)
 
 
 __all__ = ["Facts", "Holder", "Unfit", "dump", "facts_of", "load_as_torch", "load_by_name", "names_by_group", "read"]

@@ -135,13 +135,13 @@ def _changed(chance: Random, pair: SpreadPair, name: str) -> SpreadPair:
 
 
 def _possible(pair: SpreadPair) -> SpreadPair:
-    """Return the pair without what FSDP1 cannot do: freeze a layer, or have its flat parameters compiled."""
+    """Return the pair without what FSDP1 cannot do: freeze a layer, or have flat parameters compiled or in two groups."""
     kinds = {pair.before.kind, pair.after.kind}
     limits: dict[str, Any] = {}
     if any(kind.startswith("fsdp1") for kind in kinds):
         limits |= {"frozen": -1}
     if "fsdp1-flat" in kinds:
-        limits |= {"compiled": False}
+        limits |= {"compiled": False} | ({"grouping": "one"} if pair.before.grouping == "decay" else {})
     return replace(pair, before=replace(pair.before, **limits), after=replace(pair.after, **limits))
 
 
