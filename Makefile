@@ -6,12 +6,13 @@ INSTALLED := $(VENV)/.installed
 KILLS ?= 50
 MEGABYTES ?= 256
 ROUNDS ?= 10
-MINUTES ?= 6
+MINUTES ?= 8
+PAIRS ?= 2000
 COVERED := */daemon/journal*.py,*/daemon/records.py,*/daemon/recovery.py,*/daemon/saver.py,*/shared/session.py
 COVERING := $(wildcard tests/daemon/test_journal*.py) tests/daemon/test_records.py tests/daemon/test_recovery.py tests/daemon/test_saver.py \
 	tests/shared/test_session.py
 
-.PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust coverage coverage-all bench man clean
+.PHONY: demo test crashes matrix lint kills rank-kills crash-matrix trust oracle coverage coverage-all bench man clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +55,10 @@ crash-matrix: $(INSTALLED)
 # Runs the rigs that look for lost checkpoints: for MINUTES, or for hours with LONG=1. ONLY selects some of them.
 trust: $(INSTALLED)
 	$(RUN) -m tests.crash.trust $(if $(LONG),--long,--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
+
+# Compares recoveries with torch's own round trip: PAIRS random programs and changes of them, two at a time.
+oracle: $(INSTALLED)
+	$(RUN) -m tests.oracle --lanes 2 --pairs $(PAIRS) $(if $(SEED),--seed $(SEED)) $(if $(REPORT),--report $(REPORT))
 
 # Requires full branch coverage of the journal, the commit, the recovery and the session.
 coverage: $(INSTALLED)

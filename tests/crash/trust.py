@@ -47,6 +47,7 @@ from tests.crash import (
     store_faults,
     users,
 )  # fmt: skip
+from tests.oracle import runner as oracle
 
 LANES = 2
 FOREVER = 1 << 40
@@ -225,6 +226,8 @@ RIGS: dict[str, Rig] = {
     "store": Rig(Alike("nodes that share an object store", "lives of a job on 3 nodes", partial(nodes.run, where=nodes.in_store)), (200,)),
     "faults": Rig(Alike("faults of an object store", "pairs", store_faults.run), (2000,)),
     "hung": Rig(Alike("disk that hangs", "hangs", hung.run), (100,)),
+    "oracle": Rig(Alike("recoveries against torch's own", "pairs of programs", oracle.run), (25_000, 25_000), shares=8),
+    "oracle-ranks": Rig(Alike("recoveries on two ranks", "pairs of programs", oracle.run_spread), (2000,)),
 }
 """The rigs, by the name that `--only` takes. The two tasks of `guards` come first: they take halves by the parity of their seeds."""
 

@@ -1,0 +1,263 @@
+"""Judges one pair: runs the saving program, torch's round trips and the recovery, and compares how they end."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckptd.shared.errors import CkptdError, RecoveryFailed
+from tests.oracle import rules
+from tests.oracle.build import Run, between, build, context, damage
+from tests.oracle.prints import Print, differences, print_of, text
+from tests.oracle.program import Call, Pair
+from tests.oracle.references import Facts, dump, facts_of, load_as_torch, load_by_name, names_by_group
+
+STEPS = 3
+"""How many steps are trained after a recovery."""
+
+AGREED, REFUSED, BETTER, NOTHING = "agreed", "refused", "better", "torch cannot run it"
+Save = Callable[[dict[str, Any], int], None]
+"""Takes a snapshot of a state. Called as often as `Call.snapshots` says, with the number of the snapshot."""
+Restore = Callable[[dict[str, Any], Call], None]
+"""Recovers into a state. Raises CkptdError if it refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a pair ended.
+
+    kind: "agreed", "refused", "better", "torch cannot run it", or the kind of fault. details: more about a fault, for a person to read.
+    """
+
+    kind: str
+    details: str = ""
+
+    @property
+    def sound(self) -> bool:
+        return self.kind in (AGREED, REFUSED, BETTER, NOTHING)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a recovery and the steps after it ended.
+
+    loaded and trained: the prints after the recovery and after the steps, None if it did not come to that. error: what was raised, and
+    `at` says where: "load" or "step". changed: the state differs from before, although an error was raised.
+    """
+
+    loaded: Print | None = None
+    trained: Print | None = None
+    losses: tuple[Any, ...] = ()
+    error: BaseException | None = None
+    at: str = ""
+    changed: bool = False
+
+    def same(self, other: End) -> bool:
+        return (self.loaded, self.trained, self.losses) == (other.loaded, other.trained, other.losses) and self.at == other.at
+
+    def unlike(self, other: End) -> str:
+        """Return a sentence about the first differences from another end."""
+        if self.at != other.at:
+            return f"ended at {self.at or 'the end'} ({self.error!r}), not at {other.at or 'the end'} ({other.error!r})"
+        for what, mine, theirs in (("recovered", self.loaded, other.loaded), ("trained", self.trained, other.trained)):
+            if mine is not None and theirs is not None and (names := differences(mine, theirs)):
+                shown = "; ".join(f"{name}: ckptd {mine.get(name)} / expected {theirs.get(name)}" for name in names[:3])
+                return f"{what}, {len(names)} differ: {shown}"
+        return f"losses {self.losses} / {other.losses}"
+
+
+def judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
+    """Run a pair and return the verdict."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _judge(pair, save, restore)
+
+
+def _judge(pair: Pair, save: Save, restore: Restore) -> Verdict:
+    call = pair.call
+    try:
+        run = build(pair.before)
+        target = _target(pair)
+        trial = build(pair.before)
+        for _ in range(STEPS):
+            trial.step()
+    except Exception as error:  # of torch: this program cannot be built, or cannot train
+        return Verdict(NOTHING, repr(error))
+    for number in range(call.snapshots):
+        for _ in range(pair.before.steps):
+            run.step()
+        if number:
+            between(run, call.between)
+        if call.saved:
+            run.state = {key: value for key, value in run.state.items() if key in call.saved}
+        try:
+            save(run.state, number)
+        except CkptdError as error:
+            return _unsaved(pair, run, error)
+    try:
+        data: bytes | None = dump(run.state)
+    except Exception:
+        data = None
+    facts = facts_of(run)
+    must = rules.must_refuse(pair, run, target, data, facts)
+    may = rules.may_refuse(pair, run, target, facts)
+    ours = _end(target, lambda run: _restore(run, restore, call))
+    if ours.error is not None and ours.at == "load":
+        return _refused(pair, ours, must or may, data, facts)
+    if must:
+        return Verdict(f"not refused: {must}", _said(ours))
+    return Verdict(AGREED) if data is None else _compared(pair, target, ours, data, facts)
+
+
+def _compared(pair: Pair, target: Run, ours: End, data: bytes, facts: Facts) -> Verdict:
+    """Judge a recovery that returned: it must end as the one by name, or as torch's own, if that does not mix up parameters."""
+    named = _end(_target(pair), lambda run: load_by_name(run, data, pair.call, facts))
+    plain = None
+    if named.at == "load" or (_in_order(target, facts) and not pair.call.keep):
+        plain = _end(_target(pair), lambda run: load_as_torch(run, data, pair.call))
+    if named.at != "load" and ours.same(named):
+        return Verdict(AGREED if plain is not None and plain.same(named) else BETTER)
+    if plain is not None and plain.at != "load" and ours.same(plain):
+        return Verdict(AGREED)
+    if ours.at == "step":
+        return Verdict("the next step raises", f"{ours.error!r}")
+    wanted = named if named.at != "load" else plain
+    if wanted is None or wanted.at == "load":
+        return Verdict("accepted what torch refuses", f"torch: {plain.error if plain else None!r}; by name: {named.error!r}")
+    return Verdict(_kind(ours, wanted), ours.unlike(wanted))
+
+
+def _in_order(target: Run, facts: Facts) -> bool:
+    """Return True if each optimizer has the parameters that it was saved with, in the same order: torch goes by their numbers."""
+    return all(
+        list(chain.from_iterable(facts.groups.get(key, []))) == list(chain.from_iterable(names_by_group(target, optimizer)))
+        for key, optimizer in target.optimizers.items()
+    )
+
+
+def _kind(ours: End, wanted: End) -> str:
+    """Return the kind of a difference, by what differs first."""
+    mine, theirs = ours.loaded or {}, wanted.loaded or {}
+    names = differences(mine, theirs)
+    if not names:
+        return "trains differently"
+    for word, kind in (
+        (" state of ", "an optimizer's state differs"),
+        (" group ", "a param group differs"),
+        (" own ", "an optimizer's own values differ"),
+        ("(buffer)", "a buffer differs"),
+        ("(extra state)", "extra state differs"),
+        ("(shared memory)", "shared memory differs"),
+        (":", "a parameter differs"),
+    ):
+        if any(word in name for name in names):
+            return kind
+    return "a value differs"
+
+
+def _said(end: End) -> str:
+    return f"recover() returned{f', then the step raised {end.error!r}' if end.error else ''}"
+
+
+def _unsaved(pair: Pair, run: Run, error: CkptdError) -> Verdict:
+    """Judge a snapshot that was refused: torch must refuse as well, or the value must be one that is refused on purpose."""
+    try:
+        dump(run.state)
+    except Exception:
+        return Verdict(REFUSED)
+    if rules.may_not_save(pair):
+        return Verdict(REFUSED)
+    return Verdict("snapshot refused", str(error))
+
+
+def _refused(pair: Pair, ours: End, allowed: str, data: bytes | None, facts: Facts) -> Verdict:
+    """Judge a recovery that was refused: cleanly, and for a reason."""
+    error, call = ours.error, pair.call
+    late = isinstance(error, RecoveryFailed) and error.overwritten
+    if not isinstance(error, CkptdError):
+        return Verdict("recover raised another error", f"{type(error).__name__}: {error}")
+    if type(error).__name__ == "InternalError":
+        return Verdict("recover raised an internal error", str(error))
+    if ours.changed and not late:
+        return Verdict("refused, and the state has changed", str(error))
+    silent = "" if any(key in str(error) for key in _keys(pair)) else "the refusal names no key"
+    if allowed and not late:
+        return Verdict(silent or REFUSED, str(error))
+    plain = None if data is None else _end(_target(pair), lambda run: load_as_torch(run, data, call))
+    if late and not (plain is not None and plain.at == "load" and rules.may_be_late(pair)):
+        return Verdict("refused after the state was partly overwritten", str(error))
+    if data is None:
+        return Verdict(silent or REFUSED, str(error))
+    named = _end(_target(pair), lambda run: load_by_name(run, data, call, facts))
+    if named.at == "" and rules.must_succeed(pair):
+        return Verdict("refused what must come back", str(error))
+    if plain is not None and plain.at == "" and not call.keep:
+        return Verdict("refused what torch loads", str(error))
+    return Verdict(silent or REFUSED, str(error))
+
+
+def _keys(pair: Pair) -> set[str]:
+    things: list[Any] = [one for which in (pair.before, pair.after) for one in (*which.models, *which.optimizers, *which.extras)]
+    return {one.key for one in things}
+
+
+def _target(pair: Pair) -> Run:
+    """Return the recovering program as it is when it recovers."""
+    run = build(pair.after)
+    for _ in range(pair.after.steps):
+        run.step()
+    damage(run)
+    if pair.call.only:
+        run.state = {key: value for key, value in run.state.items() if key in pair.call.only}
+    return run
+
+
+def _restore(run: Run, restore: Restore, call: Call) -> None:
+    with context(call.context):
+        restore(run.state, call)
+
+
+def _end(run: Run, load: Callable[[Run], None]) -> End:
+    before = fixed_print(run)
+    try:
+        load(run)
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        return End(error=error, at="load", changed=fixed_print(run) != before)
+    loaded = print_of(run)
+    losses: list[Any] = []
+    try:
+        return End(loaded, _trained(run, losses), tuple(losses))
+    except Exception as error:
+        return End(loaded, error=error, at="step", losses=())
+
+
+def _trained(run: Run, losses: list[Any]) -> Print:
+    for _ in range(STEPS):
+        losses.append(text(run.step()))
+    return print_of(run)
+
+
+def fixed_print(run: Run) -> dict[str, Any]:
+    """Return the print of a state, of the objects that make it up, and of the random generators: what a refusal must not change."""
+    found: dict[str, Any] = {**print_of(run)}
+    for key, value in run.state.items():
+        found[f"{key} is"] = id(value)
+        if isinstance(value, nn.Module):
+            found[f"{key} has"] = [id(one) for one in (*value.parameters(), *value.buffers())]
+        elif key in run.optimizers:
+            found[f"{key} has"] = [id(one) for group in run.optimizers[key].param_groups for one in group["params"]]
+    found["torch"] = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    found["python"] = hashlib.sha1(repr(random.getstate()).encode()).hexdigest()
+    found["numpy"] = hashlib.sha1(np.random.get_state()[1].tobytes()).hexdigest()  # type: ignore[index]
+    return found

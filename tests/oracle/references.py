@@ -1,0 +1,314 @@
+"""What a recovery must end as: torch's own round trip, and, where ckptd is better on purpose, the same with the values by name.
+
+`dump` and `load_as_torch` are `torch.save({key: object.state_dict()})`, `torch.load` and `load_state_dict` on the same kinds of objects.
+`load_by_name` does the same, with these improvements, which are the closed list of cases in which ckptd may differ from torch:
+
+1. `names`: parameters are found by the names that they have in their module, whatever wraps it, and in whatever order they are.
+2. `context`: a recovery under `torch.inference_mode()` or another default device or dtype ends as one without.
+3. `moments`: a tensor of an optimizer's state keeps its dtype if its parameter's dtype has not changed, and always if it holds no
+   floating numbers; torch converts it. Texts come back as they were; torch takes them for sequences.
+4. `settings`: groups that were saved with the same settings may be merged. The names in a param group stay those of the recovering
+   program, and so do settings that the checkpoint lacks. A group without parameters that the checkpoint lacks stays as it is.
+5. `strict=False`: an optimizer takes the state of the parameters that it still has.
+6. `keep`: the values that the caller keeps are those of the recovering program.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.oracle.build import Run, canonical, context
+from tests.oracle.optimizers import Holder
+from tests.oracle.prints import text
+from tests.oracle.program import Call
+
+
+def _memory_format(name: str) -> torch.memory_format:
+    made: torch.memory_format = getattr(torch, name)
+    return made
+
+
+def _reduced(value: torch.memory_format) -> tuple[Callable[[str], torch.memory_format], tuple[str]]:
+    return _memory_format, (str(value).removeprefix("torch."),)
+
+
+copyreg.pickle(torch.memory_format, _reduced)  # which torch.save cannot write, although it has a plain form
+
+
+class Unfit(Exception):
+    """A saved state does not fit the recovering program."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """What the saving program knows of its optimizers, and torch.save has not: the names of the parameters, in each group.
+
+    shapes and dtypes: those of each parameter, by name.
+    """
+
+    groups: dict[str, list[list[str]]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+def facts_of(run: Run) -> Facts:
+    found = Facts()
+    for key, optimizer in run.optimizers.items():
+        found.groups[key] = names_by_group(run, optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = run.names[id(parameter)]
+                found.shapes[name], found.dtypes[name] = tuple(parameter.shape), parameter.dtype
+    return found
+
+
+def names_by_group(run: Run, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    return [[run.names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def dump(state: dict[str, Any]) -> bytes:
+    """Return what torch.save makes of a state: each object with a `state_dict` as that, and everything else as it is."""
+    buffer = io.BytesIO()
+    torch.save(_plain(state), buffer)
+    return buffer.getvalue()
+
+
+def _plain(value: Any) -> Any:
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)) and not isinstance(value, type):
+        return value.state_dict()
+    if type(value) in (dict, list, tuple):
+        return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else type(value)(map(_plain, value))
+    return value
+
+
+def read(data: bytes) -> dict[str, Any]:
+    """Return what torch.load makes of it. The classes in it are the rig's own, so pickled code may run."""
+    made: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=False)
+    return made
+
+
+def load_as_torch(run: Run, data: bytes, call: Call) -> None:
+    """Load a state as torch does: each object by its own method, parameters of optimizers by their numbers."""
+    with context(call.context):
+        _load(run, read(data), call, lambda key, place, saved: place.load_state_dict(saved))
+
+
+def load_by_name(run: Run, data: bytes, call: Call, facts: Facts) -> None:
+    """Load a state as ckptd promises to. Raises Unfit if the two programs do not fit, and whatever an object raises."""
+    kept = _Kept(run, call)
+
+    def load(key: str, place: Any, saved: Any) -> None:
+        if isinstance(place, nn.Module):
+            _module(place, saved, call)
+        elif key in run.optimizers:
+            _optimizer(run, key, place, saved, facts, call)
+        else:
+            place.load_state_dict(saved)
+
+    _load(run, read(data), call, load)
+    kept.put_back()
+
+
+def _load(run: Run, saved: dict[str, Any], call: Call, load: Callable[[str, Any, Any], None]) -> None:
+    for key in list(run.state):
+        if (call.only and key not in call.only) or any(fnmatchcase(key, pattern) for pattern in call.keep):
+            continue
+        if key not in saved:
+            if call.strict:
+                raise Unfit(f"{key} was not saved")
+            continue
+        place = run.state[key]
+        if isinstance(place, nn.Module) and not call.strict and load.__name__ != "load":
+            place.load_state_dict(saved[key], strict=False)
+        else:
+            run.state[key] = _into(place, saved[key], key, load)
+
+
+def _into(place: Any, saved: Any, key: str, load: Callable[[str, Any, Any], None]) -> Any:
+    """Return what is in this place afterwards: the same object if it can take the saved value."""
+    if callable(getattr(place, "load_state_dict", None)) and not isinstance(place, type):
+        load(key, place, saved)
+        return place
+    if isinstance(place, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if place.shape != saved.shape:
+            raise Unfit(f"{key} has shape {list(saved.shape)}, not {list(place.shape)}")
+        if isinstance(place, nn.Parameter) or place.requires_grad:
+            with torch.no_grad():
+                place.copy_(saved)
+            return place
+        return saved
+    if isinstance(place, torch.Tensor) and not isinstance(saved, torch.Tensor):
+        raise Unfit(f"{key} is {type(saved).__name__}, not {type(place).__name__}")
+    if type(place) is dict and isinstance(saved, dict) and place:
+        return {name: _into(place[name], item, key, load) if name in place else item for name, item in saved.items()}
+    if type(place) in (list, tuple) and isinstance(saved, type(place)) and len(place) == len(saved):
+        return type(place)(_into(one, item, key, load) for one, item in zip(place, saved, strict=True))
+    return saved
+
+
+def _module(module: nn.Module, saved: dict[str, Any], call: Call) -> None:
+    by_name = {canonical(name): value for name, value in saved.items()}
+    own = {canonical(name): name for name in module.state_dict()}
+    named = {own.get(name, name): value for name, value in by_name.items()}
+    metadata = getattr(saved, "_metadata", None)
+    if metadata is not None:
+        renamed = type(saved)(named)
+        parts = {canonical(f"{name}."): name for name, _ in module.named_modules()}
+        renamed._metadata = {parts.get(canonical(f"{name}."), name): version for name, version in metadata.items()}  # type: ignore[attr-defined]
+        named = renamed
+    module.load_state_dict(named, strict=call.strict)
+
+
+def _optimizer(run: Run, key: str, place: Any, saved: dict[str, Any], facts: Facts, call: Call) -> None:
+    optimizer = run.optimizers[key]
+    theirs, ours = facts.groups.get(key), names_by_group(run, optimizer)
+    if theirs is None:
+        raise Unfit(f"{key} was no optimizer")
+    numbers = {
+        name: number
+        for names, group in zip(theirs, saved["param_groups"], strict=True)
+        for name, number in zip(names, group["params"], strict=True)
+    }
+    wanted = [name for names in ours for name in names]
+    if call.strict and set(wanted) != set(numbers):
+        raise Unfit(f"{key} has other parameters")
+    if not set(wanted) & set(numbers) and wanted and numbers:
+        raise Unfit(f"{key} has no parameter of the checkpoint")
+    state = {name: value for name, value in saved["state"].items() if name not in set(numbers.values())}
+    own_state: dict[int, Any] = {}  # of parameters that the checkpoint does not have
+    groups, number = [], 0
+    for position, (names, own) in enumerate(zip(ours, optimizer.param_groups, strict=True)):
+        settings = _settings(names, position, len(ours), theirs, saved["param_groups"], call)
+        settings = dict(own if settings is None else settings)
+        settings["params"] = list(range(number, number + len(names)))
+        settings.pop("param_names", None)
+        if "param_names" in own:
+            settings["param_names"] = list(own["param_names"])
+        groups.append(settings)
+        for name in names:
+            if name in numbers and numbers[name] in saved["state"]:
+                state[number] = saved["state"][numbers[name]]
+            elif name not in numbers and (mine := _entry(optimizer, number)) is not None:
+                own_state[number] = mine
+            number += 1
+    settings_before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    place.load_state_dict({**saved, "state": state, "param_groups": groups})
+    for group, kept in zip(optimizer.param_groups, settings_before, strict=True):
+        for name, value in kept.items():
+            group.setdefault(name, value)
+    _widen(run, optimizer, state, facts)
+    for number, entry in own_state.items():
+        optimizer.state[_parameters(optimizer)[number]] = entry
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _entry(optimizer: torch.optim.Optimizer, number: int) -> Any:
+    """Return the state that an optimizer has for a parameter, or None."""
+    return optimizer.state.get(_parameters(optimizer)[number])
+
+
+def _settings(
+    names: list[str], position: int, count: int, theirs: list[list[str]], groups: list[dict[str, Any]], call: Call
+) -> dict[str, Any] | None:
+    """Return the saved settings of a group: those of the saved group that had its parameters."""
+    from_groups = {number for number, saved in enumerate(theirs) if set(saved) & set(names)}
+    if len({text(_of_group(groups[number])) for number in from_groups}) == 1:  # groups with the same settings may be merged
+        return groups[from_groups.pop()]
+    if not from_groups and count == len(theirs) and not theirs[position]:
+        return groups[position]
+    if call.strict and (from_groups or count <= len(theirs)):
+        raise Unfit("the parameters are in other groups")
+    return groups[min(from_groups)] if from_groups else None
+
+
+def _of_group(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _widen(run: Run, optimizer: torch.optim.Optimizer, state: dict[Any, Any], facts: Facts) -> None:
+    """Give each tensor of the state its saved dtype again, if the parameter still has the dtype that it was saved with."""
+    for number, parameter in enumerate(_parameters(optimizer)):
+        saved, loaded = state.get(number), optimizer.state.get(parameter)
+        if isinstance(saved, dict) and isinstance(loaded, dict):
+            same = facts.dtypes.get(run.names[id(parameter)]) == parameter.dtype
+            for name, value in loaded.items():
+                loaded[name] = _wide(value, saved.get(name), same)
+
+
+def _wide(loaded: Any, saved: Any, same: bool) -> Any:
+    """Return a loaded value as it was saved. If the dtype of its parameter is not the `same`, floating tensors stay as torch made them."""
+    if isinstance(saved, (str, bytes)):  # which torch takes for a sequence, and makes the text of a generator of it
+        return saved
+    if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
+        narrowed = loaded.dtype != saved.dtype and loaded.shape == saved.shape
+        follows = saved.dtype.is_floating_point or saved.dtype.is_complex
+        return saved.clone() if narrowed and (same or not follows) else loaded
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return type(loaded)({name: _wide(value, saved.get(name), same) for name, value in loaded.items()})
+    if type(loaded) in (list, tuple) and isinstance(saved, type(loaded)) and len(saved) == len(loaded):
+        return type(loaded)(_wide(one, other, same) for one, other in zip(loaded, saved, strict=True))
+    return loaded
+
+
+class _Kept:
+    """The values of the recovering program that `keep` names, taken before the recovery."""
+
+    def __init__(self, run: Run, call: Call) -> None:
+        self._back: list[Callable[[], None]] = []
+        for pattern in call.keep:
+            for key, optimizer in run.optimizers.items():
+                for number, group in enumerate(optimizer.param_groups):
+                    for name, value in group.items():
+                        if name != "params" and fnmatchcase(f"{key}.param_groups.{number}.{name}", pattern):
+                            held = value.clone() if isinstance(value, torch.Tensor) else value
+                            self._back.append(partial(_set_setting, optimizer, number, name, held))
+            for key, module in run.state.items():
+                if isinstance(module, nn.Module):
+                    for name, value in (*module.named_parameters(), *module.named_buffers()):
+                        if fnmatchcase(f"{key}.{canonical(name)}", pattern):
+                            self._back += self._of_tensor(run, value)
+
+    @staticmethod
+    def _of_tensor(run: Run, value: torch.Tensor) -> list[Callable[[], None]]:
+        """Return what puts a tensor back, and the state that optimizers have for it."""
+        held = value.detach().clone()
+
+        def put() -> None:
+            with torch.no_grad():
+                value.copy_(held)
+
+        back: list[Callable[[], None]] = [put]
+        for optimizer in run.optimizers.values():
+            if any(value is parameter for group in optimizer.param_groups for parameter in group["params"]):
+                entry = optimizer.state.get(value)
+                back.append(lambda optimizer=optimizer, entry=entry: _set_entry(optimizer, value, entry))  # type: ignore[misc]
+        return back
+
+    def put_back(self) -> None:
+        for put in self._back:
+            put()
+
+
+def _set_entry(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, entry: Any) -> None:
+    optimizer.state.pop(parameter, None)
+    if entry is not None:
+        optimizer.state[parameter] = entry
+
+
+def _set_setting(optimizer: torch.optim.Optimizer, number: int, name: str, value: Any) -> None:
+    optimizer.param_groups[number][name] = value  # looked up now, since loading has made new groups
+
+
+__all__ = ["Facts", "Holder", "Unfit", "dump", "facts_of", "load_as_torch", "load_by_name", "names_by_group", "read"]

@@ -1,0 +1,192 @@
+"""Runs many pairs: a process judges them one after the other, and this one starts another in its place when it dies.
+
+A pair that ends its process is a fault like any other. The daemon is one for all pairs.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from tests.oracle import grammar, spread
+from tests.oracle.judge import Verdict
+from tests.oracle.program import Pair, from_json, to_json
+from tests.oracle.worker import Jobs, quiet
+from tests.support.daemons import Home, home, running
+
+P = TypeVar("P")
+SECONDS_OF_A_PAIR = 90.0
+"""A pair that takes longer counts as hung. Far more than any pair takes on a busy machine."""
+
+
+class Judge:
+    """A process that judges pairs, and is started again whenever it has died."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def __call__(self, pair: Pair) -> Verdict:
+        """Return the verdict of a pair: "died" or "hung" if the process gave none."""
+        if self._process is None or not self._process.is_alive():
+            self._start()
+        assert self._pipe is not None
+        self._pipe.send(to_json(pair))
+        try:
+            if self._pipe.poll(SECONDS_OF_A_PAIR):
+                kind, details = self._pipe.recv()
+                return Verdict(kind, details)
+        except (EOFError, ConnectionError):
+            self._process.join()
+            code = self._process.exitcode
+            self.close()
+            return Verdict("the process died", f"exit code {code}")
+        self.close()
+        return Verdict("the process hung", f"for {SECONDS_OF_A_PAIR:g} s")
+
+    def _start(self) -> None:
+        self.close()
+        spawn = get_context("forkserver")
+        spawn.set_forkserver_preload(["tests.oracle.worker", "torch._dynamo"])
+        ours, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(self._socket, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe = ours
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+
+def _serve(socket: Path, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    quiet()
+    jobs = Jobs(socket)
+    while True:
+        try:
+            pair = from_json(pipe.recv())
+        except EOFError:
+            os._exit(0)
+        try:
+            verdict = jobs.judge(pair)
+        except Exception as error:  # of the rig itself, or of torch, while the programs are built and trained
+            verdict = Verdict("the rig failed", f"{type(error).__name__}: {error} at {_place(error)}")
+        pipe.send((verdict.kind, verdict.details))
+
+
+def _place(error: BaseException) -> str:
+    frame, last = error.__traceback__, ""
+    while frame is not None:
+        last += f" {Path(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return last
+
+
+def _rooted(place: Home, directory: str) -> Home:
+    """Put the root of the checkpoints into memory, because each pair begins an attempt and closes an agent, and both wait for the disk."""
+    place.root = Path(directory) / "root"
+    return place
+
+
+@contextmanager
+def judging(lanes: int = 1) -> Iterator[Callable[[Pair], Verdict]]:
+    """Context manager. Return a function that judges a pair in another process. It may be called by as many threads as there are lanes."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
+        judges = [Judge(place.socket) for _ in range(lanes)]
+        free = queue.SimpleQueue[Judge]()
+        for judge in judges:
+            free.put(judge)
+
+        def judged(pair: Pair) -> Verdict:
+            judge = free.get()
+            try:
+                return judge(pair)
+            finally:
+                free.put(judge)
+
+        try:
+            yield judged
+        finally:
+            for judge in judges:
+                judge.close()
+
+
+@contextmanager
+def judging_spread() -> Iterator[Callable[[spread.SpreadPair], Verdict]]:
+    """Context manager. Return a function that judges a pair of programs on one or two ranks."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with home() as place, tempfile.TemporaryDirectory(dir="/dev/shm") as memory, running(_rooted(place, memory), "--codec", "raw"):
+        pools, lock = spread.Pools(place), threading.Lock()
+
+        def judged(pair: spread.SpreadPair) -> Verdict:
+            with lock:  # a pair is judged while an earlier one is made smaller
+                return pools.judge(pair)
+
+        try:
+            yield judged
+        finally:
+            pools.close()
+
+
+def results(
+    make: Callable[[int], P], seeds: Iterator[int], end: float, judge: Callable[[P], Verdict], lanes: int = 1
+) -> Iterator[tuple[P, Verdict]]:
+    """Yield the pair and the verdict of each seed, in their order, until `time.monotonic()` is `end`."""
+
+    def of(seed: int) -> tuple[P, Verdict]:
+        pair = make(seed)
+        return pair, judge(pair)
+
+    with ThreadPoolExecutor(lanes) as pool:
+        begun = deque(pool.submit(of, seed) for seed in islice(seeds, lanes))
+        while begun:
+            found = begun.popleft().result()
+            if time.monotonic() < end:
+                begun.extend(pool.submit(of, seed) for seed in islice(seeds, 1))
+            yield found
+
+
+def run(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
+    """Judge `count` pairs, or as many as the time allows. Return how they ended, and a line for each fault. `number` is the seed."""
+    with judging() as judge:
+        return _run(grammar.make, judge, count, number, seconds, "")
+
+
+def run_spread(count: int, number: int, seconds: float) -> tuple[Counter[str], list[str]]:
+    """Do the same with programs on one or two ranks."""
+    with judging_spread() as judge:
+        return _run(spread.make, judge, count, number, seconds, " --ranks 2")
+
+
+def _run(
+    make: Callable[[int], P], judge: Callable[[P], Verdict], count: int, number: int, seconds: float, option: str
+) -> tuple[Counter[str], list[str]]:
+    ends, problems, first = Counter[str](), list[str](), number * 1_000_000
+    for seed, (_, verdict) in enumerate(results(make, iter(range(first, first + count)), time.monotonic() + seconds, judge), first):
+        ends["pairs"] += 1
+        ends[f"  {verdict.kind}"] += 1
+        if not verdict.sound:
+            problems.append(f"{verdict.kind}: {verdict.details[:300]}: python -m tests.oracle --seed {seed} --pairs 1{option}")
+    return ends, problems
