@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, SupportsIndex
 
+import torch
 import torch.distributed
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -262,14 +263,14 @@ class Agent:
         found = self._kept_plan.reuse(captured)
 
         def needed(layout: Layout) -> int:
-            return document_offsets(layout, len(captured.state) + self._rng_room, len(encoded))[-1]
+            return document_offsets(layout, captured.encoded_bytes + self._rng_room, len(encoded))[-1]
 
         if found is None or not link.handovers.slots.fit(needed(found[0])):
             handover.check_not_refused()  # before the ranks plan, since a step that is refused is refused on all ranks
         layout, sources, unlike = found or self._kept_plan.renew(captured, state, handover.pending, link.stall_budget)
         handover.reserve(needed(layout), deadline)
         documents = Documents(values_document(captured, rng=rng), encoded)
-        self._rng_room = max(self._rng_room, len(documents.values) - len(captured.state))
+        self._rng_room = max(self._rng_room, len(documents.values) - captured.encoded_bytes)
         handover.acquire()
         transfer = handover.copy(sources, layout, modules_of(state), unlike)
         handover.seal_after(transfer, layout, documents)
@@ -320,7 +321,7 @@ class Agent:
             captured = capture(state, rank=self.rank)
             layout = self._kept_plan.plan_ahead(captured) if self._planner is None else None
             planned = self._kept_plan.estimate(captured) if layout is None else layout.data_length + len(layout.document)
-            room = planned + len(captured.state) + self._rng_room + optimizer_bytes_to_come(state, self.world_size)
+            room = planned + captured.encoded_bytes + self._rng_room + optimizer_bytes_to_come(state, self.world_size)
         self._link.handovers.slots.prepare(room, layout)
 
     # -- recovering
@@ -359,7 +360,7 @@ class Agent:
         signal handler that interrupts `snapshot`.
         """
         link = self._link
-        with link.calls("recover"):
+        with link.calls("recover"), torch.inference_mode(False):  # tensors that are made in inference mode cannot be trained
             link.check_open()
             if (keep or same_partition) and self._load_planner is not None:
                 raise InvalidRequest("keep and same_partition cannot be combined with a load_planner: the planner decides what is loaded")

@@ -312,7 +312,8 @@ def copy_any(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` into `target`, bit for bit if they have the same dtype, whatever torch can do with that dtype."""
     if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
         target, source = copyable(target), copyable(source)
-    target.copy_(source)
+    with torch.inference_mode(target.is_inference()):  # a tensor that was made in inference mode can be written in that mode only
+        target.copy_(source)
 
 
 def _same_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:

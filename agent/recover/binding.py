@@ -7,7 +7,8 @@ tensors to make, and the work for the end. `Binding.finish` then does that work 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,11 +44,19 @@ class Binding:
     that have no place in the state; empty unless `options.strict`. kept: the patterns in `options.keep` that match a key.
     """
 
-    def __init__(self, state: Any, tree: Any, saved: Saved, options: Options, foreign: Foreign | None = None) -> None:
+    def __init__(
+        self,
+        state: Any,
+        tree: Any,
+        saved: Saved,
+        options: Options,
+        foreign: Foreign | None = None,
+        recorded: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
         self._leaves = leaves = Leaves(saved, options, foreign or {}, self._of_ranks)
         names = Names(state)
         self._modules = Modules(leaves, self._bind)
-        self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved), self._bind, kept_parameters(names, leaves))
+        self._optimizers = Optimizers(leaves, names, SavedParameters(tree, saved, recorded), self._bind, kept_parameters(names, leaves))
         self.in_place, self.fresh, self.kept = leaves.in_place, leaves.fresh, leaves.kept
         value = self._bind(state, tree, "")
         self.matched, self.fresh_dtypes = leaves.matched, leaves.fresh_dtypes
@@ -171,6 +180,10 @@ class Binding:
             for key, value in values.items():
                 if (made := value(resolve)) is not KEEP:
                     place[key] = made
+            if isinstance(place, OrderedDict) and isinstance(saved, OrderedDict):  # for which the order is part of the value
+                for key in saved:
+                    if key in place:
+                        place.move_to_end(key)
             return KEEP
 
         return put

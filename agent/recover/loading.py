@@ -107,7 +107,9 @@ class Loading:
         foreign: Foreign = {}
         tree = merge([document["state"] for document in documents], own, foreign)
         saved = self.opened.saved
-        binding = self._binding = Binding(state, tree, saved, self._options, foreign)
+        binding = self._binding = Binding(
+            state, tree, saved, self._options, foreign, [document.get("parameters", {}) for document in documents]
+        )
         if self._options.same_partition:
             check_partition(saved, binding.in_place)
         for name in (*binding.in_place, *binding.fresh):

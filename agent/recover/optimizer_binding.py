@@ -158,7 +158,7 @@ class Optimizers:
 
     def _has_form(self, key: Any, parameter: torch.Tensor, path: str) -> bool:
         """Return True if a parameter may have had its present shape when it was saved. Otherwise record that its state does not fit it."""
-        shapes = {form.shape for form in self._parameters.forms(key)}
+        shapes = {form.shape for form in self._parameters.forms(path, key)}
         if not shapes or is_uninitialized(parameter) or tuple(parameter.shape) in shapes:
             return True
         where = self._parameters.key_of(key)
@@ -250,7 +250,7 @@ class Optimizers:
         self, place: torch.optim.Optimizer, key: Key, parameter: torch.Tensor, entry: Any, path: str, *, in_place: bool
     ) -> dict[Any, Value]:
         """Bind the state of a parameter. Tensors that fit are filled in place, others made where torch's own load_state_dict puts them."""
-        leaves, path = self._leaves, f"{path}.state.{key}"
+        leaves, optimizer, path = self._leaves, path, f"{path}.state.{key}"
         if not isinstance(entry, dict):
             return {}
         mine = place.state.get(parameter, {}) if in_place else {}
@@ -262,7 +262,7 @@ class Optimizers:
             device = torch.device("cpu") if name == "step" and not steps_on_device(place, parameter) else parameter.device
             if isinstance(saved, TensorRef):
                 described = leaves.saved.describe(saved.fqn)
-                dtype = self._dtype_for(saved, name, key, parameter)
+                dtype = self._dtype_for(saved, name, key, parameter, optimizer)
                 if isinstance(own, torch.Tensor) and tuple(own.shape) == tuple(described.size) and own.dtype == dtype:
                     values[name] = leaves.tensor(own, saved, f"{path}.{name}")
                 elif isinstance(parameter, DTensor) and tuple(parameter.shape) == tuple(described.size):
@@ -277,7 +277,7 @@ class Optimizers:
                 values[name] = leaves.make(saved, f"{path}.{name}", device)
         return values
 
-    def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor) -> torch.dtype:
+    def _dtype_for(self, saved: TensorRef, name: Any, key: Key, parameter: torch.Tensor, path: str) -> torch.dtype:
         """Return the dtype in which state is brought back: the saved one, or that of the parameter if that has changed since.
 
         torch gives all state but the step the dtype of its parameter. State that was saved in another dtype than its parameter, as
@@ -286,7 +286,7 @@ class Optimizers:
         dtype = self._leaves.saved.dtype(saved.fqn)
         if name == "step" or not parameter.is_floating_point() or not dtype.is_floating_point:
             return dtype
-        before = {form.dtype for form in self._parameters.forms(key)}
+        before = {form.dtype for form in self._parameters.forms(path, key)}
         followed = before == {dtype} and parameter.dtype not in before
         return parameter.dtype if followed else dtype
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ckptd.agent.read.saved import Saved
 from ckptd.agent.recover.leaves import Leaves
+from ckptd.agent.state.dtypes import dtype_of
 from ckptd.agent.state.naming import Names
 from ckptd.agent.state.tree import ObjectNode, TensorRef
 
@@ -22,16 +24,24 @@ class Form(NamedTuple):
 class SavedParameters:
     """The forms of the parameters in a checkpoint, by the names that optimizers have for them.
 
-    They are those of the tensors of the saved modules. A name that several modules have may stand for any of these.
+    They are those of the tensors of the saved modules. A name that several modules have may stand for any of these. `recorded` has, for
+    each optimizer that held other parameters too, the name, dtype and shape of all of its parameters, as FORMAT.md says.
     """
 
-    def __init__(self, tree: Any, saved: Saved) -> None:
+    def __init__(self, tree: Any, saved: Saved, recorded: Iterable[Mapping[str, Any]] = ()) -> None:
         self._saved = saved
+        self._recorded: dict[tuple[str, Any], Form] = {}
+        for forms in recorded:
+            for path, parameters in forms.items():
+                for name, dtype, shape in parameters:
+                    self._recorded[path, name] = Form(tuple(shape), dtype_of(dtype))
         self._tensors: dict[str, list[str]] = {}
         self._collect(tree, "")
 
-    def forms(self, name: Any) -> list[Form]:
-        """Return the forms that the parameter of this name may have had. Empty if the checkpoint does not have the parameter itself."""
+    def forms(self, path: str, name: Any) -> list[Form]:
+        """Return the forms that a parameter of the optimizer at `path` may have had. Empty if the checkpoint does not tell."""
+        if (path, name) in self._recorded:
+            return [self._recorded[path, name]]
         known = (self._saved.describe(fqn) for fqn in self._tensors.get(name, ()))
         return [Form(tuple(one.size), self._saved.dtype(fqn)) for one, fqn in zip(known, self._tensors.get(name, ()), strict=True)]
 

@@ -21,9 +21,10 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from ckptd.agent.state.naming import KeptNames, Names, find, is_stateful
+from ckptd.agent.state.dtypes import dtype_name
+from ckptd.agent.state.naming import KeptNames, Key, Names, find, is_stateful, parameters_of
 from ckptd.agent.state.optimizers import class_of
-from ckptd.agent.state.refusals import check_values
+from ckptd.agent.state.refusals import check_values, is_uninitialized
 from ckptd.agent.state.values import TENSORS, Known, LenientPacker, Packer
 from ckptd.agent.state.wrappers import canonical_keys, flattens, unwrapped
 from ckptd.shared.errors import CkptdError, UnsavableValue
@@ -34,10 +35,19 @@ _PYTHON_RNG = struct.Struct("<625I")
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured state. `state` is its encoded part of the values document, and `tensors` are its live tensors, by name."""
+    """A captured state. `state` is its encoded part of the values document, and `tensors` are its live tensors, by name.
+
+    `parameters` is the encoded part of the values document that has the forms of parameters, or empty.
+    """
 
     state: bytes
     tensors: dict[str, torch.Tensor]
+    parameters: bytes = b""
+
+    @property
+    def encoded_bytes(self) -> int:
+        """The length of the encoded parts of the values document."""
+        return len(self.state) + len(self.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,8 @@ class Habits:
 
     dicts: Known = field(default_factory=dict)
     names: KeptNames = field(default_factory=KeptNames)
+    held: dict[str, tuple[list[Key], bool]] = field(default_factory=dict)
+    """For each optimizer the names of its parameters, and whether the state itself has all of these parameters."""
 
 
 def capture(state: Any, *, rank: int = 0, habits: Habits | None = None, unsaved: dict[str, str] | None = None) -> Captured:
@@ -83,17 +95,36 @@ def _capture(state: Any, rank: int, habits: Habits, unsaved: dict[str, str] | No
             ) from error
 
     packer = Packer(expand, rank, habits.dicts) if unsaved is None else LenientPacker(expand, rank, unsaved)
-    captured = Captured(packer.encode(state), packer.tensors)
-    if not TENSORS.issuperset(map(type, captured.tensors.values())):
-        for name, tensor in captured.tensors.items():
+    encoded, tensors = packer.encode(state), packer.tensors
+    if not TENSORS.issuperset(map(type, tensors.values())):
+        for name, tensor in tensors.items():
             check_values(name, tensor)
-    return captured
+    return Captured(encoded, tensors, _parameter_forms(names, tensors, habits.held))
+
+
+def _parameter_forms(names: Names, tensors: dict[str, torch.Tensor], held: dict[str, tuple[list[Key], bool]]) -> bytes:
+    """Return the encoded forms of the parameters of each optimizer that has a parameter which is not in the state itself.
+
+    A recovery compares them with the parameters that it finds, because moments do not fit a parameter of another shape.
+    """
+    forms: dict[str, list[list[Any]]] = {}
+    for path, optimizer in zip(names.optimizer_paths, names.optimizers, strict=True):
+        if names.flattened_by(optimizer) is not None:
+            continue
+        keys = names.of(optimizer)
+        if path not in held or held[path][0] is not keys:
+            held[path] = keys, all(key in tensors for key in names.tensors_of(optimizer))
+        if not held[path][1]:
+            pairs = zip(keys, parameters_of(optimizer), strict=True)
+            forms[path] = [[key, dtype_name(p.dtype), list(p.shape)] for key, p in pairs if not is_uninitialized(p)]
+    return Packer().encode(forms) if forms else b""
 
 
 def values_document(captured: Captured, *, rng: bool) -> bytes:
     """Return the encoded values document: the captured state and, if `rng` is true, the random generators as they are now."""
     packer = Packer()
-    return packer.encode_map({"state": msgspec.Raw(captured.state), "rng": packer.pack(rng_state() if rng else None, "rng")})
+    parameters = {"parameters": msgspec.Raw(captured.parameters)} if captured.parameters else {}
+    return packer.encode_map({"state": msgspec.Raw(captured.state), **parameters, "rng": packer.pack(rng_state() if rng else None, "rng")})
 
 
 def expand_object(value: Any, names: Names) -> tuple[str, Any] | None:

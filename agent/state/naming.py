@@ -102,19 +102,21 @@ class ModuleParameters(NamedTuple):
 class Names:
     """The names of the parameters in a state, for each optimizer.
 
-    modules, optimizers: those in the state, with their keys.
+    modules: those in the state, with their keys. optimizers: those in the state. optimizer_paths: the keys of the optimizers.
     """
 
     def __init__(self, state: Any = None) -> None:
         self._state = state
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimizer_paths: list[str] = []
         kinds: tuple[type[torch.nn.Module | torch.optim.Optimizer], ...] = (torch.nn.Module, torch.optim.Optimizer)
         for path, found in find(state, "", kinds):
             if isinstance(found, torch.nn.Module):
                 self.modules.append((path, found))
             else:
                 self.optimizers.append(found)
+                self.optimizer_paths.append(path)
         self._held: list[ModuleParameters] | None = None
         self._bare: dict[int, str] | None = None
         self._keys: dict[int, tuple[torch.optim.Optimizer, list[Key]]] = {}
@@ -132,6 +134,20 @@ class Names:
             numbers = {parameter: number for number, parameter in enumerate(unnamed)}
             self.keep(optimizer, [named[id(p)] if id(p) in named else numbers[id(p)] for p in parameters])
         return self._keys[id(optimizer)][1]
+
+    def tensors_of(self, optimizer: torch.optim.Optimizer) -> list[str | None]:
+        """Return for each parameter of an optimizer the key under which the state has it, or None, in the order of `parameters_of`."""
+        parameters, found = parameters_of(optimizer), list[str | None]()
+        places = self.places(parameters)
+        for parameter in map(id, parameters):
+            place = places.get(parameter)
+            if place is None or place == _BARE:
+                found.append(None if place is None else self.raw(parameter, place))
+                continue
+            path, held = self.modules[place][0], self.held()[place]
+            name = held.names[held.number[parameter]]
+            found.append(f"{path}.{name}" if path else name)
+        return found
 
     def flattened_by(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
         """Return the module in which FSDP1 has flattened parameters of the optimizer, or None if it has flattened none of them."""

@@ -56,7 +56,9 @@ def test_a_flag_that_its_class_cannot_make_again_is_refused_by_key() -> None:
         Packer().encode({"x": bits})
 
 
-@pytest.mark.parametrize("value", [len, torch.nn.functional.relu, Path, Exception, kinds.Outer, re.Pattern], ids=str)
+@pytest.mark.parametrize(
+    "value", [len, torch.nn.functional.relu, Path, Exception, kinds.Outer, re.Pattern], ids=lambda value: value.__name__.replace("<", "")
+)
 def test_functions_and_other_classes_are_refused(value: Any) -> None:
     with pytest.raises(UnsavableValue, match="^x: a value of type "):
         Packer().encode({"x": value})
