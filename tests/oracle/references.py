@@ -226,7 +226,7 @@ def _settings(
     from_groups = {number for number, saved in enumerate(theirs) if set(saved) & set(names)}
     if len({text(_of_group(groups[number])) for number in from_groups}) == 1:  # groups with the same settings may be merged
         return groups[from_groups.pop()]
-    if not from_groups and count == len(theirs) and not theirs[position]:
+    if not names and count == len(theirs) and not theirs[position]:
         return groups[position]
     if call.strict and (from_groups or count <= len(theirs)):
         raise Unfit("the parameters are in other groups")

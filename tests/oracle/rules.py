@@ -121,6 +121,8 @@ def may_refuse(pair: Pair, run: Run, target: Run, facts: Facts) -> str:
     for plan in pair.after.optimizers:
         if plan.key in target.state and not {*plan.models, *plan.bares} <= target.state.keys() & run.state.keys() and not pair.call.saved:
             return "an optimizer is recovered without its parameters"
+    if any(block.kind == "spread" for model in pair.after.models for block in model.blocks):
+        return "a buffer's elements share memory"
     if strict and set(run.state) != set(target.state):
         return "the states have other keys"
     if strict and _other_keys(pair):
