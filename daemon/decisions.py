@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckptd.daemon.catalog import Job, Step
 from ckptd.daemon.snapshot import Key, RankSeal, Snapshot
+from ckptd.shared import replicas
 from ckptd.shared.errors import (
     AlreadyExists,
     CallerError,
@@ -297,12 +298,17 @@ def seal_journaled(step: Step, seal: RankSeal) -> list[Action]:
 
 
 def sealed(job: Job, step: Step) -> list[Action]:
-    """Start the timer of a step after its first seal, and save its snapshot after the last."""
+    """Start the timer of a step after its first seal, and save its snapshot after the last, unless its ranks differ in what they share.
+
+    The digests that show this are in the slots. A daemon that adopts the slots decides the same, so that such a step never comes back.
+    """
     assert step.snapshot is not None
     if not step.snapshot.complete:
         return _expect(step)
     if step.snapshot.state is not SnapshotState.FILLING:
         return []
+    if differences := replicas.compare({rank: seal.replicas for rank, seal in step.snapshot.seals.items()}):
+        return fail(step, SnapshotFailed(replicas.sentence(step.number, differences)))
     after = Move(step.key, Event.COMMIT) if job.is_durable(*step.key) else Save(step.key)
     return [Settle(step.key), Move(step.key, Event.SEAL), after]
 

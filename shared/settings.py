@@ -13,7 +13,7 @@ SETTINGS = frozenset({
     "bytes_per_file", "link_unchanged", "max_connections", "strict_journal", "private", "idle_timeout", "log_file", "log_level",
 })  # fmt: skip
 """The settings of a daemon."""
-NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "failpoints", "python", "config"})
+NOT_OF_THE_DAEMON = frozenset({"job", "takeover", "compare_replicas", "failpoints", "python", "config"})
 """The other variables, which the training process, the tests and the command line read."""
 
 

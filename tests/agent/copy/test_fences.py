@@ -79,6 +79,9 @@ class FakeLane:
         for target, source in zip(targets, sources, strict=True):
             self._device.side.operations.append(lambda target=target, source=source: target.copy_(source.detach()))  # type: ignore[misc]
 
+    def run(self, work: Callable[[], None]) -> None:
+        self._device.side.operations.append(work)
+
     def mark(self) -> Mark:
         return FakeMark(self._device, self._device.side)
 
