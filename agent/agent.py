@@ -82,7 +82,7 @@ class Agent:
         is 0 or 1.
     compare_replicas: within so many snapshots, at regular distances, all bytes that several ranks hold are compared between these ranks, a
         part at each snapshot. A sample of each tensor is compared at every snapshot. A snapshot in which ranks differ fails. 1 compares
-        all bytes at every snapshot, and 0 compares nothing. Pass the same on all ranks. Default: CKPTD_COMPARE_REPLICAS, or 100.
+        all bytes at every snapshot, and 0 compares nothing. Pass the same on all ranks. Default: CKPTD_COMPARE_REPLICAS, or 1000.
 
     Raises InvalidName for the name of the job. Raises InvalidRequest for any other argument, for WORLD_SIZE above 1 without a process
     group, and for ranks that differ in root or job. Raises DaemonUnreachable if no daemon is found or answers, Forbidden if it belongs to
@@ -282,7 +282,7 @@ class Agent:
         values = values_document(captured, rng=rng)
         self._rng_room = max(self._rng_room, len(values) - len(captured.state))
         handover.acquire()
-        finish = check.begin(found, handover.pending.step, link.last_step, handover.beside)
+        finish = check.begin(found, handover.pending.step, handover.beside)
         transfer = handover.copy(found.sources, layout, modules_of(state), found.unlike)
         documents = Documents(values, encoded, None if finish is None else partial(_with_replicas, request, finish))
         handover.seal_after(transfer, layout, documents)

@@ -19,6 +19,7 @@ class ReplicaCheck:
         self._every = every
         self._shared: Shared | None = None
         self._samples: ReplicaSamples | None = None
+        self._before = -1  # the last step that was sampled by this plan
 
     @property
     def room(self) -> int:
@@ -31,18 +32,19 @@ class ReplicaCheck:
         """Sample what `shared` names from now on. Does nothing if the plan is the same as before."""
         if shared is self._shared:
             return
-        self._samples = None
+        self._samples, self._before = None, -1
         if shared is not None and shared.groups and self._every:
             self._samples = ReplicaSamples(shared.groups, shared.local.rows, tensors, parts, rank, node, self._every)
         self._shared = shared
 
-    def begin(self, found: PlanInUse, step: int, before: int, queue: Queue) -> Callable[[], list[ReplicaDigests]] | None:
+    def begin(self, found: PlanInUse, step: int, queue: Queue) -> Callable[[], list[ReplicaDigests]] | None:
         """Sample the tensors of this snapshot. Return a function for the digests, or None if no other rank holds any of the tensors.
 
-        Call that function once the copies that `queue` has enqueued are done. before: the last step that this rank has captured.
+        Call that function once the copies that `queue` has enqueued are done.
         """
         samples = self._samples
         if samples is None:
             return None
+        before, self._before = self._before, step
         sampled = samples.take(found.parts, found.addresses, step, before, queue)
         return lambda: samples.digests(sampled)

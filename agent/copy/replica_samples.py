@@ -1,7 +1,7 @@
 """Digests, at every snapshot, a sample of the tensors that other ranks hold too, so that the daemon can compare the ranks.
 
-A rank copies only its own share of such tensors. So the sample is read from the tensors themselves: two cache lines of each, at places that
-depend on the step only and are the same on all ranks. In addition, each snapshot reads a range of all bytes: the ranges of `every`
+A rank copies only its own share of such tensors. So the sample is read from the tensors themselves: two cache lines of each, at a place
+that depends on the step and is the same on all ranks. In addition, each snapshot reads a range of all bytes: the ranges of `every`
 snapshots at regular distances make up all bytes. On the CPU the samples are gathered with NumPy, with one call for all tensors. On an
 accelerator they are gathered by one kernel in the lane of the copies, and are digested once these are done.
 
@@ -10,11 +10,13 @@ The digests need not withstand an attacker. They tell a wrong copy from a right 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -27,24 +29,27 @@ import torch
 from crc32c import crc32c
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from ckptd.agent.plan.layout import Row, digest, memory, weigh
+from ckptd.agent.plan.layout import Row, digest, weigh
 from ckptd.agent.plan.replica_groups import ReplicaGroup
 from ckptd.shared.membership import Membership
 from ckptd.shared.replicas import DIGEST, GROUP, MOST_DIGESTS, MOST_GROUPS, MOST_KEYS, ReplicaDigests, encode_keys
 
 log = logging.getLogger("ckptd.agent")
 
-LINE = 64
-"""The bytes of a cache line."""
-LINES = 2
-"""The lines that are sampled of each tensor at each snapshot."""
+digest_pieces: Callable[[Any, int, Any, Any], None] | None = None
+"""`digest_pieces` of `_checked_copy.c`, or None where that could not be compiled."""
+with suppress(ImportError):
+    from ckptd.agent.copy._checked_copy import digest_pieces
+
+SAMPLE = 128
+"""The bytes that are sampled of each tensor at each snapshot: two cache lines side by side, which cost one miss."""
 ELEMENTS = 8
 """The elements that are sampled of a tensor whose elements do not lie in C order: its lines may differ between ranks."""
 
 Numbers = npt.NDArray[np.uint64]
 _ODD = [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53]
 """Odd constants of well-known hash functions (xxHash, MurmurHash3)."""
-_OF_WORD = np.array([_ODD[n % 4] * (2 * n + 3) % (1 << 64) | 1 for n in range(LINE // 8)], dtype=np.uint64)
+_OF_WORD = np.array([_ODD[n % 4] * (2 * n + 3) % (1 << 64) | 1 for n in range(SAMPLE // 8)], dtype=np.uint64)
 
 
 def _mixed(numbers: Numbers) -> Numbers:
@@ -68,7 +73,7 @@ class _AllMemory:
 
     def __init__(self, width: int) -> None:
         self.__array_interface__ = {
-            "shape": (1 << 56,), "strides": (1,), "typestr": f"|V{width}", "data": (self.BASE, True), "version": 3,
+            "shape": (1 << 55,), "strides": (1,), "typestr": f"|V{width}", "data": (self.BASE, True), "version": 3,
         }  # fmt: skip
 
 
@@ -92,6 +97,15 @@ def _digested(rows: npt.NDArray[np.uint8]) -> Numbers:
         rows = padded
     words = np.ascontiguousarray(rows).view(np.uint64)
     return _mixed((words * _OF_WORD[: words.shape[1]]).sum(axis=1, dtype=np.uint64) + np.uint64(width))
+
+
+def _digested_at(addresses: Numbers, width: int) -> Numbers:
+    """Return a digest of the `width` bytes at each address, as `_digested` computes it."""
+    if digest_pieces is None:
+        return _digested(_gather(addresses, width))
+    found = np.empty(len(addresses), dtype=np.uint64)
+    digest_pieces(addresses, width, _OF_WORD, found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +199,12 @@ class ReplicaSamples:
             tells = rank == here[0] and told + length <= MOST_KEYS
             told += length if tells else 0
             ends = list(accumulate(row.nbytes for row in mine))
-            self._groups.append(_Group(definition, first, ends, encode_keys(keys) if tells else b""))
+            self._groups.append(_Group(hashlib.sha256(definition).digest(), first, ends, encode_keys(keys) if tells else b""))
         self._pieces = self._divide([parts[number] for number in self._numbers], np.array(seeds, dtype=np.uint64))
+        self._on_cpu = [parts[number].device.type == "cpu" for number in self._numbers]
         self._order = np.array([index for group in self._groups for index in range(len(group.ends))], dtype=np.uint64)
         self._picked = np.array(self._numbers, dtype=np.intp)
-        self._known: tuple[list[int], Numbers] = [], np.empty(0, dtype=np.uint64)
+        self._known: tuple[list[int] | None, Numbers] = None, np.empty(0, dtype=np.uint64)
         digests = sum(DIGEST * -(-len(group.ends) // self._each) for group in self._groups)
         self.room = 64 + digests + sum(GROUP + len(group.keys) + 32 for group in self._groups)
 
@@ -202,7 +217,7 @@ class ReplicaSamples:
             elif number in self._scattered:
                 kinds[part.device, part.element_size(), part.dim(), True].append(number)
             else:
-                kinds[part.device, min(LINE, part.nbytes), 0, False].append(number)
+                kinds[part.device, min(SAMPLE, part.nbytes), 0, False].append(number)
         found: dict[torch.device, list[_Pieces]] = defaultdict(list)
         for (device, width, _, strided), numbers in kinds.items():
             these = np.array(numbers, dtype=np.intp)
@@ -214,38 +229,41 @@ class ReplicaSamples:
                 found[device].append(_Pieces(width, these, seeds[these], ELEMENTS, room, extent, shape, stride))
             else:
                 room = np.array([parts[n].nbytes - width + 1 for n in numbers], dtype=np.uint64)
-                found[device].append(_Pieces(width, these, seeds[these], LINES if width == LINE else 1, room, extent))
+                found[device].append(_Pieces(width, these, seeds[these], 1, room, extent))
         return found
 
     def take(self, parts: Sequence[torch.Tensor], addresses: list[int], step: int, before: int, queue: Queue) -> Sampled:
         """Sample the tensors as they are now. Those on accelerators are sampled by `queue`.
 
-        parts, addresses: this rank's part of each tensor of the state, and its address. before: the last step that this rank has captured.
+        parts, addresses: this rank's part of each tensor of the state, and its address; the list must be another one if an address is.
+        before: the step of the last snapshot, or -1. If the steps come at regular distances, all ranges have had their turn after `every`
+        of them.
         """
-        if self._known[0] != addresses:
-            self._known = list(addresses), np.array(addresses, dtype=np.uint64)[self._picked]
+        if self._known[0] is not addresses:
+            self._known = addresses, np.array(addresses, dtype=np.uint64)[self._picked]
         starts = self._known[1]
         turn = step // max(1, step - before) % self._every
-        name = turn.to_bytes(8, "little") + self._every.to_bytes(8, "little") + step.to_bytes(8, "little")
+        name = b"".join(each.to_bytes(8, "little") for each in (turn, self._every, step))
         names = [hashlib.blake2b(group.definition + name, digest_size=GROUP).digest() for group in self._groups]
         sampled = Sampled(np.zeros(len(self._numbers), dtype=np.uint64), names)
         for device, pieces in self._pieces.items():
             if device.type == "cpu":
                 for each in pieces:
-                    _add(sampled.values, each, _gather((starts[each.tensors] + each.offsets(step)).ravel(), each.width))
+                    _add(sampled.values, each, _digested_at((starts[each.tensors] + each.offsets(step)).ravel(), each.width))
             else:
                 queue(device, partial(_sample_on, device, pieces, starts, parts, self._numbers, step, sampled))
         for number in self._slow:
             part = parts[self._numbers[number]]
             if part.device.type == "cpu":
-                sampled.values[number : number + 1] += _hashed(int.from_bytes(digest(part), "little"))
+                _add_ranges(sampled.values, [(number, int.from_bytes(digest(part), "little"))])
             else:
                 queue(part.device, partial(_sum_on, [(number, part)], sampled))
-        self._sweep(sampled, parts, turn, queue)
+        self._sweep(sampled, parts, starts, turn, queue)
         return sampled
 
-    def _sweep(self, sampled: Sampled, parts: Sequence[torch.Tensor], turn: int, queue: Queue) -> None:
+    def _sweep(self, sampled: Sampled, parts: Sequence[torch.Tensor], starts: Numbers, turn: int, queue: Queue) -> None:
         """Digest the bytes whose turn it is. A tensor that is not in C order is digested whole when its first byte is among them."""
+        here: list[tuple[int, int]] = []
         elsewhere: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         slow = set(self._slow)
         for group in self._groups:
@@ -254,24 +272,24 @@ class ReplicaSamples:
                 part = parts[self._numbers[number]]
                 if number in slow or (begin and number in self._scattered):
                     continue
-                if number in self._scattered:
-                    flat = part
+                on_cpu = self._on_cpu[number]
+                if number in self._scattered and on_cpu:
+                    here.append((number, int.from_bytes(digest(part), "little")))
+                elif number in self._scattered:
+                    elsewhere[part.device].append((number, part))
+                elif on_cpu:
+                    here.append((number, crc32c((ctypes.c_char * (end - begin)).from_address(int(starts[number]) + begin))))
                 else:
-                    flat = part.detach().reshape(-1).view(torch.uint8)[begin:end]
-                if part.device.type == "cpu":
-                    crc = int.from_bytes(digest(part), "little") if flat is part else crc32c(memory(flat, end - begin))
-                    sampled.values[number : number + 1] += _hashed(crc)
-                else:
-                    elsewhere[part.device].append((number, flat))
+                    elsewhere[part.device].append((number, part.detach().reshape(-1).view(torch.uint8)[begin:end]))
+        _add_ranges(sampled.values, here)
         for device, found in elsewhere.items():
             queue(device, partial(_sum_on, found, sampled))
 
     def digests(self, sampled: Sampled) -> list[ReplicaDigests]:
         """Return the digests for the request document, once the copies from accelerators are done."""
         for pieces, rows in sampled.rows:
-            _add(sampled.values, pieces, rows.numpy())
-        for number, total in sampled.sums:
-            sampled.values[number : number + 1] += _hashed(int(total))
+            _add(sampled.values, pieces, _digested(rows.numpy()))
+        _add_ranges(sampled.values, [(number, int(total)) for number, total in sampled.sums])
         mixed = _mixed(sampled.values + self._order * np.uint64(_ODD[3]))
         found = []
         for group, name in zip(self._groups, sampled.names, strict=True):
@@ -293,7 +311,11 @@ def _extent(part: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A replica group. first: the number of its first tensor among the compared ones. ends: for each tensor the bytes up to its end."""
+    """A replica group.
+
+    definition: a digest of what it is. first: the number of its first tensor among the compared ones. ends: for each tensor the bytes up to
+    its end. keys: for the request document.
+    """
 
     definition: bytes
     first: int
@@ -314,13 +336,16 @@ class _Group:
         return found
 
 
-def _hashed(number: int) -> Numbers:
-    return _mixed(np.array([(number + 1) % (1 << 64)], dtype=np.uint64))
+def _add_ranges(values: Numbers, found: Sequence[tuple[int, int]]) -> None:
+    """Add the digests of ranges to those of their tensors, given pairs of the number of a tensor, each at most once, and a digest."""
+    if found:
+        digests = np.array([(digest + 1) % (1 << 64) for _, digest in found], dtype=np.uint64)
+        values[[number for number, _ in found]] += _mixed(digests)
 
 
-def _add(values: Numbers, pieces: _Pieces, rows: npt.NDArray[np.uint8]) -> None:
-    """Add the digests of gathered pieces to those of their tensors."""
-    found = _digested(rows).reshape(pieces.each, len(pieces.tensors))
+def _add(values: Numbers, pieces: _Pieces, digests: Numbers) -> None:
+    """Add the digests of pieces to those of their tensors."""
+    found = digests.reshape(pieces.each, len(pieces.tensors))
     for number in range(1, pieces.each):
         found[0] += found[number] * np.uint64(2 * number + 1)
     values[pieces.tensors] += found[0]

@@ -46,7 +46,7 @@ def may_take_over(takeover: bool | None) -> bool:
     return setting == "1"
 
 
-COMPARE_REPLICAS = 100
+COMPARE_REPLICAS = 1000
 """The default of CKPTD_COMPARE_REPLICAS."""
 
 

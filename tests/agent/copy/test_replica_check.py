@@ -37,7 +37,7 @@ SHARED = Shared([ReplicaGroup((0, 1), [0])], plan_locally(STATE, world_size=2))
 @pytest.mark.parametrize(("every", "shared"), [(0, SHARED), (10, None), (10, Shared([], SHARED.local))])
 def test_nothing_is_read_if_there_is_nothing_to_compare(every: int, shared: Shared | None) -> None:
     check = used(every, shared)
-    assert (check.room, check.begin(found(), 1, 0, never)) == (0, None)
+    assert (check.room, check.begin(found(), 1, never)) == (0, None)
 
 
 def test_a_plan_that_is_kept_keeps_its_samples() -> None:
@@ -45,10 +45,20 @@ def test_a_plan_that_is_kept_keeps_its_samples() -> None:
     samples = check._samples
     check.use(SHARED, STATE, list(STATE.values()), 0, None)
     assert check._samples is samples
-    finish = check.begin(found(), 1, 0, never)
+    finish = check.begin(found(), 1, never)
     assert finish is not None
     assert len(finish()) == 1
     check.use(Shared(SHARED.groups, SHARED.local), STATE, list(STATE.values()), 0, None)
     assert check._samples is not samples
     check.use(None, STATE, list(STATE.values()), 0, None)
     assert check.room == 0
+
+
+def test_the_turn_of_a_range_follows_from_the_last_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = used(10, SHARED)
+    assert check._samples is not None
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(check._samples, "take", lambda parts, addresses, step, before, queue: taken.append((step, before)))
+    for step in (5, 10, 21):
+        check.begin(found(), step, never)
+    assert taken == [(5, -1), (10, 5), (21, 10)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckptd.agent.copy import replica_samples
-from ckptd.agent.copy.replica_samples import LINE, ReplicaSamples, Sampled, _gather
+from ckptd.agent.copy.replica_samples import SAMPLE, ReplicaSamples, Sampled, _gather
 from ckptd.agent.plan.layout import plan_locally
 from ckptd.agent.plan.replica_groups import ReplicaGroup, grouped
 from ckptd.shared.membership import Membership
@@ -182,8 +182,27 @@ class _Bytes:
 
 
 def test_a_line_is_never_read_beyond_its_tensor() -> None:
-    for nbytes in (1, 63, LINE, LINE + 1, 1000):
+    for nbytes in (1, 63, 64, SAMPLE, SAMPLE + 1, 1000):
         samples = made({"w": torch.zeros(nbytes, dtype=torch.uint8)})
         for step in range(200):
             for pieces in samples._pieces[torch.device("cpu")]:
                 assert int(pieces.offsets(step).max()) + pieces.width <= nbytes
+
+
+@pytest.mark.skipif(replica_samples.digest_pieces is None, reason="`_checked_copy.c` is not compiled here")
+@pytest.mark.parametrize("width", [1, 3, 8, 9, 63, 64, 127, SAMPLE])
+def test_c_and_numpy_digest_alike(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    source = torch.randint(0, 256, (10_000,), dtype=torch.uint8)
+    addresses = np.array([source.data_ptr() + at for at in range(0, 9000, 97)], dtype=np.uint64)
+    compiled = replica_samples._digested_at(addresses, width)
+    monkeypatch.setattr(replica_samples, "digest_pieces", None)
+    assert compiled.tolist() == replica_samples._digested_at(addresses, width).tolist()
+    assert len(set(compiled.tolist())) > 90 or width < 3
+
+
+def test_a_width_that_cannot_be_is_refused() -> None:
+    if replica_samples.digest_pieces is not None:
+        some = np.zeros(1, dtype=np.uint64)
+        for width in (0, -1, SAMPLE + 1):
+            with pytest.raises(ValueError, match="expected a width of 1 to 128 bytes"):
+                replica_samples.digest_pieces(some, width, np.zeros(16, dtype=np.uint64), np.zeros(1, dtype=np.uint64))
