@@ -132,7 +132,8 @@ def expired(job: Job, step: Step, rank_timeout: float) -> list[Action]:
     came = step.snapshot.seals if step.snapshot is not None else step.planned
     everyone = list(job.ranks_here)
     late = [rank for rank in everyone if rank not in came] or everyone  # if all ranks plan, any of them may be late
-    return fail(step, SnapshotFailed(f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"))
+    why = f"step {step.number} failed: {ranks(late)} did not seal it within {rank_timeout:g} s"
+    return fail(step, SnapshotFailed(f"{why}: every rank must call snapshot(step={step.number}), not only some of them"))
 
 
 def passed_over(job: Job, step: Step, rank: int, reason: str, code: str) -> list[Action]:
