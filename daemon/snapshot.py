@@ -16,7 +16,7 @@ from ckptd.shared import lifecycle
 from ckptd.shared.lifecycle import Event, SnapshotState
 from ckptd.shared.membership import Membership
 from ckptd.shared.messages import TrainingCost
-from ckptd.shared.replicas import ReplicaDigests
+from ckptd.shared.replicas import Brief, ReplicaDigests
 from ckptd.shared.reuse import ChunkCheck
 
 log = logging.getLogger("ckptd.catalog")
@@ -78,6 +78,9 @@ class Snapshot:
     """True once the receipt of this node is durable, until its try is abandoned."""
     abandoned: int = 0
     """The number of its tries that were abandoned."""
+
+    briefs: list[Brief] | None = None
+    """What the board says of its replica groups; None until that is needed."""
 
     checking: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the slots are being checked."""

@@ -6,6 +6,7 @@ group puts digests of what it holds into its request document, and whoever has t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -95,6 +96,68 @@ def _difference(of_rank: Mapping[int, ReplicaDigests]) -> Difference | None:
         sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks)), [keys[n] for n in differ if n < len(keys)],
         next(iter(of_rank.values())).each, len(differ),
     )  # fmt: skip
+
+
+class OfNode(msgspec.Struct, frozen=True, array_like=True):
+    """The digests of one replica group on one node, whose ranks agree. ranks: the ranks of the group on this node."""
+
+    ranks: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]], msgspec.Meta(min_length=1, max_length=65_536)]
+    digests: ReplicaDigests
+
+
+def of_node(held: Mapping[int, Iterable[ReplicaDigests]]) -> list[OfNode]:
+    """Return the groups of one node, given the digests of its ranks, which agree. The lowest rank of a group on the node tells its keys."""
+    found: dict[bytes, tuple[list[int], ReplicaDigests]] = {}
+    for rank in sorted(held):
+        for one in held[rank]:
+            found.setdefault(one.group, ([], one))[0].append(rank)
+    return [OfNode(ranks, one) for ranks, one in found.values()]
+
+
+def compare_nodes(nodes: Iterable[Sequence[OfNode]]) -> list[Difference]:
+    """Return the groups in which ranks of different nodes differ."""
+    held: dict[int, list[ReplicaDigests]] = {}
+    for node in nodes:
+        for group in node:
+            for rank in group.ranks:
+                held.setdefault(rank, []).append(group.digests)
+    return compare(held)
+
+
+MOST_BRIEFS = 256
+"""The most groups of one node that the board lists. If a node has more, its step is compared by the receipts only."""
+
+
+class Brief(msgspec.Struct, frozen=True, array_like=True):
+    """A replica group of one node in few bytes, for the board. key: the first key of the group, or ""."""
+
+    group: Annotated[bytes, msgspec.Meta(min_length=GROUP, max_length=GROUP)]
+    digest: Annotated[bytes, msgspec.Meta(max_length=GROUP)]
+    ranks: Annotated[str, msgspec.Meta(max_length=100)]
+    key: Annotated[str, msgspec.Meta(max_length=100)] = ""
+
+
+def briefs(groups: Sequence[OfNode]) -> list[Brief]:
+    """Return the groups of one node in few bytes, or [] if they are too many."""
+    found = []
+    for one in groups if len(groups) <= MOST_BRIEFS else ():
+        keys = decode_keys(one.digests.keys)
+        digest = hashlib.blake2b(one.digests.digests, digest_size=GROUP).digest()
+        found.append(Brief(one.digests.group, digest, _ranks(one.ranks)[:100], keys[0][:100] if keys else ""))
+    return found
+
+
+def apart(nodes: Iterable[Sequence[Brief]]) -> str:
+    """Return how the replica groups of the nodes differ, as a phrase, or "" if they do not."""
+    first: dict[bytes, Brief] = {}
+    for node in nodes:
+        for one in node:
+            other = first.setdefault(one.group, one)
+            if other.digest != one.digest:
+                key = other.key or one.key
+                such = f", {key} or others in the same place," if key else ""
+                return f"tensors that {other.ranks} and {one.ranks} share{such} are not the same there: mark them with per_rank(...)"
+    return ""
 
 
 _MOST_NAMED = 5
