@@ -112,9 +112,10 @@ def _digested_at(addresses: Numbers, width: int) -> Numbers:
 class _Pieces:
     """Tensors of which pieces of one width are sampled, on one device.
 
-    tensors: their numbers among the compared ones. seeds: their places in their groups. each: the pieces of each tensor. room: for tensors
-    in C order, the number of places at which a piece can begin, for others the number of their elements. extent: the bytes from the first
-    to the last one in memory. shape, stride: for tensors that are not in C order, their shapes and strides in elements.
+    tensors: their numbers among the compared ones. seeds: a number from the place of each in its group. each: the pieces of each tensor.
+    room: for tensors in C order, the number of places at which a piece can begin, for others the number of their elements. extent: the
+    bytes from the first to the last one in memory. shape, stride: for tensors that are not in C order, their shapes and strides in
+    elements.
     """
 
     width: int
@@ -130,7 +131,7 @@ class _Pieces:
         """Return the places of the pieces at this step, in bytes from the start of each tensor, one row for each piece."""
         found = np.empty((self.each, len(self.tensors)), dtype=np.uint64)
         for number in range(self.each):
-            found[number] = _mixed(self.seeds * np.uint64(_ODD[0]) + _of_step(step, number)) % self.room
+            found[number] = _mixed(self.seeds + _of_step(step, number)) % self.room
         if self.shape is None or self.stride is None:
             return found
         return self._by_stride(found, self.shape, self.stride)
@@ -200,9 +201,9 @@ class ReplicaSamples:
             told += length if tells else 0
             ends = list(accumulate(row.nbytes for row in mine))
             self._groups.append(_Group(hashlib.sha256(definition).digest(), first, ends, encode_keys(keys) if tells else b""))
-        self._pieces = self._divide([parts[number] for number in self._numbers], np.array(seeds, dtype=np.uint64))
+        self._pieces = self._divide([parts[number] for number in self._numbers], np.array(seeds, dtype=np.uint64) * np.uint64(_ODD[0]))
         self._on_cpu = [parts[number].device.type == "cpu" for number in self._numbers]
-        self._order = np.array([index for group in self._groups for index in range(len(group.ends))], dtype=np.uint64)
+        self._order = np.array([index for group in self._groups for index in range(len(group.ends))], dtype=np.uint64) * np.uint64(_ODD[3])
         self._picked = np.array(self._numbers, dtype=np.intp)
         self._known: tuple[list[int] | None, Numbers] = None, np.empty(0, dtype=np.uint64)
         digests = sum(DIGEST * -(-len(group.ends) // self._each) for group in self._groups)
@@ -290,7 +291,7 @@ class ReplicaSamples:
         for pieces, rows in sampled.rows:
             _add(sampled.values, pieces, _digested(rows.numpy()))
         _add_ranges(sampled.values, [(number, int(total)) for number, total in sampled.sums])
-        mixed = _mixed(sampled.values + self._order * np.uint64(_ODD[3]))
+        mixed = _mixed(sampled.values + self._order)
         found = []
         for group, name in zip(self._groups, sampled.names, strict=True):
             count = len(group.ends)
